@@ -1,0 +1,303 @@
+"""Floor 7. The command line: ``maxjax inspect``, ``maxjax embed``, ``maxjax env``.
+
+The result goes to stdout and nothing else does; an error is one line on stderr
+(``--debug`` shows the traceback). Exit codes: 0 done, 1 failed, 2 wrong usage,
+130 interrupted, 141 the reader of stdout went away. Each command does all that can fail
+before it returns the lines to print, so a failure leaves stdout empty. Everything heavy
+is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError, UnsupportedModelError, UserInputError
+
+# What a user can meet without a defect in maxjax: the message alone says enough.
+EXPECTED = (CheckpointError, UserInputError, UnsupportedModelError, OSError, MemoryError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code. ``argv`` is what follows the program's name."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        _print(options.run(options))
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, which would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("maxjax: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if options.debug:
+            raise
+        print(f"maxjax: {_explain(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print(lines: Iterable[str]) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    for line in lines:
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _explain(error: Exception) -> str:
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, EXPECTED):
+        return message
+    return f"unexpected {type(error).__name__}: {message} (--debug shows where)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
+    )
+    parser = argparse.ArgumentParser(
+        prog="maxjax", description="Open checkpoints, look into them and run them in JAX."
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, run, text in (
+        ("inspect", inspect, "list the tensors of a checkpoint; reads headers only"),
+        ("embed", embed, "embed texts; one JSON line for each, or a .npy file"),
+        ("env", env, "show versions, devices and caches"),
+    ):
+        command = commands.add_parser(name, parents=[debug], help=text, description=run.__doc__)
+        command.set_defaults(run=run, error=command.error)
+        _ARGUMENTS[name](command)
+    return parser
+
+
+class _Version(argparse.Action):
+    """``--version``: the metadata is looked up only when it is asked for."""
+
+    def __init__(self, option_strings: list[str], dest: str):
+        super().__init__(option_strings, dest, nargs=0, help="show the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"maxjax {version('maxjax')}")
+        parser.exit()
+
+
+# --- maxjax inspect -----------------------------------------------------------------------
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", nargs="+", help="a file, a directory, an index, or the files of a set"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def inspect(options: argparse.Namespace) -> Iterable[str]:
+    """Lists every tensor: name, dtype, shape, bytes, file; and the totals of each dtype."""
+    from .storage.index import open_checkpoint
+
+    table = open_checkpoint(options.path if len(options.path) > 1 else options.path[0])
+    try:
+        files = [{"path": os.fspath(file.path), "bytes": file.size} for file in table.files]
+        tensors = [
+            {
+                "name": entry.name,
+                "dtype": entry.dtype.name,
+                "shape": list(entry.shape),
+                "bytes": entry.nbytes,
+                "file": files[entry.file]["path"],
+            }
+            for entry in table.entries.values()
+        ]
+        document = {
+            "format": table.format,
+            "metadata": dict(table.metadata),
+            "files": files,
+            "tensors": tensors,
+            "totals": _totals(tensors),
+        }
+    finally:
+        table.close()
+    return [json.dumps(document, indent=1)] if options.json else _inspect_table(document)
+
+
+def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each dtype, and last for all: how many tensors, values and bytes."""
+    keys = ("tensors", "values", "bytes")
+    totals: dict[str, dict[str, Any]] = {}
+    every: dict[str, Any] = {"dtype": "all"} | dict.fromkeys(keys, 0)
+    for tensor in tensors:
+        dtype = tensor["dtype"]
+        row = totals.setdefault(dtype, {"dtype": dtype} | dict.fromkeys(keys, 0))
+        for key, number in zip(keys, (1, math.prod(tensor["shape"]), tensor["bytes"]), strict=True):
+            row[key] += number
+            every[key] += number
+    return [*totals.values(), every]
+
+
+def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
+    yield from _columns(
+        [["name", "dtype", "shape", "bytes", "file"]]
+        + [
+            [
+                _visible(tensor["name"]),
+                tensor["dtype"],
+                "x".join(map(str, tensor["shape"])) or "scalar",
+                f"{tensor['bytes']:,}",
+                _visible(os.path.basename(tensor["file"])),
+            ]
+            for tensor in document["tensors"]
+        ],
+        right={3},
+    )
+    yield ""
+    yield from _columns(
+        [["dtype", "tensors", "values", "bytes"]]
+        + [
+            [row["dtype"], *(f"{row[key]:,}" for key in ("tensors", "values", "bytes"))]
+            for row in document["totals"]
+        ],
+        right={1, 2, 3},
+    )
+
+
+def _columns(rows: list[list[str]], right: set[int]) -> Iterator[str]:
+    """The rows as lines of equally wide columns, those in ``right`` aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [f"{c:>{w}}" if i in right else f"{c:<{w}}" for i, (c, w) in enumerate(cells)]
+        yield "  ".join(padded).rstrip()
+
+
+def _visible(text: str) -> str:
+    """``text`` with control characters escaped: a tensor's name must not steer a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+# --- maxjax embed -------------------------------------------------------------------------
+
+
+def _embed_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="without any: lines from stdin")
+    parser.add_argument("--output", type=Path, metavar="FILE.npy", help="write float32 [n, d]")
+    parser.add_argument("--batch-size", type=_positive, default=32, metavar="N")
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"]
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def embed(options: argparse.Namespace) -> Iterable[str]:
+    """Embeds texts, given or one per line on stdin: JSON lines, or a .npy file."""
+    if not options.texts and (sys.stdin is None or sys.stdin.isatty()):
+        options.error("no TEXT given, and none on stdin")
+    texts = options.texts or _stdin_lines()
+    for number, text in enumerate(texts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserInputError(f"text {number} is not valid UTF-8")
+    if not texts:
+        raise UserInputError("there is no text to embed: stdin is empty")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        raise UserInputError(f"{options.output}: its directory does not exist")
+
+    from .engine.embed import embed as embed_texts
+    from .engine.load import load
+
+    model, tokenizer = load(options.model, dtype=options.dtype)
+    embeddings = embed_texts(
+        model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate
+    )  # [n, d] float32
+    if options.output is not None:
+        _save_npy(options.output, embeddings)
+        return []
+    return (
+        # The shortest digits that give the same float32 again.
+        json.dumps({"text": text, "embedding": [float(str(v)) for v in row]}, ensure_ascii=False)
+        for text, row in zip(texts, embeddings, strict=True)
+    )
+
+
+def _stdin_lines() -> list[str]:
+    text = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines  # the last newline ends a line, no new one
+
+
+def _save_npy(path: Path, array: Any) -> None:
+    """Writes beside ``path`` and renames, so that no half-written file is ever there."""
+    import numpy as np
+
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=".npy.part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.save(file, array)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner may read
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+# --- maxjax env ---------------------------------------------------------------------------
+
+
+def _env_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def env(options: argparse.Namespace) -> Iterable[str]:
+    """Shows versions, devices and caches; warns when JAX silently runs on the CPU."""
+    from .environment import environment
+
+    found = environment()
+    for problem in found["problems"]:
+        print(f"maxjax: warning: {problem}", file=sys.stderr)
+    return [json.dumps(found, indent=1)] if options.json else _env_lines(found)
+
+
+def _env_lines(found: dict[str, Any]) -> Iterator[str]:
+    yield from _section(
+        "versions", [[k, v or "not installed"] for k, v in found["versions"].items()]
+    )
+    rows = [
+        [f"{d['platform']}:{d['id']}", d["kind"], f"{d['memory']:,} bytes" if d["memory"] else ""]
+        for d in found["devices"]
+    ]
+    yield from _section("devices", rows or [["none"]])
+    yield from _section("caches", [[k, v or "none"] for k, v in found["caches"].items()])
+    if found["variables"]:
+        yield from _section("variables", [[k, v] for k, v in found["variables"].items()])
+
+
+def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
+    yield title
+    yield from (f"  {line}" for line in _columns(rows, right=set()))
+
+
+_ARGUMENTS = {"inspect": _inspect_arguments, "embed": _embed_arguments, "env": _env_arguments}

@@ -1,0 +1,362 @@
+"""Floor 0. ``Buffer``, ``DLPackArray`` and devices: MAX's words for arrays that cross libraries.
+
+A Buffer is a NumPy array in host memory that knows its DType and speaks DLPack, bfloat16 and
+float8 included. Below: dtype. Above: weights hand Buffers out; layers compute on JAX arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from .dtype import DType
+
+if TYPE_CHECKING:
+    import jax
+    from jaxlib._jax import Device as JaxDevice  # jax.Device, which type checkers take for a value
+
+Index = int | slice
+
+
+@runtime_checkable
+class DLPackArray(Protocol):
+    """Anything another library can read in place: NumPy, JAX and torch arrays, Buffers.
+
+    Example:
+        >>> isinstance(np.zeros(2), DLPackArray), isinstance([1, 2], DLPackArray)
+        (True, False)
+    """
+
+    def __dlpack__(self, *, stream: None = None) -> Any: ...
+
+    def __dlpack_device__(self) -> Any: ...
+
+
+def local_devices(label: str) -> list[JaxDevice]:
+    """This process's JAX devices: the CPU's for "cpu", the accelerators for "gpu"."""
+    import jax
+
+    if label == "cpu":
+        return jax.local_devices(backend="cpu")
+    # The default backend names the accelerator, unless the user put the CPU first.
+    found = [device for device in jax.local_devices() if device.platform != "cpu"]
+    if not found:
+        with contextlib.suppress(RuntimeError):
+            found = jax.local_devices(backend="gpu")
+    return found
+
+
+def accelerator_count() -> int:
+    """How many accelerators this process has."""
+    return len(local_devices("gpu"))
+
+
+@dataclass(frozen=True, repr=False)
+class Device:
+    """A device of this process: ``label`` "cpu" or "gpu" (any accelerator), and number.
+
+    Example:
+        >>> CPU(), CPU() == CPU(0), CPU().is_host
+        (Device(type=cpu,id=0), True, True)
+    """
+
+    label: str
+    id: int = 0
+
+    @property
+    def is_host(self) -> bool:
+        return self.label == "cpu"
+
+    @property
+    def api(self) -> str:
+        """What drives it: "cpu", or the accelerator's JAX platform."""
+        return "cpu" if self.is_host else self.to_jax().platform
+
+    def to_jax(self) -> JaxDevice:
+        """The JAX device; ValueError when it is not there."""
+        devices = local_devices(self.label)
+        if not 0 <= self.id < len(devices):
+            kind = "CPU" if self.is_host else "accelerator"
+            raise ValueError(
+                f"there is no device {self.label}:{self.id}: this process has {len(devices)} {kind}"
+                f" device(s). jax.devices() lists them."
+            )
+        return devices[self.id]
+
+    def __repr__(self) -> str:
+        return f"Device(type={self.label},id={self.id})"
+
+
+class CPU(Device):
+    """The host."""
+
+    def __init__(self, id: int = 0):
+        super().__init__("cpu", max(operator.index(id), 0))
+
+
+class Accelerator(Device):
+    """A GPU or TPU; ValueError when this process has no such device."""
+
+    def __init__(self, id: int = 0):
+        super().__init__("gpu", max(operator.index(id), 0))
+        self.to_jax()
+
+
+class Buffer:
+    """A mutable array in host memory: ``Buffer(dtype, shape)`` is one of zeros.
+
+    Made of a NumPy array or of anything with DLPack it shares the memory; ``np.asarray``
+    gives that memory back, ``jnp.asarray`` a copy. Indexing takes one index per axis and
+    gives a Buffer. Equal only to itself.
+
+    Example:
+        >>> b = Buffer.from_numpy(np.arange(4, dtype=np.float32).reshape(2, 2))
+        >>> b, b[1, 0].item(), b[:, 1].to_numpy()
+        (maxjax.driver.Buffer(DType.float32, (2, 2), cpu[0]), 2.0, array([1., 3.], dtype=float32))
+        >>> b.view(DType.uint16).shape
+        (2, 4)
+    """
+
+    __slots__ = ("__weakref__", "_array")
+
+    def __init__(self, dtype: Any, shape: Sequence[int], device: Device | None = None):
+        _require_host(device)
+        if isinstance(shape, int | str):
+            raise TypeError(f"shape must be a sequence of sizes, got {shape!r}")
+        sizes = tuple(operator.index(size) for size in shape)
+        self._array = np.zeros(sizes, DType.of(dtype).np)
+
+    @classmethod
+    def _of(cls, array: np.ndarray) -> Buffer:
+        """A Buffer on this very array; ValueError when its dtype is none of ours."""
+        DType.from_numpy(array.dtype)
+        self = object.__new__(cls)
+        self._array = array
+        return self
+
+    @classmethod
+    def zeros(cls, shape: Sequence[int], dtype: Any, device: Device | None = None) -> Buffer:
+        return cls(dtype, shape, device)
+
+    @classmethod
+    def scalar(cls, value: Any, dtype: Any, device: Device | None = None) -> Buffer:
+        """A Buffer of shape () that holds ``value``."""
+        self = cls(dtype, (), device)
+        self[()] = value
+        return self
+
+    @classmethod
+    def from_numpy(cls, arr: np.ndarray) -> Buffer:
+        """A Buffer on the memory of ``arr``, strided or not; of a copy if that is read-only.
+
+        TypeError for what is no array, ValueError for a dtype that DType does not have,
+        BufferError for foreign byte order.
+        """
+        if not isinstance(arr, np.ndarray):
+            raise TypeError(f"expected a numpy.ndarray, got {type(arr).__name__}")
+        if not arr.dtype.isnative:
+            raise BufferError(f"byte order of {arr.dtype} is not this machine's")
+        return cls._of(arr if arr.flags.writeable else arr.copy())
+
+    @classmethod
+    def from_dlpack(cls, array: Any, *, copy: bool | None = None) -> Buffer:
+        """A Buffer on the memory of any DLPack array; arrays on accelerators are fetched.
+
+        ``copy=True`` always copies, ``None`` only read-only memory (JAX arrays are read-only),
+        ``False`` raises BufferError there. A Buffer comes back as it is unless copied.
+        TypeError for what is no DLPack array, ValueError for a non-contiguous one.
+        """
+        if isinstance(array, Buffer):
+            return array.copy() if copy else array
+        if not isinstance(array, DLPackArray) or isinstance(array, np.generic):
+            raise TypeError(f"expected an array with __dlpack__, got {type(array).__name__}")
+        held = _as_numpy(array)
+        if not held.flags.c_contiguous:
+            raise ValueError(
+                "from_dlpack only accepts contiguous arrays. First call np.ascontiguousarray(array)"
+            )
+        if copy is False and not held.flags.writeable:
+            raise BufferError("the array is read-only; pass copy=True or copy=None")
+        return cls.from_numpy(held.copy() if copy else held)
+
+    # --- what it is ---
+
+    @property
+    def dtype(self) -> DType:
+        return DType.from_numpy(self._array.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Distance of neighbours along each axis, in elements."""
+        return tuple(stride // self._array.itemsize for stride in self._array.strides)
+
+    @property
+    def rank(self) -> int:
+        return self._array.ndim
+
+    @property
+    def num_elements(self) -> int:
+        return self._array.size
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self._array.itemsize
+
+    @property
+    def device(self) -> Device:
+        return CPU()
+
+    @property
+    def is_host(self) -> bool:
+        return True
+
+    @property
+    def pinned(self) -> bool:
+        return False
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self._array.flags.c_contiguous
+
+    def __repr__(self) -> str:
+        return f"maxjax.driver.Buffer({self.dtype}, {self.shape}, cpu[0])"
+
+    def __str__(self) -> str:
+        values = np.array2string(self._array, separator=" ", prefix="Buffer(")
+        return f"Buffer({values}, dtype={self.dtype}, shape={self.shape}, device={self.device})"
+
+    # --- elements ---
+
+    def _index(self, idx: Any) -> tuple[Any, ...]:
+        given = idx if isinstance(idx, tuple | list) else (idx,)
+        indices = tuple(i if isinstance(i, slice) else operator.index(i) for i in given)
+        if len(indices) != self.rank:
+            raise ValueError(
+                f"the provided number of indices ({len(indices)}) is not equal to the tensor rank"
+                f" ({self.rank})"
+            )
+        return indices
+
+    def __getitem__(self, idx: Index | Sequence[Index]) -> Buffer:
+        # The ellipsis keeps a single element an array on the same memory.
+        return Buffer._of(self._array[(*self._index(idx), ...)])
+
+    def __setitem__(self, idx: Index | Sequence[Index], value: Any) -> None:
+        value = value.to_numpy() if isinstance(value, Buffer) else value
+        if self.dtype.is_integral() and np.asarray(value).dtype.kind not in "biu":
+            raise TypeError(f"cannot store {value!r} in a Buffer of {self.dtype!r} without loss")
+        self._array[self._index(idx)] = value
+
+    def item(self) -> bool | int | float:
+        """The only element, as a Python number; ValueError if there are more or none."""
+        if self._array.size != 1:
+            count = self._array.size
+            raise ValueError(f"calling `item` on a tensor with {count} items but expected only 1")
+        return self._array.item()
+
+    # --- other forms ---
+
+    def view(self, dtype: Any, shape: Sequence[int] | None = None) -> Buffer:
+        """The same bytes as another type, by default with the last axis resized to fit.
+
+        ValueError when the bytes do not come out, when a strided Buffer would need another
+        shape, and between types stored differently (below 8 bits an element takes a byte).
+        """
+        dtype = DType.of(dtype)
+        widths = {dtype.size_in_bits, self.dtype.size_in_bits}
+        if len(widths) == 2 and min(widths) < 8:
+            raise ValueError(f"a Buffer of {self.dtype!r} cannot be viewed as {dtype!r}")
+        if shape is None:
+            return Buffer._of(self._array.view(dtype.np))
+        sizes = tuple(operator.index(size) for size in shape)
+        count = int(np.prod(sizes, dtype=object)) if min(sizes, default=0) >= 0 else -1
+        if count * dtype.size_in_bytes != self._array.nbytes:
+            raise ValueError("byte sizes don't match in view creation")
+        if not self.is_contiguous:
+            raise ValueError("a strided Buffer cannot be viewed in another shape: copy it first")
+        return Buffer._of(self._array.reshape(-1).view(dtype.np).reshape(sizes))
+
+    def to_numpy(self) -> np.ndarray:
+        """The array on this memory; bfloat16 and smaller floats keep their ml_dtypes dtype."""
+        return self._array.view()
+
+    def copy(self, device: Device | None = None) -> Buffer:
+        """A contiguous copy."""
+        _require_host(device)
+        return Buffer._of(self._array.copy(order="C"))
+
+    def contiguous(self) -> Buffer:
+        """A contiguous Buffer: on the same memory if that is contiguous, else a copy."""
+        return Buffer._of(np.ascontiguousarray(self._array).reshape(self.shape))
+
+    def to(self, device: Device | Sequence[Device]) -> Any:
+        """This Buffer, or one per device of a sequence. Accelerators raise ValueError."""
+        for one in [device] if isinstance(device, Device) else device:
+            _require_host(one)
+        return self if isinstance(device, Device) else [self for _ in device]
+
+    def inplace_copy_from(self, src: Buffer) -> None:
+        """Overwrites the elements; ValueError unless dtype and shape are the same."""
+        if src.dtype is not self.dtype:
+            raise ValueError("Cannot copy buffers of different dtypes")
+        if src.shape != self.shape:
+            raise ValueError("Cannot copy buffers of different sizes")
+        self._array[...] = src._array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._array, dtype=dtype, copy=copy)
+
+    def __jax_array__(self) -> jax.Array:
+        import jax.numpy as jnp
+
+        # JAX on CPU would alias aligned NumPy memory, and a Buffer can be written to.
+        return jnp.array(self._array, copy=True)
+
+    def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
+        """A DLPack capsule on this memory; of a JAX copy for bfloat16 and float8.
+
+        BufferError for the types below 8 bits, for which DLPack has no common form.
+        """
+        if self._array.dtype.type.__module__ == "numpy":
+            return self._array.__dlpack__(stream=stream, **kwargs)
+        if self.dtype.size_in_bits < 8:
+            raise BufferError(f"DLPack cannot carry {self.dtype!r}")
+        import jax
+
+        on_host = jax.device_put(self.__jax_array__(), CPU().to_jax())
+        return on_host.__dlpack__(stream=stream, **kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def _require_host(device: Device | None) -> None:
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"expected a maxjax.driver.Device, got {type(device).__name__}")
+    if device is not None and not device.is_host:
+        raise ValueError(
+            f"a Buffer lies in host memory, not on {device}. Use jax.device_put for arrays there."
+        )
+
+
+def _as_numpy(array: Any) -> np.ndarray:
+    """Any DLPack array as NumPy's, on the same memory where both can address it."""
+    if isinstance(array, np.ndarray):
+        return array
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        # What NumPy cannot take (bfloat16, float8, accelerators) JAX can, but for gradients.
+        import jax
+
+        return np.asarray(array if isinstance(array, jax.Array) else jax.dlpack.from_dlpack(array))

@@ -1,0 +1,175 @@
+"""Floor 6. embed: texts → vectors, one for each.
+
+Texts are sorted into batches of a few padded shapes, so that the number of compilations
+stays small whatever the texts are. Below: load, tokenizer, pooling. Above: the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtype import DType
+from ..errors import UnsupportedModelError, UserInputError
+from .pooling import Pooling, pool
+from .tokenizer import Tokenizer, Tokens
+
+# No text is padded to less: shorter programs are hardly faster.
+_LEAST_LENGTH = 16
+
+
+def embed(
+    model: Any,
+    tokenizer: Tokenizer | None,
+    texts: Iterable[str],
+    *,
+    batch_size: int = 32,
+    truncate: bool = False,
+    normalize: bool | None = None,
+) -> np.ndarray:
+    """One vector for each text, pooled as the model's own files say.
+
+    A model without such files (``model.pooling``) gives the mean over a text's tokens.
+
+    Args:
+        model: A text encoder, as ``maxjax.load`` gives it.
+        tokenizer: Its tokenizer.
+        texts: The texts; an empty one is a text.
+        batch_size: The most texts computed at once.
+        truncate: Cut texts that are longer than the model takes, instead of refusing them.
+        normalize: Scale each vector to length 1, or not; None does as the files say.
+
+    Returns:
+        float32 ``[len(texts), d]``, in the order of the texts.
+
+    Raises:
+        TypeError: A text is not a str.
+        UserInputError: No tokenizer, a text that is too long, a model without weights or
+            one that is no text encoder.
+        UnsupportedModelError: The files ask for a step that maxjax does not have
+            (a NotImplementedError).
+    """
+    pooling = _pooling(model, tokenizer, batch_size)
+    normalize = pooling.normalize if normalize is None else bool(normalize)
+    limit = _limit(model, tokenizer, pooling)
+    rows = _rows(tokenizer, texts, pooling, limit, truncate)
+    _check_ids(model, rows)
+    run = partial(_encode, model, modes=pooling.modes, normalize=normalize)
+    pending = []
+    for batch in batches([len(row.ids) for row in rows], batch_size, limit):
+        members = [rows[i] for i in batch.members]
+        pending.append((batch.members, run(tokenizer.pad(members, batch.length, batch.count))))
+    if not rows:
+        width = jax.eval_shape(run, tokenizer.pad([], _LEAST_LENGTH, 1)).shape[1]
+        return np.zeros((0, width), np.float32)
+    # Only now is anything waited for: the device works on while batches are put together.
+    result = np.empty((len(rows), pending[0][1].shape[1]), np.float32)
+    for members, vectors in pending:
+        result[members] = np.asarray(vectors)[: len(members)]
+    return result
+
+
+@partial(jax.jit, static_argnames=("modes", "normalize"))
+def _encode(model: Any, batch: Any, *, modes: tuple[str, ...], normalize: bool) -> jax.Array:
+    states = model(*batch).last_hidden_state  # [B, T, E]
+    dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
+    pooled = pool(states.astype(dtype), batch.attention_mask, modes, normalize=normalize)
+    return pooled.astype(jnp.float32)  # [B, d]
+
+
+# --- what can be wrong ----------------------------------------------------------------------
+
+
+def _pooling(model: Any, tokenizer: Any, batch_size: Any) -> Pooling:
+    if tokenizer is None:
+        raise UserInputError("texts cannot be embedded without a tokenizer: the model's directory has no tokenizer.json")
+    if not hasattr(model, "family") or not hasattr(model, "max_length"):
+        raise UserInputError(f"{type(model).__name__} is not a text encoder: there is nothing to embed texts with")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        raise UserInputError("the model's weights are not loaded: call model.load_state_dict(weights) first")
+    if type(batch_size) is not int or batch_size < 1:
+        raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
+    pooling = getattr(model, "pooling", None) or Pooling()
+    if pooling.unsupported:
+        raise UnsupportedModelError(f"the model's embeddings need {pooling.unsupported}, which is not supported yet")
+    return pooling
+
+
+def _limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
+    """The most tokens a text may have, special ones and all."""
+    limits = (model.max_length, pooling.max_length, tokenizer.max_length)
+    return min(limit for limit in limits if limit is not None)
+
+
+def _rows(
+    tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool
+) -> list[Tokens]:
+    if pooling.lower_case and not isinstance(texts, str):
+        texts = [text.lower() if isinstance(text, str) else text for text in texts]
+    rows = tokenizer.tokens(texts, max_length=limit if truncate else None)
+    for i, row in enumerate(rows):
+        if len(row.ids) > limit:
+            raise UserInputError(
+                f"texts[{i}] has {len(row.ids)} tokens and the model takes {limit}: "
+                "shorten it, or pass truncate=True"
+            )
+    return rows
+
+
+def _check_ids(model: Any, rows: list[Tokens]) -> None:
+    """An id outside the table would come out as NaN."""
+    size = model.config.vocab_size
+    highest = max((max(row.ids, default=0) for row in rows), default=0)
+    if highest >= size:
+        raise UserInputError(
+            f"the tokenizer gives the token id {highest} and the model knows {size}: "
+            "they do not belong together"
+        )
+
+
+# --- batches of few shapes ------------------------------------------------------------------
+
+
+class PaddedBatch(NamedTuple):
+    """Which texts are computed together, and the shape ``[count, length]`` they are padded to."""
+
+    members: list[int]
+    count: int
+    length: int
+
+
+def batches(lengths: list[int], batch_size: int, limit: int) -> list[PaddedBatch]:
+    """Puts texts of similar length together.
+
+    Lengths are padded to a power of two, counts to a power of four: a bounded number of
+    shapes, each of which is compiled once.
+
+    Example:
+        >>> for batch in batches([5, 100, 7, 6], batch_size=2, limit=120):
+        ...     print(batch)
+        PaddedBatch(members=[0, 3], count=2, length=16)
+        PaddedBatch(members=[2], count=1, length=16)
+        PaddedBatch(members=[1], count=1, length=120)
+    """
+    buckets: dict[int, list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        padded = _at_least(lengths[i], _LEAST_LENGTH, 2)
+        buckets.setdefault(min(padded, limit), []).append(i)
+    found = []
+    for length, members in buckets.items():
+        for start in range(0, len(members), batch_size):
+            part = members[start : start + batch_size]
+            found.append(PaddedBatch(part, min(_at_least(len(part), 1, 4), batch_size), length))
+    return found
+
+
+def _at_least(number: int, start: int, factor: int) -> int:
+    """The first of start, start · factor, start · factor², … that is not below ``number``."""
+    while start < number:
+        start *= factor
+    return start

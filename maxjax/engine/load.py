@@ -1,0 +1,111 @@
+"""Floor 6. load: a path → a model that is ready to run, and its tokenizer.
+
+Everything is put together here: ``models.build`` makes the lazy Module, its own
+``load_state_dict`` fills it. Above: embed, the command line.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..dtype import DType
+from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
+from ..graph.weights import Weights, load_weights
+from ..models import PretrainedModel, build, config_beside
+from .pooling import read_pooling
+from .tokenizer import Tokenizer, load_tokenizer
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = "auto",
+    reduce_dtype: Any = DType.float32,
+    mesh: Any = None,
+    config: Any = None,
+) -> tuple[PretrainedModel, Tokenizer | None]:
+    """Opens a checkpoint and loads its model.
+
+    Args:
+        path: A directory with ``config.json`` and weights, or a file of weights with
+            ``config.json`` beside it.
+        dtype: Of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
+            keeps the checkpoint's.
+        reduce_dtype: What norms, softmax and pooling are computed in. With
+            ``"bfloat16"`` as well as ``dtype="bfloat16"`` everything is in 16 bits.
+        mesh: Not supported yet.
+        config: The content of ``config.json``, or the path of one, instead of that file.
+
+    Returns:
+        The model, and its tokenizer, which is None when the directory has none.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged or does not fit; the class
+            says which, the message where.
+        UnsupportedModelError: It is of an architecture that maxjax does not have.
+        UserInputError: ``dtype`` or ``reduce_dtype`` is no float type.
+    """
+    if mesh is not None:
+        raise NotImplementedError("load(mesh=...) is not supported yet")
+    wanted = None if dtype == "auto" else _float_type("dtype", dtype)
+    reduce = _float_type("reduce_dtype", reduce_dtype)
+    path = _existing(path)
+    directory = path if path.is_dir() else path.parent
+    pooling, place = read_pooling(directory)
+    if path.is_dir():
+        path = directory = place
+    if config is None:  # looked for first: without it, whatever else is there is of no use
+        config = config_beside(path)
+    with load_weights(path) as weights:
+        if wanted is None:
+            _refuse_float64(weights)
+        model = build(weights, config, wanted, reduce_dtype=reduce)
+        tokenizer = load_tokenizer(directory)
+        if pooling is not None:
+            model.pooling = pooling
+        model.load_state_dict(weights, cast=wanted is not None)
+    return model, tokenizer
+
+
+def _float_type(option: str, dtype: Any) -> DType:
+    try:
+        found = DType.of(dtype)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
+    if found not in (DType.float32, DType.bfloat16, DType.float16, DType.float64):
+        names = "float32, bfloat16, float16 or float64"
+        raise UserInputError(f"{option} must be {names}, not {found.name}")
+    if found is DType.float64 and not jax.config.jax_enable_x64:
+        raise UserInputError(f"{option}='float64' needs jax_enable_x64: JAX runs in 32 bits")
+    return found
+
+
+def _existing(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a Path, not {type(path).__name__}")
+    path = Path(path)
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # a name too long, or with a NUL in it
+        raise UserInputError(f"the path cannot be used: {error}") from None
+    if not exists:
+        raise CheckpointMissingError(
+            "no such file or directory", path=path,
+            hint="Names on the Hugging Face hub are not looked up yet: download the files first.",
+        )  # fmt: skip
+    return path
+
+
+def _refuse_float64(weights: Weights) -> None:
+    if jax.config.jax_enable_x64:
+        return
+    for name, place in weights.items():
+        if place.data().dtype is DType.float64:
+            raise CheckpointMismatchError(
+                "is float64, and JAX runs in 32 bits", path=weights._path, tensor=name,
+                hint="Pass dtype='float32', or set jax_enable_x64.",
+            )  # fmt: skip

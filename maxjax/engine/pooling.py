@@ -1,0 +1,229 @@
+"""Floor 6. Pooling: from the states of a text's tokens to one vector for the text.
+
+What to do is written in the files that sentence-transformers puts beside a model
+(``modules.json`` and what it names); the arithmetic is here too. Above: load, embed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import CheckpointFormatError, CheckpointUnsafeError
+from ..models.config import ModelConfig, read_json, read_object, setting
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a model's token states become an embedding.
+
+    Attributes:
+        modes: Names in :data:`POOLINGS`; the results stand side by side.
+        normalize: Whether embeddings are scaled to length 1.
+        max_length: The most tokens of a text, or None.
+        lower_case: Whether texts are put in lower case first.
+        unsupported: A step of the model that maxjax does not have: its token states are
+            right, but an embedding cannot be made of them.
+    """
+
+    modes: tuple[str, ...] = ("mean",)
+    normalize: bool = False
+    max_length: int | None = None
+    lower_case: bool = False
+    unsupported: str | None = None
+
+
+# --- the arithmetic: states [B, T, E] and mask [B, T] of the same dtype → [B, E] ------------
+
+
+def _mean(states: jax.Array, mask: jax.Array) -> jax.Array:
+    return _sum(states, mask) / _count(mask)
+
+
+def _mean_sqrt_len(states: jax.Array, mask: jax.Array) -> jax.Array:
+    return _sum(states, mask) / jnp.sqrt(_count(mask))
+
+
+def _weighted_mean(states: jax.Array, mask: jax.Array) -> jax.Array:
+    """Later tokens weigh more: 1, 2, 3, …"""
+    return _mean(states, mask * jnp.arange(1, mask.shape[1] + 1, dtype=mask.dtype)[None, :])
+
+
+def _max(states: jax.Array, mask: jax.Array) -> jax.Array:
+    lowest = jnp.finfo(states.dtype).min
+    return jnp.max(jnp.where(mask[..., None] > 0, states, lowest), axis=1)
+
+
+def _first(states: jax.Array, mask: jax.Array) -> jax.Array:
+    return states[:, 0]
+
+
+def _last(states: jax.Array, mask: jax.Array) -> jax.Array:
+    # Positions, not sums of the mask: 16-bit floats count exactly to 256 only.
+    positions = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
+    last = jnp.max(jnp.where(mask > 0, positions, 0), axis=1)  # [B]
+    return jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
+
+
+def _sum(states: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.einsum("bte,bt->be", states, mask)
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    return jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1e-9)  # [B, 1]
+
+
+# In the order in which sentence-transformers puts the results side by side.
+POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "cls": _first,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len_tokens": _mean_sqrt_len,
+    "weightedmean": _weighted_mean,
+    "lasttoken": _last,
+}
+# The key of each in a Pooling module's configuration.
+_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+def pool(states: Any, mask: Any, modes: tuple[str, ...] = ("mean",), *, normalize: bool = False) -> jax.Array:
+    """Token states → one vector for each text.
+
+    Args:
+        states: ``[B, T, E]``; the arithmetic is done in its dtype.
+        mask: ``[B, T]``, nonzero where there is a token; tokens stand at the left.
+        modes: Names in :data:`POOLINGS`.
+        normalize: Scale to length 1.
+
+    Returns:
+        ``[B, E · len(modes)]``.
+
+    Example:
+        >>> print(pool(jnp.array([[[1.0, 3.0], [3.0, 5.0], [9.0, 9.0]]]), jnp.array([[1, 1, 0]])))
+        [[2. 4.]]
+    """
+    states = jnp.asarray(states)
+    mask = (jnp.asarray(mask) != 0).astype(states.dtype)
+    pooled = jnp.concatenate([POOLINGS[mode](states, mask) for mode in modes], axis=-1)
+    if normalize:
+        length = jnp.sqrt(jnp.sum(jnp.square(pooled), axis=-1, keepdims=True))
+        pooled = pooled / jnp.maximum(length, 1e-12)
+    return pooled
+
+
+# --- the files of sentence-transformers -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Module(ModelConfig):
+    """An entry of ``modules.json``."""
+
+    path: str
+    type: str
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class _SentenceConfig(ModelConfig):
+    """``sentence_bert_config.json``."""
+
+    max_seq_length: int | None = setting(default=None, minimum=1)
+    do_lower_case: bool = setting(default=False)
+
+
+def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Path]:
+    """What ``modules.json`` says, and the directory of the transformer itself.
+
+    Returns:
+        None and ``directory`` when there is no such file.
+
+    Raises:
+        CheckpointFormatError: A file is broken, or names one that is not there.
+        CheckpointUnsafeError: A path in it leads out of the directory.
+    """
+    root = Path(directory)
+    file = root / "modules.json"
+    if not file.exists():
+        return None, root
+    transformer, pooling, normalize, unsupported = root, None, False, None
+    for module in _modules(file):
+        place = _inside(root, module.path, file)
+        if module.kind == "Transformer":
+            transformer = place
+        elif module.kind == "Pooling":
+            pooling = _modes(place / "config.json")
+        elif module.kind == "Normalize":
+            normalize = True
+        elif module.kind != "Dropout":  # nothing at inference
+            unsupported = unsupported or f"the module {module.kind}"
+    settings = _sentence_config(transformer)
+    if pooling is None:
+        unsupported = unsupported or "a model without a Pooling module"
+    elif isinstance(pooling, str):
+        unsupported, pooling = unsupported or pooling, None
+    found = Pooling(
+        pooling or ("mean",), normalize, settings.max_seq_length, settings.do_lower_case, unsupported
+    )
+    return found, transformer
+
+
+def _modules(file: Path) -> list[_Module]:
+    entries = read_json(file)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise CheckpointFormatError("not a list of modules", path=file)
+    return [_Module.from_dict(entry, path=file) for entry in entries]
+
+
+def _inside(root: Path, path: str, file: Path) -> Path:
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
+        raise CheckpointUnsafeError("the path of a module leads out of the directory", path=file, found=path)
+    return root.joinpath(*parts)
+
+
+def _modes(file: Path) -> tuple[str, ...] | str:
+    """The modes of a Pooling module, or the text that names one maxjax does not have."""
+    settings = read_object(file)
+    named = settings.get("pooling_mode")
+    if named is not None:  # newer files: a name, or several
+        names = [named] if isinstance(named, str) else named
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointFormatError("'pooling_mode' is not a name", path=file)
+    else:
+        names = []
+        for key, value in settings.items():
+            if key.startswith("pooling_mode_"):
+                if not isinstance(value, bool):
+                    raise CheckpointFormatError(f"'{key}' is not true or false", path=file)
+                if value:
+                    names.append(_KEYS.get(key, key))
+    unknown = [name for name in names if name not in POOLINGS]
+    if unknown:
+        return f"the pooling {unknown[0][:80]!r}"
+    if not names:
+        raise CheckpointFormatError("no pooling mode is chosen", path=file)
+    return tuple(mode for mode in POOLINGS if mode in names)
+
+
+def _sentence_config(directory: Path) -> _SentenceConfig:
+    for name in ("sentence_bert_config.json", "sentence_roberta_config.json"):
+        file = directory / name
+        if file.exists():
+            return _SentenceConfig.from_dict(read_object(file), path=file)
+    return _SentenceConfig()

@@ -1,0 +1,210 @@
+"""Floor 6. Tokenizer: text ↔ token ids, as the ``tokenizer.json`` of a checkpoint says.
+
+The work is done by the ``tokenizers`` package, imported when the first one is loaded;
+what it raises is turned into maxjax's own errors here. Above: load, embed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import CheckpointFormatError, CheckpointMissingError, UserInputError
+from ..models.config import read_object, read_text
+
+# The largest in use are about 35 MB.
+MAX_TOKENIZER_BYTES = 256 << 20
+# Hugging Face writes int(1e30) for "no limit".
+_NO_LIMIT = 10**9
+
+
+class Tokens(NamedTuple):
+    """One text: its token ids, and to which part of a pair each belongs."""
+
+    ids: list[int]
+    type_ids: list[int]
+
+
+class Batch(NamedTuple):
+    """Texts of one padded length: int32 ``[B, T]`` each, named as a model's arguments."""
+
+    input_ids: np.ndarray
+    attention_mask: np.ndarray
+    token_type_ids: np.ndarray
+
+
+class Tokenizer:
+    """Text ↔ token ids. Made by :func:`load_tokenizer`; safe to use from several threads.
+
+    Attributes:
+        pad_id: The id that fills up a batch.
+        max_length: The most tokens its model takes, as its files say; None if they do not.
+        vocab_size: Ids are below this.
+    """
+
+    def __init__(self, backend: Any, *, pad_id: int = 0, max_length: int | None = None):
+        # Files may carry the padding and truncation of whoever trained them.
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._lock = threading.Lock()
+        self.pad_id = pad_id
+        self.max_length = max_length
+        self.vocab_size: int = backend.get_vocab_size()
+
+    def tokens(self, texts: Iterable[str], *, max_length: int | None = None) -> list[Tokens]:
+        """The tokens of each text with the special ones its model expects.
+
+        Args:
+            texts: Any number of texts; an empty one is a text.
+            max_length: Cut the middle out so that no text, special tokens and all, is
+                longer.
+
+        Raises:
+            TypeError: A text is not a str, or ``texts`` is one.
+            UserInputError: A text is not valid Unicode, or cannot be tokenised.
+        """
+        texts = _checked(texts)
+        with self._lock:
+            if max_length is not None:
+                self._truncate_to(max_length)
+            try:
+                encodings = _guarded(self._backend.encode_batch, texts)
+            finally:
+                self._backend.no_truncation()
+        return [Tokens(encoding.ids, encoding.type_ids) for encoding in encodings]
+
+    def _truncate_to(self, max_length: int) -> None:
+        least = self._backend.num_special_tokens_to_add(False) + 1
+        if max_length < least:
+            raise UserInputError(f"max_length must be at least {least}, not {max_length}")
+        self._backend.enable_truncation(max_length)
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of one text. Raises as :meth:`tokens`."""
+        return self.tokens([text])[0].ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of token ids."""
+        return _guarded(self._backend.decode, [int(i) for i in ids], skip_special)
+
+    def batch(self, texts: Iterable[str], *, max_length: int | None = None) -> Batch:
+        """The texts as arrays, padded to the longest. Raises as :meth:`tokens`."""
+        return self.pad(self.tokens(texts, max_length=max_length))
+
+    def pad(self, rows: Sequence[Tokens], length: int | None = None, count: int | None = None) -> Batch:
+        """Rows of tokens as arrays ``[count, length]``, filled up at the right and below.
+
+        Both default to what is needed. Rows that were added are masked throughout.
+        """
+        length = max((len(row.ids) for row in rows), default=0) if length is None else length
+        count = len(rows) if count is None else count
+        ids = np.full((count, length), self.pad_id, np.int32)
+        mask = np.zeros((count, length), np.int32)
+        types = np.zeros((count, length), np.int32)
+        for i, row in enumerate(rows):
+            n = len(row.ids)
+            ids[i, :n], types[i, :n], mask[i, :n] = row.ids, row.type_ids, 1
+        return Batch(ids, mask, types)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size} tokens, max_length={self.max_length})"
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
+    """The tokenizer of a checkpoint directory, or None when it has no ``tokenizer.json``.
+
+    The padding token and the longest sequence come from ``tokenizer_config.json`` and
+    ``special_tokens_map.json``, where there are any.
+
+    Raises:
+        CheckpointMissingError: There is no such directory.
+        CheckpointFormatError: One of the files is broken; names it.
+    """
+    directory = Path(path)
+    if not directory.exists():
+        raise CheckpointMissingError("no such directory", path=directory)
+    if directory.is_file():
+        directory = directory.parent
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        return None
+    backend = _backend(file)
+    settings = _optional(directory / "tokenizer_config.json")
+    special = _optional(directory / "special_tokens_map.json")
+    pad = _pad_token(settings, directory / "tokenizer_config.json")
+    pad = pad or _pad_token(special, directory / "special_tokens_map.json")
+    pad_id = backend.token_to_id(pad) if pad else None
+    if pad_id is None and backend.padding:
+        pad_id = backend.padding["pad_id"]
+    max_length = _max_length(settings, directory / "tokenizer_config.json")
+    return Tokenizer(backend, pad_id=pad_id or 0, max_length=max_length)
+
+
+def _backend(file: Path) -> Any:
+    text = read_text(file, MAX_TOKENIZER_BYTES)
+    import tokenizers
+
+    try:
+        return _guarded(tokenizers.Tokenizer.from_str, text)
+    except UserInputError as error:
+        raise CheckpointFormatError("not a tokenizer", path=file, found=error) from None
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_object(file) if file.exists() else {}
+
+
+def _pad_token(settings: dict[str, Any], file: Path) -> str | None:
+    """A token is written as its text, or as an object with the text as "content"."""
+    token = settings.get("pad_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is not None and not isinstance(token, str):
+        raise CheckpointFormatError("'pad_token' is not a token", path=file)
+    return token
+
+
+def _max_length(settings: dict[str, Any], file: Path) -> int | None:
+    value = settings.get("model_max_length")
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not value >= 1:
+        found = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)
+        raise CheckpointFormatError(
+            "'model_max_length' is not a length", path=file, expected="a positive number", found=found
+        )
+    return None if value >= _NO_LIMIT else int(value)
+
+
+def _checked(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, (str, bytes)):
+        raise TypeError("texts must be a list of str: put a single text in brackets, [text]")
+    texts = list(texts)
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"texts[{i}] is a {type(text).__name__}, not a str")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserInputError(f"texts[{i}] is not valid Unicode: a lone surrogate at {error.start}") from None
+    return texts
+
+
+def _guarded(function: Any, *args: Any) -> Any:
+    """Calls into ``tokenizers``; whatever that raises becomes a UserInputError.
+
+    A panic of its compiled code derives from BaseException alone.
+    """
+    try:
+        return function(*args)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        text = str(error).splitlines() or [type(error).__name__]
+        raise UserInputError(f"the tokenizer failed: {text[0]}") from None

@@ -1,0 +1,134 @@
+"""Floor 7. What this installation runs on: versions, devices, caches, and what looks wrong.
+
+JAX runs on the CPU without a word when it cannot use an accelerator that is there;
+:func:`cpu_fallback` finds that out. Above: ``cli.py`` prints it as ``maxjax env``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "maxjax jax jaxlib numpy ml_dtypes flax orbax-checkpoint safetensors tokenizers huggingface_hub"
+).split()
+# The plugin packages through which JAX reaches an accelerator; listed where installed.
+PLUGINS = "jax-cuda12-plugin jax-cuda13-plugin jax-rocm7-plugin libtpu".split()
+VARIABLES = (
+    "JAX_PLATFORMS JAX_ENABLE_X64 JAX_COMPILATION_CACHE_DIR XLA_FLAGS CUDA_VISIBLE_DEVICES "
+    "XLA_PYTHON_CLIENT_PREALLOCATE XLA_PYTHON_CLIENT_MEM_FRACTION HF_HOME HF_HUB_CACHE "
+    "HF_HUB_OFFLINE"
+).split()
+
+
+def environment() -> dict[str, Any]:
+    """All of it as plain data: ``versions``, ``devices``, ``caches``, ``variables``, ``problems``.
+
+    Starts JAX's backend. Sizes are in bytes. ``problems`` is a list of sentences.
+
+    Example:
+        >>> sorted(environment())
+        ['caches', 'devices', 'problems', 'variables', 'versions']
+    """
+    devices, problems = _devices()
+    fallback = cpu_fallback(devices)
+    return {
+        "versions": versions(),
+        "devices": devices,
+        "caches": _caches(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "problems": problems + ([fallback] if fallback else []),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Package → version, None where it is not installed; Python and the system too."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    found |= {name: _version(name) for name in PACKAGES}
+    found |= {name: version for name in PLUGINS if (version := _version(name))}
+    found["system"] = f"{platform.system()} {platform.machine()}"
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> tuple[list[dict[str, Any]], list[str]]:
+    """The devices JAX uses, and why there are none."""
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS asks for a backend that does not start
+        return [], [f"JAX has no device: {' '.join(str(error).split())}"]
+    return [
+        {
+            "id": device.id,
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "memory": (device.memory_stats() or {}).get("bytes_limit"),
+        }
+        for device in devices
+    ], []
+
+
+def _caches() -> dict[str, str | None]:
+    """Where downloaded models and compiled programs are kept; None where they are not kept."""
+    import jax
+    from huggingface_hub import constants
+
+    compiled = getattr(jax.config, "jax_compilation_cache_dir", None)
+    return {
+        "models (huggingface_hub)": str(constants.HF_HUB_CACHE),
+        "compiled programs (jax)": None if compiled is None else str(compiled),
+    }
+
+
+def accelerator_signs(dev: Path = Path("/dev")) -> list[str]:
+    """Everything that suggests that this machine has, or was set up for, a GPU or TPU."""
+    signs = _nvidia_smi()
+    signs += [str(path) for path in sorted(dev.glob("nvidia[0-9]*"))]
+    plugins = [name for name in PLUGINS if _version(name)]
+    signs += [f"the package {name}" for name in plugins]
+    if "libtpu" in plugins:  # other accelerators use the same device names
+        signs += [str(path) for path in sorted(dev.glob("accel[0-9]*"))]
+    return signs
+
+
+def _nvidia_smi() -> list[str]:
+    """The GPUs that ``nvidia-smi -L`` lists, as "nvidia-smi (NVIDIA H100)"."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    names = {line.partition(": ")[2].partition(" (")[0] for line in lines}
+    return [f"nvidia-smi ({name})" for name in sorted(names)] if done.returncode == 0 else []
+
+
+def cpu_fallback(devices: list[dict[str, Any]]) -> str | None:
+    """A sentence that says JAX has fallen back to the CPU unasked, and what to do; or None."""
+    if any(device["platform"] != "cpu" for device in devices):
+        return None
+    if os.environ.get("JAX_PLATFORMS", "").split(",")[0].strip() == "cpu":
+        return None  # asked for
+    signs = accelerator_signs()
+    if not signs:
+        return None
+    if any(_version(name) for name in PLUGINS):
+        advice = "its plugin is installed but did not start: JAX_PLATFORMS=cuda (or tpu) shows why"
+    else:
+        advice = 'pip install "maxjax[cuda]" (or "maxjax[tpu]"), or set JAX_PLATFORMS=cpu'
+    seen = ", ".join(signs)
+    return f"JAX runs on the CPU although there seems to be an accelerator ({seen}): {advice}"

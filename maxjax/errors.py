@@ -1,0 +1,185 @@
+"""Floor 0. The exception classes of maxjax and the one grammar of their messages.
+
+A message is one line: the file first, then the tensor in single quotes, the byte
+offset, what is wrong with expected and found, and last what to do about it. Above:
+every reader raises these; nothing of a third party's crosses the border unwrapped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """Something is wrong with a checkpoint: its files, its content, or its fit.
+
+    Args:
+        problem: What is wrong, as a phrase without a full stop.
+        path: The file.
+        tensor: The tensor (or archive member) concerned.
+        offset: Byte offset in the file.
+        expected, found: The two sides of a comparison; either may be absent.
+        hint: One sentence that says what to do.
+
+    All of them stay readable as attributes of the same names.
+
+    Example:
+        >>> e = CheckpointFormatError(
+        ...     "unknown dtype", path="m.safetensors", tensor="w", expected="a safetensors dtype",
+        ...     found="F128", hint="Convert the file.")
+        >>> print(e)
+        m.safetensors: tensor 'w': unknown dtype (expected a safetensors dtype, found F128). Convert the file.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        expected: Any = None,
+        found: Any = None,
+        hint: str | None = None,
+    ):
+        self.problem = problem
+        self.path = None if path is None else os.fspath(path)
+        self.tensor = tensor
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        self.message = self._compose()
+        super().__init__(self.message)
+
+    def _compose(self) -> str:
+        parts = []
+        if self.path is not None:
+            parts.append(_one_line(self.path))
+        if self.tensor is not None:
+            parts.append(f"tensor '{_one_line(self.tensor)}'")
+        if self.offset is not None:
+            parts.append(f"at byte {self.offset}")
+        detail = []
+        if self.expected is not None:
+            detail.append(f"expected {_one_line(self.expected)}")
+        if self.found is not None:
+            detail.append(f"found {_one_line(self.found)}")
+        text = _one_line(self.problem, 4000) + (f" ({', '.join(detail)})" if detail else "")
+        message = ": ".join([*parts, text])
+        return f"{message}. {self.hint}" if self.hint else message
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self):
+        errno = getattr(self, "errno", None)
+        return (_rebuild, (type(self), self.__dict__.copy(), errno))
+
+
+def _rebuild(cls: type[CheckpointError], state: dict[str, Any], errno: int | None) -> CheckpointError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    error.args = (state["message"],)
+    if isinstance(error, OSError):
+        error.errno = errno
+    return error
+
+
+def _one_line(value: Any, limit: int = 300) -> str:
+    """``value`` as text without line breaks or other controls, cut at ``limit``."""
+    text = str(value)
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text)} characters)"
+    # A surrogate cannot be printed either: messages must reach any terminal.
+    return "".join(c if c.isprintable() and not "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in text)
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """A file, shard, split part or host directory is not there."""
+
+
+class CheckpointAccessError(CheckpointError, PermissionError):
+    """The file is there but may not be read or written."""
+
+
+class CheckpointTruncatedError(CheckpointError):
+    """There are fewer bytes than the file itself declares."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """The structure is broken, or the file is of another kind than its name says."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checksum does not match the bytes."""
+
+
+class CheckpointUnsafeError(CheckpointError):
+    """The file asks for code to run, or for a path outside its directory."""
+
+
+class CheckpointLimitError(CheckpointError):
+    """A count, depth, ratio or size is over a limit that guards this process."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The checkpoint and the model (or mesh) do not fit: names, shapes, dtypes."""
+
+
+class CheckpointChangedError(CheckpointError):
+    """The file changed between being opened and being read to the end."""
+
+
+class CheckpointIncompleteError(CheckpointError):
+    """A checkpoint whose writing was never finished."""
+
+
+class CheckpointSaveError(CheckpointError, OSError):
+    """Writing failed; the previous checkpoint is intact. ``errno`` is kept."""
+
+
+class CheckpointBusyError(CheckpointError):
+    """Another process is writing to the same path."""
+
+
+class OutOfMemoryError(MemoryError):
+    """A device or the host cannot hold what was asked for."""
+
+
+class PeerLostError(RuntimeError):
+    """Another process of a multi-host run is gone."""
+
+
+class UnsupportedModelError(NotImplementedError):
+    """The architecture named by a configuration is not one maxjax has."""
+
+
+class UserInputError(ValueError):
+    """What the caller passed in (text, a path, an option) cannot be used."""
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` most like ``name``, or None when none is close.
+
+    Example:
+        >>> closest("layers.0.wieght", ["layers.0.weight", "norm"])
+        'layers.0.weight'
+    """
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return found[0] if found else None
+
+
+def some(items: Sequence[Any], limit: int = 10) -> str:
+    """``items`` joined by commas: the first ``limit``, then how many more there are.
+
+    Example:
+        >>> some(["a", "b", "c"], limit=2)
+        'a, b and 1 more'
+    """
+    shown = ", ".join(str(item) for item in items[:limit])
+    more = len(items) - limit
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,12 @@
+"""Floors 0 and 3. What a weight is and where it lives, under the names of ``max.graph``."""
+
+from . import ops as ops
+from .device import DeviceKind as DeviceKind
+from .device import DeviceRef as DeviceRef
+from .shape import AlgebraicDim as AlgebraicDim
+from .shape import Dim as Dim
+from .shape import Shape as Shape
+from .shape import StaticDim as StaticDim
+from .shape import SymbolicDim as SymbolicDim
+from .value import TensorValue as TensorValue
+from .weight import Weight as Weight

@@ -1,0 +1,50 @@
+"""Floor 0. ``Shape``: a list of Dims. Below: dim. Above: Weight and TensorType hold Shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeGuard
+
+from .dim import AlgebraicDim as AlgebraicDim
+from .dim import Dim as Dim
+from .dim import DimLike as DimLike
+from .dim import StaticDim as StaticDim
+from .dim import SymbolicDim as SymbolicDim
+
+
+class Shape(list[Dim]):
+    """The sizes of an array, each a Dim: integers, names and Dims are taken.
+
+    A list in everything: mutable, unhashable, equal to a list of the same sizes and never
+    to a tuple; a slice is a plain list. A static one can be handed to NumPy and JAX.
+
+    Example:
+        >>> s = Shape((2, "seq", 3))
+        >>> s, s.rank, s.static_dims, Shape.is_static(s)
+        ([Dim(2), Dim('seq'), Dim(3)], 3, [2, 3], False)
+        >>> Shape((2, 3)) == [2, 3], Shape((2, 3)) == (2, 3), tuple(Shape((2, 3))) == (2, 3)
+        (True, False, True)
+    """
+
+    def __init__(self, dims: Iterable[DimLike] = ()):
+        super().__init__(Dim(dim) for dim in dims)
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self)
+
+    @property
+    def static_dims(self) -> list[int]:
+        """The known sizes, in order; the others are left out."""
+        return [dim.dim for dim in self if isinstance(dim, StaticDim)]
+
+    @property
+    def parameters(self) -> Iterable[SymbolicDim]:
+        """The symbolic dims of all sizes, in order, repeats included."""
+        return [name for dim in self for name in dim.parameters]
+
+    @staticmethod
+    def is_static(shape: Iterable[Dim]) -> TypeGuard[Iterable[StaticDim]]:
+        """Whether every size is a known one, and not negative."""
+        return all(isinstance(dim, StaticDim) and dim.dim >= 0 for dim in shape)

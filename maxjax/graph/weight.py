@@ -1,0 +1,417 @@
+"""Floor 3. Weight: the named, possibly lazy box a Module owns.
+
+The value lives in the Weight: a ``jax.ShapeDtypeStruct`` until it is loaded, then an
+array. Below: DType, Shape, DeviceRef, kernels. Above: Module, which makes one pytree
+leaf of each Weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import kernels
+from ..dtype import DType
+from .device import DeviceRef
+from .quantization import QuantizationEncoding
+from .shape import Shape, StaticDim
+from .value import TensorValue
+
+# Counts structural changes in the whole process (never changes of values). Module
+# definitions cached under an older count are made anew. A list, so that one look-up
+# reads it on the dispatch path.
+EPOCH = [0]
+
+
+def structure_changed() -> None:
+    """Makes every cached Module definition be checked again at its next use."""
+    EPOCH[0] += 1
+
+
+# Set by the Module floor: the full name of a weight below the Module now running.
+running_name: Callable[[Weight], str | None] | None = None
+
+
+class Weight(TensorValue):
+    """A named tensor of a model, lazy until a value is loaded.
+
+    Args:
+        name: Its name within the layer that owns it, ``"weight"`` or ``"q.weight"``.
+        dtype: Element type: a DType, or anything a dtype can be made of.
+        shape: Sizes; a text is a symbolic dimension.
+        device: Where MAX would put it. Recorded; it commits nothing (see ``Module.to``).
+        quantization_encoding: Block format of packed bytes.
+        align: Alignment in bytes demanded of loaded values; None means the dtype's own.
+        sharding_strategy: How it is split over devices.
+
+    Attributes:
+        name: The last full name it was given by a state dict, at first the local name.
+        value: None while lazy, else the array. Assign an array to fill it.
+
+    Raises:
+        TypeError: A missing argument, or a shape that is not a sequence.
+        ValueError: Used as an array while it has no value.
+
+    A Weight is a pytree with one leaf and works in jnp functions, operators and
+    indexing; ``jax.lax`` functions need ``w.value``. ``x @ w.T`` is the fast product
+    of a layer. ``==`` between Weights is identity.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import DeviceRef, Weight
+        >>> w = Weight("weight", "float32", (2, 3), DeviceRef.CPU())
+        >>> w, w.value is None
+        (Weight(weight, DType.float32, [Dim(2), Dim(3)], cpu:0), True)
+        >>> w.value = jnp.ones((2, 3))
+        >>> (jnp.ones((4, 3)) @ w.T).shape
+        (4, 2)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: Any,
+        shape: Iterable[Any],
+        device: DeviceRef,
+        quantization_encoding: QuantizationEncoding | None = None,
+        align: int | None = None,
+        sharding_strategy: Any = None,
+        _placeholder: bool = False,
+        _has_alias: bool = False,
+    ):
+        self._local_name = name
+        self._full_name: str | None = None
+        self._device = device
+        self._quantization_encoding = quantization_encoding
+        self._align = align
+        self._sharding_strategy = sharding_strategy
+        self._sharding: Any = None
+        self._flags = (_placeholder, _has_alias)
+        self._original: tuple[DType, Shape] | None = None
+        self._loaded_shape: tuple[int, ...] | None = None
+        # Data of a checkpoint that has not been read yet (Weights.allocate).
+        self._source: Any = None
+        self.shard_idx: int | None = None
+        self._declare(DType.of(dtype), tuple(Shape(shape)))
+
+    # -- what it was declared as
+
+    def _declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
+        """Sets dtype and shape and goes back to having no value."""
+        self._dtype, self._dims = dtype, dims
+        self._leaf: Any = None
+        self._empty()
+        structure_changed()
+
+    def _empty(self) -> None:
+        static = all(isinstance(d, StaticDim) for d in self._dims) if self._dims else True
+        sizes = tuple(int(d) for d in self._dims) if static else None
+        # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
+        dtype = jax.dtypes.canonicalize_dtype(self._dtype.np)
+        self._leaf = None if sizes is None else jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding)
+
+    def _static(self) -> tuple[Any, ...]:
+        """Everything about it that is not its value or full name; hashable."""
+        dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in self._dims)
+        return (
+            type(self), self._local_name, self._dtype, dims, self._device, self._quantization_encoding,
+            self._align, self._sharding_strategy, self._sharding, self._flags, self.shard_idx,
+        )  # fmt: skip
+
+    @classmethod
+    def _from_static(cls, weight: Weight, leaf: Any, name: str | None) -> Weight:
+        """A Weight like ``weight`` around ``leaf``, which is not looked at."""
+        new = object.__new__(type(weight))
+        new.__dict__.update(weight.__dict__, _leaf=leaf, _full_name=name, _loaded_shape=None, _source=None)
+        return new
+
+    @property
+    def name(self) -> str:
+        """The last full name a state dict gave it; before that, the local name."""
+        return self._full_name or self._local_name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._local_name, self._full_name = name, None
+        structure_changed()
+
+    def _finalise(self, name: str) -> None:
+        """Records the full name. A child's state dict does not shorten what the parent's gave."""
+        known = self._full_name
+        if known is None or not known.endswith(f".{name}"):
+            self._full_name = name
+
+    @property
+    def dtype(self) -> DType:
+        """The element type: the value's, or the declared one while there is none."""
+        dtype = getattr(self._leaf, "dtype", None)
+        if dtype is None or type(self._leaf) is jax.ShapeDtypeStruct:
+            return self._dtype
+        return DType.of(dtype)
+
+    @property
+    def shape(self) -> Shape:
+        """The logical shape, a new Shape at each reading."""
+        leaf = self._leaf
+        sizes = getattr(leaf, "shape", None)
+        if sizes is None or any(not isinstance(d, StaticDim) for d in self._dims):
+            return Shape(self._dims)
+        return Shape(sizes)
+
+    @property
+    def device(self) -> DeviceRef:
+        """Where it was declared to live."""
+        return self._device
+
+    @property
+    def original_dtype_and_shape(self) -> tuple[DType, Shape]:
+        """Dtype and shape before an encoding forced it to bytes; as now unless set."""
+        return self._original or (self.dtype, self.shape)
+
+    @original_dtype_and_shape.setter
+    def original_dtype_and_shape(self, value: tuple[DType, Shape]) -> None:
+        self._original = value
+
+    @property
+    def quantization_encoding(self) -> QuantizationEncoding | None:
+        """The block format of packed bytes, or None."""
+        return self._quantization_encoding
+
+    @quantization_encoding.setter
+    def quantization_encoding(self, encoding: QuantizationEncoding | None) -> None:
+        self._quantization_encoding = encoding
+        structure_changed()
+
+    @property
+    def align(self) -> int | None:
+        """Alignment in bytes demanded of loaded values; None means the dtype's own."""
+        return self._align
+
+    @align.setter
+    def align(self, align: int | None) -> None:
+        self._align = align
+        structure_changed()
+
+    @property
+    def sharding_strategy(self) -> Any:
+        """How it is split over devices, or None. Setting one declares it on the CPU, as in MAX."""
+        return self._sharding_strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: Any) -> None:
+        self._sharding_strategy = strategy
+        if strategy is not None:
+            self._device = DeviceRef.CPU()
+        structure_changed()
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
+        """Not there yet: one Weight per device, split by the sharding strategy."""
+        raise NotImplementedError(f"Weight.shard is not supported yet (weight '{self.name}')")
+
+    # -- the value
+
+    @property
+    def value(self) -> Any:
+        """The array, or None while the weight is lazy."""
+        leaf = self._leaf
+        return None if type(leaf) is jax.ShapeDtypeStruct else leaf
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if value is None:
+            self._empty()
+        elif type(value) is jax.ShapeDtypeStruct:
+            self._sharding = value.sharding
+            self._declare(DType.of(value.dtype), tuple(Shape(value.shape)))
+        else:
+            self._set(jnp.array(value) if isinstance(value, np.ndarray) else value)
+
+    def _set(self, value: Any) -> None:
+        shape = getattr(value, "shape", None)
+        if shape is None:
+            raise TypeError(f"the value of weight '{self.name}' must be an array, not {type(value).__name__}")
+        if all(isinstance(d, StaticDim) for d in self._dims) and tuple(shape) != tuple(int(d) for d in self._dims):
+            raise ValueError(f"the value of weight '{self.name}' must have shape "
+                             f"{tuple(int(d) for d in self._dims)}, not {tuple(shape)}")
+        self._leaf, self._loaded_shape = value, None
+        dtype = DType.of(value.dtype)
+        if jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np:
+            self._dtype = dtype
+            structure_changed()
+
+    def __jax_array__(self) -> jax.Array:
+        leaf = self._leaf
+        if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
+            if self._source is None:
+                raise ValueError(self._no_value())
+            leaf = self._read_source()
+        return leaf
+
+    def _read_source(self) -> jax.Array:
+        """Reads the data this weight was allocated from; it is its value from then on."""
+        host = np.array(self._source)  # a copy: JAX on a CPU would share memory the user can write to
+        with jax.ensure_compile_time_eval():
+            self._leaf = jax.device_put(host, self._sharding)
+        self._source = None
+        return self._leaf
+
+    def _no_value(self) -> str:
+        name = (running_name(self) if running_name else None) or self.name
+        return (f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
+                "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)")
+
+    def _place(self, sharding: Any) -> None:
+        """Puts the value, or the placeholder, on a jax Sharding."""
+        if self.value is not None:
+            self._leaf = jax.device_put(self._leaf, sharding)
+        self._sharding = sharding
+        if self.value is None:
+            self._empty()
+        structure_changed()
+
+    @property
+    def T(self) -> WeightTranspose:
+        """The transpose as a view: ``x @ w.T`` reaches ``kernels.matmul`` without one being made."""
+        self.__jax_array__()
+        return WeightTranspose(self)
+
+    # -- Python's protocols
+
+    def __eq__(self, other: Any) -> Any:
+        if isinstance(other, Weight):
+            return self is other
+        if isinstance(other, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            return self.__jax_array__() == jnp.asarray(other)
+        return NotImplemented
+
+    def __ne__(self, other: Any) -> Any:
+        equal = self.__eq__(other)
+        if equal is NotImplemented:
+            return NotImplemented
+        return not equal if isinstance(equal, bool) else ~equal
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        encoding = self._quantization_encoding
+        extra = f", {encoding}" if encoding is not None else ""
+        return f"{type(self).__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
+
+def _register(cls: type[Weight]) -> None:
+    def flatten_with_keys(w: Weight):
+        return ((jax.tree_util.GetAttrKey("value"), w._leaf),), _WeightDef.of(w)
+
+    def flatten(w: Weight):
+        return (w._leaf,), _WeightDef.of(w)
+
+    def unflatten(definition: _WeightDef, leaves: Any) -> Weight:
+        return Weight._from_static(definition.weight, leaves[0], definition.weight._full_name)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+class _WeightDef:
+    """The treedef data of a Weight on its own: equal when all but value and full name is."""
+
+    __slots__ = ("key", "weight")
+
+    def __init__(self, weight: Weight):
+        self.key = weight._static()
+        # A copy without its value: a treedef must not keep arrays alive.
+        self.weight = Weight._from_static(weight, None, weight._full_name)
+
+    of = classmethod(lambda cls, weight: cls(weight))
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _WeightDef) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Weight({self.weight._local_name})"
+
+
+_register(Weight)
+
+
+class WeightTranspose:
+    """``w.T``: operators, and no ``__jax_array__``.
+
+    Only an operand JAX does not know makes it hand ``x @ w.T`` to ``__rmatmul__``, in
+    eager code and in every transformation. For the same reason ``jnp.dot(x, w.T)``
+    raises TypeError: :meth:`array` gives the transposed array for such places.
+    """
+
+    __array_ufunc__ = None
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Weight):
+        self._weight = weight
+
+    def array(self) -> jax.Array:
+        """The transposed array (all axes reversed)."""
+        return self._weight.__jax_array__().T
+
+    @property
+    def T(self) -> Weight:
+        """The Weight itself."""
+        return self._weight
+
+    @property
+    def shape(self) -> Shape:
+        """The reversed shape."""
+        return Shape(list(self._weight.shape)[::-1])
+
+    @property
+    def dtype(self) -> DType:
+        """The weight's element type."""
+        return self._weight.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._weight.ndim
+
+    def __rmatmul__(self, x: Any) -> jax.Array:
+        x = x.__jax_array__() if isinstance(x, TensorValue) else jnp.asarray(x)
+        if self._weight.ndim != 2 or x.ndim < 1:
+            return x @ self.array()
+        return kernels.matmul(x, self._weight)
+
+    def __repr__(self) -> str:
+        return f"{self._weight!r}.T"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array(), dtype=dtype)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: WeightTranspose, *args: Any) -> Any:
+        args = tuple(a.array() if isinstance(a, WeightTranspose) else a for a in args)
+        return getattr(self.array(), name)(*args)
+
+    method.__name__ = name
+    return method
+
+
+# Anything but a product from the left is plain work on the transposed array.
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv",
+              "mod", "rmod", "pow", "rpow", "matmul", "lt", "le", "gt", "ge", "neg", "pos", "abs",
+              "getitem"):  # fmt: skip
+    setattr(WeightTranspose, f"__{_name}__", _forward(f"__{_name}__"))
+for _name in ("astype", "reshape", "sum", "mean"):
+    setattr(WeightTranspose, _name, _forward(_name))

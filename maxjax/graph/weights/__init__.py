@@ -1,0 +1,14 @@
+"""Floor 3. Checkpoints as a tree of names: Weights, WeightData, load_weights.
+
+Below: ``storage`` (bytes on disk ↔ named arrays). Above: ``nn`` loads Modules from it.
+"""
+
+from .cursor import RESERVED_NAMES as RESERVED_NAMES
+from .cursor import SafetensorWeights as SafetensorWeights
+from .cursor import Weights as Weights
+from .load import WeightsAdapter as WeightsAdapter
+from .load import WeightsFormat as WeightsFormat
+from .load import load_weights as load_weights
+from .load import weights_format as weights_format
+from .weight_data import WeightData as WeightData
+from .weight_data import read_all as read_all

@@ -1,0 +1,275 @@
+"""Floor 3. Weights: a cursor over the names of a checkpoint.
+
+Attribute and index access only build a name; nothing is read before ``data()`` is
+looked at or a Module loads it. All cursors of one checkpoint share its open files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import closest
+from ...storage import TensorTable, open_checkpoint
+from ..device import DeviceRef
+from ..quantization import QuantizationEncoding
+from ..shape import Shape
+from ..weight import Weight
+from .weight_data import WeightData
+
+# Names that are methods: a tensor called so is reached by index, weights["data"].
+RESERVED_NAMES = ("allocate", "allocate_as_bytes", "allocated_weights", "close", "data", "exists", "items", "name")
+
+
+class _Family:
+    """What all cursors over one checkpoint share; the Source of its WeightData."""
+
+    def __init__(self, table: TensorTable, path: str, allocated: dict[str, Any] | None = None):
+        self.table: TensorTable | None = table
+        self.path = path
+        self.allocated = {} if allocated is None else allocated
+        # Arrays somebody looks at now, so that data().data is one object while it lives.
+        self.seen: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+
+    def open_table(self) -> TensorTable:
+        if self.table is None:
+            raise KeyError(f"{self.path}: the weights were closed")
+        return self.table
+
+    @cached_property
+    def names(self) -> list[str]:
+        return sorted(self.open_table().entries)
+
+    def read(self, name: str) -> np.ndarray:
+        array = self.seen.get(name)
+        if array is None:
+            array = self.seen[name] = self.open_table().read(name)
+        return array
+
+    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
+        return self.open_table().read_many(names)
+
+
+class Weights:
+    """A place in the tree of names of a checkpoint.
+
+    ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
+    are the same place; neither fails when nothing is there, :meth:`exists` tells. Names
+    that start with an underscore and the names of the methods are reached by index only.
+
+    Example:
+        >>> import numpy as np, tempfile, os, safetensors.numpy
+        >>> from maxjax.graph.weights import load_weights
+        >>> path = os.path.join(tempfile.mkdtemp(), "m.safetensors")
+        >>> safetensors.numpy.save_file({"layers.0.w": np.ones((2, 3), np.float16)}, path)
+        >>> weights = load_weights(path)
+        >>> weights.layers[0].w.exists(), weights.layers.exists()
+        (True, False)
+        >>> weights.layers[0].w.data()
+        WeightData(DType.float16, [Dim(2), Dim(3)])
+        >>> [name for name, _ in weights.layers.items()]
+        ['layers.0.w']
+    """
+
+    _family: _Family
+    _prefix: str
+    # Alignment of the file's tensors in bytes, for allocated Weights.
+    _alignment: int | None = None
+
+    def _at(self, prefix: str) -> Weights:
+        other = object.__new__(type(self))
+        other.__dict__.update(_family=self._family, _prefix=prefix)
+        return other
+
+    def __getattr__(self, attr: str) -> Weights:
+        if attr.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {attr!r}; "
+                                 f"a tensor of that name is reached by index: weights[{attr!r}]")
+        return self[attr]
+
+    def __getitem__(self, index: str | int) -> Weights:
+        return self._at(f"{self._prefix}.{index}" if self._prefix else str(index))
+
+    # Python would call __getitem__ with 0, 1, 2, … for ever.
+    __iter__ = None
+
+    @property
+    def name(self) -> str:
+        """The full name of this place; "" at the root."""
+        return self._prefix
+
+    @property
+    def _path(self) -> str:
+        return self._family.path
+
+    def exists(self) -> bool:
+        """Whether a tensor has exactly this name."""
+        return self._prefix in self._family.open_table().entries
+
+    def items(self) -> Iterator[tuple[str, Weights]]:
+        """Full name and place of every tensor at or below this place, sorted by name."""
+        for name in self._below():
+            yield name, self._at(name)
+
+    def _below(self) -> list[str]:
+        names, prefix = self._family.names, self._prefix
+        if not prefix:
+            return list(names)
+        start, stop = bisect.bisect_left(names, f"{prefix}."), bisect.bisect_left(names, f"{prefix}/")
+        return [prefix] * self.exists() + names[start:stop]
+
+    def _named_data(self) -> Iterator[tuple[str, WeightData]]:
+        """Every tensor at or below by its name from here on, for a Module to load."""
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        for name in self._below():
+            yield name[skip:], self._at(name).data()
+
+    def data(self) -> WeightData:
+        """The tensor of this name, not read before its ``data`` is looked at.
+
+        Raises:
+            KeyError: There is none; names a close one.
+        """
+        entry = self._family.open_table().entries.get(self._prefix)
+        if entry is None:
+            raise KeyError(self._unknown())
+        return WeightData._lazy(self._family, entry.name, entry.dtype, entry.shape)
+
+    def _unknown(self) -> str:
+        like = closest(self._prefix, self._family.names)
+        return f"{self._path}: no tensor is named '{self._prefix}'" + (f". Did you mean '{like}'?" if like else "")
+
+    def allocate(
+        self,
+        dtype: Any = None,
+        shape: Any = None,
+        quantization_encoding: QuantizationEncoding | None = None,
+        device: DeviceRef | None = None,
+    ) -> Weight:
+        """A new Weight of this full name, whose value is read when it is first used.
+
+        Args:
+            dtype: Another float width to convert to; None keeps the file's.
+            shape: Checked against the file's.
+            device: Where it is declared to live; the CPU by default.
+
+        Raises:
+            KeyError: No such tensor.
+            ValueError: Another shape, a dtype that is no float width, or an encoding,
+                which the format does not have.
+        """
+        data = self.data()
+        if quantization_encoding is not None:
+            raise ValueError(f"'{self.name}': quantization_encoding is not supported for a {self._format()} file")
+        if shape is not None and list(Shape(shape)) != list(data.shape):
+            raise ValueError(f"'{self.name}' was asked for with shape {Shape(shape)!r}, "
+                             f"but has {data.shape!r}")
+        if dtype is not None:
+            wanted = DType.of(dtype)
+            if wanted is not data.dtype and not (wanted.is_float() and data.dtype.is_float()):
+                raise ValueError(f"'{self.name}' was asked for as {wanted}, but is {data.dtype}: "
+                                 "only float widths are converted")
+            data = data.astype(wanted)
+        return self._new_weight(data, device)
+
+    def _format(self) -> str:
+        return self._family.open_table().format
+
+    def _new_weight(self, data: WeightData, device: DeviceRef | None, align: int | None = None) -> Weight:
+        weight = Weight(self.name, data.dtype, data.shape, device or DeviceRef.CPU(), align=align or self._alignment)
+        weight._source = data
+        self._family.allocated[self.name] = data
+        return weight
+
+    @property
+    def allocated_weights(self) -> dict[str, Any]:
+        """The data of every Weight allocated from this checkpoint by full name; one dict for all cursors."""
+        return self._family.allocated
+
+    def close(self) -> None:
+        """Closes the files, for all cursors of this checkpoint."""
+        if self._family.table is not None:
+            self._family.table.close()
+            self._family.table = None
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __dir__(self) -> list[str]:
+        """Methods and the next components of names, for completion in a notebook."""
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        parts = {name[skip:].split(".", 1)[0] for name in self._below()}
+        return sorted({*RESERVED_NAMES, *(p for p in parts if p.isidentifier())})
+
+    def __repr__(self) -> str:
+        if self._family.table is None:
+            return f"{type(self).__name__}({self._path!r}, closed)"
+        return f"{type(self).__name__}({self._path!r}, name={self._prefix!r}, {len(self._below())} tensors)"
+
+
+class SafetensorWeights(Weights):
+    """Weights of safetensors files.
+
+    Args:
+        filepaths: The files; of a name that stands in two, the last file's tensor counts.
+        prefix: The place to start at.
+        allocated: A dict to enter allocated data in.
+    """
+
+    _alignment = 1
+
+    def __init__(
+        self,
+        filepaths: Sequence[Any],
+        *,
+        tensors: Any = None,
+        tensors_to_file_idx: Any = None,
+        prefix: str = "",
+        allocated: dict[str, Any] | None = None,
+    ):
+        del tensors, tensors_to_file_idx  # MAX's own bookkeeping; the files say it
+        paths = list(filepaths)
+        self._family = _Family(open_checkpoint(paths), str(paths[0]), allocated)
+        self._prefix = prefix
+
+    @classmethod
+    def _of(cls, table: TensorTable, path: str) -> SafetensorWeights:
+        self = object.__new__(cls)
+        self.__dict__.update(_family=_Family(table, path), _prefix="")
+        return self
+
+    def allocate_as_bytes(self, dtype: Any = None) -> Weight:
+        """A new uint8 Weight over the tensor's bytes: the last axis counts bytes, () becomes (n,)."""
+        data = self.data()
+        sizes = [int(d) for d in data.shape] or [1]
+        sizes[-1] = sizes[-1] * data.dtype.size_in_bits // 8
+        weight = Weight(self.name, DType.of(dtype or DType.uint8), sizes, DeviceRef.CPU())
+        weight._source = _Bytes(data)
+        self._family.allocated[self.name] = weight._source
+        return weight
+
+
+class _Bytes(WeightData):
+    """The bytes of another WeightData, read when they are looked at."""
+
+    def __init__(self, data: WeightData):
+        sizes = [int(d) for d in data.shape] or [1]
+        sizes[-1] = sizes[-1] * data.dtype.size_in_bits // 8
+        super().__init__(None, data.name, DType.uint8, sizes)
+        self._of = data
+
+    @property
+    def data(self) -> Any:
+        array = np.ascontiguousarray(np.asarray(self._of._typed()))
+        return np.atleast_1d(array).view(np.uint8)
+
+    is_loaded = True  # to whoever would read it from a table

@@ -1,0 +1,71 @@
+"""Floor 3. load_weights: a path → Weights."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...storage import open_checkpoint
+from .cursor import SafetensorWeights, Weights
+from .weight_data import WeightData
+
+# Renames and converts what a file holds for a model: f(weights, …) → state dict.
+WeightsAdapter = Callable[..., dict[str, WeightData]]
+
+
+class WeightsFormat(str, enum.Enum):
+    """The file formats MAX knows."""
+
+    gguf = "gguf"
+    safetensors = "safetensors"
+
+
+def weights_format(weight_paths: Sequence[Any]) -> WeightsFormat:
+    """The format a list of paths has by its suffixes; the files are not touched.
+
+    Raises:
+        ValueError: The list is empty, or the suffixes are mixed or unknown.
+    """
+    paths = [Path(p) for p in weight_paths]
+    if not paths:
+        raise ValueError("no weight_paths provided cannot infer weights format.")
+    for known in WeightsFormat:
+        if all(path.suffix == f".{known.value}" for path in paths):
+            return known
+    raise ValueError(f"weights type cannot be inferred from {paths}")
+
+
+def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Weights:
+    """Opens a checkpoint and reads its headers.
+
+    Args:
+        paths: A file, a directory (a single file, a sharded set with its index, or
+            several files), an index file, or a list of files.
+
+    Raises:
+        CheckpointError: The path is missing, unreadable, damaged or of a format that is
+            not supported; the class says which.
+        ValueError: As MAX: a list that is empty, has files that do not exist, or mixes formats.
+
+    Example:
+        >>> load_weights("nowhere.safetensors")
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file or directory
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        return SafetensorWeights._of(open_checkpoint(paths), os.fspath(paths))
+    files = [Path(p) for p in paths]
+    if not files:
+        raise ValueError("no paths provided, cannot load weights.")
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"file path ({file}) does not exist, cannot load weights.")
+    if weights_format(files) is WeightsFormat.gguf:
+        if len(files) > 1:
+            raise ValueError("loading multiple gguf files is not supported.")
+        return SafetensorWeights._of(open_checkpoint(files[0]), str(files[0]))
+    return SafetensorWeights(files)

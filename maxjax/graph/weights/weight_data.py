@@ -1,0 +1,231 @@
+"""Floor 3. WeightData: one tensor of a checkpoint with its metadata, read when looked at.
+
+Casts are done by NumPy and ml_dtypes and rounded once, to nearest even, whatever the
+pair of types (:func:`cast_array`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ...driver import Buffer
+from ...dtype import DType
+from ..quantization import QuantizationEncoding
+from ..shape import Shape
+
+
+class Source(Protocol):
+    """Where the bytes of a WeightData that was not read yet come from."""
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, in memory nobody else holds."""
+        ...
+
+    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
+        """Several at once."""
+        ...
+
+
+class WeightData:
+    """A tensor and what is known about it.
+
+    Args:
+        data: The array: NumPy, JAX, a Buffer, or anything that speaks DLPack.
+            A ``jax.ShapeDtypeStruct`` stands for data that is not there.
+        name: Its full name.
+        dtype: Its element type. Trusted: where the array has another type of the same
+            width (bfloat16 bits held as uint16), the bytes are taken to be of this one.
+        shape: Its shape. Trusted.
+        quantization_encoding: The block format of packed bytes.
+
+    Example:
+        >>> import numpy as np
+        >>> from maxjax.graph.weights import WeightData
+        >>> data = WeightData.from_numpy(np.array([1.5, 2.7], np.float32), "w")
+        >>> data, data.astype("int32").data
+        (WeightData(DType.float32, [Dim(2)]), array([1, 2], dtype=int32))
+    """
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed, like MAX's
+
+    def __init__(
+        self,
+        data: Any,
+        name: str,
+        dtype: Any,
+        shape: Any,
+        quantization_encoding: QuantizationEncoding | None = None,
+    ):
+        self._data = data
+        self.name = name
+        self.dtype = DType.of(dtype)
+        self.shape = Shape(shape)
+        self.quantization_encoding = quantization_encoding
+        self._source: Source | None = None
+        self._casts: tuple[DType, ...] = ()
+
+    @classmethod
+    def _lazy(cls, source: Source, name: str, dtype: DType, shape: Iterable[int]) -> WeightData:
+        self = cls(None, name, dtype, tuple(shape))
+        self._source = source
+        return self
+
+    @classmethod
+    def from_numpy(cls, arr: np.ndarray, name: str) -> WeightData:
+        """A NumPy array with its own dtype and shape; the array is kept, not copied.
+
+        Raises:
+            ValueError: The dtype is none of maxjax's, as complex64.
+        """
+        return cls(arr, name, DType.of(arr.dtype), arr.shape)
+
+    @property
+    def data(self) -> Any:
+        """The array; read from its file the first time."""
+        if self._data is None and self._source is not None:
+            self._data = self._cast(self._source.read(self.name))
+        return self._data
+
+    @data.setter
+    def data(self, data: Any) -> None:
+        self._data = data
+        self._source, self._casts = None, ()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the array is in memory."""
+        return self._data is not None or self._source is None
+
+    def _cast(self, array: np.ndarray) -> np.ndarray:
+        for dtype in self._casts:
+            array = cast_array(array, dtype)
+        return array
+
+    def astype(self, dtype: Any) -> WeightData:
+        """The data in another element type; itself when it has that type already.
+
+        Rounds to nearest even; floats become integers by cutting off the fraction. Data
+        not read yet is converted when it is read; of data that is not there only the
+        dtype changes. The encoding is dropped.
+        """
+        dtype = DType.of(dtype)
+        if dtype is self.dtype:
+            return self
+        new = WeightData(None, self.name, dtype, self.shape)
+        if not self.is_loaded:
+            new._source, new._casts = self._source, (*self._casts, dtype)
+        elif isinstance(self._data, jax.ShapeDtypeStruct):
+            new._data = jax.ShapeDtypeStruct(self._data.shape, dtype.np, sharding=self._data.sharding)
+        else:
+            new._data = cast_array(np.asarray(self._typed()), dtype)
+        return new
+
+    def _typed(self) -> Any:
+        """The array in the dtype the metadata gives it."""
+        data = self.data
+        if isinstance(data, jax.Array) and data.dtype == self.dtype.np:
+            return data
+        array = _host(data)
+        if array.dtype != self.dtype.np and array.dtype.itemsize == self.dtype.np.itemsize:
+            array = np.ascontiguousarray(array).view(self.dtype.np)
+        return array
+
+    def to_buffer(self) -> Buffer:
+        """The data as a Buffer, which replaces ``data``.
+
+        Raises:
+            ValueError: The array is not contiguous.
+        """
+        if not isinstance(self.data, Buffer):
+            array = _host(self.data)
+            if not array.flags.c_contiguous:
+                raise ValueError(f"weight '{self.name}' is not contiguous; make a contiguous copy first")
+            self._data = Buffer.from_numpy(array)
+        return self._data
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._typed(), dtype=dtype)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._exporter().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._exporter().__dlpack_device__()
+
+    def _exporter(self) -> Any:
+        array = self._typed()
+        if isinstance(array, np.ndarray) and not is_native(array.dtype):
+            return jax.device_put(array, jax.local_devices(backend="cpu")[0])  # NumPy cannot export bf16 and fp8
+        return array
+
+    def __repr__(self) -> str:
+        return f"WeightData({self.dtype}, {self.shape!r})"
+
+
+def _host(data: Any) -> np.ndarray:
+    if isinstance(data, np.ndarray):
+        return data
+    if hasattr(data, "__array__"):
+        return np.asarray(data)
+    return np.asarray(np.from_dlpack(data))
+
+
+def read_all(items: list[WeightData]) -> dict[int, np.ndarray]:
+    """Reads WeightData that were not read yet, all of one file in parallel.
+
+    Returns:
+        Arrays by ``id`` of the item, before its casts, in memory nobody else holds:
+        the items stay unread, so that whoever places the arrays may keep the memory.
+    """
+    by_source: dict[int, tuple[Source, list[WeightData]]] = {}
+    for item in items:
+        assert item._source is not None
+        by_source.setdefault(id(item._source), (item._source, []))[1].append(item)
+    arrays: dict[int, np.ndarray] = {}
+    for source, wanted in by_source.values():
+        read = source.read_many(list({item.name for item in wanted}))
+        seen = set()
+        for item in wanted:
+            array = read[item.name]
+            arrays[id(item)] = array.copy() if item.name in seen else array
+            seen.add(item.name)
+    return arrays
+
+
+def cast_array(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """``array`` in ``dtype``, rounded once.
+
+    ml_dtypes converts what is wider than float32 by way of float32, which would round
+    twice. Rounding to odd on that way keeps what the second rounding needs to know
+    (S. Boldo, G. Melquiond, "When double rounding is odd", 2005).
+    """
+    target = dtype.np
+    with np.errstate(all="ignore"):
+        narrow = not is_native(target) or target == np.float16
+        wide = array.dtype == np.float64 or (array.dtype.kind in "iu" and array.dtype.itemsize >= 4)
+        if narrow and wide:
+            return _round_to_odd(array).astype(target)
+        if not is_native(array.dtype) and is_native(target):
+            return array.astype(np.float32).astype(target)
+        return array.astype(target)
+
+
+def is_native(dtype: np.dtype) -> bool:
+    """Whether the type is NumPy's own, not one of ml_dtypes (whose kind may be "f" too)."""
+    return dtype.isbuiltin == 1
+
+
+def _round_to_odd(array: np.ndarray) -> np.ndarray:
+    """float32 with the last bit set wherever something was cut off."""
+    exact = array.astype(np.longdouble)  # holds float64 and int64 exactly
+    near = np.asarray(exact.astype(np.float32))
+    back = near.astype(np.longdouble)
+    inexact = np.isfinite(exact) & (back != exact)
+    outward = inexact & (np.abs(back) > np.abs(exact))
+    cut = np.where(outward, np.nextafter(near, np.float32(0)), near)
+    bits = cut.astype(np.float32).view(np.uint32) | inexact.astype(np.uint32)
+    return bits.view(np.float32)

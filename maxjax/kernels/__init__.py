@@ -1,0 +1,7 @@
+"""Floor 2. Arithmetic that XLA does badly by itself; the jnp form of each is its definition.
+
+Below: the words (dtype). Above: Weight and the layers, which call :func:`matmul` for
+every product with a weight and know nothing of its forms.
+"""
+
+from .matmul import matmul as matmul

@@ -1,0 +1,133 @@
+"""Floor 5. Model families, and :func:`build`: a checkpoint's headers → a lazy Module.
+
+One file per family; the registry below is the list of what maxjax can run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..dtype import DType
+from ..errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError
+from ..graph.weights import WeightData, Weights
+from .bert import BERT as _BERT
+from .bert import BertConfig as BertConfig
+from .bert import BertModel as BertModel
+from .bert import BertOutput as BertOutput
+from .config import ModelConfig as ModelConfig
+from .config import read_object
+from .family import Family as Family
+from .family import PretrainedModel as PretrainedModel
+from .family import tensors
+
+FAMILIES: tuple[Family, ...] = (_BERT,)
+
+
+def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Family:
+    """The family a configuration names: by its first architecture, else its model type.
+
+    Raises:
+        UnsupportedModelError: It is none of ours; the message lists those we have.
+        CheckpointFormatError: The configuration does not say.
+    """
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
+    ):
+        raise CheckpointFormatError("'architectures' is not a list of names", path=path)
+    if model_type is not None and not isinstance(model_type, str):
+        raise CheckpointFormatError("'model_type' is not a name", path=path)
+    # A known model type under a foreign architecture is other code under an old name.
+    if architectures:
+        for family in FAMILIES:
+            if architectures[0] in family.architectures:
+                return family
+        raise _unsupported(f"the architecture {architectures[0]!r}", path)
+    if model_type:
+        for family in FAMILIES:
+            if model_type == family.model_type:
+                return family
+        raise _unsupported(f"the model type {model_type!r}", path)
+    raise CheckpointFormatError("neither 'architectures' nor 'model_type' says what the model is", path=path)
+
+
+def _unsupported(what: str, path: Any) -> UnsupportedModelError:
+    known = "; ".join(f"{f.model_type}: {', '.join(f.architectures)}" for f in FAMILIES)
+    where = f"{os.fspath(path)}: " if path is not None else ""
+    what = "".join(c if c.isprintable() else "?" for c in what[:200])
+    return UnsupportedModelError(f"{where}{what} is not supported. Supported are {known}")
+
+
+def build(
+    weights: Weights,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    dtype: Any = None,
+    *,
+    reduce_dtype: Any = DType.float32,
+) -> PretrainedModel:
+    """A lazy Module for a checkpoint: names, shapes and dtypes, and no memory.
+
+    ``model.load_state_dict(weights)`` then fills it.
+
+    Args:
+        weights: The checkpoint, of which only headers are looked at.
+        config: The content of ``config.json``, or the path of one; by default the one
+            beside the weights.
+        dtype: Of all weights; None keeps each tensor's own from the checkpoint. Loading
+            another dtype than the file's needs ``load_state_dict(..., cast=True)``.
+        reduce_dtype: What norms, softmax and pooling are computed in.
+
+    Raises:
+        UnsupportedModelError: The configuration names a model that maxjax does not have.
+        CheckpointError: The configuration is missing or broken.
+    """
+    raw, path = _config(weights, config)
+    family = find_family(raw, path=path)
+    settings = family.config.from_dict(raw, path=path)
+    found = family.adapt(tensors(weights))
+    main = _main_dtype(found) if dtype is None else DType.of(dtype)
+    model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
+    if dtype is None:
+        model._take_dtypes(found)
+    return model
+
+
+def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | None]:
+    if isinstance(config, Mapping):
+        return config, None
+    if config is not None:
+        return read_object(config), Path(config)
+    path = config_beside(weights._path)
+    return read_object(path), path
+
+
+def config_beside(path: str | os.PathLike[str]) -> Path:
+    """The ``config.json`` that belongs to a checkpoint: in its directory.
+
+    Raises:
+        CheckpointMissingError: There is none.
+    """
+    path = Path(path)
+    directory = path if path.is_dir() else path.parent
+    config = directory / "config.json"
+    if not config.exists():
+        raise CheckpointMissingError(
+            "there is no config.json, which says what model this is", path=directory,
+            hint="Pass its content or its path as config=.",
+        )  # fmt: skip
+    return config
+
+
+def _main_dtype(found: Mapping[str, WeightData]) -> DType:
+    """The float type that most of the checkpoint's values have."""
+    sizes: dict[DType, int] = {}
+    for data in found.values():
+        if data.dtype.is_float():
+            count = 1
+            for d in data.shape:
+                count *= int(d)
+            sizes[data.dtype] = sizes.get(data.dtype, 0) + count
+    return max(sizes, key=lambda dtype: sizes[dtype], default=DType.float32)

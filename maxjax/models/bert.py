@@ -1,0 +1,305 @@
+"""Floor 5. BERT: an encoder of text. Attributes are named as in Hugging Face's checkpoints.
+
+Shapes: B sequences of T tokens, H heads of width D, hidden size E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType, promote
+from ..errors import UnsupportedModelError, UserInputError
+from ..graph.device import DeviceRef
+from ..nn.activation import ACTIVATIONS, activation
+from ..nn.attention import attention
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear
+from ..nn.norm import LayerNorm
+from .config import ModelConfig, setting
+from .family import Family, PretrainedModel
+
+
+@dataclass(frozen=True)
+class BertConfig(ModelConfig):
+    """The settings of a BERT, with Hugging Face's defaults for what old files leave out."""
+
+    vocab_size: int = setting(minimum=1)
+    hidden_size: int = setting(minimum=1)
+    intermediate_size: int = setting(minimum=1)
+    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000)
+    num_heads: int = setting("num_attention_heads", minimum=1)
+    max_position_embeddings: int = setting(default=512, minimum=1)
+    type_vocab_size: int = setting(default=2, minimum=1)
+    layer_norm_eps: float = setting(default=1e-12)
+    hidden_act: str = setting(default="gelu")
+    position_embedding_type: str = setting(default="absolute")
+    is_decoder: bool = setting(default=False)
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"'hidden_size' {self.hidden_size} is not a multiple of "
+                f"'num_attention_heads' {self.num_heads}"
+            )
+        activation(self.hidden_act)
+        if self.position_embedding_type != "absolute":
+            kind = self.position_embedding_type
+            raise UnsupportedModelError(f"BERT with position_embedding_type {kind!r}: only 'absolute'")
+        if self.is_decoder:
+            raise UnsupportedModelError("BERT as a decoder (is_decoder): only as an encoder")
+
+
+@dataclass(frozen=True)
+class _Types:
+    """What weights are stored as, and what norms and softmax are computed in.
+
+    The weights of norms are stored in the wider of the two: they are few, and rounding
+    them to bfloat16 costs more accuracy than rounding all others together.
+    """
+
+    dtype: DType
+    reduce: DType
+
+    def linear(self, in_dim: int, out_dim: int) -> Linear:
+        return Linear(in_dim, out_dim, self.dtype, DeviceRef.CPU(), has_bias=True)
+
+    def norm(self, config: BertConfig) -> LayerNorm:
+        return LayerNorm(
+            config.hidden_size, [DeviceRef.CPU()], promote(self.dtype, self.reduce),
+            config.layer_norm_eps, compute_dtype=self.reduce,
+        )  # fmt: skip
+
+
+class BertOutput(NamedTuple):
+    """What a BERT gives.
+
+    Attributes:
+        last_hidden_state: ``[B, T, E]``.
+        pooler_output: ``[B, E]``, the first token after ``pooler``; None for a
+            checkpoint without one.
+    """
+
+    last_hidden_state: jax.Array
+    pooler_output: jax.Array | None
+
+
+class BertEmbeddings(Module):
+    """Words, positions and token types, added and normalised."""
+
+    def __init__(self, config: BertConfig, types: _Types):
+        super().__init__()
+
+        def table(rows: int) -> Embedding:
+            return Embedding(rows, config.hidden_size, types.dtype, DeviceRef.CPU())
+
+        self.word_embeddings = table(config.vocab_size)
+        self.position_embeddings = table(config.max_position_embeddings)
+        self.token_type_embeddings = table(config.type_vocab_size)
+        self.LayerNorm = types.norm(config)
+
+    def __call__(self, input_ids: Any, token_type_ids: Any, position_ids: Any) -> jax.Array:
+        words = self.word_embeddings(input_ids)  # [B, T, E]
+        kinds = self.token_type_embeddings(token_type_ids).astype(words.dtype)  # [B, T, E]
+        places = self.position_embeddings(position_ids).astype(words.dtype)  # [1 or B, T, E]
+        return self.LayerNorm(words + kinds + jnp.broadcast_to(places, words.shape))
+
+
+class BertSelfAttention(Module):
+    """Every token looks at every token the mask allows."""
+
+    def __init__(self, config: BertConfig, types: _Types):
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads = config.num_heads
+        self.softmax_dtype = types.reduce
+        self.query = types.linear(size, size)
+        self.key = types.linear(size, size)
+        self.value = types.linear(size, size)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        def heads(linear: Linear) -> jax.Array:
+            return linear(x).astype(x.dtype).reshape(*x.shape[:2], self.num_heads, -1)  # [B, T, H, D]
+
+        mixed = attention(
+            heads(self.query), heads(self.key), heads(self.value), mask, softmax_dtype=self.softmax_dtype
+        )  # [B, T, H, D]
+        return mixed.reshape(x.shape)
+
+
+class BertResidual(Module):
+    """``LayerNorm(x + dense(y))``: how each half of a layer ends."""
+
+    def __init__(self, in_dim: int, config: BertConfig, types: _Types):
+        super().__init__()
+        self.dense = types.linear(in_dim, config.hidden_size)
+        self.LayerNorm = types.norm(config)
+
+    def __call__(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        return self.LayerNorm(x + self.dense(y).astype(x.dtype))
+
+
+class BertAttention(Module):
+    """The first half of a layer."""
+
+    def __init__(self, config: BertConfig, types: _Types):
+        super().__init__()
+        self.self = BertSelfAttention(config, types)
+        self.output = BertResidual(config.hidden_size, config, types)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return self.output(self.self(x, mask), x)
+
+
+class BertIntermediate(Module):
+    """The wide middle of a layer's second half."""
+
+    def __init__(self, config: BertConfig, types: _Types):
+        super().__init__()
+        self.hidden_act = config.hidden_act
+        self.dense = types.linear(config.hidden_size, config.intermediate_size)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.hidden_act](self.dense(x).astype(x.dtype))
+
+
+class BertLayer(Module):
+    """Attention, then a two-layer perceptron, each added to what came in and normalised."""
+
+    def __init__(self, config: BertConfig, types: _Types):
+        super().__init__()
+        self.attention = BertAttention(config, types)
+        self.intermediate = BertIntermediate(config, types)
+        self.output = BertResidual(config.intermediate_size, config, types)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        x = self.attention(x, mask)
+        return self.output(self.intermediate(x), x)
+
+
+class BertEncoder(Module):
+    """The layers, one after the other."""
+
+    def __init__(self, config: BertConfig, types: _Types):
+        super().__init__()
+        self.layer = LayerList([BertLayer(config, types) for _ in range(config.num_layers)])
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        for layer in self.layer:
+            x = layer(x, mask)
+        return x
+
+
+class BertPooler(Module):
+    """The first token's state through a dense layer and tanh."""
+
+    def __init__(self, config: BertConfig, types: _Types):
+        super().__init__()
+        self.dense = types.linear(config.hidden_size, config.hidden_size)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.dense(x[:, 0]).astype(x.dtype))  # [B, E]
+
+
+class BertModel(PretrainedModel):
+    """BERT without a head.
+
+    Args:
+        config: Its settings.
+        dtype: Of all weights, and of the activations.
+        reduce_dtype: What norms, softmax and pooling are computed in.
+        pooler: Whether there is a pooler.
+
+    Example:
+        >>> config = BertConfig(100, 8, 16, num_layers=2, num_heads=2)
+        >>> model = BertModel(config, "float32")
+        >>> out = jax.eval_shape(lambda m, x: m(x), model, jnp.zeros((3, 5), jnp.int32))
+        >>> out.last_hidden_state.shape, out.pooler_output.shape
+        ((3, 5, 8), (3, 8))
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = True,
+    ):
+        super().__init__()
+        types = _Types(DType.of(dtype), DType.of(reduce_dtype))
+        self.config = config
+        self.reduce_dtype = types.reduce
+        self.embeddings = BertEmbeddings(config, types)
+        self.encoder = BertEncoder(config, types)
+        self.pooler = BertPooler(config, types) if pooler else None
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens a sequence may have."""
+        return self.config.max_position_embeddings
+
+    def __call__(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        token_type_ids: Any = None,
+        position_ids: Any = None,
+    ) -> BertOutput:
+        """Integers ``[B, T]`` → states.
+
+        Args:
+            input_ids: Token ids ``[B, T]``.
+            attention_mask: ``[B, T]``, nonzero where there is a token (default: everywhere);
+                or ``[B, T, T]``, nonzero where query (first) may look at key (second).
+            token_type_ids: ``[B, T]``; zeros by default.
+            position_ids: ``[B, T]`` or ``[1, T]``; 0, 1, 2, … by default.
+
+        Raises:
+            UserInputError: More tokens than the model has positions, or ids that are not
+                ``[B, T]``.
+        """
+        input_ids = jnp.asarray(input_ids)
+        if input_ids.ndim != 2:
+            raise UserInputError(f"input_ids must be [B, T], not of shape {input_ids.shape}")
+        length = input_ids.shape[1]
+        if position_ids is None:
+            if length > self.max_length:
+                raise UserInputError(
+                    f"the sequence has {length} tokens and the model takes {self.max_length}"
+                )
+            position_ids = jnp.arange(length, dtype=jnp.int32)[None, :]
+        if token_type_ids is None:
+            token_type_ids = jnp.zeros_like(input_ids)
+        mask = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        x = self.embeddings(input_ids, token_type_ids, position_ids)
+        x = self.encoder(x, mask)
+        return BertOutput(x, None if self.pooler is None else self.pooler(x))
+
+
+def _make(config: BertConfig, names: Collection[str], dtype: DType, reduce_dtype: DType) -> BertModel:
+    return BertModel(
+        config, dtype, reduce_dtype=reduce_dtype, pooler="pooler.dense.weight" in names
+    )
+
+
+BERT = Family(
+    model_type="bert",
+    architectures=(
+        "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
+        "BertForSequenceClassification", "BertForMultipleChoice", "BertForTokenClassification",
+        "BertForQuestionAnswering",
+    ),
+    config=BertConfig,
+    make=_make,
+    prefixes=("bert.",),
+    renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+    # Buffers that count 0, 1, 2, …, and the heads on top of the encoder.
+    ignored=("embeddings.position_ids", "embeddings.token_type_ids", "cls.*", "classifier.*", "qa_outputs.*"),
+)  # fmt: skip
+BertModel.family = BERT

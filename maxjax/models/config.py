@@ -1,0 +1,164 @@
+"""Floor 5. Configuration files: JSON read strictly, frozen dataclasses made of it.
+
+Below: ``storage.files`` for the reading. Above: one dataclass per model family, and
+the engine, which reads its own small files with :func:`read_json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Self
+
+from ..errors import CheckpointFormatError, CheckpointLimitError
+from ..storage.files import open_regular
+
+# A configuration is a few kilobytes; what is much longer is something else.
+MAX_JSON_BYTES = 16 << 20
+# JAX counts in 32 bits; no size in a configuration can be more.
+_MAX_SIZE = 2**31 - 1
+
+
+def read_text(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> str:
+    """The content of a UTF-8 text file.
+
+    Raises:
+        CheckpointError: It is missing, unreadable, no regular file, longer than
+            ``limit`` bytes, or not UTF-8.
+    """
+    file = open_regular(path)
+    try:
+        if file.size > limit:
+            raise CheckpointLimitError("too long", path=path, expected=f"at most {limit} bytes", found=file.size)
+        content = file.pread(0, file.size)
+        file.check_unchanged()
+    finally:
+        file.close()
+    try:
+        return bytes(content).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointFormatError("not UTF-8 text", path=path, offset=error.start) from None
+
+
+def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file; keys that stand twice and numbers that overflow are errors.
+
+    Raises:
+        CheckpointFormatError: It is not JSON; says where.
+        CheckpointError: As :func:`read_text`.
+    """
+    text = read_text(path, limit)
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        found = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise CheckpointFormatError("not valid JSON", path=path, found=found) from None
+    except RecursionError:
+        raise CheckpointFormatError("not valid JSON: nested too deeply", path=path) from None
+    except ValueError as error:  # a key twice, or an integer of thousands of digits
+        raise CheckpointFormatError(f"not valid JSON: {error}", path=path) from None
+
+
+def read_object(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """As :func:`read_json`, of a file that holds one object ``{…}``."""
+    value = read_json(path, limit)
+    if not isinstance(value, dict):
+        found = type(value).__name__
+        raise CheckpointFormatError("not a JSON object", path=path, expected="{…}", found=found)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+def setting(
+    key: str | None = None,
+    *,
+    default: Any = dataclasses.MISSING,
+    minimum: float = 0,
+    maximum: float = _MAX_SIZE,
+) -> Any:
+    """A field of a configuration: its key in the file, where that differs, and its range."""
+    metadata = {"key": key, "minimum": minimum, "maximum": maximum}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What a model family takes from its ``config.json``; subclasses declare the fields.
+
+    Annotations are ``int``, ``float``, ``bool``, ``str``, or one of them ``| None``.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Config(ModelConfig):
+        ...     hidden_size: int
+        ...     num_layers: int = setting("num_hidden_layers")
+        ...     eps: float = setting("layer_norm_eps", default=1e-5)
+        >>> Config.from_dict({"hidden_size": 8, "num_hidden_layers": 2, "dropout": 0.1})
+        Config(hidden_size=8, num_layers=2, eps=1e-05)
+        >>> Config.from_dict({"hidden_size": "8", "num_hidden_layers": 2}, path="config.json")
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.CheckpointFormatError: config.json: 'hidden_size' has the wrong type (expected int, found '8')
+    """
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Self:
+        """Picks the declared fields out of ``raw``; ``null`` counts as absent.
+
+        Raises:
+            CheckpointFormatError: A key is missing, of the wrong type or out of range, or
+                the values do not go together; names the key.
+        """
+        types_of = typing.get_type_hints(cls)
+        values = {}
+        for field in dataclasses.fields(cls):
+            key = field.metadata.get("key") or field.name
+            value = raw.get(key)
+            if value is not None:
+                values[field.name] = _checked(key, value, types_of[field.name], field, path)
+            elif field.default is dataclasses.MISSING:
+                raise CheckpointFormatError(f"'{key}' is missing", path=path)
+        try:
+            return cls(**values)
+        except ValueError as error:  # from a subclass's __post_init__
+            raise CheckpointFormatError(str(error), path=path) from None
+
+
+def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path: Any) -> Any:
+    """``value`` if it is of the type and in the range of its field."""
+    kinds = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    if float in kinds and type(value) is int:
+        value = float(value) if abs(value) < 2**53 else math.inf
+    if type(value) not in kinds:  # a bool is an int to isinstance
+        names = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
+        raise CheckpointFormatError(
+            f"'{key}' has the wrong type", path=path, expected=names, found=_short(value)
+        )
+    if type(value) in (int, float):
+        minimum, maximum = field.metadata.get("minimum", 0), field.metadata.get("maximum", _MAX_SIZE)
+        if not minimum <= value <= maximum:
+            raise CheckpointFormatError(
+                f"'{key}' is out of range", path=path, expected=f"{minimum} to {maximum}", found=_short(value)
+            )
+    return value
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    # Not repr(value) of everything: a nested value from a file can be megabytes.
+    if not isinstance(value, (str, int, float, bool)):
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

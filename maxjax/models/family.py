@@ -1,0 +1,124 @@
+"""Floor 5. What a model family knows of its checkpoints, and the Module that reads them.
+
+Below: ``nn``, ``graph.weights``, ``config``. Above: one file per family declares a
+:class:`Family` and derives its model from :class:`PretrainedModel`.
+
+Attributes are spelled as in the checkpoint, so there is little to do: some tensors are
+known and not needed, some files put a prefix before every name, and old ones call a few
+things otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jax
+
+from ..errors import CheckpointFormatError, CheckpointMismatchError
+from ..graph.weights import WeightData, Weights
+from ..nn.layer import Module
+from .config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        model_type: Its name in a configuration's ``model_type``.
+        architectures: The classes in ``architectures`` whose weights it can read.
+        config: The dataclass of its settings.
+        make: ``make(config, names, dtype, reduce_dtype)`` → a lazy Module, where ``names``
+            are the checkpoint's tensors after :meth:`adapt`: optional parts are built
+            when their tensors are there.
+        prefixes: Stripped from the front of names, the first that fits.
+        renamed: (old, new) ends of names.
+        ignored: Patterns of tensors that are known and not needed, ``*`` for anything.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    config: type[ModelConfig]
+    make: Callable[..., PretrainedModel]
+    prefixes: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def name(self, tensor: str) -> str | None:
+        """The weight's name for a tensor of the checkpoint, or None for one that is ignored."""
+        for prefix in self.prefixes:
+            if tensor.startswith(prefix):
+                tensor = tensor[len(prefix) :]
+                break
+        if self._ignored.fullmatch(tensor):
+            return None
+        for old, new in self.renamed:
+            if tensor.endswith(old):
+                return tensor[: -len(old)] + new
+        return tensor
+
+    @cached_property
+    def _ignored(self) -> re.Pattern[str]:
+        patterns = (re.escape(pattern).replace(r"\*", ".*") for pattern in self.ignored)
+        return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
+
+    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a checkpoint by the names its weights have in the model.
+
+        Raises:
+            CheckpointFormatError: Two tensors would be one weight.
+        """
+        adapted: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for tensor, value in checkpoint.items():
+            name = self.name(tensor)
+            if name is None:
+                continue
+            if name in adapted:
+                raise CheckpointFormatError(
+                    f"'{origin[name]}' and '{tensor}' are both the weight '{name}' of a {self.model_type} model"
+                )
+            adapted[name], origin[name] = value, tensor
+        return adapted
+
+
+def tensors(weights: Weights) -> dict[str, WeightData]:
+    """What a cursor holds, by name from there on; nothing is read."""
+    return dict(weights._named_data())
+
+
+class PretrainedModel(Module):
+    """A whole model of a family, which loads that family's checkpoints as they are."""
+
+    family: ClassVar[Family]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Weights, **options: Any) -> Any:
+        """As :meth:`Module.load_state_dict`, after the family's table has been applied.
+
+        Known and unneeded tensors are left out, prefixes stripped, old names replaced.
+
+        Raises:
+            CheckpointMismatchError: Names, shapes or dtypes do not fit (a ValueError).
+            CheckpointError: The checkpoint cannot be read.
+        """
+        path = state_dict._path if isinstance(state_dict, Weights) else None
+        found = tensors(state_dict) if isinstance(state_dict, Weights) else state_dict
+        try:
+            return super().load_state_dict(self.family.adapt(found), **options)
+        except ValueError as error:
+            if path is None or getattr(error, "path", None) is not None:
+                raise
+            problem = str(error).removesuffix(".")
+            raise CheckpointMismatchError(problem, path=path) from None
+
+    def _take_dtypes(self, found: Mapping[str, WeightData]) -> None:
+        """Gives each placeholder the float type its tensor has in the checkpoint."""
+        for name, weight in self.raw_state_dict().items():
+            data = found.get(name)
+            if data is not None and data.dtype.is_float() and data.dtype is not weight.dtype:
+                sizes = tuple(int(d) for d in weight.shape)
+                weight.value = jax.ShapeDtypeStruct(sizes, data.dtype.np)

@@ -1,0 +1,132 @@
+"""Floor 4. Activation functions by the names configurations use.
+
+A table, so that a layer can keep the *name* (plain data in its treedef) and look the
+function up when it runs. Below: jnp. Above: the MLPs and the model families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import closest
+
+Activation = Callable[[Any], jax.Array]
+
+
+def _in_float32(function: Activation) -> Activation:
+    """16-bit floats go through float32 and are rounded once, as they are in torch."""
+
+    @wraps(function)
+    def wide(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+            return function(x)
+        return function(x.astype(jnp.float32)).astype(x.dtype)
+
+    return wide
+
+
+@_in_float32
+def gelu(x: Any) -> jax.Array:
+    """The exact GELU, ``x · Φ(x)`` with the normal distribution function Φ."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+@_in_float32
+def gelu_tanh(x: Any) -> jax.Array:
+    """GELU by its tanh approximation (GPT-2's ``gelu_new``)."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+@_in_float32
+def quick_gelu(x: Any) -> jax.Array:
+    """GELU by a sigmoid, ``x · σ(1.702 x)`` (CLIP)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+@_in_float32
+def silu(x: Any) -> jax.Array:
+    """``x · σ(x)``, also called swish."""
+    return jax.nn.silu(x)
+
+
+@_in_float32
+def mish(x: Any) -> jax.Array:
+    """``x · tanh(softplus(x))``."""
+    return jax.nn.mish(x)
+
+
+@_in_float32
+def tanh(x: Any) -> jax.Array:
+    """The hyperbolic tangent."""
+    return jnp.tanh(x)
+
+
+@_in_float32
+def sigmoid(x: Any) -> jax.Array:
+    """The logistic function σ."""
+    return jax.nn.sigmoid(x)
+
+
+def relu(x: Any) -> jax.Array:
+    """``max(x, 0)``."""
+    return jax.nn.relu(x)
+
+
+def relu2(x: Any) -> jax.Array:
+    """``max(x, 0)²``."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def relu6(x: Any) -> jax.Array:
+    """``min(max(x, 0), 6)``."""
+    return jax.nn.relu6(x)
+
+
+def leaky_relu(x: Any) -> jax.Array:
+    """``x`` where positive, ``0.01 x`` elsewhere."""
+    return jax.nn.leaky_relu(x)
+
+
+def linear(x: Any) -> jax.Array:
+    """``x`` itself."""
+    return jnp.asarray(x)
+
+
+# Hugging Face's names first in each line, MAX's among them.
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": gelu, "gelu_python": gelu,
+    "gelu_new": gelu_tanh, "gelu_tanh": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_python_tanh": gelu_tanh, "gelu_accurate": gelu_tanh, "gelu_fast": gelu_tanh,
+    "quick_gelu": quick_gelu, "gelu_quick": quick_gelu,
+    "silu": silu, "swish": silu, "mish": mish,
+    "relu": relu, "relu2": relu2, "relu6": relu6, "leaky_relu": leaky_relu,
+    "tanh": tanh, "sigmoid": sigmoid, "linear": linear,
+}  # fmt: skip
+
+
+def activation(name: str) -> Activation:
+    """The activation function of that name.
+
+    Raises:
+        ValueError: There is none; the message names it and those there are.
+
+    Example:
+        >>> print(activation("relu")(jnp.array([-1.0, 2.0])))
+        [0. 2.]
+        >>> activation("glu")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown activation function 'glu' (did you mean 'gelu'?). Known: gelu, ...
+    """
+    if isinstance(name, str) and name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    like = closest(name, ACTIVATIONS) if isinstance(name, str) else None
+    hint = f" (did you mean '{like}'?)" if like else ""
+    known = ", ".join(ACTIVATIONS)
+    raise ValueError(f"unknown activation function {name!r}{hint}. Known: {known}")

@@ -1,0 +1,75 @@
+"""Floor 4. Embedding: rows of a table.
+
+Below: Module, Weight. Above: the model families.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..graph.device import DeviceRef
+from ..graph.quantization import QuantizationEncoding
+from ..graph.weight import Weight
+from .layer import Module
+
+_NORMAL = jax.nn.initializers.normal(0.02)
+
+
+class Embedding(Module):
+    """Looks rows up by number. Arguments in MAX's order.
+
+    Args:
+        vocab_size: Rows of the table.
+        hidden_dim: Their length.
+        dtype: Of the table.
+        device: Where it is declared to live.
+        quantization_encoding: Block format of a table of packed bytes.
+        name: The weight's name instead of ``"weight"`` (MAX takes it as it is).
+
+    Attributes:
+        weight: Weight ``[vocab_size, hidden_dim]``.
+
+    Example:
+        >>> table = Embedding(2, 3, "float32", DeviceRef.CPU())
+        >>> _ = table.load_state_dict({"weight": jnp.arange(6.0).reshape(2, 3)})
+        >>> print(table(jnp.array([1, 0, 1])))
+        [[3. 4. 5.]
+         [0. 1. 2.]
+         [3. 4. 5.]]
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_dim: int,
+        dtype: Any,
+        device: DeviceRef,
+        quantization_encoding: QuantizationEncoding | None = None,
+        name: str | None = None,
+    ):
+        super().__init__()
+        self.device = device
+        self.weight = Weight(
+            name or "weight", dtype, (vocab_size, hidden_dim), device, quantization_encoding
+        )
+
+    def __call__(self, indices: Any) -> jax.Array:
+        """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table.
+
+        An index of -1 is the last row, as in NumPy. One outside the table gives a row of
+        NaN: compiled code cannot raise, and a wrong row would go unnoticed.
+
+        Raises:
+            TypeError: ``indices`` are not integers.
+        """
+        indices = jnp.asarray(indices)
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise TypeError(f"an Embedding is looked up by integers, not {indices.dtype}")
+        return jnp.take(jnp.asarray(self.weight), indices, axis=0, mode="fill")
+
+    def initializer(self, name: str) -> Any:
+        """Normal with standard deviation 0.02."""
+        return _NORMAL

@@ -1,0 +1,21 @@
+"""Floor 4. The container calculus: Layer, Module, LayerList, hooks and state dicts.
+
+A Module is a pytree of one level. Its leaves are the values of its unique Weights in
+state-dict order; everything else is its definition, interned so that JAX compares it by
+identity. What that promises: layer 0 equals layer 1, a lazy model equals the loaded
+one, ties stay one leaf under every transformation, and a change of structure (never of
+a value) makes JAX trace again.
+"""
+
+from .hooks import Layer as Layer
+from .hooks import add_layer_hook as add_layer_hook
+from .hooks import clear_hooks as clear_hooks
+from .layer_list import LayerList as LayerList
+from .layer_list import MissingLayer as MissingLayer
+from .layer_list import Sequential as Sequential
+from .module import Module as Module
+from .module import recursive_named_layers as recursive_named_layers
+from .state import LoadResult as LoadResult
+
+# The name Module had before MAX 25; model code still imports it.
+LayerV2 = Module

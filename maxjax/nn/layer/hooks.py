@@ -1,0 +1,96 @@
+"""Floor 4. Layer, and the process-wide hooks that run after each layer's call.
+
+Hooks fire at trace time: under ``jax.jit`` once per trace, with tracers; in eager code
+at every call. While any is installed, ``definition.py`` puts :func:`token` into every
+Module's treedef, so compiled programs without hooks are left alone and used again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ...graph.weight import structure_changed
+
+Hook = Callable[["Layer", tuple[Any, ...], dict[str, Any], Any], Any]
+
+_HOOKS: list[Hook] = []
+
+
+def add_layer_hook(fn: Hook) -> None:
+    """Calls ``fn(layer, args, kwargs, outputs)`` after every layer's ``__call__``.
+
+    ``args`` and ``kwargs`` are bound by the signature of that ``__call__``: a positional
+    parameter given by keyword arrives in ``args``; defaults are not filled in. Anything
+    but None that the hook returns replaces the outputs. Hooks of the whole process run
+    in the order they were added, inner layers first; twice added, a hook fires twice.
+
+    Example:
+        >>> from maxjax.nn import Module
+        >>> from maxjax.nn.layer import add_layer_hook, clear_hooks
+        >>> class Double(Module):
+        ...     def __call__(self, x):
+        ...         return 2 * x
+        >>> add_layer_hook(lambda layer, args, kwargs, outputs: print(args, outputs))
+        >>> Double()(x=3)
+        (3,) 6
+        6
+        >>> clear_hooks()
+    """
+    _HOOKS.append(fn)
+    structure_changed()
+
+
+def clear_hooks() -> None:
+    """Removes all hooks."""
+    _HOOKS.clear()
+    structure_changed()
+
+
+def token() -> tuple[Hook, ...] | None:
+    """What tells a treedef made under the present hooks from others; None without hooks."""
+    return tuple(_HOOKS) or None
+
+
+def dispatch(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict, outputs: Any) -> Any:
+    """Runs the hooks on one finished call; gives the outputs they leave."""
+    bound = _signature(call).bind(layer, *args, **kwargs)
+    for hook in _HOOKS:  # the live list: a hook may clear it or append to it
+        replaced = hook(layer, bound.args[1:], bound.kwargs, outputs)
+        if replaced is not None:
+            outputs = replaced
+    return outputs
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(call: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(call)
+
+
+class Layer:
+    """A callable with hooks and without weights of its own: the base of Module.
+
+    Kept for code that subclasses it; new code subclasses Module. A subclass's own
+    ``__call__`` is wrapped; an inherited one is not wrapped again.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        call = cls.__dict__.get("__call__")
+        if call is not None:
+            setattr(cls, "__call__", cls._wrap_call(call))
+
+    @classmethod
+    def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = call(self, *args, **kwargs)
+            return dispatch(self, call, args, kwargs, outputs) if _HOOKS else outputs
+
+        return wrapped
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Does nothing; subclasses define it."""
+        return None

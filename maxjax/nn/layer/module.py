@@ -1,0 +1,382 @@
+"""Floor 4. Module: a torch-like tree of layers and Weights that is a JAX pytree.
+
+``definition.py`` turns the tree into a treedef, ``state.py`` reads and writes its
+weights, ``hooks.py`` observes calls. A Module holds Weights and plain data, nothing
+that changes while it runs: caches and random keys are arguments and results.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from ...graph import weight as weight_module
+from ...graph.device import DeviceRef
+from ...graph.weight import EPOCH, Weight, structure_changed
+from . import hooks
+from .definition import Walk, define, rebuild
+from .hooks import Layer
+from .state import StateDict
+from .static import freeze
+
+
+class _Running(threading.local):
+    """The Modules whose ``__call__`` is running in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Module] = []
+        self.traced = False
+        self.names: dict[int, str] | None = None
+
+
+_RUNNING = _Running()
+_WARNED: set[tuple[str, type]] = set()
+
+
+class Module(Layer, StateDict, ABC):
+    """A piece of a model: Weights, other Modules and plain data, and how to compute with them.
+
+    Assigning a Weight or a Module to an attribute registers it. Anything else becomes a
+    static attribute: part of the treedef, compared by content; lists, dicts and
+    dataclasses are kept as frozen copies. Lists of Modules go into a LayerList.
+
+    A Module is a pytree whose leaves are its unique weights' values in state-dict order
+    (``jax.ShapeDtypeStruct`` where there is none yet), so all of JAX works on it. Pass it
+    as an argument: ``jax.jit(lambda m, x: m(x))(model, x)``.
+
+    Raises:
+        TypeError: Instantiating a class without ``__call__``; assigning an array, or a
+            container that holds Modules, Weights or arrays.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from maxjax.graph import DeviceRef, Weight
+        >>> from maxjax.nn import Module
+        >>> class Scale(Module):
+        ...     def __init__(self, n):
+        ...         super().__init__()
+        ...         self.gain = Weight("gain", "float32", (n,), DeviceRef.CPU())
+        ...     def __call__(self, x):
+        ...         return x * self.gain
+        >>> model = Scale(3)
+        >>> jax.eval_shape(lambda m, x: m(x), model, jnp.ones(3)).shape
+        (3,)
+        >>> _ = model.load_state_dict({"gain": jnp.arange(3.0)})
+        >>> print(jax.jit(lambda m, x: m(x))(model, jnp.ones(3)))
+        [0. 1. 2.]
+    """
+
+    # What a Module keeps about itself, in its __dict__ so that copying needs no help:
+    # local name → Weight, attribute → local name, attribute → child, attributes marked
+    # shared, attribute → key of the static value, and the cached definition.
+    _mx_weights: dict[str, Weight]
+    _mx_locals: dict[str, str]
+    _mx_children: dict[str, Module]
+    _mx_shared: set[str]
+    _mx_statics: dict[str, Any]
+    _mx_cache: tuple[int, Any, tuple[Weight, ...]] | None
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        self = super().__new__(cls)
+        # Here, so that super().__init__() may come late or not at all.
+        self.__dict__.update(_mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
+                             _mx_statics={}, _mx_cache=None)  # fmt: skip
+        return self
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, rebuild, _flatten)
+
+    @classmethod
+    def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def wrapped(self: Module, *args: Any, **kwargs: Any) -> Any:
+            outputs = _run(self, call, args, kwargs)
+            return hooks.dispatch(self, call, args, kwargs, outputs) if hooks._HOOKS else outputs
+
+        return wrapped
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation; every Module class defines it."""
+
+    # -- attributes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        descriptor = getattr(type(self), name, None)
+        if hasattr(type(descriptor), "__set__"):  # a property: its setter, or AttributeError
+            return super().__setattr__(name, value)
+        if isinstance(value, Weight) and value.shard_idx is None:
+            local = self._claim(name, value)
+            self._forget(name, keep=local)
+            self._mx_weights[local], self._mx_locals[name] = value, local
+        elif isinstance(value, Module):
+            if name not in self._mx_children:  # a replaced child keeps its place in the order
+                self._forget(name)
+            self._mx_children[name] = value
+        elif isinstance(value, Weight):  # a shard is never a parameter
+            self._forget(name)
+        else:
+            value, key = freeze(value, f"{type(self).__name__}.{name}")
+            if name in self._mx_statics and self._mx_statics[name] == key:
+                return
+            self._forget(name)
+            self._mx_statics[name] = key
+        if any(module is self for module in _RUNNING.stack):
+            _warn_once("static", self, f"{type(self).__name__}.{name} is assigned while the module runs: under jax.jit "
+                       "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)")
+        self.__dict__[name] = value
+        structure_changed()
+
+    def _claim(self, name: str, weight: Weight) -> str:
+        """The local name under which ``weight`` is registered when assigned to ``name``."""
+        for candidate in (weight._local_name, name):
+            holder = self._mx_weights.get(candidate)
+            users = [attr for attr, local in self._mx_locals.items() if local == candidate]
+            if holder is None or holder is weight or users == [name]:
+                return candidate
+        raise ValueError(f"{type(self).__name__}.{name}: this module already has other weights named "
+                         f"'{weight._local_name}' and '{name}'; give the Weight another name")
+
+    def _forget(self, name: str, keep: str | None = None) -> None:
+        """Takes the attribute out of the registers; ``keep`` is a local name to leave in its place."""
+        local = self._mx_locals.get(name)
+        if local is not None and local != keep:
+            del self._mx_locals[name]
+            if local not in self._mx_locals.values():
+                del self._mx_weights[local]
+        self._mx_shared.discard(name)
+        self._mx_statics.pop(name, None)
+        self._mx_children.pop(name, None)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._forget(name)
+        structure_changed()
+
+    @property
+    def sublayers(self) -> Mapping[str, Module]:
+        """The direct child Modules by attribute name; a live, read-only view."""
+        return MappingProxyType(self._mx_children)
+
+    @property
+    def layer_weights(self) -> Mapping[str, Weight]:
+        """This layer's own Weights by local name; a live, read-only view."""
+        return MappingProxyType(self._mx_weights)
+
+    @property
+    def _omit_module_attr_name(self) -> bool:
+        """Whether descendants' names leave out the attribute this Module is held by."""
+        return False
+
+    def set_shared_weight(self, name: str, weight: Weight) -> None:
+        """Assigns a Weight that belongs to another layer: a tie whose owner is elsewhere.
+
+        The state dict holds it once, under its owner's name, wherever this layer stands.
+        """
+        setattr(self, name, weight)
+        self._mx_shared.add(name)
+        structure_changed()
+
+    def initializer(self, name: str) -> Callable[..., Any] | None:
+        """How ``maxjax.init`` fills this layer's weight of that local name: a function of
+        (key, shape, dtype) as in ``jax.nn.initializers``, or None for the default."""
+        return None
+
+    # -- the tree
+
+    def named_modules(self) -> Iterable[tuple[str, Module]]:
+        """Every Module once, breadth first, with the prefix of its weights' names.
+
+        The prefix is "" for this Module and ends in "." below.
+        """
+        walk = Walk(self)
+        return zip(walk.prefixes, walk.modules, strict=True)
+
+    def replace_module(self, name: str, module: Module) -> None:
+        """Puts another Module in the place of the direct child ``name``.
+
+        Raises:
+            KeyError: There is no such child.
+        """
+        if name not in self._mx_children:
+            raise KeyError(f"'{type(self).__name__}' has no child module '{name}'")
+        setattr(self, name, module)
+
+    def to(self, *devices: Any, sharding_strategy: Any = None) -> Module:
+        """Places every weight below on one device: values now, placeholders when they are loaded.
+
+        Args:
+            devices: One DeviceRef, jax.Device or jax Sharding.
+
+        Returns:
+            The Module itself.
+
+        Raises:
+            ValueError: No device, or several without a sharding strategy.
+            NotImplementedError: Several devices, a mesh or a sharding strategy: not supported yet.
+        """
+        if not devices:
+            raise ValueError(f"{type(self).__name__}.to() needs a device")
+        if isinstance(devices[0], jax.sharding.Mesh):
+            raise NotImplementedError("Module.to(mesh) is not supported yet: one device only")
+        if len(devices) > 1 and sharding_strategy is None:
+            raise ValueError(f"{len(devices)} devices need a sharding_strategy")
+        if len(devices) > 1 or sharding_strategy is not None:
+            raise NotImplementedError("placing a Module on several devices is not supported yet: one device only")
+        sharding = _sharding(devices[0])
+        for weight in self._mx_definition()[2]:
+            weight._place(sharding)
+        return self
+
+    # -- pytree, copies, text
+
+    def _mx_definition(self) -> tuple[int, Any, tuple[Weight, ...]]:
+        cache = self._mx_cache
+        if cache is None or cache[0] != EPOCH[0]:
+            cache = self.__dict__["_mx_cache"] = define(self)
+        return cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mx_cache": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for name in ("_mx_weights", "_mx_locals", "_mx_children", "_mx_shared"):
+            self.__dict__[name] = type(state[name])(state[name])
+        # Keys hold the identity of what they were made from, so they are made anew.
+        self.__dict__["_mx_statics"] = statics = {}
+        for name in state["_mx_statics"]:
+            self.__dict__[name], statics[name] = freeze(state[name], f"{type(self).__name__}.{name}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._mx_children)} layers, {len(self._mx_weights)} weights)"
+
+
+def _flatten(module: Module) -> tuple[list[Any], Any]:
+    cache = module._mx_cache
+    if cache is None or cache[0] != EPOCH[0]:
+        cache = module.__dict__["_mx_cache"] = define(module)
+    return [weight._leaf for weight in cache[2]], cache[1]
+
+
+def _flatten_with_keys(module: Module) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves, definition = _flatten(module)
+    keys = map(jax.tree_util.GetAttrKey, definition.names)
+    return list(zip(keys, leaves, strict=True)), definition
+
+
+def _sharding(device: Any) -> jax.sharding.Sharding:
+    if isinstance(device, jax.sharding.Sharding):
+        return device
+    if isinstance(device, DeviceRef):
+        device = device.to_jax()
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"Module.to() takes a DeviceRef, a jax.Device or a jax Sharding, not {type(device).__name__}")
+    return jax.sharding.SingleDeviceSharding(device)
+
+
+# -- running
+
+
+def _run(module: Module, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Calls with the module on the stack, and under its name in profiles when traced."""
+    running = _RUNNING
+    outermost = not running.stack
+    if outermost:
+        running.traced, running.names = _is_traced(module, args, kwargs), None
+        if running.traced:
+            _warn_if_captured(module)
+    scope = _scope_name(module) if running.traced and not outermost else None
+    running.stack.append(module)
+    try:
+        if scope is None:
+            return call(module, *args, **kwargs)
+        with jax.named_scope(scope):
+            return call(module, *args, **kwargs)
+    finally:
+        running.stack.pop()
+
+
+def _is_traced(module: Module, args: tuple, kwargs: dict) -> bool:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in _flatten(module)[0]):
+        return True
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+
+
+def _names() -> dict[int, str]:
+    """id(Module) → prefix, for what is below the outermost running Module."""
+    if _RUNNING.names is None:
+        walk = Walk(_RUNNING.stack[0])
+        _RUNNING.names = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
+    return _RUNNING.names
+
+
+def _scope_name(module: Module) -> str | None:
+    caller = _RUNNING.stack[-1]
+    if module is caller:  # super().__call__()
+        return None
+    names = _names()
+    name = names.get(id(module))
+    if not name:
+        return type(module).__name__
+    return name.removeprefix(names.get(id(caller), "")).rstrip(".") or None
+
+
+def _running_name(weight: Weight) -> str | None:
+    if not _RUNNING.stack:
+        return None
+    for name, _, other, _ in Walk(_RUNNING.stack[0]).places:
+        if other is weight:
+            return name
+    return None
+
+
+weight_module.running_name = _running_name
+
+
+def _warn_if_captured(module: Module) -> None:
+    """Weights that are constants of a traced program go stale without a word."""
+    leaves = _flatten(module)[0]
+    if ("captured", type(module)) in _WARNED or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
+    if not any(isinstance(leaf, jax.Array) for leaf in leaves):
+        return
+    # Under jit even a new constant is a tracer; under an eager vmap or grad it is not.
+    if isinstance(jax.numpy.zeros(()), jax.core.Tracer):
+        name = type(module).__name__
+        _warn_once("captured", module, f"{name} runs inside jax.jit with weights that are not arguments: they become constants of "
+                   f"the compiled program, which will not see later changes. Write "
+                   f"jax.jit(lambda m, x: m(x))(model, x)")
+
+
+def _warn_once(kind: str, module: Module, message: str) -> None:
+    if (kind, type(module)) not in _WARNED:
+        _WARNED.add((kind, type(module)))
+        warnings.warn(message, stacklevel=4)
+
+
+def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[str, Module]]:
+    """Every Module from ``parent`` down, breadth first and once each, with its attribute path.
+
+    Names have no trailing dot; ``parent`` itself yields ``prefix``.
+    """
+    queue, seen = deque([(prefix, parent)]), {id(parent)}
+    while queue:
+        name, module = queue.popleft()
+        yield name, module
+        for attr, child in module._mx_children.items():
+            if id(child) not in seen:
+                seen.add(id(child))
+                queue.append((f"{name}.{attr}" if name else attr, child))

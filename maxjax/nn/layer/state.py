@@ -1,0 +1,202 @@
+"""Floor 4. State dicts: a Module's weights by full name, out and in.
+
+Loading is in three steps, so that it happens whole or not at all: match every value
+with its weight and collect all problems; read and convert all values; store them.
+``values.py`` knows what a value may be and what it must be to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...errors import CheckpointMismatchError, closest
+from ...graph.shape import Shape
+from ...graph.weight import Weight, structure_changed
+from ...graph.weights import Weights
+from .values import Fit, fit, materialise, same_content
+
+
+class LoadResult(NamedTuple):
+    """What a lenient load left over.
+
+    Attributes:
+        missing: Names of weights that got no value.
+        unexpected: Keys that no weight took.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class StateDict:
+    """The state-dict methods of Module."""
+
+    def _mx_definition(self) -> tuple[int, Any, tuple[Weight, ...]]:
+        raise NotImplementedError
+
+    def raw_state_dict(self) -> dict[str, Weight]:
+        """The Weight objects below this Module by full name, breadth first.
+
+        Tied weights appear once, under their owner's name.
+
+        Raises:
+            ValueError: Two weights have one full name.
+        """
+        _, definition, weights = self._mx_definition()
+        return {n: w for n, w, owned in zip(definition.names, weights, definition.owned, strict=True) if owned}
+
+    def state_dict(self, auto_initialize: bool = True) -> dict[str, Any]:
+        """The values of all weights below this Module by full name, breadth first.
+
+        Args:
+            auto_initialize: Fill weights without a value with zeros, on the device or
+                sharding they are placed on. They keep the zeros.
+
+        Raises:
+            ValueError: A weight has no value and ``auto_initialize`` is false, or it has
+                symbolic dimensions and so no size to be zero in.
+        """
+        values = {}
+        for name, weight in self.raw_state_dict().items():
+            if weight.value is None and weight._source is not None:
+                weight._read_source()
+            if weight.value is None:
+                if not auto_initialize:
+                    raise ValueError(f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()")
+                weight._leaf = _zeros(name, weight)
+            weight._finalise(name)
+            value = weight._leaf
+            shape = weight._loaded_shape
+            values[name] = value if shape is None else value.reshape(shape)
+        return values
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | Weights,
+        *,
+        override_quantization_encoding: bool = False,
+        weight_alignment: int | None = None,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> LoadResult:
+        """Gives every weight below this Module its value. All of them, or none.
+
+        Args:
+            state_dict: Arrays (NumPy, JAX, or anything that speaks DLPack) or WeightData
+                by full name, or a Weights cursor, whose tensors are read from disk in
+                parallel. NumPy arrays are copied.
+            override_quantization_encoding: Take the encoding of the data over the weight's.
+            weight_alignment: Alignment in bytes demanded of every value and recorded in
+                its weight; None means each weight's own.
+            strict: Refuse missing weights and unexpected keys.
+            cast: Convert between float widths, and between integers that fit. Otherwise
+                dtypes must be equal.
+
+        Returns:
+            What was missing and what was unexpected; both empty when strict.
+
+        Raises:
+            ValueError: Anything does not fit; the message lists all of it. For a Weights
+                cursor it is a CheckpointMismatchError, which names the file.
+
+        Example:
+            >>> import numpy as np
+            >>> from maxjax import nn
+            >>> model = nn.LayerNorm(3, devices=[None], dtype="float32", use_bias=False)
+            >>> model.load_state_dict({"wieght": np.ones(3, np.float32)})
+            Traceback (most recent call last):
+            ...
+            ValueError: load_state_dict() strict=True validation failed. Missing required weights: weight (did you mean 'wieght'?); Unexpected keys in state_dict: wieght
+        """
+        _, definition, _ = self._mx_definition()
+        weights = self.raw_state_dict()
+        source = dict(state_dict._named_data()) if isinstance(state_dict, Weights) else state_dict
+        match = _Match(weights, source, definition.aliases)
+        options = {"override": override_quantization_encoding, "alignment": weight_alignment, "cast": cast}
+        fits: list[Fit] = []
+        problems = list(match.problems)
+        for name, value in match.values.items():
+            found = fit(name, weights[name], value, **options)
+            (problems if isinstance(found, str) else fits).append(found)
+        if strict and (match.missing or match.unexpected):
+            problems.append(match.verdict())
+        if problems:
+            raise _error(problems, state_dict)
+        arrays = materialise(fits)
+        for one, array in zip(fits, arrays, strict=True):
+            _store(one, array)
+        return LoadResult(match.missing, match.unexpected)
+
+
+class _Match:
+    """Which value goes to which weight, and what is left on either side."""
+
+    def __init__(self, weights: Mapping[str, Weight], source: Mapping[str, Any], aliases: Mapping[str, str]):
+        self.keys = list(source.keys())
+        self.values: dict[str, Any] = {}
+        self.problems: list[str] = []
+        used = set()
+        other_names: dict[str, list[str]] = {}
+        for alias, name in aliases.items():
+            other_names.setdefault(name, []).append(alias)
+        for name in weights:
+            given = [key for key in (name, *other_names.get(name, ())) if _get(source, key) is not None]
+            used.update(given)
+            if not given:
+                continue
+            self.values[name] = _get(source, given[0])
+            for other in given[1:]:
+                if not same_content(self.values[name], _get(source, other)):
+                    self.problems.append(f"'{given[0]}' and '{other}' are one tied weight, but their values differ")
+        self.missing = tuple(name for name in weights if name not in self.values)
+        self.unexpected = tuple(key for key in self.keys if key not in used)
+
+    def verdict(self) -> str:
+        """The strictness error, worded as MAX words it."""
+        parts = []
+        if self.missing:
+            missing = sorted(self.missing)
+            like = closest(missing[0], self.keys)
+            hint = f" (did you mean '{like}'?)" if like else ""
+            parts.append(f"Missing required weights: {', '.join(missing)}{hint}")
+        if self.unexpected:
+            parts.append(f"Unexpected keys in state_dict: {', '.join(sorted(map(str, self.unexpected)))}")
+        return f"load_state_dict() strict=True validation failed. {'; '.join(parts)}"
+
+
+def _get(source: Mapping[str, Any], key: str) -> Any:
+    return source.get(key)
+
+
+def _error(problems: list[str], state_dict: Any) -> ValueError:
+    text = problems[0] if len(problems) == 1 else f"{len(problems)} problems: " + " | ".join(problems)
+    if isinstance(state_dict, Weights):
+        return CheckpointMismatchError(text, path=state_dict._path)
+    return ValueError(text)
+
+
+def _zeros(name: str, weight: Weight) -> jax.Array:
+    leaf = weight._leaf
+    if leaf is None:
+        raise ValueError(f"weight '{name}' of shape {weight.shape!r} cannot be filled with zeros: "
+                         "its symbolic dimensions have no size before a value is loaded")
+    return jnp.zeros(leaf.shape, leaf.dtype, device=weight._sharding)
+
+
+def _store(one: Fit, array: Any) -> None:
+    weight = one.weight
+    before = weight._static()
+    weight._dtype, weight._dims = one.dtype, one.dims
+    weight._quantization_encoding, weight._align = one.encoding, one.align
+    if one.original is not None:
+        weight._original = one.original
+    if one.loaded_shape is not None:
+        one.value.shape = Shape(one.dims)  # as MAX: the metadata says what the weight is
+    weight._leaf, weight._loaded_shape, weight._source = array, one.loaded_shape, None
+    weight._finalise(one.name)
+    if weight._static() != before:
+        structure_changed()

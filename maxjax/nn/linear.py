@@ -1,0 +1,107 @@
+"""Floor 4. Linear: ``x @ weight.T + bias``.
+
+Below: Module, Weight, ``kernels.matmul``, the one door for a product with a weight.
+Above: nearly everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.quantization import QuantizationEncoding
+from ..graph.weight import Weight
+from ..kernels import matmul
+from .layer import Module
+
+# Over the last axis, which is the fan-in of a weight [out, in].
+_LECUN_NORMAL = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+
+
+class Linear(Module):
+    """A linear map of the last axis. Arguments in MAX's order.
+
+    Args:
+        in_dim, out_dim: Length of the last axis before and after.
+        dtype: Of weight and bias.
+        device: Where the weights are declared to live.
+        has_bias: Whether to add one.
+        quantization_encoding: Block format of a weight of packed bytes.
+        quant_config: Not supported yet.
+        name: Put before the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
+        clip_weight: Use the weight (not the bias) clipped to ``±clip_weight``.
+        is_sharding: Make no weights; whoever shards this layer assigns them.
+
+    Attributes:
+        weight: Weight ``[out_dim, in_dim]``.
+        bias: Weight ``[out_dim]``, or None.
+
+    The result has the wider of the two float types of ``x`` and ``weight``; a bias of
+    another width is added in float32 and the sum rounded once.
+
+    Example:
+        >>> layer = Linear(3, 2, "float32", DeviceRef.CPU(), has_bias=True)
+        >>> {name: tuple(w.shape) for name, w in layer.raw_state_dict().items()}
+        {'weight': (2, 3), 'bias': (2,)}
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        dtype: Any,
+        device: DeviceRef,
+        has_bias: bool = False,
+        quantization_encoding: QuantizationEncoding | None = None,
+        quant_config: Any = None,
+        name: str | None = None,
+        clip_weight: float | None = None,
+        is_sharding: bool = False,
+    ):
+        super().__init__()
+        if quant_config is not None:
+            raise NotImplementedError("Linear(quant_config=...) is not supported yet")
+        self.device = device
+        self.clip_weight = clip_weight
+        self.quant_config = None
+        self.bias = None
+        if is_sharding:
+            return
+        prefix = f"{name}." if name else ""
+        self.weight = Weight(
+            f"{prefix}weight", dtype, (out_dim, in_dim), device, quantization_encoding
+        )
+        if has_bias:
+            self.bias = Weight(f"{prefix}bias", dtype, (out_dim,), device)
+
+    def __call__(self, x: Any) -> jax.Array:
+        """``[..., in_dim]`` → ``[..., out_dim]``.
+
+        Raises:
+            ValueError: The last axis of ``x`` is not ``in_dim`` long.
+        """
+        weight: Any = self.weight
+        if self.clip_weight is not None:
+            weight = jnp.clip(jnp.asarray(weight), -self.clip_weight, self.clip_weight)
+        y = matmul(x, weight)
+        if self.bias is None:
+            return y
+        return add_bias(y, self.bias)
+
+    def initializer(self, name: str) -> Any:
+        """Weights normal with variance 1/in_dim, bias zero."""
+        return jax.nn.initializers.zeros if name.endswith("bias") else _LECUN_NORMAL
+
+
+def add_bias(y: jax.Array, bias: Any) -> jax.Array:
+    """``y + bias`` over the last axis, in the dtype of ``y``."""
+    bias = jnp.asarray(bias)
+    bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+    if bias.dtype == y.dtype:
+        return y + bias
+    wide = jnp.promote_types(DType.float32.np, y.dtype)
+    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)

@@ -1,0 +1,293 @@
+"""Floor 1. The one door to the disk: opening, positioned reads, limits, aligned memory.
+
+Every file of a checkpoint is opened by ``open_regular`` and read by ``OpenFile``; whatever
+the operating system has to say becomes an exception of ``maxjax.errors`` here. Below:
+errors. Above: the parsers of the formats, which never call ``open``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import (
+    CheckpointAccessError,
+    CheckpointChangedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointMissingError,
+    CheckpointTruncatedError,
+)
+
+# XLA takes host memory without a copy only from this alignment upwards.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a file may ask of this process before it is refused with CheckpointLimitError.
+
+    Each message names the field to raise; pass the changed object on as ``limits=``.
+
+    Example:
+        >>> Limits(header_bytes=500_000_000).json_depth
+        64
+    """
+
+    header_bytes: int = 100_000_000
+    """Length of a safetensors header (100 MB is the format's own bound)."""
+    json_bytes: int = 200_000_000
+    """Length of an index, a configuration or a tokenizer file."""
+    json_depth: int = 64
+    """Arrays and objects inside one another."""
+    json_digits: int = 4300
+    """Digits of one number; the time to convert them grows with their square."""
+    tensors: int = 1_000_000
+    """Tensors in one file."""
+    name_bytes: int = 65_536
+    """Length of a tensor's name in UTF-8."""
+    tensor_bytes: int = 2**63 - 1
+    """Bytes of one tensor with dimensions of size 0 left out: NumPy and XLA hold no more."""
+    shared_bytes: int = 0
+    """Bytes of a file that several tensors may claim, summed over the tensors after the first."""
+
+    def error(self, problem: str, option: str, value: object, **where) -> CheckpointLimitError:
+        """The error for ``value`` above the field ``option``; ``where`` as for CheckpointError."""
+        return CheckpointLimitError(
+            problem,
+            expected=f"at most {getattr(self, option)}",
+            found=value,
+            hint=f"If you trust the file, raise the limit: limits=Limits({option}=...).",
+            **where,
+        )
+
+
+class OpenFile:
+    """A regular file open for positioned reads, from any number of threads at once.
+
+    Attributes: ``path`` (as text, for messages), ``fd``, ``size`` in bytes, ``stat`` as it
+    was at opening. A file replaced by a rename or unlinked keeps its old content here; a
+    change in place is found by ``check_unchanged``. Closed when the last reference goes.
+    """
+
+    def __init__(self, fd: int, path: str, status: os.stat_result):
+        self.fd = fd
+        self.path = path
+        self.stat = status
+        self.size = status.st_size
+
+    def __repr__(self) -> str:
+        return f"OpenFile({self.path!r}, {self.size} bytes{', closed' if self.fd < 0 else ''})"
+
+    def __reduce__(self):
+        raise TypeError("an open file cannot be copied or pickled; open the path again")
+
+    def pread(self, offset: int, nbytes: int, *, tensor: str | None = None) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``.
+
+        Raises:
+            CheckpointTruncatedError: The file ends before. ``tensor`` is named if given.
+        """
+        # Asked before the buffer is made: a count out of a file is not to be believed.
+        if offset + nbytes > self.size:
+            raise self._short(offset, nbytes, max(self.size - offset, 0), tensor)
+        data = bytearray(nbytes)
+        self.pread_into(memoryview(data), offset, tensor=tensor)
+        return bytes(data)
+
+    def pread_into(self, view: memoryview, offset: int, *, tensor: str | None = None) -> None:
+        """Fills ``view`` (bytes, writable) from ``offset``; errors as for ``pread``."""
+        wanted, done = len(view), 0
+        while done < wanted:
+            got = self.pread_some([view[done:]], offset + done, tensor=tensor)
+            if not got:
+                raise self._short(offset, wanted, done, tensor)
+            done += got
+
+    def pread_some(self, views: list[memoryview], offset: int, *, tensor: str | None = None) -> int:
+        """One read that scatters into ``views``; gives how many bytes came, 0 at the end."""
+        if self.fd < 0:
+            raise CheckpointError("the file has been closed", path=self.path, tensor=tensor)
+        try:
+            return os.preadv(self.fd, views, offset)
+        except OSError as error:
+            raise os_error(error, self.path, "reading failed", tensor=tensor) from error
+
+    def _short(self, offset: int, wanted: int, there: int, tensor: str | None) -> CheckpointError:
+        return CheckpointTruncatedError(
+            "the file ends inside the data",
+            path=self.path,
+            tensor=tensor,
+            offset=offset,
+            expected=f"{wanted} bytes",
+            found=f"{there} bytes",
+            hint="Incomplete download, or cut while being read? Fetch it again.",
+        )
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointChangedError if the content may have changed since opening."""
+        if self.fd < 0:
+            raise CheckpointError("the file has been closed", path=self.path)
+        try:
+            now = os.fstat(self.fd)
+        except OSError as error:
+            raise os_error(error, self.path, "fstat failed") from error
+        if _identity(now) != _identity(self.stat):
+            raise CheckpointChangedError(
+                "the file changed while it was being read",
+                path=self.path,
+                expected=_describe(self.stat),
+                found=_describe(now),
+                hint="Wait until nothing writes to it, then load again.",
+            )
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self):
+        # Missing when __init__ never ran.
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    # Not the change time: a rename or an unlink moves it and leaves the content alone.
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+def _describe(status: os.stat_result) -> str:
+    return f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns, inode {status.st_ino}"
+
+
+def open_regular(
+    path: str | os.PathLike[str],
+    *,
+    dir_fd: int | None = None,
+    follow: bool = True,
+    shown: str | None = None,
+) -> OpenFile:
+    """Opens a regular file for reading; anything else is refused without blocking.
+
+    ``dir_fd`` makes a relative ``path`` start at that open directory, and ``shown`` is then
+    the path for messages. ``follow=False`` refuses a symbolic link as the last part.
+
+    Raises:
+        CheckpointMissingError: Nothing is there (a link that leads nowhere, or in circles).
+        CheckpointAccessError: It may not be read.
+        CheckpointFormatError: It is a directory, FIFO, socket, device or a /proc file.
+        CheckpointError: Anything else the operating system says.
+
+    Example:
+        >>> open_regular("no/such/model.safetensors")
+        Traceback (most recent call last):
+        maxjax.errors.CheckpointMissingError: no/such/model.safetensors: no such file
+    """
+    name = os.fspath(path)
+    shown = shown or name
+    if "\0" in name:
+        raise CheckpointMissingError("a path cannot hold a NUL character", path=shown)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        # Looked at before it is opened: opening a device can already act on it.
+        _require_regular(os.stat(name, dir_fd=dir_fd, follow_symlinks=follow), shown)
+        fd = os.open(name, flags, dir_fd=dir_fd)
+    except OSError as error:
+        raise os_error(error, shown, "opening failed") from error
+    file = OpenFile(fd, shown, os.fstat(fd))
+    _require_regular(file.stat, shown)
+    if file.size == 0 and _has_content(fd):
+        raise CheckpointFormatError(
+            "not a stored file but one the kernel makes up (/proc, /sys)",
+            path=shown,
+            expected="a regular file",
+        )
+    return file
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO (named pipe)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISLNK, "a symbolic link"),
+)
+
+
+def _require_regular(status: os.stat_result, path: str) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    kind = next((kind for test, kind in _KINDS if test(status.st_mode)), "a special file")
+    inside = "Name a file inside it, or open the whole directory."
+    raise CheckpointFormatError(
+        "not a regular file",
+        path=path,
+        expected="a regular file",
+        found=kind,
+        hint=inside if kind == "a directory" else "Copy the content to a file first.",
+    )
+
+
+def _has_content(fd: int) -> bool:
+    try:
+        return bool(os.pread(fd, 1, 0))
+    except OSError:
+        return True  # an empty file on a disk can always be read
+
+
+_MISSING = {
+    errno.ENOENT: "no such file",
+    errno.ENOTDIR: "no such file: a part of the path is not a directory",
+    errno.ELOOP: "no such file: symbolic links that lead in circles, or a refused link",
+}
+
+
+def os_error(
+    error: OSError, path: str, doing: str, *, tensor: str | None = None
+) -> CheckpointError:
+    """The exception of maxjax.errors for what the operating system reported on ``path``."""
+    number = error.errno or 0
+    if number in _MISSING:
+        return CheckpointMissingError(_MISSING[number], path=path, tensor=tensor)
+    if number in (errno.EACCES, errno.EPERM):
+        return CheckpointAccessError(
+            f"permission denied ({_permissions(path)}, this process has uid {os.geteuid()})",
+            path=path,
+            tensor=tensor,
+            hint="Change its permissions or those of the directories above it.",
+        )
+    name = errno.errorcode.get(number, number)
+    limit = "Too many files are open: raise `ulimit -n`." if number == errno.EMFILE else None
+    problem = f"{doing}: {name} {os.strerror(number) if number else error}"
+    return CheckpointError(problem, path=path, tensor=tensor, hint=limit)
+
+
+def _permissions(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return "a directory above it cannot be searched"
+    return f"mode {stat.filemode(status.st_mode)}, owner uid {status.st_uid}"
+
+
+def aligned_empty(nbytes: int) -> np.ndarray:
+    """Uninitialised uint8 memory of its own, at a multiple of 64 bytes: ``[nbytes]``.
+
+    JAX on CPU can take such memory over without a copy. NumPy asks the kernel for huge
+    pages from 4 MiB upwards, which is what makes large reads fast.
+
+    Example:
+        >>> aligned_empty(1000).ctypes.data % 64
+        0
+    """
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes]

@@ -1,0 +1,323 @@
+"""Floor 1. Strict JSON: what two readers could read differently is refused.
+
+UTF-8 without a mark, no duplicate keys, no lone surrogates, no NaN, bounded depth (checked
+before the recursive parser starts), bounded digits. Serves headers, indexes, configurations
+and tokenizers. Below: files, sniff. Above: safetensors, shards, and the readers of config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from .files import Limits, open_regular
+from .sniff import SNIFF_BYTES, foreign
+
+KeyPath = tuple[str | int, ...]
+
+
+def load_json(
+    source: str | os.PathLike[str] | bytes,
+    *,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    allow_nan: bool = False,
+    name: str | None = None,
+) -> Any:
+    """The value of a JSON file, or of bytes, read strictly.
+
+    ``allow_nan`` lets NaN and Infinity through, which some published configurations hold.
+    ``name`` stands for the path in messages when ``source`` is bytes.
+
+    Raises:
+        CheckpointFormatError: Not JSON, not UTF-8, a key twice, NaN; the file is no JSON at all.
+        CheckpointTruncatedError: The text ends before the value does.
+        CheckpointLimitError: Too long, too deep, or a number with too many digits.
+        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+
+    Example:
+        >>> load_json(b'{"hidden_size": 384}')
+        {'hidden_size': 384}
+        >>> load_json(b'{"a": 1, "a": 2}', name="config.json")
+        Traceback (most recent call last):
+        maxjax.errors.CheckpointFormatError: config.json: at byte 9: key 'a' is there twice ...
+    """
+    data, path = source, name or "<bytes>"
+    if not isinstance(data, bytes):
+        path = os.fspath(source)  # type: ignore[arg-type]
+        data = read_json_bytes(path, limits)
+    return Text(data, path, limits).parse(allow_nan=allow_nan)
+
+
+def read_json_bytes(path: str | os.PathLike[str], limits: Limits) -> bytes:
+    """The bytes of a JSON file; one that is recognisably something else is refused."""
+    file = open_regular(path)
+    try:
+        if file.size > limits.json_bytes:
+            raise limits.error("the file is too long", "json_bytes", file.size, path=file.path)
+        data = file.pread(0, file.size)
+        file.check_unchanged()
+    finally:
+        file.close()
+    if error := foreign(file.path, data[:SNIFF_BYTES], "JSON text"):
+        raise error
+    return data
+
+
+class Constant(float):
+    """NaN or an infinity out of a JSON text, in a type of its own so that it can be found."""
+
+
+@dataclass
+class Text:
+    """A JSON text with what its errors need: where it stands and what its keys mean.
+
+    ``base`` is the offset of ``data`` in the file at ``path``; ``tensor_of`` tells which
+    tensor a path of keys belongs to; ``cut`` is the class for a text that ends too early.
+    """
+
+    data: bytes
+    path: str
+    limits: Limits
+    base: int = 0
+    tensor_of: Callable[[KeyPath], str | None] = lambda keys: None
+    cut: type[CheckpointError] = CheckpointTruncatedError
+    _repeated: list[tuple[dict, str]] = field(default_factory=list)
+    _constants: list[Constant] = field(default_factory=list)
+    _long: list[str] = field(default_factory=list)
+
+    def parse(self, *, allow_nan: bool = False) -> Any:
+        """The value; every exception is a CheckpointError with path and offset."""
+        long_digits = self._check_bytes()
+        try:
+            text = self.data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self._bad_utf8(error)
+        decoder = json.JSONDecoder(
+            object_pairs_hook=self._object,
+            parse_constant=self._constant,
+            # Only asked where something needs it: the built-in conversion is much faster.
+            parse_int=self._integer if long_digits or b"-0" in self.data else None,
+        )
+        try:
+            value = decoder.decode(text)
+        except json.JSONDecodeError as error:
+            self._bad_json(text, error)
+        except RecursionError:  # the limit was raised above what this Python can parse
+            raise self.limits.error(
+                "nested deeper than Python can parse", "json_depth", "more", path=self.path
+            ) from None
+        self._check_flaws(value, allow_nan)
+        return value
+
+    def error(
+        self, problem: str, keys: KeyPath = (), *, cls: type[CheckpointError] | None = None, **more
+    ) -> CheckpointError:
+        """An error at the place that ``keys`` leads to, naming its tensor."""
+        cls = cls or CheckpointFormatError
+        return cls(problem, **{**self.where(keys), **more})
+
+    def where(self, keys: KeyPath = ()) -> dict[str, Any]:
+        """``path``, ``tensor`` and ``offset`` for an error at the place ``keys`` leads to."""
+        tensor = self.tensor_of(keys) if keys else None
+        return {"path": self.path, "tensor": tensor, "offset": self.locate(keys)}
+
+    def locate(self, keys: KeyPath, start: int = 0) -> int:
+        """Offset in the file of the last of ``keys`` that can be found, searched in turn.
+
+        A search for text, as exact as a message needs: no second parser.
+        """
+        position = start
+        for key in keys:
+            if isinstance(key, str):
+                at = self._find(key, position)
+                if at < 0:
+                    break
+                position = at
+        return self.base + position
+
+    def _find(self, key: str, start: int) -> int:
+        plain = json.dumps(key, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        for token in (plain, json.dumps(key).encode()):
+            match = re.compile(re.escape(token) + rb"\s*:").search(self.data, start)
+            if match:
+                return match.start()
+        return -1
+
+    # --- before parsing ---
+
+    def _check_bytes(self) -> bool:
+        """Refuses what shows without parsing; True if a number may have too many digits."""
+        if not self.data.strip(b" \t\r\n"):
+            raise self.error(
+                "the JSON text is empty",
+                cls=self.cut,
+                expected="at least 2 bytes",
+                found=f"{len(self.data)} bytes",
+            )
+        for mark, what in _MARKS.items():
+            if self.data.startswith(mark):
+                raise self.error(
+                    "the JSON text must be UTF-8 without a byte order mark",
+                    expected="UTF-8 text",
+                    found=what,
+                )
+        # Escaped backslashes and quotes become blanks, so that what remains means itself.
+        plain = self.data
+        if b"\\" in plain:
+            plain = plain.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+            if lone := _LONE_SURROGATE.search(plain):
+                raise self.error(
+                    "a lone surrogate is no character",
+                    found=lone.group().decode(),
+                    offset=self.base + lone.start(),
+                )
+        depth, containers, long_digits = _structure(plain)
+        if depth > self.limits.json_depth:
+            raise self.limits.error(
+                "the JSON text is nested too deep", "json_depth", depth, path=self.path
+            )
+        # A tensor takes three: itself, its shape and its offsets.
+        if containers > 3 * self.limits.tensors + 8:
+            raise self.limits.error(
+                "the JSON text has too many arrays and objects for its tensors",
+                "tensors",
+                containers // 3,
+                path=self.path,
+            )
+
+    # --- while parsing: flaws are collected, and named when the value is whole ---
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            self._repeated.append((value, twice))
+        return value
+
+    def _constant(self, text: str) -> Constant:
+        self._constants.append(Constant(text.replace("Infinity", "inf")))
+        return self._constants[-1]
+
+    def _integer(self, text: str) -> int | float:
+        if len(text) > self.limits.json_digits:
+            self._long.append(text)
+            return 0
+        # JSON's -0 is not the integer 0: other readers make it a float.
+        return -0.0 if text == "-0" else int(text)
+
+    # --- after parsing ---
+
+    def _check_flaws(self, value: Any, allow_nan: bool) -> None:
+        if self._long:
+            digits = max(map(len, self._long))
+            offset = self.base + max(self.data.find(self._long[0].encode()), 0)
+            raise self.limits.error(
+                "a number has too many digits", "json_digits", digits, path=self.path, offset=offset
+            )
+        for owner, key in self._repeated:
+            keys = (*_path_to(value, owner), key)
+            first = self.locate(keys) - self.base
+            again = self._find(key, first + 1)
+            raise self.error(
+                f"key '{key}' is there twice",
+                keys,
+                offset=self.base + (again if again >= 0 else first),
+                expected="each key once",
+                hint="Two readers would read two different things: write the file anew.",
+            )
+        if self._constants and not allow_nan:
+            constant = self._constants[0]
+            keys = _path_to(value, constant)
+            fields = ".".join(map(str, keys))
+            raise self.error(
+                f"'{fields}' is not a JSON number",
+                keys,
+                expected="a JSON number",
+                found=float(constant),
+            )
+
+    def _bad_utf8(self, error: UnicodeDecodeError) -> NoReturn:
+        cut = error.reason == "unexpected end of data"
+        raise self.error(
+            "the JSON text ends inside a character" if cut else "the JSON text is not UTF-8",
+            cls=self.cut if cut else None,
+            offset=self.base + error.start,
+            expected="UTF-8 text",
+            found=f"byte {error.object[error.start]:02X}",
+        ) from error
+
+    def _bad_json(self, text: str, error: json.JSONDecodeError) -> NoReturn:
+        rest = text[error.pos :]
+        cut = error.msg.startswith("Unterminated") or _CUT.fullmatch(rest)
+        raise self.error(
+            "the JSON text ends too early" if cut else f"not valid JSON: {error.msg}",
+            cls=self.cut if cut else None,
+            offset=self.base + len(text[: error.pos].encode()),
+            expected=f"more than {len(self.data)} bytes" if cut else "JSON",
+            found=f"{len(self.data)} bytes" if cut else repr(rest[:20]),
+        ) from error
+
+
+_MARKS = {
+    b"\xef\xbb\xbf": "a UTF-8 byte order mark",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"{\0": "UTF-16 or UTF-32",
+    b"\0{": "UTF-16",
+    b"\0\0": "NUL bytes",
+}
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+# What may be left of a text that was cut inside a word.
+_CUT = re.compile(r"\s*(-|t|tr|tru|f|fa|fal|fals|n|nu|nul)?\s*")
+_STEP = np.zeros(256, np.int8)
+_STEP[list(b"{[")] = 1
+_STEP[list(b"}]")] = -1
+
+
+# A run of twice as many digits fills one aligned stretch of this length for certain.
+_DIGITS = 256
+
+
+def _structure(data: bytes, chunk: int = 1 << 20) -> tuple[int, int, bool]:
+    """(greatest depth, number of arrays and objects, any long run of digits) of a JSON text.
+
+    Without recursion, in little memory. ``data`` has no escaped quotes. Exact for valid JSON;
+    of other text, exact up to its first mistake, which is as far as a parser gets.
+    """
+    inside, depth, deepest, containers, digits = np.uint8(0), 0, 0, 0, False
+    for start in range(0, len(data), chunk):
+        piece = np.frombuffer(data, np.uint8, min(chunk, len(data) - start), start)
+        quoted = np.bitwise_xor.accumulate((piece == 34).view(np.uint8)) ^ inside
+        step = _STEP[piece] * (quoted ^ 1).view(np.int8)
+        level = np.cumsum(step, dtype=np.int32) + np.int32(depth)
+        deepest = max(deepest, int(level.max()))
+        depth, inside = int(level[-1]), quoted[-1]
+        containers += int(np.count_nonzero(step == 1))
+        stretches = piece[: len(piece) // _DIGITS * _DIGITS].reshape(-1, _DIGITS)
+        digits = digits or bool(((stretches - np.uint8(48)) < 10).all(axis=1).any())
+    return deepest, containers, digits
+
+
+def _path_to(value: Any, target: Any) -> KeyPath:
+    """The keys that lead from ``value`` to the very object ``target``."""
+    stack: list[tuple[KeyPath, Any]] = [((), value)]
+    while stack:
+        keys, here = stack.pop()
+        if here is target:
+            return keys
+        if isinstance(here, dict):
+            stack.extend(((*keys, key), item) for key, item in here.items())
+        elif isinstance(here, list):
+            stack.extend(((*keys, i), item) for i, item in enumerate(here))
+    return ()

@@ -1,0 +1,267 @@
+"""Floor 1. A set of safetensors files with its index, model.safetensors.index.json.
+
+The index maps each tensor to the file that holds it. Its file names come from outside and
+may only lead downwards from its own directory; what they lead to there may be a link, as
+in the Hugging Face cache. Below: files, jsontext, safetensors, table. Above: index.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from typing import Any
+
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMissingError,
+    CheckpointTruncatedError,
+    CheckpointUnsafeError,
+    some,
+)
+from .files import Limits, OpenFile, open_regular, os_error
+from .jsontext import KeyPath, Text, read_json_bytes
+from .safetensors import read_header
+from .table import TensorEntry, TensorTable
+
+_LOG = logging.getLogger("maxjax")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# What leads out of the directory, on any system that may have written the name.
+_OUTSIDE = re.compile(r"^[/~]|\\|\0|^[A-Za-z][A-Za-z0-9+.-]*:|(^|/)\.\.(/|$)")
+_NAME_BYTES, _PATH_BYTES = 255, 4095
+
+
+def open_index(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+) -> TensorTable:
+    """Opens every file that a safetensors index names, relative to the index's directory.
+
+    Each tensor must be in the file its map names and in no other file of the set. A tensor
+    that the map does not list is left out, and a wrong ``total_size`` only logged.
+
+    Raises:
+        CheckpointMissingError: A file is not there; the message says how many tensors it holds.
+        CheckpointUnsafeError: A file name leads out of the directory, or names a pickle.
+        CheckpointFormatError: The index or a file is broken, or they contradict each other.
+        CheckpointTruncatedError, CheckpointLimitError, CheckpointAccessError: As for one file.
+    """
+    index = _Index(path, limits)
+    files: list[OpenFile] = []
+    try:
+        entries, metadata = index.open_all(files)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return TensorTable("safetensors", files, entries, metadata)
+
+
+def _tensor_of(keys: KeyPath) -> str | None:
+    return str(keys[1]) if len(keys) > 1 and keys[0] == "weight_map" else None
+
+
+class _Index:
+    """A parsed index: ``shard_of`` maps tensor → file name, ``shards`` file name → tensors."""
+
+    def __init__(self, path: str | os.PathLike[str], limits: Limits):
+        self.path = os.fspath(path)
+        self.limits = limits
+        data = read_json_bytes(self.path, limits)
+        self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
+        value = self.text.parse()
+        self.shard_of = self._weight_map(value)
+        self.metadata = value.get("metadata")
+        self.shards: dict[str, int] = {}
+        for tensor, shard in self.shard_of.items():
+            if shard not in self.shards:
+                self._check_name(tensor, shard)
+            self.shards[shard] = self.shards.get(shard, 0) + 1
+
+    def _bad(
+        self,
+        problem: str,
+        tensor: str | None = None,
+        cls: type[CheckpointError] = CheckpointFormatError,
+        **more: Any,
+    ) -> CheckpointError:
+        keys = ("weight_map",) if tensor is None else ("weight_map", tensor)
+        return self.text.error(f"weight_map: {problem}", keys, cls=cls, **more)
+
+    def _weight_map(self, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise self.text.error(
+                "the index must be a JSON object", expected="an object", found=type(value).__name__
+            )
+        if "weight_map" not in value:
+            raise self._bad(
+                "is missing",
+                expected="an object: tensor name to file name",
+                found=some(list(value), 5) or "an empty object",
+            )
+        shard_of = value["weight_map"]
+        if not isinstance(shard_of, dict):
+            raise self._bad(
+                "must be an object",
+                expected="an object: tensor name to file name",
+                found=type(shard_of).__name__,
+            )
+        if not shard_of:
+            raise self._bad(
+                "lists no tensor",
+                cls=CheckpointTruncatedError,
+                expected="at least 1 tensor",
+                found="0 tensors",
+            )
+        for tensor, shard in shard_of.items():
+            if type(shard) is not str:
+                raise self._bad(
+                    "a file name must be a string",
+                    tensor,
+                    expected="a string",
+                    found=f"{type(shard).__name__} {str(shard)[:80]}",
+                )
+        return shard_of
+
+    def _check_name(self, tensor: str, shard: str) -> None:
+        if not shard:
+            raise self._bad(
+                "the file name is empty",
+                tensor,
+                CheckpointTruncatedError,
+                expected="at least 1 byte",
+                found="0 bytes",
+            )
+        if _OUTSIDE.search(shard):
+            raise self._bad(
+                "a file name may not lead out of the directory",
+                tensor,
+                CheckpointUnsafeError,
+                found=f"'{shard}'",
+                expected="a plain name beside the index",
+            )
+        if shard.lower().endswith(_PICKLES):
+            raise self._bad(
+                "names a pickle, which can run any code and is never opened",
+                tensor,
+                CheckpointUnsafeError,
+                found=f"'{shard}'",
+                expected="a .safetensors file",
+            )
+        parts = shard.split("/")
+        longest = max(len(part.encode()) for part in parts)
+        if longest > _NAME_BYTES or len(shard.encode()) > _PATH_BYTES:
+            raise self._bad(
+                "the file name is too long",
+                tensor,
+                expected=f"{_NAME_BYTES} bytes",
+                found=f"{longest} bytes",
+            )
+        plain = all(part not in ("", ".") for part in parts) and shard.isprintable()
+        if not plain or not shard.endswith(".safetensors"):
+            raise self._bad(
+                "not the name of a safetensors file",
+                tensor,
+                expected="a .safetensors file",
+                found=f"'{shard}'",
+            )
+
+    # --- the files ---
+
+    def open_all(self, files: list[OpenFile]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+        """Opens the shards into ``files``; gives the entries the map lists, and all metadata."""
+        directory = os.path.dirname(self.path)
+        try:
+            handle = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise os_error(error, directory, "opening failed") from error
+        entries: dict[str, TensorEntry] = {}
+        elsewhere: dict[str, str] = {}
+        metadata: dict[str, str] = {}
+        try:
+            for shard in self.shards:
+                files.append(self._open(handle, directory, shard))
+                found, more = read_header(files[-1], len(files) - 1, self.limits)
+                self._sort(found, shard, entries, elsewhere)
+                metadata.update(more)
+        finally:
+            os.close(handle)
+        self._check_complete(entries, elsewhere)
+        self._check_total(entries)
+        return entries, metadata
+
+    def _open(self, handle: int, directory: str, shard: str) -> OpenFile:
+        shown = os.path.join(directory, shard)
+        try:
+            # Links are followed: the user's own cache is made of them.
+            return open_regular(shard, dir_fd=handle, shown=shown)
+        except CheckpointMissingError as error:
+            part = any(os.path.exists(shown + end) for end in (".incomplete", ".part", ".tmp"))
+            name = os.path.basename(self.path)
+            raise CheckpointMissingError(
+                f"{error.problem}, but {name} says it holds {self.shards[shard]} of the "
+                f"{len(self.shard_of)} tensors",
+                path=shown,
+                hint="Its download is not complete: fetch it again."
+                if part
+                else "Fetch the missing file.",
+            ) from error
+
+    def _sort(
+        self,
+        found: dict[str, TensorEntry],
+        shard: str,
+        entries: dict[str, TensorEntry],
+        elsewhere: dict[str, str],
+    ) -> None:
+        """Puts a shard's tensors into ``entries``, or ``elsewhere`` if listed for another file."""
+        unlisted = []
+        for tensor, entry in found.items():
+            says = self.shard_of.get(tensor)
+            if says == shard:
+                entries[tensor] = entry
+            elif says is None:
+                unlisted.append(tensor)
+            else:
+                elsewhere[tensor] = shard
+        if unlisted:
+            _LOG.info(
+                "%s: %s holds tensors that the index does not list; left out: %s",
+                self.path,
+                shard,
+                some(unlisted, 5),
+            )
+
+    def _check_complete(self, entries: dict[str, TensorEntry], elsewhere: dict[str, str]) -> None:
+        hint = "The index and the files do not belong together: fetch both again."
+        if len(entries) < len(self.shard_of):
+            tensor = next(tensor for tensor in self.shard_of if tensor not in entries)
+            place = elsewhere.get(tensor)
+            raise self._bad(
+                "the tensor is not in the file that the index names",
+                tensor,
+                expected=f"in '{self.shard_of[tensor]}'",
+                hint=hint,
+                found=f"in '{place}'" if place else "in no file of the set",
+            )
+        for tensor, shard in elsewhere.items():
+            raise self._bad(
+                "another file holds a tensor of the same name",
+                tensor,
+                expected=f"only in '{self.shard_of[tensor]}'",
+                hint=hint,
+                found=f"in '{shard}' too",
+            )
+
+    def _check_total(self, entries: dict[str, TensorEntry]) -> None:
+        says = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
+        total = sum(entry.nbytes for entry in entries.values())
+        if says is not None and says != total:
+            _LOG.warning(
+                "%s: total_size is %s but the tensors have %d bytes; ignored",
+                self.path,
+                str(says)[:40],
+                total,
+            )

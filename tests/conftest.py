@@ -1,0 +1,72 @@
+"""How the tests run: on the CPU as eight devices, with JAX at its strictest.
+
+A mixed-width sum or a silently broadcast rank is an error in the library's own tests;
+`tests/conformance` and the doctests run under JAX's defaults, as a user's program does.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.minilm import minilm_directory
+
+DEVICES = 8
+
+
+def _on_gpu(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the backend before anything starts it; child processes inherit the choice."""
+    if _on_gpu(config):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _on_gpu(config):
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: pytest -m gpu")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def strict_jax() -> Iterator[None]:
+    """No implicit promotion of dtypes or ranks; set for all threads, not only this one."""
+    import jax
+
+    settings = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True)
+def no_hook_left() -> Iterator[None]:
+    """Layer hooks are a process-wide list: what one test adds must not reach the next."""
+    yield
+    clear_hooks = getattr(sys.modules.get("maxjax.nn.layer"), "clear_hooks", None)
+    if clear_hooks is not None:
+        clear_hooks()
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The directory of the MiniLM checkpoint. Absent is a failure: a skip would hide the tests."""
+    directory = minilm_directory()
+    if directory is None:
+        pytest.fail("the MiniLM checkpoint is not installed: run scripts/setup.sh")
+    return directory

@@ -1,0 +1,190 @@
+"""Weights: names, items, reading, allocating, closing."""
+
+import copy
+import gc
+import json
+import os
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxjax.dtype import DType
+from maxjax.errors import CheckpointError, CheckpointMissingError
+from maxjax.graph import DeviceRef
+from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.graph.weights import RESERVED_NAMES, SafetensorWeights, Weights, load_weights, weights_format
+from maxjax.nn import Module
+
+TENSORS = {
+    "layers.1.w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "layers.10.w": np.ones(1, np.float32),
+    "layers.1.w2": np.ones(2, np.float16),
+    "model": np.ones(1, np.float32),
+    "modelled": np.ones(1, np.float32),
+    "_hidden": np.ones(1, np.float32),
+    "data": np.ones(3, np.float32),
+    "norm": np.array(3, np.float32),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "m.safetensors"
+    safetensors.numpy.save_file(TENSORS, file)
+    return file
+
+
+def names(weights):
+    return [name for name, _ in weights.items()]
+
+
+def test_names(path):
+    w = load_weights(path)
+    assert w.name == "" and w.layers[1].w.name == "layers.1.w" == w["layers"]["1"]["w"].name
+    assert w.layers[1].w.exists() and not w.layers.exists() and not w.exists() and w[-1].name == "-1"
+    assert hasattr(w, "anything") and not hasattr(w, "_anything")
+    with pytest.raises(AttributeError, match=r"weights\['_hidden'\]"):
+        w._hidden
+    assert w["_hidden"].exists() and w["data"].exists() and list(w["data"].data().shape) == [3]
+    assert set(RESERVED_NAMES) == {n for cls in (Weights, SafetensorWeights) for n in vars(cls) if not n.startswith("_")}
+
+
+def test_items_go_by_components(path):
+    w = load_weights(path)
+    assert names(w) == sorted(TENSORS)
+    assert names(w.layers[1]) == ["layers.1.w", "layers.1.w2"]
+    assert names(w.model) == ["model"] and names(w.layers[1].w) == ["layers.1.w"] and names(w.nope) == []
+    assert all(place.exists() and place.name == name for name, place in w.items())
+
+
+def test_completion_copying_and_text(path):
+    w = load_weights(path)
+    assert {"layers", "norm", "items"} <= set(dir(w)) and {"w", "w2"} <= set(dir(w.layers[1]))
+    assert copy.copy(w).layers[1].w.exists()
+    assert "2 tensors" in repr(w.layers[1]) and "m.safetensors" in repr(w)
+    with pytest.raises(TypeError):
+        iter(w)
+
+
+def test_data(path):
+    w = load_weights(path)
+    d = w.layers[1].w.data()
+    assert not d.is_loaded and d.shape == [2, 3]
+    np.testing.assert_array_equal(d.data, TENSORS["layers.1.w"])
+    assert d.is_loaded and w.layers[1].w.data().data is d.data
+    with pytest.raises(KeyError, match="Did you mean 'layers.1.w'"):
+        w.layers[1].ww.data()
+    lazy = w.layers[1].w.data().astype("bfloat16")
+    assert not lazy.is_loaded and lazy.data.dtype == jnp.bfloat16
+    assert w.layers[1].w.data().to_buffer().shape
+
+
+def test_nothing_is_read_when_opening(path, monkeypatch):
+    read = []
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset, *a: read.append(sum(map(len, buffers))) or plain(fd, buffers, offset, *a))
+    w = load_weights(path)
+    _ = list(w.items()), w.layers[1].w.data().shape, w.layers[1].w.allocate().shape
+    assert sum(read) <= struct.unpack("<Q", path.read_bytes()[:8])[0] + 4096
+    w.norm.data().data
+    del w
+    gc.collect()
+
+
+def test_allocate(path):
+    w = load_weights(path)
+    a = w.layers[1].w.allocate(dtype="bfloat16", shape=(2, 3), device=DeviceRef.CPU())
+    assert a.name == "layers.1.w" and a.dtype is DType.bfloat16 and a.align == 1 and a.value is None
+    np.testing.assert_array_equal(np.asarray(a + 0).astype(np.float32), TENSORS["layers.1.w"])
+    assert a.value.dtype == jnp.bfloat16
+    assert w.layers[1].w.allocate() is not w.layers[1].w.allocate()
+    for bad, message in (
+        ({"shape": (3, 2)}, r"'layers.1.w'"), ({"dtype": "int32"}, "DType.int32.*DType.float32"),
+        ({"quantization_encoding": QuantizationEncoding.Q4_0}, "not supported"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            load_weights(path).layers[1].w.allocate(**bad)
+    with pytest.raises(KeyError):
+        w.nope.allocate()
+    fresh = load_weights(path)
+    with pytest.raises(ValueError):
+        fresh.norm.allocate(shape=(9,))
+    fresh.model.allocate()
+    assert list(fresh.allocated_weights) == ["model"] == list(fresh.layers.allocated_weights)
+    np.testing.assert_array_equal(np.asarray(fresh.allocated_weights["model"]), [1])
+
+
+def test_allocated_weights_in_a_module(path):
+    class M(Module):
+        def __init__(self, w):
+            super().__init__()
+            self.w = w.layers[1].w.allocate()
+
+        def __call__(self, x):
+            return x @ self.w.T
+
+    m = M(load_weights(path))
+    assert jax.eval_shape(lambda m, x: m(x), m, jnp.ones(3)).shape == (2,) and m.w.value is None
+    np.testing.assert_array_equal(m(jnp.ones(3)), TENSORS["layers.1.w"].sum(1))
+    n = M(load_weights(path))
+    np.testing.assert_array_equal(n.state_dict()["layers.1.w"], TENSORS["layers.1.w"])
+
+
+def test_allocate_as_bytes(path):
+    w = load_weights(path)
+    a, b = w.layers[1].w.allocate_as_bytes(), w.norm.allocate_as_bytes()
+    assert a.dtype is DType.uint8 and a.shape == [2, 12] and a.align is None and b.shape == [4]
+    assert np.asarray(a).tobytes() == TENSORS["layers.1.w"].tobytes()
+    assert np.asarray(b).tobytes() == TENSORS["norm"].tobytes()
+
+
+def test_close(path):
+    w = load_weights(path)
+    layer = w.layers[1]
+    with w:
+        pass
+    with pytest.raises(KeyError, match="closed"):
+        layer.w.data()
+    assert "closed" in repr(w)
+
+
+def test_paths(path, tmp_path):
+    assert len(names(load_weights(str(path)))) == len(names(load_weights([path]))) == len(names(load_weights(tmp_path)))
+    with pytest.raises(CheckpointMissingError, match=r"nowhere"):
+        load_weights(tmp_path / "nowhere.safetensors")
+    with pytest.raises(ValueError, match="does not exist"):
+        load_weights([tmp_path / "nowhere.safetensors"])
+    with pytest.raises(ValueError, match="no paths"):
+        load_weights([])
+    with pytest.raises(CheckpointError):
+        load_weights(tmp_path / "x.bin")
+    assert weights_format([path]).value == "safetensors" and weights_format(["a.gguf"]).value == "gguf"
+    with pytest.raises(ValueError):
+        weights_format(["a.SAFETENSORS"])
+
+
+def test_of_two_files_the_last_counts(path, tmp_path):
+    other = tmp_path / "z.safetensors"
+    safetensors.numpy.save_file({"norm": np.array(7, np.float32), "new": np.ones(1)}, other)
+    w = load_weights([path, other])
+    assert float(w.norm.data().data) == 7 and w.new.exists() and w.model.exists()
+
+
+def test_narrow_and_empty_tensors(tmp_path):
+    header, blob = {}, b""
+    for name, dtype, shape, raw in (
+        ("bf", "BF16", [2], b"\x80\x3f\xc0\xbf"), ("f8", "F8_E4M3", [2], b"\x38\xb8"), ("e", "F32", [0, 3], b""),
+    ):  # fmt: skip
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(blob), len(blob) + len(raw)]}
+        blob += raw
+    text = json.dumps(header).encode()
+    file = tmp_path / "n.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text + blob)
+    w = load_weights(file)
+    assert w.bf.data().data.astype(float).tolist() == [1.0, -1.5] and w.f8.data().data.astype(float).tolist() == [1, -1]
+    assert w.e.data().data.shape == (0, 3)
+    assert w.f8.allocate(dtype="float32").dtype is DType.float32

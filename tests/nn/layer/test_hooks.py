@@ -1,0 +1,121 @@
+"""Hooks: binding, order, replacement, and that compiled programs without them are left alone."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.graph import DeviceRef, Weight
+from maxjax.nn import Layer, LayerList, Module, hooks
+from maxjax.nn.layer import add_layer_hook, clear_hooks
+
+
+class Add(Module):
+    def __init__(self):
+        super().__init__()
+        self.w = Weight("w", "float32", (), DeviceRef.CPU())
+
+    def __call__(self, x, y=2, *rest, z=3, **more):
+        return x + self.w
+
+
+def loaded():
+    m = Add()
+    m.load_state_dict({"w": np.float32(1) + np.zeros((), np.float32)})
+    return m
+
+
+def test_arguments_are_bound_by_the_signature():
+    seen = []
+    add_layer_hook(lambda layer, args, kwargs, outputs: seen.append((args, kwargs)))
+    m = loaded()
+    m(1.0)
+    m(x=1.0, y=5)
+    m(1.0, y=5, z=4)
+    m(1.0, 2, 7, q=8)
+    assert seen == [((1.0,), {}), ((1.0, 5), {}), ((1.0, 5), {"z": 4}), ((1.0, 2, 7), {"q": 8})]
+    with pytest.raises(TypeError):
+        m()
+
+
+@pytest.mark.parametrize("value", [0, False, "", ()])
+def test_anything_but_none_replaces_the_outputs(value):
+    seen = []
+    add_layer_hook(lambda *a: None)
+    add_layer_hook(lambda *a: value)
+    add_layer_hook(lambda layer, args, kwargs, outputs: seen.append(outputs))
+    assert loaded()(1.0) == value and seen == [value]
+
+
+def test_a_hook_added_inside_a_hook_runs_in_the_same_call():
+    seen = []
+
+    def first(*args):
+        seen.append("first")
+        add_layer_hook(lambda *a: seen.append("second"))
+
+    add_layer_hook(first)
+    loaded()(1.0)
+    assert seen == ["first", "second"]
+
+
+def test_hooks_fire_in_all_threads_and_for_lists_and_layers():
+    seen = []
+    add_layer_hook(lambda layer, *rest: seen.append(type(layer).__name__))
+    thread = threading.Thread(target=lambda: loaded()(1.0))
+    thread.start()
+    thread.join()
+
+    class Old(Layer):
+        def __call__(self, x):
+            return x
+
+    LayerList([loaded(), Old()])(1.0)
+    assert seen == ["Add", "Add", "Old", "LayerList"]
+    assert Layer()(1) is None
+
+
+def test_instance_attributes_named_call_do_nothing():
+    m = loaded()
+    m.__dict__["__call__"] = lambda x: 99
+    assert m(1.0) == 2
+
+
+def test_jit_retraces_under_hooks_and_uses_the_old_program_again():
+    m, traces, seen = loaded(), [], []
+
+    @jax.jit
+    def f(m, x):
+        traces.append(1)
+        return m(x)
+
+    x = jnp.float32(1)
+    f(m, x)
+    hook = lambda layer, args, kwargs, outputs: seen.append(outputs) or outputs * 10  # noqa: E731
+    add_layer_hook(hook)
+    assert f(m, x) == 20 and len(traces) == 2 and isinstance(seen[0], jax.core.Tracer)
+    f(m, x)
+    assert len(traces) == 2
+    clear_hooks()
+    assert f(m, x) == 2 and len(traces) == 2
+    add_layer_hook(hook)
+    assert f(m, x) == 20 and len(traces) == 2
+
+
+def test_print_hook(capsys):
+    m = LayerList([loaded(), loaded()])
+    add_layer_hook(lambda *a: None)
+    hook = hooks.PrintHook(filter=lambda name: name != "model")
+    hook.name_layers(m)
+    m(jnp.float32(1))
+    m(jnp.float32(1))
+    hook.remove()
+    m(jnp.float32(1))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["model.0-input_0 = 1.0", "model.0-output = 2.0"]
+    assert "model.1(2)-output = 3.0" in lines and len(lines) == 8
+    from maxjax.nn.layer.hooks import _HOOKS
+
+    assert len(_HOOKS) == 1  # remove() takes away its own only

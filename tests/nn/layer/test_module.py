@@ -1,0 +1,500 @@
+"""Module as a tree: registration, names, ties, statics, placement, calls."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.graph import DeviceRef, Weight
+from maxjax.nn import LayerList, Module
+from maxjax.nn.layer import module as module_file
+
+CPU = DeviceRef.CPU()
+
+
+class Lin(Module):
+    def __init__(self, n_in=3, n_out=2, name="weight"):
+        super().__init__()
+        self.weight = Weight(name, "float32", (n_out, n_in), CPU)
+
+    def __call__(self, x):
+        return x @ self.weight.T
+
+
+class Pair(Module):
+    def __init__(self):
+        super().__init__()
+        self.a = Lin()
+        self.b = Lin()
+
+    def __call__(self, x):
+        return self.a(x) + self.b(x)
+
+
+class Hold(Module):
+    def __init__(self, **attrs):
+        super().__init__()
+        for name, value in attrs.items():
+            setattr(self, name, value)
+
+    def __call__(self, *args):
+        return args
+
+
+def fill(model, seed=0):
+    rng = np.random.default_rng(seed)
+    model.load_state_dict({
+        n: rng.standard_normal([int(d) for d in w.shape]).astype(w.dtype.np) for n, w in model.raw_state_dict().items()
+    })  # fmt: skip
+    return model
+
+
+# -- registration
+
+
+def test_a_module_without_weights_works_without_super():
+    class Bare(Module):
+        def __init__(self):
+            pass
+
+        def __call__(self):
+            return 1
+
+    assert repr(Bare()) == "Bare(0 layers, 0 weights)" and Bare().raw_state_dict() == {}
+
+
+def test_replaced_and_removed_attributes_leave_the_state_dict():
+    m = Pair()
+    m.state_dict()
+    m.a.weight = Weight("weight", "float32", (7,), CPU)
+    assert m.raw_state_dict()["a.weight"].shape == [7]
+    m.a.weight = None
+    assert list(m.raw_state_dict()) == ["b.weight"] and m.a.weight is None
+    m.b = Weight("b", "float32", (1,), CPU)
+    assert list(m.raw_state_dict()) == ["b"]
+    m.b = Lin()
+    assert list(m.raw_state_dict()) == ["b.weight"]
+    del m.b
+    assert not m.raw_state_dict() and not hasattr(m, "b")
+
+
+def test_del_of_a_weight_named_unlike_its_attribute():
+    m = Hold(attr=Weight("other", "float32", (1,), CPU))
+    del m.attr
+    assert not m.raw_state_dict()
+
+
+def test_two_weights_of_one_name():
+    m = Hold(a=Weight("weight", "float32", (2,), CPU), b=Weight("weight", "float32", (4,), CPU))
+    assert {n: list(w.shape) for n, w in m.raw_state_dict().items()} == {"weight": [2], "b": [4]}
+    with pytest.raises(ValueError, match="Hold.weight"):
+        m.weight = Weight("b", "float32", (1,), CPU)
+
+
+def test_replacing_keeps_the_order():
+    m = Pair()
+    m.replace_module("a", Lin(9))
+    m.b.weight = Weight("weight", "float32", (5, 9), CPU)
+    assert list(m.raw_state_dict()) == ["a.weight", "b.weight"]
+    with pytest.raises(KeyError, match="zz"):
+        m.replace_module("zz", Lin())
+
+
+def test_views_are_live_and_read_only():
+    m = Pair()
+    children, weights = m.sublayers, m.a.layer_weights
+    m.c = Lin()
+    m.a.bias = Weight("bias", "float32", (2,), CPU)
+    assert list(children) == ["a", "b", "c"] and list(weights) == ["weight", "bias"]
+    with pytest.raises(TypeError):
+        children["d"] = Lin()
+    with pytest.raises(AttributeError):
+        m.sublayers = {}
+
+
+def test_cycles_and_modules_at_two_places():
+    m = Pair()
+    m.a.parent = m
+    m.again = m.a
+    assert list(m.raw_state_dict()) == ["a.weight", "b.weight"]
+    clone = jax.tree.map(lambda leaf: leaf, fill(m))
+    assert clone.a.parent is clone and clone.again is clone.a
+
+
+# -- ties
+
+
+def tied(mark):
+    m = Hold(head=Lin(), embed=Lin())
+    if mark:
+        m.head.set_shared_weight("weight", m.embed.weight)
+    else:
+        m.head.weight = m.embed.weight
+    return m
+
+
+@pytest.mark.parametrize("mark, owner", [(True, "embed.weight"), (False, "head.weight")])
+def test_a_tie_is_one_leaf_and_one_key(mark, owner):
+    m = tied(mark)
+    assert list(m.raw_state_dict()) == [owner] and len(jax.tree.leaves(m)) == 1
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)
+    m.load_state_dict({owner: value})
+    for other in (
+        jax.tree.map(lambda a: a + 1, m),
+        jax.jit(lambda m: m)(m),
+        jax.grad(lambda m: (m.head.weight * m.embed.weight).sum())(m),
+    ):
+        assert other.head.weight is other.embed.weight
+    grad = jax.grad(lambda m: (m.head.weight * m.embed.weight).sum())(m)
+    np.testing.assert_array_equal(grad.embed.weight, 2 * value)
+
+
+def test_the_other_name_of_a_plain_tie_is_accepted_when_equal():
+    value = np.ones((2, 3), np.float32)
+    m = tied(False)
+    m.load_state_dict({"head.weight": value, "embed.weight": value})
+    m.load_state_dict({"embed.weight": value * 2})
+    assert float(m.head.weight[0, 0]) == 2
+    with pytest.raises(ValueError, match="tied"):
+        m.load_state_dict({"head.weight": value, "embed.weight": value * 3})
+    with pytest.raises(ValueError, match="Unexpected.*head.weight"):
+        tied(True).load_state_dict({"head.weight": value, "embed.weight": value})
+
+
+def test_a_shared_weight_is_a_leaf_of_the_sharer_but_not_in_its_state_dict():
+    m = fill(tied(True))
+    assert m.head.raw_state_dict() == {}
+    assert list(m.head.layer_weights) == ["weight"]
+    assert jax.jit(lambda h, x: h(x))(m.head, jnp.ones(3)).shape == (2,)
+
+
+def test_owner_at_any_depth_and_under_another_name():
+    m = Hold(h=Hold(), deep=Hold(e=Hold(table=Weight("embedding", "float32", (2, 3), CPU))))
+    m.h.set_shared_weight("weight", m.deep.e.table)
+    assert list(m.raw_state_dict()) == ["deep.e.embedding"]
+
+
+# -- names
+
+
+def test_names_outlive_a_childs_state_dict():
+    m = fill(Pair())
+    values = m.a.state_dict()
+    assert list(values) == ["weight"] and m.a.weight.name == "a.weight"
+    np.testing.assert_array_equal(values["weight"], m.state_dict()["a.weight"])
+
+
+def test_named_modules():
+    m = Hold(blk=Hold(p=Pair()), last=Lin())
+    assert [name for name, _ in m.named_modules()] == ["", "blk.", "last.", "blk.p.", "blk.p.a.", "blk.p.b."]
+
+
+def test_recursive_named_layers():
+    m = Hold(blk=Hold(p=Lin()))
+    assert [n for n, _ in module_file.recursive_named_layers(m)] == ["", "blk", "blk.p"]
+    assert [n for n, _ in module_file.recursive_named_layers(m, "x")] == ["x", "x.blk", "x.blk.p"]
+
+
+# -- static attributes
+
+
+@dataclasses.dataclass
+class Config:
+    size: int = 3
+    names: list = dataclasses.field(default_factory=list)
+
+
+def structure(**attrs):
+    return jax.tree.structure(Hold(**attrs))
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ({"n": 1}, {"n": True}), ({"n": 1}, {"n": 1.0}), ({"n": 0.0}, {"n": -0.0}), ({"l": [1, 2]}, {"l": (1, 2)}),
+        ({"l": [1, 2]}, {"l": [1, 3]}), ({"d": {"a": 1}}, {"d": {"a": 2}}), ({"c": Config(3)}, {"c": Config(4)}),
+        ({"c": Config(names=["a"])}, {"c": Config(names=["b"])}), ({"f": jnp.sin}, {"f": jnp.cos}),
+        ({"s": types.SimpleNamespace(a=1)}, {"s": types.SimpleNamespace(a=2)}),
+        ({"p": functools.partial(max, 1)}, {"p": functools.partial(max, 2)}), ({"s": {1}}, {"s": {2}}),
+    ],
+)  # fmt: skip
+def test_statics_are_compared_by_content_and_type(one, other):
+    again = one if any(callable(v) for v in one.values()) else copy.deepcopy(one)
+    assert structure(**one) == structure(**again)
+    assert structure(**one) != structure(**other)
+
+
+def test_nan_equals_itself():
+    assert structure(x=float("nan")) == structure(x=float("nan"))
+
+
+def test_frozen_copies():
+    sizes, config = [1, 2], Config(3, ["a"])
+    m = Hold(sizes=sizes, config=config, options={"a": [1]}, space=types.SimpleNamespace(x=1))
+    sizes.append(3)
+    config.size = 9
+    assert m.sizes == [1, 2] and m.config.size == 3 and m.config == Config(3, ["a"])
+    assert isinstance(m.config, Config) and isinstance(m.sizes, list) and dict(m.options) == {"a": [1]}
+    for change in (
+        lambda: m.sizes.append(3), lambda: m.options.update(b=1), lambda: setattr(m.config, "size", 4),
+        lambda: m.config.names.append("b"), lambda: setattr(m.space, "x", 2),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="assign a new one"):
+            change()
+    m.config = dataclasses.replace(m.config, size=5)
+    assert m.config.size == 5
+    for clone in (copy.deepcopy(m), copy.copy(m)):
+        assert clone.config == m.config and jax.tree.structure(clone) == jax.tree.structure(m)
+
+
+@pytest.mark.parametrize(
+    "value, hint",
+    [
+        (np.ones(3), "Weight"), (jnp.ones(3), "Weight"), ([Lin()], "LayerList"), ({"a": Lin()}, "LayerList"),
+        ((Weight("w", "float32", (1,), CPU),), "Weight"), ([np.ones(2)], "array"), (Config(names=[Lin()]), "LayerList"),
+        (Lin().__call__, "method"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused_with_the_right_line(value, hint):
+    with pytest.raises(TypeError, match=rf"Hold\.x.*{hint}"):
+        Hold(x=value)
+
+
+def test_a_static_change_retraces_and_a_value_does_not():
+    m = fill(Lin())
+    m.scale = 1.0
+    f = jax.jit(lambda m, x: m(x) * m.scale)
+    x = jnp.ones(3)
+    first = f(m, x)
+    m.weight.value = m.weight.value * 2
+    np.testing.assert_allclose(f(m, x), 2 * first, rtol=1e-6)
+    assert f._cache_size() == 1
+    m.scale = 2.0
+    np.testing.assert_allclose(f(m, x), 4 * first, rtol=1e-6)
+    assert f._cache_size() == 2
+    m.scale = 1.0
+    f(m, x)
+    assert f._cache_size() == 2
+
+
+def test_writing_while_running_warns_once():
+    class Counter(Module):
+        def __init__(self):
+            super().__init__()
+            self.n = 0
+
+        def __call__(self):
+            self.n = self.n + 1
+
+    m = Counter()
+    with pytest.warns(UserWarning, match=r"Counter\.n"):
+        m()
+    m()
+    assert m.n == 2
+
+
+# -- abstract classes, subclasses
+
+
+def test_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        Module()
+
+    class NoCall(Module):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        NoCall()
+
+
+def test_generic_and_properties():
+    from typing import Generic, TypeVar
+
+    T = TypeVar("T")
+
+    class G(Module, Generic[T]):
+        def __init__(self):
+            super().__init__()
+            self._gain = 1.0
+
+        @property
+        def gain(self):
+            return self._gain
+
+        @gain.setter
+        def gain(self, value):
+            self._gain = value
+
+        def __call__(self, x):
+            return x * self.gain
+
+    m = G[int]()
+    m.gain = 3.0
+    assert m(2) == 6 and m._gain == 3.0
+
+
+# -- pytree
+
+
+def test_key_paths_are_full_names():
+    m = Hold(blk=Hold(p=Pair()), last=Lin())
+    paths = [jax.tree_util.keystr(p, simple=True) for p, _ in jax.tree_util.tree_flatten_with_path(m)[0]]
+    assert paths == list(m.raw_state_dict()) == ["last.weight", "blk.p.a.weight", "blk.p.b.weight"]
+
+
+def test_lazy_equals_loaded_and_layer_0_equals_layer_1():
+    lazy, loaded = LayerList([Pair(), Pair()]), fill(LayerList([Pair(), Pair()]))
+    assert jax.tree.structure(lazy) == jax.tree.structure(loaded)
+    assert jax.tree.structure(loaded[0]) == jax.tree.structure(loaded[1]) == jax.tree.structure(Pair())
+    assert jax.tree.structure(Lin(4)) != jax.tree.structure(Lin(5))
+
+
+def test_compiled_from_placeholders_runs_the_loaded_weights():
+    m = Pair()
+    x = jnp.ones((4, 3))
+    program = jax.jit(lambda m, x: m(x)).lower(m, x).compile()
+    fill(m)
+    np.testing.assert_allclose(program(m, x), m(x), rtol=1e-5)
+    assert jax.eval_shape(lambda m, x: m(x), Pair(), x).shape == (4, 2)
+
+
+def test_transformations():
+    m, x = fill(Pair()), jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
+    want = np.asarray(m(x))
+    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(m, x), want, rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(lambda m, x: m(x), (None, 0))(m, x), want, rtol=1e-5)
+    stacked = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), m)
+    np.testing.assert_allclose(jax.vmap(lambda m: m(x))(stacked)[1], 2 * want, rtol=1e-5)
+    grads = jax.grad(lambda m: m(x).sum())(m)
+    assert isinstance(grads, Pair) and grads.a.weight.name == "a.weight"
+    np.testing.assert_allclose(grads.a.weight, np.tile(np.asarray(x).sum(0), (2, 1)), rtol=1e-5)
+    sgd = jax.tree.map(lambda w, g: w - 0.1 * g, m, grads)
+    assert jax.tree.structure(sgd) == jax.tree.structure(m)
+    hvp = jax.jvp(jax.grad(lambda m: (m(x) ** 2).sum()), (m,), (grads,))[1]
+    assert isinstance(hvp, Pair)
+
+
+def test_scan_over_a_stacked_module():
+    blocks = [fill(Lin(3, 3), seed) for seed in range(4)]
+    stack = jax.tree.map(lambda *a: jnp.stack(a), *blocks)
+    x = jnp.ones(3)
+    got = jax.lax.scan(lambda h, block: (block(h), None), x, stack)[0]
+    for block in blocks:
+        x = block(x)
+    np.testing.assert_allclose(got, x, rtol=1e-5)
+
+
+def test_leaves_are_not_looked_at():
+    m = fill(Pair())
+    marks = jax.tree.map(lambda _: object(), m)
+    assert len(jax.tree.leaves(marks)) == 2
+    none = jax.tree.map(lambda _: None, m)
+    assert jax.tree.leaves(none) == [] and none.a.weight.value is None
+    shapes = jax.eval_shape(lambda m: m, m)
+    assert shapes.a.weight.value is None and shapes.a.weight.shape == [2, 3]
+
+
+def test_copies_and_pickles():
+    m = fill(tied(False))
+    m.config = Config(3)
+    for clone in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert clone.head.weight is clone.embed.weight and clone.head.weight is not m.head.weight
+        assert jax.tree.structure(clone) == jax.tree.structure(m)
+    shallow = copy.copy(m)
+    shallow.extra = Lin()
+    assert "extra" not in m.sublayers and shallow.head is m.head
+
+
+def test_symbolic_weights_flatten_once_loaded():
+    m = Hold(w=Weight("w", "float32", ("n", 3), CPU))
+    m.load_state_dict({"w": np.ones((7, 3), np.float32)})
+    assert jax.tree.leaves(m)[0].shape == (7, 3) and [str(d) for d in m.w.shape] == ["n", "3"]
+
+
+# -- placement
+
+
+def test_to_places_values_and_placeholders():
+    device = jax.devices()[3]
+    m = Pair()
+    m.a.load_state_dict({"weight": np.ones((2, 3), np.float32)})
+    assert m.to(device) is m
+    assert m.a.weight.value.devices() == {device}
+    lowered = jax.jit(lambda m, x: m(x)).lower(m, jax.ShapeDtypeStruct((3,), jnp.float32))
+    m.load_state_dict({"a.weight": np.ones((2, 3), np.float32), "b.weight": np.ones((2, 3), np.float32)})
+    assert m.b.weight.value.devices() == {device}
+    assert lowered.compile()(m, jax.device_put(jnp.ones(3), device)).devices() == {device}
+    zeros = Pair().to(DeviceRef.CPU(1)).state_dict()["a.weight"]
+    assert zeros.devices() == {jax.devices()[1]}
+
+
+def test_to_what_is_not_there_yet():
+    with pytest.raises(ValueError, match="sharding_strategy"):
+        Pair().to(CPU, CPU)
+    with pytest.raises(NotImplementedError, match="mesh"):
+        Pair().to(jax.make_mesh((2,), ("model",)))
+    with pytest.raises(TypeError, match="str"):
+        Pair().to("cpu")
+    with pytest.raises(ValueError):
+        Pair().to()
+
+
+# -- running
+
+
+def test_captured_weights_warn_once_with_the_right_line():
+    class Own(Lin):
+        pass
+
+    m, x = fill(Own()), jnp.ones(3)
+    with pytest.warns(UserWarning, match=r"jax.jit\(lambda m, x: m\(x\)\)"):
+        jax.jit(lambda x: m(x))(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda x: m(x) + 1)(x)
+
+    class Fine(Lin):
+        pass
+
+    n = fill(Fine())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.vmap(lambda x: n(x))(jnp.ones((2, 3)))
+        jax.grad(lambda x: n(x).sum())(x)
+        jax.jit(lambda n, x: n(x))(n, x)
+
+
+def test_named_scopes_use_full_names():
+
+    class Net(Module):
+        def __init__(self):
+            super().__init__()
+            self.blk = Pair()
+
+        def __call__(self, x):
+            return self.blk(x)
+
+    text = jax.jit(lambda m, x: m(x)).lower(fill(Net()), jnp.ones(3)).as_text(debug_info=True)
+    assert "blk/a/" in text and "blk/b/" in text
+
+
+def test_errors_name_weights_from_the_outermost_module():
+    with pytest.raises(ValueError, match="'blk.a.weight' has no value"):
+
+        class Net(Module):
+            def __init__(self):
+                super().__init__()
+                self.blk = Pair()
+
+            def __call__(self, x):
+                return self.blk(x)
+
+        Net()(jnp.ones(3))
+    assert not module_file._RUNNING.stack

@@ -1,0 +1,258 @@
+"""State dicts: what fits, what is refused, all or nothing."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxjax.driver import Buffer
+from maxjax.dtype import DType
+from maxjax.errors import CheckpointMismatchError
+from maxjax.graph import DeviceRef, Shape, Weight
+from maxjax.graph.weights import WeightData, load_weights
+from maxjax.nn import Module
+
+CPU = DeviceRef.CPU()
+
+
+class Hold(Module):
+    def __init__(self, **attrs):
+        super().__init__()
+        for name, value in attrs.items():
+            setattr(self, name, value)
+
+    def __call__(self, *args):
+        return args
+
+
+def weight(shape=(2, 3), dtype="float32", name="w", **options):
+    return Weight(name, dtype, shape, CPU, **options)
+
+
+def model():
+    return Hold(a=Hold(w=weight()), b=Hold(w=weight()))
+
+
+ONES = np.ones((2, 3), np.float32)
+GOOD = {"a.w": ONES, "b.w": 2 * ONES}
+
+
+class OnlyDLPack:
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **kwargs):
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda a: a, jnp.asarray, OnlyDLPack, lambda a: WeightData.from_numpy(a, "x"), Buffer.from_numpy,
+     lambda a: np.asfortranarray(a), lambda a: a.view(), lambda a: __import__("torch").tensor(a)],
+    ids=["numpy", "jax", "dlpack", "WeightData", "Buffer", "fortran", "view", "torch"],
+)  # fmt: skip
+def test_kinds_of_values(make):
+    m, value = model(), np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert m.load_state_dict({"a.w": make(value), "b.w": make(value)}) == ((), ())
+    np.testing.assert_array_equal(m.state_dict()["b.w"], value)
+    assert isinstance(m.b.w.value, jax.Array)
+
+
+def test_numpy_values_are_copied():
+    m, value = model(), np.ones((2, 3), np.float32)
+    m.load_state_dict({"a.w": value, "b.w": WeightData.from_numpy(value, "x")})
+    value[:] = 9
+    assert float(m.a.w[0, 0]) == 1 and float(m.b.w[0, 0]) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_narrow_floats(dtype):
+    import torch
+
+    kind = DType.of(dtype)
+    value = np.array([[0.5, 1, 2], [3, 4, -0.5]], np.float32).astype(kind.np)
+    for given in (value, torch.tensor(value.astype(np.float32)).to(getattr(torch, dtype)), jnp.asarray(value)):
+        m = Hold(w=weight(dtype=kind))
+        m.load_state_dict({"w": given})
+        np.testing.assert_array_equal(np.asarray(m.w.value), value)
+    with pytest.raises(ValueError, match="uint8"):
+        Hold(w=weight(dtype="float8_e4m3fn")).load_state_dict({"w": np.ones((2, 3), np.uint8)})
+
+
+def test_torch_scalars_of_narrow_floats():
+    import torch
+
+    m = Hold(w=weight(shape=(), dtype="bfloat16"))
+    m.load_state_dict({"w": torch.tensor(1.5, dtype=torch.bfloat16)})
+    assert float(m.w.value) == 1.5
+
+
+def test_all_problems_in_one_error_and_nothing_is_loaded():
+    m = model()
+    with pytest.raises(ValueError) as caught:
+        m.load_state_dict({"a.w": np.ones((3, 3)), "bw": ONES, "zz": ONES})
+    text = str(caught.value)
+    for fact in ("'a.w'", "(2, 3)", "(3, 3)", "float64", "Missing required weights: b.w", "did you mean 'bw'", "bw, zz"):
+        assert fact in text, fact
+    assert m.a.w.value is None and m.a.w.name == "w"
+    with pytest.raises(ValueError):
+        m.load_state_dict({"a.w": ONES, "b.w": [1, 2]})
+    assert m.a.w.value is None
+
+
+def test_lenient_loading_reports():
+    m = model()
+    assert m.load_state_dict({"a.w": ONES, "zz": ONES, "b.w": None}, strict=False) == (("b.w",), ("zz", "b.w"))
+    with pytest.raises(ValueError, match="shape"):
+        m.load_state_dict({"a.w": ONES[:1]}, strict=False)
+    assert m.b.w.value is None
+
+
+def test_a_lazy_mapping_is_enough():
+    class Lazy(dict):
+        def get(self, key, default=None):
+            return GOOD.get(key, default)
+
+        def keys(self):
+            return GOOD.keys()
+
+    m = model()
+    m.load_state_dict(Lazy())
+    assert float(m.b.w[0, 0]) == 2
+
+
+# -- dtypes
+
+
+def test_dtypes_are_exact_unless_a_cast_is_asked_for():
+    m = Hold(w=weight(dtype="bfloat16"))
+    with pytest.raises(ValueError, match=r"expected=DType.bfloat16, actual=DType.float32.*cast=True"):
+        m.load_state_dict({"w": ONES})
+    m.load_state_dict({"w": ONES * 1.01171875}, cast=True)
+    assert m.w.value.dtype == jnp.bfloat16 and float(m.w[0, 0]) == 1.015625
+    with pytest.raises(ValueError, match="dtype"):
+        m.load_state_dict({"w": ONES.astype(np.int32)}, cast=True)
+
+
+def test_64_bits_are_never_narrowed_in_silence():
+    ints = Hold(w=weight((2,), "int64"))
+    ints.load_state_dict({"w": np.array([1, -5])})
+    assert ints.w.value.dtype == jnp.int32
+    with pytest.raises(ValueError, match=r"'w'.*do not fit.*jax_enable_x64"):
+        ints.load_state_dict({"w": np.array([1, 2**40])})
+    assert ints.w.value.tolist() == [1, -5]
+    floats = Hold(w=weight((2,), "float64"))
+    with pytest.raises(ValueError, match=r"cast=True.*jax_enable_x64"):
+        floats.load_state_dict({"w": np.ones(2)})
+    floats.load_state_dict({"w": np.ones(2)}, cast=True)
+    assert floats.w.value.dtype == jnp.float32
+    with jax.enable_x64(True):
+        wide = Hold(w=weight((2,), "float64"), i=weight((1,), "int64", "i"))
+        wide.load_state_dict({"w": np.ones(2), "i": np.array([2**40])})
+        assert wide.w.value.dtype == jnp.float64 and int(wide.i.value[0]) == 2**40
+
+
+# -- alignment, encodings, shapes (more in tests/conformance)
+
+
+def test_alignment_zero_means_the_weights_own():
+    raw = np.zeros(64, np.uint8)
+    start = (-raw.ctypes.data) % 4 + 1
+    crooked = raw[start : start + 24].view(np.float32).reshape(2, 3)
+    with pytest.raises(ValueError, match="alignment=4.*weight_alignment=1"):
+        Hold(w=weight()).load_state_dict({"w": crooked})
+    m = Hold(w=weight())
+    m.load_state_dict({"w": crooked}, weight_alignment=1)
+    assert m.w.align == 1
+
+
+def test_a_loaded_shape_is_given_back():
+    m = Hold(w=weight(shape=()))
+    m.load_state_dict({"w": WeightData.from_numpy(np.ones(1, np.float32), "x")})
+    assert m.w.value.shape == () and m.state_dict()["w"].shape == (1,)
+    assert jax.jit(lambda m: m.w + 1)(m).shape == ()
+
+
+def test_gptq_and_packed_shapes_change_the_structure():
+    m = Hold(w=weight((4, 8), "uint8"))
+    before = jax.tree.structure(m)
+    m.load_state_dict({"w": WeightData.from_numpy(np.zeros((4, 3), np.uint8), "x")})
+    assert m.w.shape == [4, 3] and jax.tree.structure(m) != before
+
+
+def test_state_dict_zeros():
+    m = Hold(a=weight((2, 2), "bfloat16", "a"), s=weight((), name="s"), e=weight((0, 3), name="e"))
+    first = m.state_dict()
+    assert {k: v.shape for k, v in first.items()} == {"a": (2, 2), "s": (), "e": (0, 3)}
+    assert m.state_dict()["a"] is first["a"] and m.a.value is first["a"]
+    with pytest.raises(ValueError, match="'w' was not initialized"):
+        Hold(w=weight()).state_dict(auto_initialize=False)
+    with pytest.raises(ValueError, match="symbolic"):
+        Hold(w=weight(("n", 3))).state_dict()
+
+
+# -- from files
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "m.safetensors"
+    safetensors.numpy.save_file({"a.w": ONES, "b.w": 2 * ONES, "n": np.arange(3)}, file)
+    return file
+
+
+def test_loading_from_a_file(path):
+    m = Hold(a=Hold(w=weight()), b=Hold(w=weight()), n=weight((3,), "int64", "n"))
+    assert m.load_state_dict(load_weights(path)) == ((), ())
+    np.testing.assert_array_equal(m.b.w.value, 2 * ONES)
+    assert m.n.value.tolist() == [0, 1, 2] and m.b.w.name == "b.w"
+
+
+def test_a_cursor_gives_names_from_where_it_stands(path):
+    m = Hold(w=weight())
+    m.load_state_dict(load_weights(path).b)
+    assert float(m.w[0, 0]) == 2
+
+
+def test_what_does_not_fit_names_the_file(path):
+    with pytest.raises(CheckpointMismatchError, match=r"m\.safetensors: .*Unexpected keys in state_dict: n"):
+        model().load_state_dict(load_weights(path))
+
+
+def test_a_cast_on_the_way_from_disk(path):
+    m = Hold(w=weight(dtype="bfloat16"))
+    m.load_state_dict(load_weights(path).b, cast=True)
+    assert m.w.value.dtype == jnp.bfloat16
+    data = {"w": load_weights(path)["b.w"].data().astype("float16")}
+    n = Hold(w=weight(dtype="float16"))
+    n.load_state_dict(data)
+    assert n.w.value.dtype == jnp.float16 and float(n.w[0, 0]) == 2
+
+
+def test_a_file_that_changes_leaves_the_model_alone(path):
+    m = Hold(a=Hold(w=weight()), b=Hold(w=weight()), n=weight((3,), "int64", "n"))
+    m.load_state_dict(load_weights(path))
+    path.write_bytes(b"\0" * path.stat().st_size)
+    np.testing.assert_array_equal(m.b.w.value, 2 * ONES)
+
+
+def test_looking_at_data_and_writing_to_it_leaves_the_model_alone(path):
+    weights = load_weights(path)
+    data = {"w": weights["b.w"].data()}
+    array = data["w"].data
+    m = Hold(w=weight())
+    m.load_state_dict(data)
+    array[:] = 9
+    assert float(m.w[0, 0]) == 2
+
+
+def test_shape_class_of_a_weight_data():
+    data = WeightData(np.zeros((2, 3), ml_dtypes.bfloat16), "x", DType.bfloat16, Shape((2, 3)))
+    m = Hold(w=weight(dtype="bfloat16"))
+    m.load_state_dict({"w": data})
+    assert m.w.shape == [2, 3]

@@ -1,0 +1,94 @@
+"""init, partition, merge."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax import init, merge, partition
+from maxjax.graph import DeviceRef, Weight
+from maxjax.nn import Module
+
+CPU = DeviceRef.CPU()
+
+
+class Net(Module):
+    def __init__(self, extra=False):
+        super().__init__()
+        self.w = Weight("w", "float32", (64, 256), CPU)
+        self.scale = Weight("scale", "bfloat16", (64,), CPU)
+        self.bias = Weight("bias", "float32", (64,), CPU)
+        if extra:
+            self.more = Weight("more", "float32", (3, 3), CPU)
+
+    def __call__(self, x):
+        return (x @ self.w.T) * self.scale.astype("float32")[None] + self.bias[None]
+
+
+def test_init_fills_what_is_lazy():
+    m = Net()
+    m.bias.value = jnp.full(64, 7.0)
+    assert init(m, jax.random.key(0)) is m
+    assert abs(float(m.w.value.std()) - 1 / 16) < 0.005 and (m.scale == 1).all() and (m.bias == 7).all()
+    assert m.scale.value.dtype == jnp.bfloat16
+
+
+def test_values_depend_on_key_and_name_alone():
+    a, b, c = (init(Net(extra), jax.random.key(seed)) for extra, seed in ((False, 0), (True, 0), (False, 1)))
+    np.testing.assert_array_equal(a.w.value, b.w.value)
+    assert (a.w.value != c.w.value).any()
+
+
+def test_born_where_it_is_placed():
+    device = jax.devices()[2]
+    assert init(Net().to(device), jax.random.key(0)).w.value.devices() == {device}
+
+
+def test_own_initializers():
+    class Own(Net):
+        def initializer(self, name):
+            return jax.nn.initializers.constant(3.0) if name == "w" else None
+
+    assert (init(Own(), jax.random.key(0)).w == 3).all()
+    m = init(Own(), jax.random.key(0), initializer=lambda name: jax.nn.initializers.constant(5.0) if name == "bias" else None)
+    assert (m.bias == 5).all() and (m.w == 3).all()
+
+
+def test_what_cannot_be_initialised():
+    class Bad(Module):
+        def __init__(self, dtype, shape):
+            super().__init__()
+            self.w = Weight("w", dtype, shape, CPU)
+
+        def __call__(self):
+            return None
+
+    with pytest.raises(TypeError, match="'w'.*int32"):
+        init(Bad("int32", (3,)), jax.random.key(0))
+    with pytest.raises(ValueError, match="symbolic"):
+        init(Bad("float32", ("n",)), jax.random.key(0))
+
+
+def test_partition_and_merge():
+    m, x = init(Net(), jax.random.key(0)), jnp.ones((2, 256))
+    ours, rest = partition(m, ["w", "bi*"])
+    assert len(jax.tree.leaves(ours)) == 2 and len(jax.tree.leaves(rest)) == 1
+    assert ours.w.value is m.w.value
+    grads = jax.jit(jax.grad(lambda o, r: merge(o, r)(x).sum()))(ours, rest)
+    assert grads.scale.value is None and grads.w.shape == [64, 256]
+    np.testing.assert_array_equal(merge(rest, ours)(x), m(x))
+    assert len(jax.tree.leaves(partition(m, lambda name, v: v.dtype == jnp.bfloat16)[0])) == 1
+    with pytest.raises(ValueError, match="'w'"):
+        merge(ours, ours)
+
+
+def test_integers_are_not_trained():
+    class Table(Net):
+        def __init__(self):
+            super().__init__()
+            self.ids = Weight("ids", "int32", (4,), CPU)
+
+    m = Table()
+    m.ids.value = jnp.arange(4)
+    ours, rest = partition(init(m, jax.random.key(0)))
+    assert ours.ids.value is None and rest.ids.value is not None and rest.w.value is None

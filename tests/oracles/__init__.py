@@ -1,0 +1,1 @@
+"""Reference implementations the tests compare with, and the scripts that record goldens."""
