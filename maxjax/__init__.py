@@ -2,32 +2,82 @@
 
 Modular MAX's module and weight system as a functional JAX library. MAX's import paths
 are ours: ``from max.graph import Weight`` becomes ``from maxjax.graph import Weight``.
+
+Names are imported when they are first used, so that ``maxjax inspect`` and ``--help``
+need not wait for JAX.
 """
 
-from . import dtype as dtype
-from . import errors as errors
-from . import graph as graph
-from . import models as models
-from . import nn as nn
-from .dtype import DType as DType
-from .engine.embed import embed as embed
-from .engine.load import load as load
-from .engine.tokenizer import load_tokenizer as load_tokenizer
-from .errors import CheckpointError as CheckpointError
-from .graph import DeviceRef as DeviceRef
-from .graph import Weight as Weight
-from .graph.weights import WeightData as WeightData
-from .graph.weights import Weights as Weights
-from .graph.weights import load_weights as load_weights
-from .models import build as build
-from .nn import Layer as Layer
-from .nn import LayerList as LayerList
-from .nn import Module as Module
-from .nn import Sequential as Sequential
-from .nn.init import init as init
-from .nn.init import merge as merge
-from .nn.init import partition as partition
-from .nn.layer import add_layer_hook as add_layer_hook
-from .nn.layer import clear_hooks as clear_hooks
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 __version__ = "0.1.0"
+
+if _TYPE_CHECKING:
+    from . import dtype as dtype
+    from . import errors as errors
+    from . import graph as graph
+    from . import kernels as kernels
+    from . import models as models
+    from . import nn as nn
+    from .dtype import DType as DType
+    from .engine.embed import embed as embed
+    from .engine.load import load as load
+    from .engine.tokenizer import load_tokenizer as load_tokenizer
+    from .errors import CheckpointError as CheckpointError
+    from .graph import DeviceRef as DeviceRef
+    from .graph import Weight as Weight
+    from .graph.weights import WeightData as WeightData
+    from .graph.weights import Weights as Weights
+    from .graph.weights import load_weights as load_weights
+    from .models import build as build
+    from .nn import Layer as Layer
+    from .nn import LayerList as LayerList
+    from .nn import Module as Module
+    from .nn import Sequential as Sequential
+    from .nn.init import init as init
+    from .nn.init import merge as merge
+    from .nn.init import partition as partition
+    from .nn.layer import add_layer_hook as add_layer_hook
+    from .nn.layer import clear_hooks as clear_hooks
+
+# Where each name lives; None is a submodule. tests/test_init.py holds it to the list above.
+_HOMES: dict[str, str | None] = {
+    **dict.fromkeys(("dtype", "errors", "graph", "kernels", "models", "nn")),
+    "DType": "dtype",
+    "embed": "engine.embed",
+    "load": "engine.load",
+    "load_tokenizer": "engine.tokenizer",
+    "CheckpointError": "errors",
+    "DeviceRef": "graph",
+    "Weight": "graph",
+    "WeightData": "graph.weights",
+    "Weights": "graph.weights",
+    "load_weights": "graph.weights",
+    "build": "models",
+    "Layer": "nn",
+    "LayerList": "nn",
+    "Module": "nn",
+    "Sequential": "nn",
+    "init": "nn.init",
+    "merge": "nn.init",
+    "partition": "nn.init",
+    "add_layer_hook": "nn.layer",
+    "clear_hooks": "nn.layer",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'maxjax' has no attribute {name!r}")
+    home = _HOMES[name]
+    found = _importlib.import_module(f".{home or name}", __name__)
+    value = found if home is None else getattr(found, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

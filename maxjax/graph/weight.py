@@ -7,6 +7,7 @@ leaf of each Weight.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,15 +22,26 @@ from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
 from .value import TensorValue
 
-# Counts structural changes in the whole process (never changes of values). Module
-# definitions cached under an older count are made anew. A list, so that one look-up
-# reads it on the dispatch path.
-EPOCH = [0]
+class Epoch:
+    """Counts changes in the whole process: what a Module cached under older counts is made anew.
+
+    Attributes:
+        structure: Changes of structure (never of values): definitions.
+        values: Values put into Weights: the list of leaves.
+    """
+
+    __slots__ = ("structure", "values")
+
+
+EPOCH = Epoch()
+EPOCH.structure = EPOCH.values = 0
+# Objects with a tuple ``leaves`` of values, good for the present count of values.
+LEAF_CACHES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def structure_changed() -> None:
     """Makes every cached Module definition be checked again at its next use."""
-    EPOCH[0] += 1
+    EPOCH.structure += 1
 
 
 # Set by the Module floor: the full name of a weight below the Module now running.
@@ -103,7 +115,6 @@ class Weight(TensorValue):
     def _declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
         """Sets dtype and shape and goes back to having no value."""
         self._dtype, self._dims = dtype, dims
-        self._leaf: Any = None
         self._empty()
         structure_changed()
 
@@ -112,7 +123,16 @@ class Weight(TensorValue):
         sizes = tuple(int(d) for d in self._dims) if static else None
         # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
         dtype = jax.dtypes.canonicalize_dtype(self._dtype.np)
-        self._leaf = None if sizes is None else jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding)
+        self._put(None if sizes is None else jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding))
+
+    def _put(self, leaf: Any) -> None:
+        """Every change of the leaf goes through here: Modules cache the lists of their leaves."""
+        self._leaf = leaf
+        EPOCH.values += 1
+        if LEAF_CACHES:
+            for cache in list(LEAF_CACHES):
+                cache.leaves = ()  # an old value must not be kept alive by a list that is stale anyway
+            LEAF_CACHES.clear()
 
     def _static(self) -> tuple[Any, ...]:
         """Everything about it that is not its value or full name; hashable."""
@@ -237,7 +257,8 @@ class Weight(TensorValue):
         if all(isinstance(d, StaticDim) for d in self._dims) and tuple(shape) != tuple(int(d) for d in self._dims):
             raise ValueError(f"the value of weight '{self.name}' must have shape "
                              f"{tuple(int(d) for d in self._dims)}, not {tuple(shape)}")
-        self._leaf, self._loaded_shape = value, None
+        self._put(value)
+        self._loaded_shape = None
         dtype = DType.of(value.dtype)
         if jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np:
             self._dtype = dtype
@@ -255,7 +276,7 @@ class Weight(TensorValue):
         """Reads the data this weight was allocated from; it is its value from then on."""
         host = np.array(self._source)  # a copy: JAX on a CPU would share memory the user can write to
         with jax.ensure_compile_time_eval():
-            self._leaf = jax.device_put(host, self._sharding)
+            self._put(jax.device_put(host, self._sharding))
         self._source = None
         return self._leaf
 
@@ -267,7 +288,7 @@ class Weight(TensorValue):
     def _place(self, sharding: Any) -> None:
         """Puts the value, or the placeholder, on a jax Sharding."""
         if self.value is not None:
-            self._leaf = jax.device_put(self._leaf, sharding)
+            self._put(jax.device_put(self._leaf, sharding))
         self._sharding = sharding
         if self.value is None:
             self._empty()

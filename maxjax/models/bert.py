@@ -105,9 +105,12 @@ class BertEmbeddings(Module):
 
     def __call__(self, input_ids: Any, token_type_ids: Any, position_ids: Any) -> jax.Array:
         words = self.word_embeddings(input_ids)  # [B, T, E]
-        kinds = self.token_type_embeddings(token_type_ids).astype(words.dtype)  # [B, T, E]
-        places = self.position_embeddings(position_ids).astype(words.dtype)  # [1 or B, T, E]
-        return self.LayerNorm(words + kinds + jnp.broadcast_to(places, words.shape))
+        kinds = self.token_type_embeddings(token_type_ids)  # [B, T, E]
+        places = self.position_embeddings(position_ids)  # [1 or B, T, E]
+        dtype = self.LayerNorm.compute_dtype.np
+        places = jnp.broadcast_to(places.astype(dtype), words.shape)
+        total = words.astype(dtype) + kinds.astype(dtype) + places
+        return self.LayerNorm(total).astype(words.dtype)
 
 
 class BertSelfAttention(Module):
@@ -133,7 +136,7 @@ class BertSelfAttention(Module):
 
 
 class BertResidual(Module):
-    """``LayerNorm(x + dense(y))``: how each half of a layer ends."""
+    """``LayerNorm(x + dense(y))``: how each half of a layer ends. The sum is not rounded first."""
 
     def __init__(self, in_dim: int, config: BertConfig, types: _Types):
         super().__init__()
@@ -141,7 +144,8 @@ class BertResidual(Module):
         self.LayerNorm = types.norm(config)
 
     def __call__(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        return self.LayerNorm(x + self.dense(y).astype(x.dtype))
+        dtype = self.LayerNorm.compute_dtype.np
+        return self.LayerNorm(x.astype(dtype) + self.dense(y).astype(dtype)).astype(x.dtype)
 
 
 class BertAttention(Module):

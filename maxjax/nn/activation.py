@@ -88,6 +88,7 @@ def relu6(x: Any) -> jax.Array:
     return jax.nn.relu6(x)
 
 
+@_in_float32
 def leaky_relu(x: Any) -> jax.Array:
     """``x`` where positive, ``0.01 x`` elsewhere."""
     return jax.nn.leaky_relu(x)

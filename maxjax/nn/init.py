@@ -59,7 +59,8 @@ def init(model: M, key: jax.Array, *, initializer: Callable[[str], Initializer |
     values = jax.jit(draw, out_shardings=where)(key)
     for name, value in values.items():
         weight = plan[name][0]
-        weight._leaf, weight._source = value, None
+        weight._put(value)
+        weight._source = None
         weight._finalise(name)
     return model
 

@@ -146,11 +146,12 @@ class OpenFile:
                 hint="Wait until nothing writes to it, then load again.",
             )
 
-    def close(self) -> None:
+    def close(self, *, _close=os.close) -> None:
         """Closes the file; a second call does nothing."""
+        # _close: `os` may be gone when the last reference goes at the end of the process.
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            _close(fd)
 
     def __del__(self):
         # Missing when __init__ never ran.

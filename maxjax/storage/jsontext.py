@@ -7,10 +7,12 @@ and tokenizers. Below: files, sniff. Above: safetensors, shards, and the readers
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -68,6 +70,21 @@ def read_json_bytes(path: str | os.PathLike[str], limits: Limits) -> bytes:
     if error := foreign(file.path, data[:SNIFF_BYTES], "JSON text"):
         raise error
     return data
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: it would scan a growing table again and again.
+
+    Measured with 100,000 tensors: half the time. Nothing here makes reference cycles.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Constant(float):
@@ -191,6 +208,7 @@ class Text:
                 containers // 3,
                 path=self.path,
             )
+        return long_digits
 
     # --- while parsing: flaws are collected, and named when the value is whole ---
 
@@ -231,6 +249,7 @@ class Text:
                 keys,
                 offset=self.base + (again if again >= 0 else first),
                 expected="each key once",
+                found="a second one",
                 hint="Two readers would read two different things: write the file anew.",
             )
         if self._constants and not allow_nan:

@@ -13,7 +13,7 @@ from typing import Any
 from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from .files import Limits, OpenFile, open_regular
-from .jsontext import KeyPath, Text
+from .jsontext import KeyPath, Text, collector_paused
 from .sniff import SNIFF_BYTES, foreign, sniff
 from .table import TensorEntry, TensorTable
 
@@ -62,9 +62,8 @@ def read_header(
     """(entries in header order, metadata) of an open file; ``number`` is its place in a set."""
     data = _header(file, limits)
     text = Text(data, file.path, limits, 8, _tensor_of, CheckpointFormatError)
-    header = text.parse()
-    del data
-    return _Header(file, number, limits, text).entries(header)
+    with collector_paused():
+        return _Header(file, number, limits, text).entries(text.parse())
 
 
 def _tensor_of(keys: KeyPath) -> str | None:

@@ -21,7 +21,7 @@ from ..errors import (
     some,
 )
 from .files import Limits, OpenFile, open_regular, os_error
-from .jsontext import KeyPath, Text, read_json_bytes
+from .jsontext import KeyPath, Text, collector_paused, read_json_bytes
 from .safetensors import read_header
 from .table import TensorEntry, TensorTable
 
@@ -71,7 +71,8 @@ class _Index:
         self.limits = limits
         data = read_json_bytes(self.path, limits)
         self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
-        value = self.text.parse()
+        with collector_paused():
+            value = self.text.parse()
         self.shard_of = self._weight_map(value)
         self.metadata = value.get("metadata")
         self.shards: dict[str, int] = {}

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ...graph.weight import EPOCH, Weight
+from ...graph.weight import EPOCH, LEAF_CACHES, Weight
 from .hooks import token
 
 
@@ -119,9 +119,27 @@ def _duplicate(name: str, first: str, second: str) -> str:
             "(_omit_module_attr_name): rename one of the weights or attributes")
 
 
-def define(root: Any) -> tuple[int, Definition, tuple[Weight, ...]]:
-    """The definition of ``root`` and its weights in leaf order, with the epoch they hold for."""
-    epoch = EPOCH[0]
+class Cache:
+    """What a Module keeps of its last walk: for which epochs it holds, and what it found."""
+
+    __slots__ = ("structure", "definition", "weights", "values", "leaves", "__weakref__")
+
+    def __init__(self, structure: int, definition: Definition, weights: tuple[Weight, ...]):
+        self.structure, self.definition, self.weights = structure, definition, weights
+        self.refresh()
+
+    def refresh(self) -> tuple[Any, ...]:
+        """Collects the weights' leaves anew."""
+        values = EPOCH.values
+        leaves = tuple(weight._leaf for weight in self.weights)
+        self.leaves, self.values = leaves, values
+        LEAF_CACHES.add(self)
+        return leaves
+
+
+def define(root: Any) -> Cache:
+    """Walks the tree below ``root``."""
+    epoch = EPOCH.structure
     walk = Walk(root)
     index, leaves, aliases = walk.owners()
     nodes = tuple(_node(module, walk, index) for module in walk.modules)
@@ -138,7 +156,7 @@ def define(root: Any) -> tuple[int, Definition, tuple[Weight, ...]]:
         definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
-    return epoch, definition, weights
+    return Cache(epoch, definition, weights)
 
 
 def _node(module: Any, walk: Walk, index: dict[int, int]) -> tuple[Any, ...]:
@@ -178,5 +196,5 @@ def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
             **by_attr,
         )
         module.__dict__.update({attr: by_local[local] for attr, local, _, _ in own})
-    modules[0].__dict__["_mx_cache"] = (EPOCH[0], definition, weights)
+    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, weights)
     return modules[0]

@@ -22,7 +22,7 @@ from ...graph import weight as weight_module
 from ...graph.device import DeviceRef
 from ...graph.weight import EPOCH, Weight, structure_changed
 from . import hooks
-from .definition import Walk, define, rebuild
+from .definition import Cache, Definition, Walk, define, rebuild
 from .hooks import Layer
 from .state import StateDict
 from .static import freeze
@@ -82,7 +82,7 @@ class Module(Layer, StateDict, ABC):
     _mx_children: dict[str, Module]
     _mx_shared: set[str]
     _mx_statics: dict[str, Any]
-    _mx_cache: tuple[int, Any, tuple[Weight, ...]] | None
+    _mx_cache: Cache | None
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
@@ -236,17 +236,16 @@ class Module(Layer, StateDict, ABC):
         if len(devices) > 1 or sharding_strategy is not None:
             raise NotImplementedError("placing a Module on several devices is not supported yet: one device only")
         sharding = _sharding(devices[0])
-        for weight in self._mx_definition()[2]:
+        for weight in self._mx_definition()[1]:
             weight._place(sharding)
         return self
 
     # -- pytree, copies, text
 
-    def _mx_definition(self) -> tuple[int, Any, tuple[Weight, ...]]:
-        cache = self._mx_cache
-        if cache is None or cache[0] != EPOCH[0]:
-            cache = self.__dict__["_mx_cache"] = define(self)
-        return cache
+    def _mx_definition(self) -> tuple[Definition, tuple[Weight, ...]]:
+        _, definition = _flatten(self)
+        assert self._mx_cache is not None
+        return definition, self._mx_cache.weights
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mx_cache": None}
@@ -264,14 +263,19 @@ class Module(Layer, StateDict, ABC):
         return f"{type(self).__name__}({len(self._mx_children)} layers, {len(self._mx_weights)} weights)"
 
 
-def _flatten(module: Module) -> tuple[list[Any], Any]:
+def _flatten(module: Module) -> tuple[tuple[Any, ...], Definition]:
+    # The dispatch path of every jitted call: two look-ups when nothing has changed. The
+    # leaves are read before the count: another thread counts first, then lets them go.
     cache = module._mx_cache
-    if cache is None or cache[0] != EPOCH[0]:
+    if cache is None or cache.structure != EPOCH.structure:
         cache = module.__dict__["_mx_cache"] = define(module)
-    return [weight._leaf for weight in cache[2]], cache[1]
+    leaves = cache.leaves
+    if cache.values != EPOCH.values:
+        leaves = cache.refresh()
+    return leaves, cache.definition
 
 
-def _flatten_with_keys(module: Module) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten_with_keys(module: Module) -> tuple[list[tuple[Any, Any]], Definition]:
     leaves, definition = _flatten(module)
     keys = map(jax.tree_util.GetAttrKey, definition.names)
     return list(zip(keys, leaves, strict=True)), definition

@@ -35,7 +35,7 @@ class LoadResult(NamedTuple):
 class StateDict:
     """The state-dict methods of Module."""
 
-    def _mx_definition(self) -> tuple[int, Any, tuple[Weight, ...]]:
+    def _mx_definition(self) -> tuple[Any, tuple[Weight, ...]]:
         raise NotImplementedError
 
     def raw_state_dict(self) -> dict[str, Weight]:
@@ -46,7 +46,7 @@ class StateDict:
         Raises:
             ValueError: Two weights have one full name.
         """
-        _, definition, weights = self._mx_definition()
+        definition, weights = self._mx_definition()
         return {n: w for n, w, owned in zip(definition.names, weights, definition.owned, strict=True) if owned}
 
     def state_dict(self, auto_initialize: bool = True) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class StateDict:
             if weight.value is None:
                 if not auto_initialize:
                     raise ValueError(f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()")
-                weight._leaf = _zeros(name, weight)
+                weight._put(_zeros(name, weight))
             weight._finalise(name)
             value = weight._leaf
             shape = weight._loaded_shape
@@ -112,7 +112,7 @@ class StateDict:
             ...
             ValueError: load_state_dict() strict=True validation failed. Missing required weights: weight (did you mean 'wieght'?); Unexpected keys in state_dict: wieght
         """
-        _, definition, _ = self._mx_definition()
+        definition, _ = self._mx_definition()
         weights = self.raw_state_dict()
         source = dict(state_dict._named_data()) if isinstance(state_dict, Weights) else state_dict
         match = _Match(weights, source, definition.aliases)
@@ -196,7 +196,8 @@ def _store(one: Fit, array: Any) -> None:
         weight._original = one.original
     if one.loaded_shape is not None:
         one.value.shape = Shape(one.dims)  # as MAX: the metadata says what the weight is
-    weight._leaf, weight._loaded_shape, weight._source = array, one.loaded_shape, None
+    weight._put(array)
+    weight._loaded_shape, weight._source = one.loaded_shape, None
     weight._finalise(one.name)
     if weight._static() != before:
         structure_changed()

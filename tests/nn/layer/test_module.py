@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import functools
+import gc
 import pickle
 import types
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -416,6 +418,15 @@ def test_symbolic_weights_flatten_once_loaded():
     m = Hold(w=Weight("w", "float32", ("n", 3), CPU))
     m.load_state_dict({"w": np.ones((7, 3), np.float32)})
     assert jax.tree.leaves(m)[0].shape == (7, 3) and [str(d) for d in m.w.shape] == ["n", "3"]
+
+
+def test_old_values_are_let_go():
+    m = fill(Pair())
+    m(jnp.ones(3)), m.a(jnp.ones(3))
+    kept = weakref.ref(m.a.weight.value)
+    m.a.weight.value = jnp.zeros((2, 3))
+    gc.collect()
+    assert kept() is None
 
 
 # -- placement

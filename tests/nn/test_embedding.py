@@ -1,0 +1,68 @@
+"""Embedding: rows of a table, and what becomes of indices outside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.graph import DeviceRef
+from maxjax.nn.embedding import Embedding
+
+CPU = DeviceRef.CPU()
+
+
+def loaded(rows=5, width=3, dtype="float32"):
+    layer = Embedding(rows, width, dtype, CPU)
+    table = np.random.default_rng(0).standard_normal((rows, width)).astype(layer.weight.dtype.np)
+    layer.load_state_dict({"weight": table})
+    return layer, table
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("index_dtype", [np.int32, np.uint8, np.int8])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
+def test_rows_by_number(dtype, index_dtype, shape):
+    layer, table = loaded(dtype=dtype)
+    indices = np.random.default_rng(1).integers(0, 5, shape).astype(index_dtype)
+    found = layer(indices)
+    assert found.shape == (*shape, 3) and found.dtype == table.dtype
+    np.testing.assert_array_equal(found, table[indices])
+
+
+def test_as_torch_has_it():
+    torch = pytest.importorskip("torch")
+    layer, table = loaded()
+    indices = np.array([[0, 4], [2, 2]])
+    expected = torch.nn.functional.embedding(torch.tensor(indices), torch.tensor(table))
+    np.testing.assert_array_equal(layer(indices.astype(np.int32)), expected.numpy())
+
+
+@pytest.mark.parametrize("run", [lambda m, i: m(i), jax.jit(lambda m, i: m(i))])
+def test_minus_one_is_the_last_row_and_outside_is_nan(run):
+    layer, table = loaded()
+    found = run(layer, jnp.array([-1, 5, -6, 4]))
+    np.testing.assert_array_equal(found[jnp.array([0, 3])], table[[4, 4]])
+    assert bool(jnp.isnan(found[1:3]).all())
+
+
+def test_names_are_those_of_max():
+    assert list(Embedding(5, 3, "float32", CPU).raw_state_dict()) == ["weight"]
+    assert list(Embedding(5, 3, "float32", CPU, None, "table").raw_state_dict()) == ["table"]
+    assert tuple(Embedding(5, 3, "float32", CPU).weight.shape) == (5, 3)
+
+
+@pytest.mark.parametrize("indices", [np.ones(3, np.float32), np.ones(3, bool)])
+def test_only_integers(indices):
+    with pytest.raises(TypeError, match="integers"):
+        loaded()[0](indices)
+
+
+def test_gradient_adds_up_over_repeated_rows():
+    layer, _ = loaded()
+    gradient = jax.grad(lambda m: m(jnp.array([1, 1, 4])).sum())(layer)
+    np.testing.assert_array_equal(gradient.weight.value[:, 0], [0, 2, 0, 0, 1])
+
+
+def test_initializer():
+    values = Embedding(5, 3, "float32", CPU).initializer("weight")(jax.random.key(0), (500, 100), jnp.float32)
+    assert abs(float(values.std()) - 0.02) < 0.001
