@@ -41,7 +41,7 @@ if _TYPE_CHECKING:
     from .nn.layer import add_layer_hook as add_layer_hook
     from .nn.layer import clear_hooks as clear_hooks
 
-# Where each name lives; None is a submodule. tests/test_init.py holds it to the list above.
+# Where each name lives; None is a submodule. tests/test_facade.py holds it to the list above.
 _HOMES: dict[str, str | None] = {
     **dict.fromkeys(("dtype", "errors", "graph", "kernels", "models", "nn")),
     "DType": "dtype",

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import __version__
 from .errors import CheckpointError, UnsupportedModelError, UserInputError
 
 # What a user can meet without a defect in maxjax: the message alone says enough.
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="maxjax", description="Open checkpoints, look into them and run them in JAX."
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="version", version=f"maxjax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, run, text in (
         ("inspect", inspect, "list the tensors of a checkpoint; reads headers only"),
@@ -82,19 +83,6 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, error=command.error)
         _ARGUMENTS[name](command)
     return parser
-
-
-class _Version(argparse.Action):
-    """``--version``: the metadata is looked up only when it is asked for."""
-
-    def __init__(self, option_strings: list[str], dest: str):
-        super().__init__(option_strings, dest, nargs=0, help="show the version")
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"maxjax {version('maxjax')}")
-        parser.exit()
 
 
 # --- maxjax inspect -----------------------------------------------------------------------
@@ -223,14 +211,19 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
         raise UserInputError("there is no text to embed: stdin is empty")
     if options.output is not None and not options.output.absolute().parent.is_dir():
         raise UserInputError(f"{options.output}: its directory does not exist")
+    if options.output is not None and options.output.is_dir():
+        raise UserInputError(f"{options.output} is a directory, not a file to write")
 
     from .engine.embed import embed as embed_texts
     from .engine.load import load
 
     model, tokenizer = load(options.model, dtype=options.dtype)
-    embeddings = embed_texts(
-        model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate
-    )  # [n, d] float32
+    try:
+        embeddings = embed_texts(
+            model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate
+        )  # [n, d] float32
+    except UserInputError as error:
+        raise UserInputError(str(error).replace("truncate=True", "--truncate")) from error
     if options.output is not None:
         _save_npy(options.output, embeddings)
         return []

@@ -80,7 +80,9 @@ class CheckpointError(Exception):
         return (_rebuild, (type(self), self.__dict__.copy(), errno))
 
 
-def _rebuild(cls: type[CheckpointError], state: dict[str, Any], errno: int | None) -> CheckpointError:
+def _rebuild(
+    cls: type[CheckpointError], state: dict[str, Any], errno: int | None
+) -> CheckpointError:
     error = cls.__new__(cls)
     error.__dict__.update(state)
     error.args = (state["message"],)
@@ -95,7 +97,9 @@ def _one_line(value: Any, limit: int = 300) -> str:
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text)} characters)"
     # A surrogate cannot be printed either: messages must reach any terminal.
-    return "".join(c if c.isprintable() and not "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in text)
+    return "".join(
+        c if c.isprintable() and not "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in text
+    )
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):

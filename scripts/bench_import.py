@@ -1,6 +1,7 @@
 """What `import maxjax` adds to `import jax`, in fresh processes, interleaved.
 
-Both end with jax imported, so a lazy maxjax cannot hide its cost. Wanted: at most 0.1 s more.
+maxjax imports its parts on first use, so the last row uses one that needs nearly all of them:
+what counts is that row less the first. Wanted: at most 0.1 s.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 import sys
 
-STATEMENTS = {"import jax": "import jax", "import maxjax, jax": "import maxjax, jax"}
+STATEMENTS = ("import jax", "import maxjax", "import maxjax; maxjax.load, maxjax.Module")
 WANTED = 0.1
 
 
@@ -21,21 +22,17 @@ def seconds(statement: str) -> float:
 
 
 def main() -> None:
-    """Prints the medians and their difference."""
+    """Prints the medians, and that of the differences between last and first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three rounds instead of 15")
     rounds = 3 if parser.parse_args().quick else 15
-    for statement in STATEMENTS.values():
+    for statement in STATEMENTS:
         seconds(statement)  # warms the page cache and writes the bytecode
-    times = {name: [] for name in STATEMENTS}
-    for _ in range(rounds):
-        for name, statement in STATEMENTS.items():
-            times[name].append(seconds(statement))
-    for name, samples in times.items():
-        print(f"{name:20} {statistics.median(samples):.3f} s")
-    bare, ours = times.values()
-    difference = statistics.median(b - a for a, b in zip(bare, ours, strict=True))
-    print(f"{'difference':20} {difference:.3f} s  (wanted <= {WANTED} s; {rounds} rounds)")
+    times = [[seconds(statement) for statement in STATEMENTS] for _ in range(rounds)]
+    for statement, samples in zip(STATEMENTS, zip(*times, strict=True), strict=True):
+        print(f"{statement:42} {statistics.median(samples):.3f} s")
+    difference = statistics.median(row[-1] - row[0] for row in times)
+    print(f"{'added by maxjax':42} {difference:.3f} s  (wanted <= {WANTED} s; {rounds} rounds)")
 
 
 if __name__ == "__main__":

@@ -266,10 +266,14 @@ def test_embed_output_directory_is_checked_first(tmp_path):
     assert str(path) in fails("embed", "--model", tmp_path, "--output", path, "text")
 
 
+def test_embed_output_is_a_directory(tmp_path):
+    assert "is a directory" in fails("embed", "--model", tmp_path, "--output", tmp_path, "text")
+
+
 def test_embed_text_too_long(minilm):
     text = "word " * 1000
     message = fails("embed", "--model", minilm, text)
-    assert "truncate" in message
+    assert "--truncate" in message
     _, rows = _embeddings(succeeds("embed", "--model", minilm, "--truncate", text))
     assert rows.shape == (1, 384)
 

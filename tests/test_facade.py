@@ -1,6 +1,8 @@
 """`maxjax.name` is the object of its home module, for every name that the facade exports."""
 
 import ast
+import subprocess
+import sys
 import types
 from importlib import import_module
 from pathlib import Path
@@ -40,3 +42,15 @@ def test_nothing_else_is_public():
 
 def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(maxjax, "nosuch")
+
+
+def test_the_lists_for_type_checkers_and_for_the_interpreter_agree():
+    found = {name: module or None for name, (module, _) in exported().items()}
+    assert found == maxjax._HOMES
+
+
+def test_importing_it_imports_neither_jax_nor_anything_heavy():
+    code = "import sys, maxjax, maxjax.storage; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for heavy in ("jax", "tokenizers", "orbax", "flax", "torch"):
+        assert f"'{heavy}'" not in done.stdout

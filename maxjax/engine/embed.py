@@ -54,7 +54,12 @@ def embed(
         UnsupportedModelError: The files ask for a step that maxjax does not have
             (a NotImplementedError).
     """
-    pooling = _pooling(model, tokenizer, batch_size)
+    if tokenizer is None:
+        raise UserInputError(
+            "texts cannot be embedded without a tokenizer: "
+            "the model's directory has no tokenizer.json"
+        )
+    pooling = _pooling(model, batch_size)
     normalize = pooling.normalize if normalize is None else bool(normalize)
     limit = _limit(model, tokenizer, pooling)
     rows = _rows(tokenizer, texts, pooling, limit, truncate)
@@ -85,18 +90,22 @@ def _encode(model: Any, batch: Any, *, modes: tuple[str, ...], normalize: bool) 
 # --- what can be wrong ----------------------------------------------------------------------
 
 
-def _pooling(model: Any, tokenizer: Any, batch_size: Any) -> Pooling:
-    if tokenizer is None:
-        raise UserInputError("texts cannot be embedded without a tokenizer: the model's directory has no tokenizer.json")
+def _pooling(model: Any, batch_size: Any) -> Pooling:
     if not hasattr(model, "family") or not hasattr(model, "max_length"):
-        raise UserInputError(f"{type(model).__name__} is not a text encoder: there is nothing to embed texts with")
+        raise UserInputError(
+            f"{type(model).__name__} is not a text encoder: there is nothing to embed texts with"
+        )
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
-        raise UserInputError("the model's weights are not loaded: call model.load_state_dict(weights) first")
+        raise UserInputError(
+            "the model's weights are not loaded: call model.load_state_dict(weights) first"
+        )
     if type(batch_size) is not int or batch_size < 1:
         raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
     pooling = getattr(model, "pooling", None) or Pooling()
     if pooling.unsupported:
-        raise UnsupportedModelError(f"the model's embeddings need {pooling.unsupported}, which is not supported yet")
+        raise UnsupportedModelError(
+            f"the model's embeddings need {pooling.unsupported}, which is not supported yet"
+        )
     return pooling
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
@@ -79,9 +80,13 @@ def _float_type(option: str, dtype: Any) -> DType:
     if found not in (DType.float32, DType.bfloat16, DType.float16, DType.float64):
         names = "float32, bfloat16, float16 or float64"
         raise UserInputError(f"{option} must be {names}, not {found.name}")
-    if found is DType.float64 and not jax.config.jax_enable_x64:
+    if found is DType.float64 and not _has_float64():
         raise UserInputError(f"{option}='float64' needs jax_enable_x64: JAX runs in 32 bits")
     return found
+
+
+def _has_float64() -> bool:
+    return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
 
 def _existing(path: Any) -> Path:
@@ -101,7 +106,7 @@ def _existing(path: Any) -> Path:
 
 
 def _refuse_float64(weights: Weights) -> None:
-    if jax.config.jax_enable_x64:
+    if _has_float64():
         return
     for name, place in weights.items():
         if place.data().dtype is DType.float64:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import CheckpointFormatError, CheckpointUnsafeError
-from ..models.config import ModelConfig, read_json, read_object, setting
+from ..models.config import ModelConfig, read_object, setting
+from ..storage.jsontext import load_json
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ _KEYS = {
 }
 
 
-def pool(states: Any, mask: Any, modes: tuple[str, ...] = ("mean",), *, normalize: bool = False) -> jax.Array:
+def pool(
+    states: Any, mask: Any, modes: tuple[str, ...] = ("mean",), *, normalize: bool = False
+) -> jax.Array:
     """Token states → one vector for each text.
 
     Args:
@@ -116,7 +119,7 @@ def pool(states: Any, mask: Any, modes: tuple[str, ...] = ("mean",), *, normaliz
         [[2. 4.]]
     """
     states = jnp.asarray(states)
-    mask = (jnp.asarray(mask) != 0).astype(states.dtype)
+    mask = jnp.asarray(mask).astype(bool).astype(states.dtype)
     pooled = jnp.concatenate([POOLINGS[mode](states, mask) for mode in modes], axis=-1)
     if normalize:
         length = jnp.sqrt(jnp.sum(jnp.square(pooled), axis=-1, keepdims=True))
@@ -178,13 +181,17 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
     elif isinstance(pooling, str):
         unsupported, pooling = unsupported or pooling, None
     found = Pooling(
-        pooling or ("mean",), normalize, settings.max_seq_length, settings.do_lower_case, unsupported
+        pooling or ("mean",),
+        normalize,
+        settings.max_seq_length,
+        settings.do_lower_case,
+        unsupported,
     )
     return found, transformer
 
 
 def _modules(file: Path) -> list[_Module]:
-    entries = read_json(file)
+    entries = load_json(file)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointFormatError("not a list of modules", path=file)
     return [_Module.from_dict(entry, path=file) for entry in entries]
@@ -193,7 +200,9 @@ def _modules(file: Path) -> list[_Module]:
 def _inside(root: Path, path: str, file: Path) -> Path:
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
-        raise CheckpointUnsafeError("the path of a module leads out of the directory", path=file, found=path)
+        raise CheckpointUnsafeError(
+            "the path of a module leads out of the directory", path=file, found=path
+        )
     return root.joinpath(*parts)
 
 

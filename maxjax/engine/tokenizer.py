@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointFormatError, CheckpointMissingError, UserInputError
-from ..models.config import read_object, read_text
+from ..models.config import read_object
+from ..storage.files import Limits
+from ..storage.jsontext import load_json, read_json_bytes
 
-# The largest in use are about 35 MB.
-MAX_TOKENIZER_BYTES = 256 << 20
 # Hugging Face writes int(1e30) for "no limit".
 _NO_LIMIT = 10**9
 
@@ -97,7 +97,9 @@ class Tokenizer:
         """The texts as arrays, padded to the longest. Raises as :meth:`tokens`."""
         return self.pad(self.tokens(texts, max_length=max_length))
 
-    def pad(self, rows: Sequence[Tokens], length: int | None = None, count: int | None = None) -> Batch:
+    def pad(
+        self, rows: Sequence[Tokens], length: int | None = None, count: int | None = None
+    ) -> Batch:
         """Rows of tokens as arrays ``[count, length]``, filled up at the right and below.
 
         Both default to what is needed. Rows that were added are masked throughout.
@@ -147,11 +149,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
 
 
 def _backend(file: Path) -> Any:
-    text = read_text(file, MAX_TOKENIZER_BYTES)
+    data = read_json_bytes(file, Limits())
+    load_json(data, name=str(file))  # for its strictness: tokenizers takes the last of equal keys
     import tokenizers
 
     try:
-        return _guarded(tokenizers.Tokenizer.from_str, text)
+        return _guarded(tokenizers.Tokenizer.from_str, data.decode())
     except UserInputError as error:
         raise CheckpointFormatError("not a tokenizer", path=file, found=error) from None
 
@@ -177,7 +180,10 @@ def _max_length(settings: dict[str, Any], file: Path) -> int | None:
     if type(value) not in (int, float) or not value >= 1:
         found = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)
         raise CheckpointFormatError(
-            "'model_max_length' is not a length", path=file, expected="a positive number", found=found
+            "'model_max_length' is not a length",
+            path=file,
+            expected="a positive number",
+            found=found,
         )
     return None if value >= _NO_LIMIT else int(value)
 
@@ -192,7 +198,9 @@ def _checked(texts: Iterable[str]) -> list[str]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserInputError(f"texts[{i}] is not valid Unicode: a lone surrogate at {error.start}") from None
+            raise UserInputError(
+                f"texts[{i}] is not valid Unicode: a lone surrogate at {error.start}"
+            ) from None
     return texts
 
 

@@ -50,5 +50,7 @@ def gelu(x: Any, approximate: str = "none") -> jax.Array:
     if approximate == "quick":
         return x * jax.nn.sigmoid(1.702 * x)
     if approximate not in ("none", "tanh"):
-        raise ValueError(f"gelu has the approximations 'none', 'tanh' and 'quick', not {approximate!r}")
+        raise ValueError(
+            f"gelu has the approximations 'none', 'tanh' and 'quick', not {approximate!r}"
+        )
     return jax.nn.gelu(x, approximate=approximate == "tanh")

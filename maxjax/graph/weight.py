@@ -22,6 +22,7 @@ from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
 from .value import TensorValue
 
+
 class Epoch:
     """Counts changes in the whole process: what a Module cached under older counts is made anew.
 
@@ -123,7 +124,9 @@ class Weight(TensorValue):
         sizes = tuple(int(d) for d in self._dims) if static else None
         # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
         dtype = jax.dtypes.canonicalize_dtype(self._dtype.np)
-        self._put(None if sizes is None else jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding))
+        self._put(
+            None if sizes is None else jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding)
+        )
 
     def _put(self, leaf: Any) -> None:
         """Every change of the leaf goes through here: Modules cache the lists of their leaves."""
@@ -146,7 +149,9 @@ class Weight(TensorValue):
     def _from_static(cls, weight: Weight, leaf: Any, name: str | None) -> Weight:
         """A Weight like ``weight`` around ``leaf``, which is not looked at."""
         new = object.__new__(type(weight))
-        new.__dict__.update(weight.__dict__, _leaf=leaf, _full_name=name, _loaded_shape=None, _source=None)
+        new.__dict__.update(
+            weight.__dict__, _leaf=leaf, _full_name=name, _loaded_shape=None, _source=None
+        )
         return new
 
     @property
@@ -253,10 +258,16 @@ class Weight(TensorValue):
     def _set(self, value: Any) -> None:
         shape = getattr(value, "shape", None)
         if shape is None:
-            raise TypeError(f"the value of weight '{self.name}' must be an array, not {type(value).__name__}")
-        if all(isinstance(d, StaticDim) for d in self._dims) and tuple(shape) != tuple(int(d) for d in self._dims):
-            raise ValueError(f"the value of weight '{self.name}' must have shape "
-                             f"{tuple(int(d) for d in self._dims)}, not {tuple(shape)}")
+            raise TypeError(
+                f"the value of weight '{self.name}' must be an array, not {type(value).__name__}"
+            )
+        if all(isinstance(d, StaticDim) for d in self._dims) and tuple(shape) != tuple(
+            int(d) for d in self._dims
+        ):
+            raise ValueError(
+                f"the value of weight '{self.name}' must have shape "
+                f"{tuple(int(d) for d in self._dims)}, not {tuple(shape)}"
+            )
         self._put(value)
         self._loaded_shape = None
         dtype = DType.of(value.dtype)
@@ -274,7 +285,9 @@ class Weight(TensorValue):
 
     def _read_source(self) -> jax.Array:
         """Reads the data this weight was allocated from; it is its value from then on."""
-        host = np.array(self._source)  # a copy: JAX on a CPU would share memory the user can write to
+        host = np.array(
+            self._source
+        )  # a copy: JAX on a CPU would share memory the user can write to
         with jax.ensure_compile_time_eval():
             self._put(jax.device_put(host, self._sharding))
         self._source = None
@@ -282,8 +295,10 @@ class Weight(TensorValue):
 
     def _no_value(self) -> str:
         name = (running_name(self) if running_name else None) or self.name
-        return (f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
-                "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)")
+        return (
+            f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
+            "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
+        )
 
     def _place(self, sharding: Any) -> None:
         """Puts the value, or the placeholder, on a jax Sharding."""
@@ -333,10 +348,10 @@ class Weight(TensorValue):
 
 def _register(cls: type[Weight]) -> None:
     def flatten_with_keys(w: Weight):
-        return ((jax.tree_util.GetAttrKey("value"), w._leaf),), _WeightDef.of(w)
+        return ((jax.tree_util.GetAttrKey("value"), w._leaf),), _WeightDef(w)
 
     def flatten(w: Weight):
-        return (w._leaf,), _WeightDef.of(w)
+        return (w._leaf,), _WeightDef(w)
 
     def unflatten(definition: _WeightDef, leaves: Any) -> Weight:
         return Weight._from_static(definition.weight, leaves[0], definition.weight._full_name)
@@ -353,8 +368,6 @@ class _WeightDef:
         self.key = weight._static()
         # A copy without its value: a treedef must not keep arrays alive.
         self.weight = Weight._from_static(weight, None, weight._full_name)
-
-    of = classmethod(lambda cls, weight: cls(weight))
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _WeightDef) and self.key == other.key

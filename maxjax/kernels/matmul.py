@@ -36,16 +36,22 @@ def matmul(x: Any, w: Any) -> jax.Array:
     """
     x, w = _array(x), _array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"cannot multiply x of shape {x.shape} by the transpose of a weight of shape {w.shape}: "
-                         "a weight is [out, in], and x ends in an axis of length `in`")
+        raise ValueError(
+            f"cannot multiply x of shape {x.shape} by the transpose of a weight of shape {w.shape}: "
+            "a weight is [out, in], and x ends in an axis of length `in`"
+        )
     dtype = _result_dtype(x, w)
     # A bare bf16 -> bf16 product rounds inside the sum on some backends.
-    accumulate = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+    accumulate = (
+        jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+    )
     if not jnp.issubdtype(dtype, jnp.floating):
         x, w = x.astype(dtype), w.astype(dtype)
     elif x.dtype != w.dtype:
         x, w = x.astype(dtype), w.astype(dtype)
-    y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulate)
+    y = jax.lax.dot_general(
+        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulate
+    )
     return y.astype(dtype)
 
 

@@ -51,7 +51,9 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
             if model_type == family.model_type:
                 return family
         raise _unsupported(f"the model type {model_type!r}", path)
-    raise CheckpointFormatError("neither 'architectures' nor 'model_type' says what the model is", path=path)
+    raise CheckpointFormatError(
+        "neither 'architectures' nor 'model_type' says what the model is", path=path
+    )
 
 
 def _unsupported(what: str, path: Any) -> UnsupportedModelError:

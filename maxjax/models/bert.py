@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..dtype import DType, promote
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.device import DeviceRef
-from ..nn.activation import ACTIVATIONS, activation
+from ..nn.activation import ACTIVATIONS
 from ..nn.attention import attention
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
@@ -47,10 +47,14 @@ class BertConfig(ModelConfig):
                 f"'hidden_size' {self.hidden_size} is not a multiple of "
                 f"'num_attention_heads' {self.num_heads}"
             )
-        activation(self.hidden_act)
+        if self.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}, which is none of {known}")
         if self.position_embedding_type != "absolute":
             kind = self.position_embedding_type
-            raise UnsupportedModelError(f"BERT with position_embedding_type {kind!r}: only 'absolute'")
+            raise UnsupportedModelError(
+                f"BERT with position_embedding_type {kind!r}: only 'absolute'"
+            )
         if self.is_decoder:
             raise UnsupportedModelError("BERT as a decoder (is_decoder): only as an encoder")
 
@@ -127,11 +131,11 @@ class BertSelfAttention(Module):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         def heads(linear: Linear) -> jax.Array:
-            return linear(x).astype(x.dtype).reshape(*x.shape[:2], self.num_heads, -1)  # [B, T, H, D]
+            y = linear(x).astype(x.dtype)
+            return y.reshape(*x.shape[:2], self.num_heads, -1)  # [B, T, H, D]
 
-        mixed = attention(
-            heads(self.query), heads(self.key), heads(self.value), mask, softmax_dtype=self.softmax_dtype
-        )  # [B, T, H, D]
+        q, k, v = heads(self.query), heads(self.key), heads(self.value)
+        mixed = attention(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
         return mixed.reshape(x.shape)
 
 
@@ -280,13 +284,15 @@ class BertModel(PretrainedModel):
             position_ids = jnp.arange(length, dtype=jnp.int32)[None, :]
         if token_type_ids is None:
             token_type_ids = jnp.zeros_like(input_ids)
-        mask = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         x = self.embeddings(input_ids, token_type_ids, position_ids)
         x = self.encoder(x, mask)
         return BertOutput(x, None if self.pooler is None else self.pooler(x))
 
 
-def _make(config: BertConfig, names: Collection[str], dtype: DType, reduce_dtype: DType) -> BertModel:
+def _make(
+    config: BertConfig, names: Collection[str], dtype: DType, reduce_dtype: DType
+) -> BertModel:
     return BertModel(
         config, dtype, reduce_dtype=reduce_dtype, pooler="pooler.dense.weight" in names
     )
@@ -304,6 +310,9 @@ BERT = Family(
     prefixes=("bert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     # Buffers that count 0, 1, 2, …, and the heads on top of the encoder.
-    ignored=("embeddings.position_ids", "embeddings.token_type_ids", "cls.*", "classifier.*", "qa_outputs.*"),
+    ignored=(
+        "embeddings.position_ids", "embeddings.token_type_ids",
+        "cls.*", "classifier.*", "qa_outputs.*",
+    ),
 )  # fmt: skip
 BertModel.family = BERT

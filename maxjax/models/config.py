@@ -1,13 +1,12 @@
 """Floor 5. Configuration files: JSON read strictly, frozen dataclasses made of it.
 
-Below: ``storage.files`` for the reading. Above: one dataclass per model family, and
-the engine, which reads its own small files with :func:`read_json`.
+Below: ``storage.jsontext`` for the reading. Above: one dataclass per model family, and
+the engine, which reads its own small files with :func:`read_object`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import types
@@ -15,71 +14,26 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ..errors import CheckpointFormatError, CheckpointLimitError
-from ..storage.files import open_regular
+from ..errors import CheckpointFormatError
+from ..storage.jsontext import load_json
 
-# A configuration is a few kilobytes; what is much longer is something else.
-MAX_JSON_BYTES = 16 << 20
 # JAX counts in 32 bits; no size in a configuration can be more.
 _MAX_SIZE = 2**31 - 1
 
 
-def read_text(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> str:
-    """The content of a UTF-8 text file.
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a JSON file that holds one object ``{…}``, read strictly.
 
     Raises:
-        CheckpointError: It is missing, unreadable, no regular file, longer than
-            ``limit`` bytes, or not UTF-8.
+        CheckpointFormatError: It is not JSON, a key stands twice, or it is no object.
+        CheckpointError: It is missing, unreadable, or over a limit.
     """
-    file = open_regular(path)
-    try:
-        if file.size > limit:
-            raise CheckpointLimitError("too long", path=path, expected=f"at most {limit} bytes", found=file.size)
-        content = file.pread(0, file.size)
-        file.check_unchanged()
-    finally:
-        file.close()
-    try:
-        return bytes(content).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointFormatError("not UTF-8 text", path=path, offset=error.start) from None
-
-
-def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> Any:
-    """The content of a JSON file; keys that stand twice and numbers that overflow are errors.
-
-    Raises:
-        CheckpointFormatError: It is not JSON; says where.
-        CheckpointError: As :func:`read_text`.
-    """
-    text = read_text(path, limit)
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        found = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise CheckpointFormatError("not valid JSON", path=path, found=found) from None
-    except RecursionError:
-        raise CheckpointFormatError("not valid JSON: nested too deeply", path=path) from None
-    except ValueError as error:  # a key twice, or an integer of thousands of digits
-        raise CheckpointFormatError(f"not valid JSON: {error}", path=path) from None
-
-
-def read_object(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """As :func:`read_json`, of a file that holds one object ``{…}``."""
-    value = read_json(path, limit)
+    # Published configurations hold an Infinity here and there; a number that is used is checked.
+    value = load_json(path, allow_nan=True)
     if not isinstance(value, dict):
         found = type(value).__name__
         raise CheckpointFormatError("not a JSON object", path=path, expected="{…}", found=found)
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
-    return found
 
 
 def setting(
@@ -111,11 +65,14 @@ class ModelConfig:
         >>> Config.from_dict({"hidden_size": "8", "num_hidden_layers": 2}, path="config.json")
         Traceback (most recent call last):
         ...
-        maxjax.errors.CheckpointFormatError: config.json: 'hidden_size' has the wrong type (expected int, found '8')
+        maxjax.errors.CheckpointFormatError: config.json: 'hidden_size' has the wrong type
+        (expected int, found '8')
     """
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Self:
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Self:
         """Picks the declared fields out of ``raw``; ``null`` counts as absent.
 
         Raises:
@@ -148,10 +105,14 @@ def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path
             f"'{key}' has the wrong type", path=path, expected=names, found=_short(value)
         )
     if type(value) in (int, float):
-        minimum, maximum = field.metadata.get("minimum", 0), field.metadata.get("maximum", _MAX_SIZE)
+        limits = {"minimum": 0, "maximum": _MAX_SIZE} | dict(field.metadata)
+        minimum, maximum = limits["minimum"], limits["maximum"]
         if not minimum <= value <= maximum:
             raise CheckpointFormatError(
-                f"'{key}' is out of range", path=path, expected=f"{minimum} to {maximum}", found=_short(value)
+                f"'{key}' is out of range",
+                path=path,
+                expected=f"{minimum} to {maximum}",
+                found=_short(value),
             )
     return value
 

@@ -80,7 +80,8 @@ class Family:
                 continue
             if name in adapted:
                 raise CheckpointFormatError(
-                    f"'{origin[name]}' and '{tensor}' are both the weight '{name}' of a {self.model_type} model"
+                    f"'{origin[name]}' and '{tensor}' are both the weight '{name}' "
+                    f"of a {self.model_type} model"
                 )
             adapted[name], origin[name] = value, tensor
         return adapted

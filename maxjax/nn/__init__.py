@@ -1,6 +1,7 @@
 """Floor 4. Layers: the container calculus and the layers models are made of, under MAX's names."""
 
 from . import hooks as hooks
+from .embedding import Embedding as Embedding
 from .init import init as init
 from .init import merge as merge
 from .init import partition as partition
@@ -11,6 +12,5 @@ from .layer import MissingLayer as MissingLayer
 from .layer import Module as Module
 from .layer import Sequential as Sequential
 from .layer import recursive_named_layers as recursive_named_layers
-from .embedding import Embedding as Embedding
 from .linear import Linear as Linear
 from .norm import LayerNorm as LayerNorm

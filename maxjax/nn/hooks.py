@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
-import jax
+from jax.core import Tracer
 
 from ..graph.weight import structure_changed
 from .layer import hooks
@@ -84,7 +84,7 @@ def _show(label: str, value: Any) -> None:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             _show(f"{label}_{field.name}", getattr(value, field.name))
-    elif isinstance(value, jax.core.Tracer):
+    elif isinstance(value, Tracer):
         print(f"{label}: {value.aval}")
     else:
         print(f"{label} = {value}")

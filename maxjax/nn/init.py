@@ -17,7 +17,9 @@ Initializer = Callable[..., jax.Array]
 M = TypeVar("M", bound=Module)
 
 
-def init(model: M, key: jax.Array, *, initializer: Callable[[str], Initializer | None] | None = None) -> M:
+def init(
+    model: M, key: jax.Array, *, initializer: Callable[[str], Initializer | None] | None = None
+) -> M:
     """Gives every weight that has no value one, in a single compiled program.
 
     Each weight is born on the sharding it was placed on (``Module.to``), drawn from a key
@@ -49,7 +51,9 @@ def init(model: M, key: jax.Array, *, initializer: Callable[[str], Initializer |
     shapes = {name: weight._leaf for name, (weight, _) in plan.items()}
     for name, shape in shapes.items():
         if shape is None:
-            raise ValueError(f"weight '{name}' has symbolic dimensions {plan[name][0].shape!r}: load a value")
+            raise ValueError(
+                f"weight '{name}' has symbolic dimensions {plan[name][0].shape!r}: load a value"
+            )
 
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         return {name: fn(jax.random.fold_in(key, zlib.crc32(name.encode())), shapes[name].shape, shapes[name].dtype)
@@ -81,8 +85,10 @@ def _choose(name: str, weight: Weight, layer: Module, initializer: Any) -> Initi
     if chosen is not None:
         return chosen
     if not weight.dtype.is_float():
-        raise TypeError(f"weight '{name}' is {weight.dtype}: random integers mean nothing; "
-                        "load a value, or pass an initializer")
+        raise TypeError(
+            f"weight '{name}' is {weight.dtype}: random integers mean nothing; "
+            "load a value, or pass an initializer"
+        )
     if name.rsplit(".", 1)[-1] == "bias":
         return jax.nn.initializers.zeros
     if weight.rank < 2:
@@ -96,7 +102,9 @@ def linear_weight(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32
     return fan_in_last(key, tuple(shape), dtype)
 
 
-def partition(model: M, trainable: str | Sequence[str] | Callable[[str, Any], bool] | None = None) -> tuple[M, M]:
+def partition(
+    model: M, trainable: str | Sequence[str] | Callable[[str, Any], bool] | None = None
+) -> tuple[M, M]:
     """Splits a Module into the weights to differentiate and the rest.
 
     Args:
@@ -126,7 +134,9 @@ def partition(model: M, trainable: str | Sequence[str] | Callable[[str, Any], bo
             return bool(patterns(name, value))
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    flags = jax.tree.map_with_path(lambda path, v: chosen(jax.tree_util.keystr(path, simple=True), v), model)
+    flags = jax.tree.map_with_path(
+        lambda path, v: chosen(jax.tree_util.keystr(path, simple=True), v), model
+    )
     ours = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
     theirs = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
     return ours, theirs
@@ -142,7 +152,9 @@ def merge(first: M, second: M) -> M:
     def pick(path: Any, a: Any, b: Any) -> Any:
         if (a is None) == (b is None):
             name = jax.tree_util.keystr(path, simple=True)
-            raise ValueError(f"{'neither' if a is None else 'each'} half has a value for weight '{name}'")
+            raise ValueError(
+                f"{'neither' if a is None else 'each'} half has a value for weight '{name}'"
+            )
         return b if a is None else a
 
     return jax.tree.map_with_path(pick, first, second, is_leaf=lambda v: v is None)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtype import DType
+from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.quantization import QuantizationEncoding
 from ..graph.weight import Weight
@@ -45,8 +45,9 @@ class Linear(Module):
 
     Example:
         >>> layer = Linear(3, 2, "float32", DeviceRef.CPU(), has_bias=True)
-        >>> {name: tuple(w.shape) for name, w in layer.raw_state_dict().items()}
-        {'weight': (2, 3), 'bias': (2,)}
+        >>> layer.raw_state_dict()["weight"], layer.bias
+        (Weight(weight, DType.float32, [Dim(2), Dim(3)], cpu:0),
+         Weight(bias, DType.float32, [Dim(2)], cpu:0))
     """
 
     def __init__(
@@ -103,5 +104,5 @@ def add_bias(y: jax.Array, bias: Any) -> jax.Array:
     bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
     if bias.dtype == y.dtype:
         return y + bias
-    wide = jnp.promote_types(DType.float32.np, y.dtype)
+    wide = promote(DType.of(y.dtype), promote(DType.of(bias.dtype), DType.float32)).np
     return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)

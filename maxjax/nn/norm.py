@@ -19,9 +19,9 @@ from .layer import Module
 
 
 class LayerNorm(Module):
-    """``(x - mean) / √(variance + eps) · weight + bias`` over the last axis. MAX's order of arguments.
+    """``(x - mean) / √(variance + eps) · weight + bias`` over the last axis.
 
-    Args:
+    Args (in MAX's order):
         dims: Length of the last axis.
         devices: Where the weights are declared to live: the first of them.
         dtype: Of the weights.
@@ -83,9 +83,9 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """``x / √(mean(x²) + eps) · (weight + weight_offset)`` over the last axis. MAX's order of arguments.
+    """``x / √(mean(x²) + eps) · (weight + weight_offset)`` over the last axis.
 
-    Args:
+    Args (in MAX's order):
         dim: Length of the last axis.
         dtype: Of the weight.
         eps: Added to the mean square.
@@ -130,7 +130,8 @@ class RMSNorm(Module):
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         y = wide * jax.lax.rsqrt(mean_square + self.eps)
         if self.multiply_before_cast:
-            return (y * (_row(self.weight, x.ndim, jnp.float32) + self.weight_offset)).astype(x.dtype)
+            y = y * (_row(self.weight, x.ndim, jnp.float32) + self.weight_offset)
+            return y.astype(x.dtype)
         return y.astype(x.dtype) * (_row(self.weight, x.ndim, x.dtype) + self.weight_offset)
 
     def initializer(self, name: str) -> Any:

@@ -203,13 +203,13 @@ def open_regular(
     except OSError as error:
         raise os_error(error, shown, "opening failed") from error
     file = OpenFile(fd, shown, os.fstat(fd))
-    _require_regular(file.stat, shown)
-    if file.size == 0 and _has_content(fd):
-        raise CheckpointFormatError(
-            "not a stored file but one the kernel makes up (/proc, /sys)",
-            path=shown,
-            expected="a regular file",
-        )
+    try:
+        # Once more: the name may lead elsewhere by now.
+        _require_regular(file.stat, shown)
+        _require_stored(file)
+    except BaseException:
+        file.close()
+        raise
     return file
 
 
@@ -237,11 +237,22 @@ def _require_regular(status: os.stat_result, path: str) -> None:
     )
 
 
-def _has_content(fd: int) -> bool:
+def _require_stored(file: OpenFile) -> None:
+    """Refuses what the kernel makes up when it is read: it says it has no bytes, and has."""
+    if file.size:
+        return
     try:
-        return bool(os.pread(fd, 1, 0))
+        stored = not os.pread(file.fd, 1, 0)
     except OSError:
-        return True  # an empty file on a disk can always be read
+        stored = False  # an empty file on a disk can always be read
+    if not stored:
+        raise CheckpointFormatError(
+            "not a stored file but one the kernel makes up",
+            path=file.path,
+            expected="a regular file",
+            found="a file of /proc or /sys",
+            hint="Copy the content to a file first.",
+        )
 
 
 _MISSING = {

@@ -192,6 +192,7 @@ class Text:
             if lone := _LONE_SURROGATE.search(plain):
                 raise self.error(
                     "a lone surrogate is no character",
+                    expected="a pair of surrogates",
                     found=lone.group().decode(),
                     offset=self.base + lone.start(),
                 )

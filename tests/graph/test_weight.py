@@ -42,7 +42,9 @@ def loaded(array=A, name="w"):
 
 
 def _same(got, want):
-    jax.tree.map(lambda g, w: np.testing.assert_array_equal(np.asarray(g), np.asarray(w)), got, want)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_array_equal(np.asarray(g), np.asarray(w)), got, want
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in ONE if hasattr(jnp, n)])
@@ -87,7 +89,12 @@ OPERATORS = {
 def test_operators(op):
     fn = OPERATORS[op]
     want = np.asarray(fn(jnp.asarray(A), jnp.asarray(B)))
-    for got in (fn(loaded(), jnp.asarray(B)), fn(jnp.asarray(A), loaded(B)), fn(A, loaded(B)), fn(loaded(), B)):
+    for got in (
+        fn(loaded(), jnp.asarray(B)),
+        fn(jnp.asarray(A), loaded(B)),
+        fn(A, loaded(B)),
+        fn(loaded(), B),
+    ):
         assert isinstance(got, jax.Array)
         np.testing.assert_array_equal(got, want)
     if op not in ("==", "!="):  # identity between Weights
@@ -114,8 +121,16 @@ def test_unary_operators_and_indexing():
 
 
 @pytest.mark.parametrize(
-    "use", [lambda w: w + 1, lambda w: 1 - w, lambda w: w.T, lambda w: w[0], np.asarray,
-     np.sin, lambda w: w == 2.0]
+    "use",
+    [
+        lambda w: w + 1,
+        lambda w: 1 - w,
+        lambda w: w.T,
+        lambda w: w[0],
+        np.asarray,
+        np.sin,
+        lambda w: w == 2.0,
+    ],
 )
 def test_without_a_value_it_raises_and_names_itself(use):
     with pytest.raises(ValueError, match="'blk.w' has no value.*load_state_dict"):
@@ -131,7 +146,10 @@ def test_compiled_jnp_functions_see_the_placeholder():
 def test_shape_dtype_and_words():
     w = Weight("w", "float32", (2, 3), CPU)
     assert w.shape == [2, 3] and isinstance(w.shape, Shape) and w.shape is not w.shape
-    assert jnp.zeros(w.shape, w.dtype).shape == (2, 3)  # D2: a Shape and a DType go where jnp takes them
+    assert jnp.zeros(w.shape, w.dtype).shape == (
+        2,
+        3,
+    )  # D2: a Shape and a DType go where jnp takes them
     assert w.value is None and w.dtype is DType.float32
     w.value = jnp.ones((2, 3))
     w.value = w.value * 2

@@ -16,7 +16,9 @@ def _weight(shape=(5, 3), dtype=np.float32, seed=0):
     return w
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 8e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 8e-3)]
+)
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (7, 3), (2, 4, 3), (0, 3)])
 def test_equals_float64(dtype, tolerance, shape):
     dtype = jnp.dtype(dtype)
@@ -42,7 +44,9 @@ def test_half_precision_accumulates_in_float32():
     assert float(kernels.matmul(x, w)[0, 0]) == 4096.0
 
 
-@pytest.mark.parametrize("x, w", [((4, 2), (5, 3)), ((), (5, 3)), ((4, 3), (3,)), ((4, 3), (2, 5, 3))])
+@pytest.mark.parametrize(
+    "x, w", [((4, 2), (5, 3)), ((), (5, 3)), ((4, 3), (3,)), ((4, 3), (2, 5, 3))]
+)
 def test_shapes_that_do_not_fit(x, w):
     with pytest.raises(ValueError, match=str(w).replace("(", r"\(").replace(")", r"\)")):
         kernels.matmul(jnp.ones(x), jnp.ones(w))
@@ -74,7 +78,9 @@ REACHING = {
     "jit": lambda w, x: jax.jit(lambda w, x: x @ w.T)(w, x),
     "jit closure": lambda w, x: jax.jit(lambda x: x @ w.T)(x),
     "vmap over rows": lambda w, x: jax.vmap(lambda r: r @ w.T)(x),
-    "vmap over weights": lambda w, x: jax.vmap(lambda w: x @ w.T)(jax.tree.map(lambda a: jnp.stack([a, a]), w))[0],
+    "vmap over weights": lambda w, x: jax.vmap(lambda w: x @ w.T)(
+        jax.tree.map(lambda a: jnp.stack([a, a]), w)
+    )[0],
     "grad": lambda w, x: jax.grad(lambda x: (x @ w.T).sum())(x),
     "grad of the weight": lambda w, x: jax.grad(lambda w: (x @ w.T).sum())(w).value,
     "jvp": lambda w, x: jax.jvp(lambda x: x @ w.T, (x,), (x,))[1],
@@ -82,7 +88,10 @@ REACHING = {
     "checkpoint": lambda w, x: jax.checkpoint(lambda x: x @ w.T)(x),
 }
 PASSING_BY = {
-    "x @ w, with w as it lies": (lambda w, x: jnp.ones((4, 5)) @ w, lambda w, x: np.ones((4, 5)) @ w),
+    "x @ w, with w as it lies": (
+        lambda w, x: jnp.ones((4, 5)) @ w,
+        lambda w, x: np.ones((4, 5)) @ w,
+    ),
     "w @ y": (lambda w, x: w @ x.T, lambda w, x: w @ x.T),
     "the transposed array": (lambda w, x: x @ w.T.array(), lambda w, x: x @ w.T),
     "w.T on the left": (lambda w, x: w.T @ jnp.ones((5, 2)), lambda w, x: w.T @ np.ones((5, 2))),
@@ -121,4 +130,6 @@ def test_jnp_dot_with_the_view_raises():
 
 def test_narrow_floats_of_ml_dtypes():
     w = _weight(dtype=ml_dtypes.float8_e4m3fn)
-    assert kernels.matmul(jnp.ones((2, 3), jnp.bfloat16), w.astype("bfloat16")).dtype == jnp.bfloat16
+    assert (
+        kernels.matmul(jnp.ones((2, 3), jnp.bfloat16), w.astype("bfloat16")).dtype == jnp.bfloat16
+    )

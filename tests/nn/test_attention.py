@@ -110,6 +110,12 @@ def test_masks_that_do_not_fit_are_refused(mask, error):
 
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v = heads(9)
-    for wrong in [(q[0], k, v), (q[..., :2], k, v), (q, k[:, :3], v), (q[:1], k, v), (q[:, :, :1], k, v)]:
+    for wrong in [
+        (q[0], k, v),
+        (q[..., :2], k, v),
+        (q, k[:, :3], v),
+        (q[:1], k, v),
+        (q[:, :, :1], k, v),
+    ]:
         with pytest.raises(ValueError, match=r"\[B, T, H, D\]"):
             attention(*wrong)

@@ -64,5 +64,7 @@ def test_gradient_adds_up_over_repeated_rows():
 
 
 def test_initializer():
-    values = Embedding(5, 3, "float32", CPU).initializer("weight")(jax.random.key(0), (500, 100), jnp.float32)
+    values = Embedding(5, 3, "float32", CPU).initializer("weight")(
+        jax.random.key(0), (500, 100), jnp.float32
+    )
     assert abs(float(values.std()) - 0.02) < 0.001

@@ -29,12 +29,19 @@ def test_init_fills_what_is_lazy():
     m = Net()
     m.bias.value = jnp.full(64, 7.0)
     assert init(m, jax.random.key(0)) is m
-    assert abs(float(m.w.value.std()) - 1 / 16) < 0.005 and (m.scale == 1).all() and (m.bias == 7).all()
+    assert (
+        abs(float(m.w.value.std()) - 1 / 16) < 0.005
+        and (m.scale == 1).all()
+        and (m.bias == 7).all()
+    )
     assert m.scale.value.dtype == jnp.bfloat16
 
 
 def test_values_depend_on_key_and_name_alone():
-    a, b, c = (init(Net(extra), jax.random.key(seed)) for extra, seed in ((False, 0), (True, 0), (False, 1)))
+    a, b, c = (
+        init(Net(extra), jax.random.key(seed))
+        for extra, seed in ((False, 0), (True, 0), (False, 1))
+    )
     np.testing.assert_array_equal(a.w.value, b.w.value)
     assert (a.w.value != c.w.value).any()
 
@@ -50,7 +57,11 @@ def test_own_initializers():
             return jax.nn.initializers.constant(3.0) if name == "w" else None
 
     assert (init(Own(), jax.random.key(0)).w == 3).all()
-    m = init(Own(), jax.random.key(0), initializer=lambda name: jax.nn.initializers.constant(5.0) if name == "bias" else None)
+    m = init(
+        Own(),
+        jax.random.key(0),
+        initializer=lambda name: jax.nn.initializers.constant(5.0) if name == "bias" else None,
+    )
     assert (m.bias == 5).all() and (m.w == 3).all()
 
 

@@ -62,7 +62,9 @@ def test_a_large_mean_does_not_cancel():
     values = filled(layer)
     x = (np.random.default_rng(3).standard_normal((4, 256)) + 1000).astype(np.float32)
     # E[x²] - E[x]² would be off by more than 1 per cent here.
-    np.testing.assert_allclose(layer(jnp.asarray(x)), layer_norm(x, values["weight"]), atol=1e-3, rtol=1e-3)
+    np.testing.assert_allclose(
+        layer(jnp.asarray(x)), layer_norm(x, values["weight"]), atol=1e-3, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
@@ -81,7 +83,10 @@ def test_computed_in_float32_and_given_back_as_it_came(weights, make):
 
 def test_compute_dtype_is_used():
     x = jnp.asarray(np.random.default_rng(5).standard_normal((6, 64)), jnp.bfloat16)
-    exact, narrow = LayerNorm(64, [CPU], "bfloat16"), LayerNorm(64, [CPU], "bfloat16", compute_dtype="bfloat16")
+    exact, narrow = (
+        LayerNorm(64, [CPU], "bfloat16"),
+        LayerNorm(64, [CPU], "bfloat16", compute_dtype="bfloat16"),
+    )
     values = filled(exact)
     filled(narrow)
     oracle = layer_norm(np.asarray(x, np.float64), **values)
@@ -91,8 +96,16 @@ def test_compute_dtype_is_used():
 
 def test_layer_norm_names_and_attributes_are_those_of_max():
     layer = LayerNorm(4, [CPU], DType.bfloat16)
-    assert {n: tuple(w.shape) for n, w in layer.raw_state_dict().items()} == {"weight": (4,), "bias": (4,)}
-    assert (layer.dim, layer.eps, layer.dtype, list(layer.devices)) == (4, 1e-5, DType.bfloat16, [CPU])
+    assert {n: tuple(w.shape) for n, w in layer.raw_state_dict().items()} == {
+        "weight": (4,),
+        "bias": (4,),
+    }
+    assert (layer.dim, layer.eps, layer.dtype, list(layer.devices)) == (
+        4,
+        1e-5,
+        DType.bfloat16,
+        [CPU],
+    )
     without = LayerNorm(4, [CPU], DType.float32, use_bias=False)
     assert without.bias is None and list(without.raw_state_dict()) == ["weight"]
 
@@ -155,7 +168,9 @@ def test_initialised_to_the_identity_of_normal_input(layer):
     np.testing.assert_allclose(layer(jnp.asarray(x)), x, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", [lambda: LayerNorm(8, [CPU], "float32"), lambda: RMSNorm(8, "float32")])
+@pytest.mark.parametrize(
+    "make", [lambda: LayerNorm(8, [CPU], "float32"), lambda: RMSNorm(8, "float32")]
+)
 def test_jit_and_grad(make):
     layer = make()
     filled(layer)

@@ -104,7 +104,10 @@ def _one(**changes: Any) -> dict[str, Any]:
     return {"a": {key: value for key, value in entry.items() if value is not ...}}
 
 
-PICKLE = b"\x80\x04\x95\x28\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x08touch /x\x85R."
+PICKLE = (
+    b"\x80\x04\x95\x28\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94"
+    b"\x8c\x08touch /x\x85R."
+)
 LFS = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f"
     b"32b1258daaa5e2ca24d17e2393\nsize 12345\n"
@@ -217,7 +220,8 @@ JSON = [
     _bad("json_dup_field",
          '{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,8],"data_offsets":[0,16]}}',
          ("data_offsets", "twice")),
-    _bad("json_minus_zero", '{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', "shape", b""),
+    _bad("json_minus_zero", '{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', "shape",
+         b""),
     _content("meta_not_string", file_bytes({"__metadata__": {"x": 1}, **ONE}, D16), FORMAT, None,
              ("x", "metadata")),
     _content("meta_is_list", file_bytes({"__metadata__": ["x"], **ONE}, D16), FORMAT, None,
@@ -304,7 +308,7 @@ OTHER_KINDS = [
     _path("is_symlink_loop", lambda path: path.symlink_to(path.name), MISSING),
     _path("is_symlink_dangling", lambda path: path.symlink_to("nowhere.safetensors"), MISSING),
     _path("is_device", lambda path: path.symlink_to("/dev/zero"), FORMAT, None, "device", KIND),
-    _path("is_proc", lambda path: path.symlink_to("/proc/self/maps"), FORMAT, None, "/proc", ()),
+    _path("is_proc", lambda path: path.symlink_to("/proc/self/maps"), FORMAT, None, "/proc", KIND),
 ]  # fmt: skip
 
 SAFETENSORS = [*CONTROLS, *LENGTHS, *JSON, *FIELDS, *OFFSETS, *OTHER_KINDS]

@@ -38,4 +38,3 @@ def watched() -> Iterator[list[str]]:
         for event, arguments in events:
             if event.startswith(_FORBIDDEN) or (event == "open" and arguments[2] & _WRITES):
                 acts.append(f"{event}: {arguments[:1]}")
-

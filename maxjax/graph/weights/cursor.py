@@ -24,7 +24,16 @@ from ..weight import Weight
 from .weight_data import WeightData
 
 # Names that are methods: a tensor called so is reached by index, weights["data"].
-RESERVED_NAMES = ("allocate", "allocate_as_bytes", "allocated_weights", "close", "data", "exists", "items", "name")
+RESERVED_NAMES = (
+    "allocate",
+    "allocate_as_bytes",
+    "allocated_weights",
+    "close",
+    "data",
+    "exists",
+    "items",
+    "name",
+)
 
 
 class _Family:
@@ -89,8 +98,10 @@ class Weights:
 
     def __getattr__(self, attr: str) -> Weights:
         if attr.startswith("_"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {attr!r}; "
-                                 f"a tensor of that name is reached by index: weights[{attr!r}]")
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {attr!r}; "
+                f"a tensor of that name is reached by index: weights[{attr!r}]"
+            )
         return self[attr]
 
     def __getitem__(self, index: str | int) -> Weights:
@@ -121,7 +132,10 @@ class Weights:
         names, prefix = self._family.names, self._prefix
         if not prefix:
             return list(names)
-        start, stop = bisect.bisect_left(names, f"{prefix}."), bisect.bisect_left(names, f"{prefix}/")
+        start, stop = (
+            bisect.bisect_left(names, f"{prefix}."),
+            bisect.bisect_left(names, f"{prefix}/"),
+        )
         return [prefix] * self.exists() + names[start:stop]
 
     def _named_data(self) -> Iterator[tuple[str, WeightData]]:
@@ -143,7 +157,9 @@ class Weights:
 
     def _unknown(self) -> str:
         like = closest(self._prefix, self._family.names)
-        return f"{self._path}: no tensor is named '{self._prefix}'" + (f". Did you mean '{like}'?" if like else "")
+        return f"{self._path}: no tensor is named '{self._prefix}'" + (
+            f". Did you mean '{like}'?" if like else ""
+        )
 
     def allocate(
         self,
@@ -166,23 +182,36 @@ class Weights:
         """
         data = self.data()
         if quantization_encoding is not None:
-            raise ValueError(f"'{self.name}': quantization_encoding is not supported for a {self._format()} file")
+            raise ValueError(
+                f"'{self.name}': quantization_encoding is not supported for a {self._format()} file"
+            )
         if shape is not None and list(Shape(shape)) != list(data.shape):
-            raise ValueError(f"'{self.name}' was asked for with shape {Shape(shape)!r}, "
-                             f"but has {data.shape!r}")
+            raise ValueError(
+                f"'{self.name}' was asked for with shape {Shape(shape)!r}, but has {data.shape!r}"
+            )
         if dtype is not None:
             wanted = DType.of(dtype)
             if wanted is not data.dtype and not (wanted.is_float() and data.dtype.is_float()):
-                raise ValueError(f"'{self.name}' was asked for as {wanted}, but is {data.dtype}: "
-                                 "only float widths are converted")
+                raise ValueError(
+                    f"'{self.name}' was asked for as {wanted}, but is {data.dtype}: "
+                    "only float widths are converted"
+                )
             data = data.astype(wanted)
         return self._new_weight(data, device)
 
     def _format(self) -> str:
         return self._family.open_table().format
 
-    def _new_weight(self, data: WeightData, device: DeviceRef | None, align: int | None = None) -> Weight:
-        weight = Weight(self.name, data.dtype, data.shape, device or DeviceRef.CPU(), align=align or self._alignment)
+    def _new_weight(
+        self, data: WeightData, device: DeviceRef | None, align: int | None = None
+    ) -> Weight:
+        weight = Weight(
+            self.name,
+            data.dtype,
+            data.shape,
+            device or DeviceRef.CPU(),
+            align=align or self._alignment,
+        )
         weight._source = data
         self._family.allocated[self.name] = data
         return weight
@@ -272,4 +301,6 @@ class _Bytes(WeightData):
         array = np.ascontiguousarray(np.asarray(self._of._typed()))
         return np.atleast_1d(array).view(np.uint8)
 
-    is_loaded = True  # to whoever would read it from a table
+    @property
+    def is_loaded(self) -> bool:
+        return True  # to whoever would read it from a table

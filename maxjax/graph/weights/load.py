@@ -16,7 +16,7 @@ from .weight_data import WeightData
 WeightsAdapter = Callable[..., dict[str, WeightData]]
 
 
-class WeightsFormat(str, enum.Enum):
+class WeightsFormat(enum.StrEnum):
     """The file formats MAX knows."""
 
     gguf = "gguf"
@@ -54,7 +54,7 @@ def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
         >>> load_weights("nowhere.safetensors")
         Traceback (most recent call last):
         ...
-        maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file or directory
+        maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file
     """
     if isinstance(paths, (str, os.PathLike)):
         return SafetensorWeights._of(open_checkpoint(paths), os.fspath(paths))

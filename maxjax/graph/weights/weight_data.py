@@ -119,7 +119,9 @@ class WeightData:
         if not self.is_loaded:
             new._source, new._casts = self._source, (*self._casts, dtype)
         elif isinstance(self._data, jax.ShapeDtypeStruct):
-            new._data = jax.ShapeDtypeStruct(self._data.shape, dtype.np, sharding=self._data.sharding)
+            new._data = jax.ShapeDtypeStruct(
+                self._data.shape, dtype.np, sharding=self._data.sharding
+            )
         else:
             new._data = cast_array(np.asarray(self._typed()), dtype)
         return new
@@ -140,12 +142,16 @@ class WeightData:
         Raises:
             ValueError: The array is not contiguous.
         """
-        if not isinstance(self.data, Buffer):
-            array = _host(self.data)
-            if not array.flags.c_contiguous:
-                raise ValueError(f"weight '{self.name}' is not contiguous; make a contiguous copy first")
-            self._data = Buffer.from_numpy(array)
-        return self._data
+        data = self.data
+        if isinstance(data, Buffer):
+            return data
+        array = _host(data)
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"weight '{self.name}' is not contiguous; make a contiguous copy first"
+            )
+        self._data = buffer = Buffer.from_numpy(array)
+        return buffer
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._typed(), dtype=dtype)
@@ -159,7 +165,9 @@ class WeightData:
     def _exporter(self) -> Any:
         array = self._typed()
         if isinstance(array, np.ndarray) and not is_native(array.dtype):
-            return jax.device_put(array, jax.local_devices(backend="cpu")[0])  # NumPy cannot export bf16 and fp8
+            return jax.device_put(
+                array, jax.local_devices(backend="cpu")[0]
+            )  # NumPy cannot export bf16 and fp8
         return array
 
     def __repr__(self) -> str:

@@ -114,9 +114,11 @@ class Walk:
 
 
 def _duplicate(name: str, first: str, second: str) -> str:
-    return (f"Duplicate weight name '{name}': '{first}' and '{second}' would have the same full name in the "
-            "state dict. One of the modules on these paths leaves its own attribute name out "
-            "(_omit_module_attr_name): rename one of the weights or attributes")
+    return (
+        f"Duplicate weight name '{name}': '{first}' and '{second}' would have the same full name in the "
+        "state dict. One of the modules on these paths leaves its own attribute name out "
+        "(_omit_module_attr_name): rename one of the weights or attributes"
+    )
 
 
 class Cache:
@@ -150,7 +152,12 @@ def define(root: Any) -> Cache:
     definition = _INTERNED.get(key)
     if definition is None:
         definition = Definition()
-        definition.key, definition.names, definition.owned, definition.aliases = key, names, owned, aliases
+        definition.key, definition.names, definition.owned, definition.aliases = (
+            key,
+            names,
+            owned,
+            aliases,
+        )
         definition.nodes = nodes
         definition.weights = tuple(Weight._from_static(w, None, None) for w in weights)
         definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)

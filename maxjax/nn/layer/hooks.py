@@ -80,7 +80,7 @@ class Layer:
         super().__init_subclass__(**kwargs)
         call = cls.__dict__.get("__call__")
         if call is not None:
-            setattr(cls, "__call__", cls._wrap_call(call))
+            cls.__call__ = cls._wrap_call(call)
 
     @classmethod
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ class LayerList(Module):
     @property
     def layers(self) -> list[Any]:
         """The layers as a plain list (a new one each time)."""
-        return [self.__dict__[str(i)] for i in range(len(self))]
+        return [vars(self)[str(i)] for i in range(len(self))]
 
     @property
     def sublayers(self) -> Mapping[str, Module]:
@@ -60,13 +60,13 @@ class LayerList(Module):
         for layer in layers:
             if layer is not None and not isinstance(layer, Layer):
                 raise TypeError(f"{type(self).__name__} holds layers, not {type(layer).__name__}")
-        for name in [name for name in self.__dict__ if name.isdigit()]:
+        for name in [name for name in vars(self) if name.isdigit()]:
             self._forget(name)
-            del self.__dict__[name]
+            del vars(self)[name]
         others = dict(self._mx_children)
         self._mx_children.clear()
         for i, layer in enumerate(layers):
-            self.__dict__[str(i)] = layer
+            vars(self)[str(i)] = layer
             if isinstance(layer, Module):
                 self._mx_children[str(i)] = layer
             else:
@@ -86,7 +86,11 @@ class LayerList(Module):
 
     def extend(self, layers: Iterable[Layer] | Layer) -> None:
         """Adds several layers, or one, at the end."""
-        more = [layers] if isinstance(layers, Layer) and not isinstance(layers, LayerList) else list(layers)
+        more = (
+            [layers]
+            if isinstance(layers, Layer) and not isinstance(layers, LayerList)
+            else list(layers)
+        )
         self._renew([*self.layers, *more])
 
     def pop(self, i: int = -1) -> Any:
@@ -110,7 +114,7 @@ class LayerList(Module):
         return self.layers[i]
 
     def __len__(self) -> int:
-        return sum(name.isdigit() for name in self.__dict__)
+        return sum(name.isdigit() for name in vars(self))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.layers)

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from ...graph import weight as weight_module
 from ...graph.device import DeviceRef
@@ -87,7 +88,7 @@ class Module(Layer, StateDict, ABC):
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
         # Here, so that super().__init__() may come late or not at all.
-        self.__dict__.update(_mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
+        vars(self).update(_mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
                              _mx_statics={}, _mx_cache=None)  # fmt: skip
         return self
 
@@ -134,9 +135,13 @@ class Module(Layer, StateDict, ABC):
             self._forget(name)
             self._mx_statics[name] = key
         if any(module is self for module in _RUNNING.stack):
-            _warn_once("static", self, f"{type(self).__name__}.{name} is assigned while the module runs: under jax.jit "
-                       "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)")
-        self.__dict__[name] = value
+            _warn_once(
+                "static",
+                self,
+                f"{type(self).__name__}.{name} is assigned while the module runs: under jax.jit "
+                "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)",
+            )
+        vars(self)[name] = value
         structure_changed()
 
     def _claim(self, name: str, weight: Weight) -> str:
@@ -146,8 +151,10 @@ class Module(Layer, StateDict, ABC):
             users = [attr for attr, local in self._mx_locals.items() if local == candidate]
             if holder is None or holder is weight or users == [name]:
                 return candidate
-        raise ValueError(f"{type(self).__name__}.{name}: this module already has other weights named "
-                         f"'{weight._local_name}' and '{name}'; give the Weight another name")
+        raise ValueError(
+            f"{type(self).__name__}.{name}: this module already has other weights named "
+            f"'{weight._local_name}' and '{name}'; give the Weight another name"
+        )
 
     def _forget(self, name: str, keep: str | None = None) -> None:
         """Takes the attribute out of the registers; ``keep`` is a local name to leave in its place."""
@@ -234,8 +241,10 @@ class Module(Layer, StateDict, ABC):
         if len(devices) > 1 and sharding_strategy is None:
             raise ValueError(f"{len(devices)} devices need a sharding_strategy")
         if len(devices) > 1 or sharding_strategy is not None:
-            raise NotImplementedError("placing a Module on several devices is not supported yet: one device only")
-        sharding = _sharding(devices[0])
+            raise NotImplementedError(
+                "placing a Module on several devices is not supported yet: one device only"
+            )
+        sharding = _sharding(next(iter(devices)))
         for weight in self._mx_definition()[1]:
             weight._place(sharding)
         return self
@@ -248,16 +257,16 @@ class Module(Layer, StateDict, ABC):
         return definition, self._mx_cache.weights
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mx_cache": None}
+        return {**vars(self), "_mx_cache": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         for name in ("_mx_weights", "_mx_locals", "_mx_children", "_mx_shared"):
-            self.__dict__[name] = type(state[name])(state[name])
+            vars(self)[name] = type(state[name])(state[name])
         # Keys hold the identity of what they were made from, so they are made anew.
-        self.__dict__["_mx_statics"] = statics = {}
+        vars(self)["_mx_statics"] = statics = {}
         for name in state["_mx_statics"]:
-            self.__dict__[name], statics[name] = freeze(state[name], f"{type(self).__name__}.{name}")
+            vars(self)[name], statics[name] = freeze(state[name], f"{type(self).__name__}.{name}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._mx_children)} layers, {len(self._mx_weights)} weights)"
@@ -268,7 +277,7 @@ def _flatten(module: Module) -> tuple[tuple[Any, ...], Definition]:
     # leaves are read before the count: another thread counts first, then lets them go.
     cache = module._mx_cache
     if cache is None or cache.structure != EPOCH.structure:
-        cache = module.__dict__["_mx_cache"] = define(module)
+        cache = vars(module)["_mx_cache"] = define(module)
     leaves = cache.leaves
     if cache.values != EPOCH.values:
         leaves = cache.refresh()
@@ -287,7 +296,9 @@ def _sharding(device: Any) -> jax.sharding.Sharding:
     if isinstance(device, DeviceRef):
         device = device.to_jax()
     if not isinstance(device, jax.Device):
-        raise TypeError(f"Module.to() takes a DeviceRef, a jax.Device or a jax Sharding, not {type(device).__name__}")
+        raise TypeError(
+            f"Module.to() takes a DeviceRef, a jax.Device or a jax Sharding, not {type(device).__name__}"
+        )
     return jax.sharding.SingleDeviceSharding(device)
 
 
@@ -314,9 +325,9 @@ def _run(module: Module, call: Callable[..., Any], args: tuple, kwargs: dict) ->
 
 
 def _is_traced(module: Module, args: tuple, kwargs: dict) -> bool:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in _flatten(module)[0]):
+    if any(isinstance(leaf, Tracer) for leaf in _flatten(module)[0]):
         return True
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
 
 
 def _names() -> dict[int, str]:
@@ -353,16 +364,20 @@ weight_module.running_name = _running_name
 def _warn_if_captured(module: Module) -> None:
     """Weights that are constants of a traced program go stale without a word."""
     leaves = _flatten(module)[0]
-    if ("captured", type(module)) in _WARNED or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if ("captured", type(module)) in _WARNED or any(isinstance(leaf, Tracer) for leaf in leaves):
         return
     if not any(isinstance(leaf, jax.Array) for leaf in leaves):
         return
     # Under jit even a new constant is a tracer; under an eager vmap or grad it is not.
-    if isinstance(jax.numpy.zeros(()), jax.core.Tracer):
+    if isinstance(jax.numpy.zeros(()), Tracer):
         name = type(module).__name__
-        _warn_once("captured", module, f"{name} runs inside jax.jit with weights that are not arguments: they become constants of "
-                   f"the compiled program, which will not see later changes. Write "
-                   f"jax.jit(lambda m, x: m(x))(model, x)")
+        _warn_once(
+            "captured",
+            module,
+            f"{name} runs inside jax.jit with weights that are not arguments: they become constants of "
+            f"the compiled program, which will not see later changes. Write "
+            f"jax.jit(lambda m, x: m(x))(model, x)",
+        )
 
 
 def _warn_once(kind: str, module: Module, message: str) -> None:

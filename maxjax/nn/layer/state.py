@@ -47,7 +47,11 @@ class StateDict:
             ValueError: Two weights have one full name.
         """
         definition, weights = self._mx_definition()
-        return {n: w for n, w, owned in zip(definition.names, weights, definition.owned, strict=True) if owned}
+        return {
+            n: w
+            for n, w, owned in zip(definition.names, weights, definition.owned, strict=True)
+            if owned
+        }
 
     def state_dict(self, auto_initialize: bool = True) -> dict[str, Any]:
         """The values of all weights below this Module by full name, breadth first.
@@ -66,7 +70,9 @@ class StateDict:
                 weight._read_source()
             if weight.value is None:
                 if not auto_initialize:
-                    raise ValueError(f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()")
+                    raise ValueError(
+                        f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()"
+                    )
                 weight._put(_zeros(name, weight))
             weight._finalise(name)
             value = weight._leaf
@@ -110,18 +116,25 @@ class StateDict:
             >>> model.load_state_dict({"wieght": np.ones(3, np.float32)})
             Traceback (most recent call last):
             ...
-            ValueError: load_state_dict() strict=True validation failed. Missing required weights: weight (did you mean 'wieght'?); Unexpected keys in state_dict: wieght
+            ValueError: ... Missing required weights: weight; For 'weight', did you mean 'wieght'?; ...
         """
         definition, _ = self._mx_definition()
         weights = self.raw_state_dict()
         source = dict(state_dict._named_data()) if isinstance(state_dict, Weights) else state_dict
         match = _Match(weights, source, definition.aliases)
-        options = {"override": override_quantization_encoding, "alignment": weight_alignment, "cast": cast}
+        options = {
+            "override": override_quantization_encoding,
+            "alignment": weight_alignment,
+            "cast": cast,
+        }
         fits: list[Fit] = []
         problems = list(match.problems)
         for name, value in match.values.items():
             found = fit(name, weights[name], value, **options)
-            (problems if isinstance(found, str) else fits).append(found)
+            if isinstance(found, str):
+                problems.append(found)
+            else:
+                fits.append(found)
         if strict and (match.missing or match.unexpected):
             problems.append(match.verdict())
         if problems:
@@ -135,7 +148,9 @@ class StateDict:
 class _Match:
     """Which value goes to which weight, and what is left on either side."""
 
-    def __init__(self, weights: Mapping[str, Weight], source: Mapping[str, Any], aliases: Mapping[str, str]):
+    def __init__(
+        self, weights: Mapping[str, Weight], source: Mapping[str, Any], aliases: Mapping[str, str]
+    ):
         self.keys = list(source.keys())
         self.values: dict[str, Any] = {}
         self.problems: list[str] = []
@@ -144,14 +159,18 @@ class _Match:
         for alias, name in aliases.items():
             other_names.setdefault(name, []).append(alias)
         for name in weights:
-            given = [key for key in (name, *other_names.get(name, ())) if _get(source, key) is not None]
+            given = [
+                key for key in (name, *other_names.get(name, ())) if _get(source, key) is not None
+            ]
             used.update(given)
             if not given:
                 continue
             self.values[name] = _get(source, given[0])
             for other in given[1:]:
                 if not same_content(self.values[name], _get(source, other)):
-                    self.problems.append(f"'{given[0]}' and '{other}' are one tied weight, but their values differ")
+                    self.problems.append(
+                        f"'{given[0]}' and '{other}' are one tied weight, but their values differ"
+                    )
         self.missing = tuple(name for name in weights if name not in self.values)
         self.unexpected = tuple(key for key in self.keys if key not in used)
 
@@ -160,12 +179,21 @@ class _Match:
         parts = []
         if self.missing:
             missing = sorted(self.missing)
-            like = closest(missing[0], self.keys)
-            hint = f" (did you mean '{like}'?)" if like else ""
-            parts.append(f"Missing required weights: {', '.join(missing)}{hint}")
+            parts.append(f"Missing required weights: {', '.join(missing)}")
+            parts += self._suggestion(missing)
         if self.unexpected:
-            parts.append(f"Unexpected keys in state_dict: {', '.join(sorted(map(str, self.unexpected)))}")
+            parts.append(
+                f"Unexpected keys in state_dict: {', '.join(sorted(map(str, self.unexpected)))}"
+            )
         return f"load_state_dict() strict=True validation failed. {'; '.join(parts)}"
+
+    def _suggestion(self, missing: list[str]) -> list[str]:
+        """A key that was meant for one of the missing; MAX looks at the first alone, and at all keys."""
+        for name in missing:
+            if like := closest(name, map(str, self.unexpected)):
+                return [f"For '{name}', did you mean '{like}'?"]
+        like = closest(missing[0], self.keys)
+        return [f"For '{missing[0]}', did you mean '{like}'?"] if like else []
 
 
 def _get(source: Mapping[str, Any], key: str) -> Any:
@@ -173,7 +201,9 @@ def _get(source: Mapping[str, Any], key: str) -> Any:
 
 
 def _error(problems: list[str], state_dict: Any) -> ValueError:
-    text = problems[0] if len(problems) == 1 else f"{len(problems)} problems: " + " | ".join(problems)
+    text = (
+        problems[0] if len(problems) == 1 else f"{len(problems)} problems: " + " | ".join(problems)
+    )
     if isinstance(state_dict, Weights):
         return CheckpointMismatchError(text, path=state_dict._path)
     return ValueError(text)
@@ -182,8 +212,10 @@ def _error(problems: list[str], state_dict: Any) -> ValueError:
 def _zeros(name: str, weight: Weight) -> jax.Array:
     leaf = weight._leaf
     if leaf is None:
-        raise ValueError(f"weight '{name}' of shape {weight.shape!r} cannot be filled with zeros: "
-                         "its symbolic dimensions have no size before a value is loaded")
+        raise ValueError(
+            f"weight '{name}' of shape {weight.shape!r} cannot be filled with zeros: "
+            "its symbolic dimensions have no size before a value is loaded"
+        )
     return jnp.zeros(leaf.shape, leaf.dtype, device=weight._sharding)
 
 

@@ -26,11 +26,13 @@ class FrozenList(list):
     """A list kept as a static attribute: it cannot be changed, only assigned anew."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("a static attribute of a Module cannot be changed in place: assign a new one, "
-                        "for example module.sizes = [*module.sizes, 3]")
+        raise TypeError(
+            "a static attribute of a Module cannot be changed in place: assign a new one, "
+            "for example module.sizes = [*module.sizes, 3]"
+        )
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (FrozenList, (list(self),))
@@ -40,11 +42,13 @@ class FrozenDict(dict):
     """A dict kept as a static attribute: it cannot be changed, only assigned anew."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("a static attribute of a Module cannot be changed in place: assign a new one, "
-                        "for example module.options = {**module.options, 'key': 3}")
+        raise TypeError(
+            "a static attribute of a Module cannot be changed in place: assign a new one, "
+            "for example module.options = {**module.options, 'key': 3}"
+        )
 
     __setitem__ = __delitem__ = __ior__ = _refuse
-    update = pop = popitem = clear = setdefault = _refuse
+    update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (FrozenDict, (dict(self),))
@@ -65,12 +69,16 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
     if kind is float or kind is complex:
         return value, (kind, repr(value))  # repr tells -0.0 from 0.0, and nan equals itself
     if isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"{where} is an array. A Module holds arrays in Weights: "
-                        f"{where} = Weight(name, dtype, shape, device), then .value = array; "
-                        "or pass it to __call__ as an argument")
+        raise TypeError(
+            f"{where} is an array. A Module holds arrays in Weights: "
+            f"{where} = Weight(name, dtype, shape, device), then .value = array; "
+            "or pass it to __call__ as an argument"
+        )
     if isinstance(value, (Layer, Weight, WeightTranspose)) and _is_tracked(value):
-        raise TypeError(f"{where} holds a {kind.__name__} inside a container, where it would not be found. "
-                        f"Use LayerList([...]) for modules, and one attribute for each Weight")
+        raise TypeError(
+            f"{where} holds a {kind.__name__} inside a container, where it would not be found. "
+            f"Use LayerList([...]) for modules, and one attribute for each Weight"
+        )
     if getattr(kind, "_maxjax_frozen", False):
         return _freeze_fields(value, _fields(value), where)
     if kind in _FREEZERS:
@@ -119,7 +127,7 @@ def _freeze_fields(value: Any, fields: dict[str, Any], where: str) -> tuple[Any,
     """A frozen copy of an object that is its fields (dataclass, namespace)."""
     frozen = {name: freeze(v, f"{where}.{name}") for name, v in fields.items()}
     base = type(value).__mro__[1] if getattr(type(value), "_maxjax_frozen", False) else type(value)
-    clone = base.__new__(_frozen_class(base))
+    clone = _bare(base)
     if hasattr(value, "__dict__"):
         clone.__dict__.update(vars(value))  # what is no field, too
     for name, (v, _) in frozen.items():
@@ -132,8 +140,10 @@ def _frozen_class(cls: type) -> type:
     """A subclass of ``cls`` that looks like it and whose fields cannot be assigned."""
 
     def refuse(self: Any, name: str, *value: Any) -> None:
-        raise TypeError(f"a static attribute of a Module cannot be changed in place ({cls.__name__}.{name}): "
-                        "assign a new one, for example with dataclasses.replace")
+        raise TypeError(
+            f"a static attribute of a Module cannot be changed in place ({cls.__name__}.{name}): "
+            "assign a new one, for example with dataclasses.replace"
+        )
 
     def reduce(self: Any, protocol: Any) -> Any:
         return (_refreeze, (cls, _fields(self)))
@@ -141,13 +151,23 @@ def _frozen_class(cls: type) -> type:
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # so that dataclasses.replace gives one that can be changed
 
-    body = {"__slots__": (), "__new__": new, "__setattr__": refuse, "__delattr__": refuse, "_maxjax_frozen": True, "__reduce_ex__": reduce,
-            "__module__": cls.__module__, "__qualname__": cls.__qualname__}  # fmt: skip
+    body = {
+        "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+        "__new__": new, "__setattr__": refuse, "__delattr__": refuse, "__reduce_ex__": reduce,
+        "_maxjax_frozen": True,
+    }  # fmt: skip
     if cls.__eq__ is not object.__eq__:
         # dataclass __eq__ compares classes, and the copy must equal what it was made from.
-        body["__eq__"] = lambda self, other: isinstance(other, cls) and _fields(self) == _fields(other)
+        body["__eq__"] = lambda self, other: (
+            isinstance(other, cls) and _fields(self) == _fields(other)
+        )
         body["__hash__"] = cls.__hash__
     return type(cls.__name__, (cls,), body)
+
+
+def _bare(cls: Any) -> Any:
+    """A frozen object of the class without its fields."""
+    return cls.__new__(_frozen_class(cls))
 
 
 def _field_names(value: Any) -> list[str]:
@@ -161,7 +181,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _refreeze(cls: type, fields: dict[str, Any]) -> Any:
-    clone = cls.__new__(_frozen_class(cls))
+    clone = _bare(cls)
     for name, v in fields.items():
         object.__setattr__(clone, name, v)
     return clone
@@ -169,8 +189,10 @@ def _refreeze(cls: type, fields: dict[str, Any]) -> Any:
 
 def _freeze_other(value: Any, where: str) -> tuple[Any, Hashable]:
     if isinstance(value, types.MethodType) and isinstance(value.__self__, Layer):
-        raise TypeError(f"{where} is a method of a Module, which a treedef cannot hold without its weights: "
-                        "keep the name of the method, or a plain function")
+        raise TypeError(
+            f"{where} is a method of a Module, which a treedef cannot hold without its weights: "
+            "keep the name of the method, or a plain function"
+        )
     if isinstance(value, (list, dict, set)):
         plain = next(kind for kind in (list, dict, set) if isinstance(value, kind))
         return _FREEZERS[plain](value, where)

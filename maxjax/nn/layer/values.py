@@ -39,7 +39,9 @@ class Fit:
     as_bytes: bool = False
 
 
-def fit(name: str, weight: Weight, value: Any, *, override: bool, alignment: int | None, cast: bool) -> Fit | str:
+def fit(
+    name: str, weight: Weight, value: Any, *, override: bool, alignment: int | None, cast: bool
+) -> Fit | str:
     """Whether ``value`` may become the value of ``weight``: a Fit, or what is wrong."""
     if isinstance(value, WeightData):
         found = _fit_data(name, weight, value, override)
@@ -53,7 +55,9 @@ def fit(name: str, weight: Weight, value: Any, *, override: bool, alignment: int
 
 
 def _new(name: str, weight: Weight, value: Any, dims: Sequence[Any]) -> Fit:
-    return Fit(name, weight, value, weight._dtype, tuple(dims), weight.quantization_encoding, weight.align)
+    return Fit(
+        name, weight, value, weight._dtype, tuple(dims), weight.quantization_encoding, weight.align
+    )
 
 
 def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fit | str:
@@ -79,17 +83,21 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
 
 def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
     if not isinstance(value, (DLPackArray, np.generic)):
-        return (f"The value of weight '{name}' must be an array that speaks DLPack (NumPy, JAX, torch) or a "
-                f"WeightData, not {type(value).__name__}")
+        return (
+            f"The value of weight '{name}' must be an array that speaks DLPack (NumPy, JAX, torch) or a "
+            f"WeightData, not {type(value).__name__}"
+        )
     try:
         dtype = _dtype_of(value)
     except (TypeError, ValueError, KeyError):
-        return f"The value of weight '{name}' has the dtype {value.dtype}, which maxjax does not have"
+        return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
     shape = tuple(np.shape(value)) if isinstance(value, np.ndarray) else tuple(_shape_of(value))
     problems = [p for p in (_shape_problem(shape, weight._dims),) if p]
     if problems and dtype is not weight._dtype:
-        return (f"Value provided to weight '{name}' had different {problems[0]} and "
-                f"dtype (expected={weight._dtype}, actual={dtype}).")
+        return (
+            f"Value provided to weight '{name}' had different {problems[0]} and "
+            f"dtype (expected={weight._dtype}, actual={dtype})."
+        )
     if problems:
         return f"Value provided to weight '{name}' had different {problems[0]}."
     return _new(name, weight, value, weight._dims)
@@ -120,14 +128,18 @@ def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
     actual = DType.uint8 if fitted.as_bytes else _dtype_of(fitted.value)
     expected = fitted.dtype
     if actual is not expected:
-        same_kind = (actual.is_float() and expected.is_float()) or (actual.is_integral() and expected.is_integral())
+        same_kind = (actual.is_float() and expected.is_float()) or (
+            actual.is_integral() and expected.is_integral()
+        )
         if not (cast and same_kind):
             hint = "; cast=True converts it" if same_kind and not cast else ""
             return _different(fitted.name, dtype=(expected, actual)) + hint
     narrow = jax.dtypes.canonicalize_dtype(expected.np) != expected.np
     if narrow and expected.is_float() and not cast:
-        return (f"weight '{fitted.name}' is {expected}, and JAX runs in 32 bits: pass cast=True to load it as "
-                f"float32, or set jax_enable_x64")
+        return (
+            f"weight '{fitted.name}' is {expected}, and JAX runs in 32 bits: pass cast=True to load it as "
+            f"float32, or set jax_enable_x64"
+        )
     return None
 
 
@@ -136,8 +148,10 @@ def _alignment_problem(fitted: Fit) -> str | None:
     address = _address(fitted.value)
     if address is None or address % align == 0:
         return None
-    return (f"Found unaligned weight '{fitted.name}' (expected alignment={align}). Copy the array to align it, or "
-            "pass `weight_alignment=1` to `Module.load_state_dict()`.")
+    return (
+        f"Found unaligned weight '{fitted.name}' (expected alignment={align}). Copy the array to align it, or "
+        "pass `weight_alignment=1` to `Module.load_state_dict()`."
+    )
 
 
 def _address(value: Any) -> int | None:
@@ -171,7 +185,9 @@ def materialise(fits: Sequence[Fit]) -> list[Any]:
         ValueError: An integer that does not fit the 32 bits JAX runs in.
         CheckpointError: A file that cannot be read.
     """
-    lazy = [one.value for one in fits if isinstance(one.value, WeightData) and not one.value.is_loaded]
+    lazy = [
+        one.value for one in fits if isinstance(one.value, WeightData) and not one.value.is_loaded
+    ]
     fresh = read_all(lazy)
     arrays = []
     for one in fits:
@@ -215,8 +231,10 @@ def _convert(one: Fit, array: Any) -> Any:
         limits = np.iinfo(target)
         host = np.asarray(array)
         if host.size and (int(host.min()) < limits.min or int(host.max()) > limits.max):
-            raise ValueError(f"weight '{one.name}' holds integers from {host.min()} to {host.max()}, which do not fit "
-                             f"{target} (JAX runs in 32 bits unless jax_enable_x64 is set)")
+            raise ValueError(
+                f"weight '{one.name}' holds integers from {host.min()} to {host.max()}, which do not fit "
+                f"{target} (JAX runs in 32 bits unless jax_enable_x64 is set)"
+            )
         return host.astype(target)
     return array.astype(target)
 
@@ -236,7 +254,9 @@ def same_content(a: Any, b: Any) -> bool:
     """Whether two values hold the same bytes."""
     if a is b:
         return True
-    if _dtype_of(a) is not _dtype_of(b) or list(map(int, _shape_of(a))) != list(map(int, _shape_of(b))):
+    if _dtype_of(a) is not _dtype_of(b) or list(map(int, _shape_of(a))) != list(
+        map(int, _shape_of(b))
+    ):
         return False
     one, other = (np.ascontiguousarray(np.asarray(_host_or_jax(v))) for v in (a, b))
     return one.tobytes() == other.tobytes()

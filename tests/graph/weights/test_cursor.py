@@ -16,7 +16,13 @@ from maxjax.dtype import DType
 from maxjax.errors import CheckpointError, CheckpointMissingError
 from maxjax.graph import DeviceRef
 from maxjax.graph.quantization import QuantizationEncoding
-from maxjax.graph.weights import RESERVED_NAMES, SafetensorWeights, Weights, load_weights, weights_format
+from maxjax.graph.weights import (
+    RESERVED_NAMES,
+    SafetensorWeights,
+    Weights,
+    load_weights,
+    weights_format,
+)
 from maxjax.nn import Module
 
 TENSORS = {
@@ -45,19 +51,27 @@ def names(weights):
 def test_names(path):
     w = load_weights(path)
     assert w.name == "" and w.layers[1].w.name == "layers.1.w" == w["layers"]["1"]["w"].name
-    assert w.layers[1].w.exists() and not w.layers.exists() and not w.exists() and w[-1].name == "-1"
+    assert (
+        w.layers[1].w.exists() and not w.layers.exists() and not w.exists() and w[-1].name == "-1"
+    )
     assert hasattr(w, "anything") and not hasattr(w, "_anything")
     with pytest.raises(AttributeError, match=r"weights\['_hidden'\]"):
         w._hidden
     assert w["_hidden"].exists() and w["data"].exists() and list(w["data"].data().shape) == [3]
-    assert set(RESERVED_NAMES) == {n for cls in (Weights, SafetensorWeights) for n in vars(cls) if not n.startswith("_")}
+    assert set(RESERVED_NAMES) == {
+        n for cls in (Weights, SafetensorWeights) for n in vars(cls) if not n.startswith("_")
+    }
 
 
 def test_items_go_by_components(path):
     w = load_weights(path)
     assert names(w) == sorted(TENSORS)
     assert names(w.layers[1]) == ["layers.1.w", "layers.1.w2"]
-    assert names(w.model) == ["model"] and names(w.layers[1].w) == ["layers.1.w"] and names(w.nope) == []
+    assert (
+        names(w.model) == ["model"]
+        and names(w.layers[1].w) == ["layers.1.w"]
+        and names(w.nope) == []
+    )
     assert all(place.exists() and place.name == name for name, place in w.items())
 
 
@@ -86,7 +100,13 @@ def test_data(path):
 def test_nothing_is_read_when_opening(path, monkeypatch):
     read = []
     plain = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset, *a: read.append(sum(map(len, buffers))) or plain(fd, buffers, offset, *a))
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda fd, buffers, offset, *a: (
+            read.append(sum(map(len, buffers))) or plain(fd, buffers, offset, *a)
+        ),
+    )
     w = load_weights(path)
     _ = list(w.items()), w.layers[1].w.data().shape, w.layers[1].w.allocate().shape
     assert sum(read) <= struct.unpack("<Q", path.read_bytes()[:8])[0] + 4096
@@ -153,7 +173,11 @@ def test_close(path):
 
 
 def test_paths(path, tmp_path):
-    assert len(names(load_weights(str(path)))) == len(names(load_weights([path]))) == len(names(load_weights(tmp_path)))
+    assert (
+        len(names(load_weights(str(path))))
+        == len(names(load_weights([path])))
+        == len(names(load_weights(tmp_path)))
+    )
     with pytest.raises(CheckpointMissingError, match=r"nowhere"):
         load_weights(tmp_path / "nowhere.safetensors")
     with pytest.raises(ValueError, match="does not exist"):
@@ -162,7 +186,9 @@ def test_paths(path, tmp_path):
         load_weights([])
     with pytest.raises(CheckpointError):
         load_weights(tmp_path / "x.bin")
-    assert weights_format([path]).value == "safetensors" and weights_format(["a.gguf"]).value == "gguf"
+    assert (
+        weights_format([path]).value == "safetensors" and weights_format(["a.gguf"]).value == "gguf"
+    )
     with pytest.raises(ValueError):
         weights_format(["a.SAFETENSORS"])
 
@@ -179,12 +205,18 @@ def test_narrow_and_empty_tensors(tmp_path):
     for name, dtype, shape, raw in (
         ("bf", "BF16", [2], b"\x80\x3f\xc0\xbf"), ("f8", "F8_E4M3", [2], b"\x38\xb8"), ("e", "F32", [0, 3], b""),
     ):  # fmt: skip
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(blob), len(blob) + len(raw)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(blob), len(blob) + len(raw)],
+        }
         blob += raw
     text = json.dumps(header).encode()
     file = tmp_path / "n.safetensors"
     file.write_bytes(struct.pack("<Q", len(text)) + text + blob)
     w = load_weights(file)
-    assert w.bf.data().data.astype(float).tolist() == [1.0, -1.5] and w.f8.data().data.astype(float).tolist() == [1, -1]
+    assert w.bf.data().data.astype(float).tolist() == [1.0, -1.5] and w.f8.data().data.astype(
+        float
+    ).tolist() == [1, -1]
     assert w.e.data().data.shape == (0, 3)
     assert w.f8.allocate(dtype="float32").dtype is DType.float32

@@ -20,7 +20,12 @@ def data(array, name="n"):
 def test_metadata():
     array = np.ones((2, 3), np.float32)
     d = data(array)
-    assert d.data is array and d.dtype is DType.float32 and d.shape == [2, 3] and isinstance(d.shape, Shape)
+    assert (
+        d.data is array
+        and d.dtype is DType.float32
+        and d.shape == [2, 3]
+        and isinstance(d.shape, Shape)
+    )
     assert d.astype("float32") is d and repr(d) == "WeightData(DType.float32, [Dim(2), Dim(3)])"
     with pytest.raises(TypeError):
         hash(d)
@@ -53,15 +58,26 @@ def test_casts_round_once_to_nearest_even(source, target):
         values = rng.integers(-400, 400, 60).astype(source)
         if target in ("bfloat16", "float16"):
             values = np.concatenate([values, (2**12 + 2**4 + np.array([-1, 0, 1])).astype(source)])
-        if target == "bfloat16":  # a tie for bfloat16 but for the last bit, which float32 would drop
-            values = np.concatenate([values, np.array([2**30 + 2**22 + 1, 2**30 + 2**22, 2**30 + 2**22 - 1]).astype(source)])
+        if (
+            target == "bfloat16"
+        ):  # a tie for bfloat16 but for the last bit, which float32 would drop
+            values = np.concatenate(
+                [
+                    values,
+                    np.array([2**30 + 2**22 + 1, 2**30 + 2**22, 2**30 + 2**22 - 1]).astype(source),
+                ]
+            )
     else:
         values = rng.standard_normal(60) * 8
         tie = 1 + float(ml_dtypes.finfo(dtype).eps) / 2
-        values = np.concatenate([values, [tie, tie + 2.0**-40, tie - 2.0**-40, 0.0, 100.0]]).astype(DType.of(source).np)
+        values = np.concatenate([values, [tie, tie + 2.0**-40, tie - 2.0**-40, 0.0, 100.0]]).astype(
+            DType.of(source).np
+        )
     got = data(values).astype(target).data
     assert got.dtype == dtype
-    np.testing.assert_array_equal(got.astype(np.float64), exact_neighbours(values.astype(np.float64), dtype))
+    np.testing.assert_array_equal(
+        got.astype(np.float64), exact_neighbours(values.astype(np.float64), dtype)
+    )
 
 
 @pytest.mark.parametrize("target", ["float32", "float64", "float16", "int32"])
@@ -73,22 +89,41 @@ def test_casts_from_narrow_floats_are_exact(source, target):
 
 
 def test_special_values_and_truncation():
-    d = data(np.array([np.inf, -np.inf, np.nan, -0.0, 3.4e38], np.float32)).astype("bfloat16").data.astype(np.float32)
-    assert np.isposinf(d[0]) and np.isneginf(d[1]) and np.isnan(d[2]) and np.signbit(d[3]) and np.isposinf(d[4])
-    wide = data(np.array([np.inf, np.nan, 1e300, -1e-300])).astype("bfloat16").data.astype(np.float32)
+    d = (
+        data(np.array([np.inf, -np.inf, np.nan, -0.0, 3.4e38], np.float32))
+        .astype("bfloat16")
+        .data.astype(np.float32)
+    )
+    assert (
+        np.isposinf(d[0])
+        and np.isneginf(d[1])
+        and np.isnan(d[2])
+        and np.signbit(d[3])
+        and np.isposinf(d[4])
+    )
+    wide = (
+        data(np.array([np.inf, np.nan, 1e300, -1e-300])).astype("bfloat16").data.astype(np.float32)
+    )
     assert np.isposinf(wide[0]) and np.isnan(wide[1]) and np.isposinf(wide[2]) and wide[3] == 0
     assert data(np.array([2.7, -2.7, 0.5], np.float32)).astype("int32").data.tolist() == [2, -2, 0]
 
 
 def test_bits_labelled_otherwise_and_encodings():
     raw = WeightData(np.array([0x3FC0, 0xC000], np.uint16), "r", DType.bfloat16, Shape((2,)))
-    assert raw.astype("float32").data.tolist() == [1.5, -2.0] and np.asarray(raw).dtype == ml_dtypes.bfloat16
-    packed = WeightData(np.zeros(4, np.uint8), "q", DType.uint8, Shape((4,)), QuantizationEncoding.Q4_0)
+    assert (
+        raw.astype("float32").data.tolist() == [1.5, -2.0]
+        and np.asarray(raw).dtype == ml_dtypes.bfloat16
+    )
+    packed = WeightData(
+        np.zeros(4, np.uint8), "q", DType.uint8, Shape((4,)), QuantizationEncoding.Q4_0
+    )
     assert packed.astype("float32").quantization_encoding is None
 
 
 def test_data_that_is_not_there():
-    d = WeightData(jax.ShapeDtypeStruct((2,), jnp.float32), "n", DType.float32, (2,)).astype("bfloat16")
+    d = WeightData(jax.ShapeDtypeStruct((2,), jnp.float32), "n", DType.float32, (2,)).astype(
+        "bfloat16"
+    )
     assert d.dtype is DType.bfloat16 and d.data.dtype == jnp.bfloat16 and d.shape == [2]
 
 

@@ -93,7 +93,7 @@ def test_jit_retraces_under_hooks_and_uses_the_old_program_again():
 
     x = jnp.float32(1)
     f(m, x)
-    hook = lambda layer, args, kwargs, outputs: seen.append(outputs) or outputs * 10  # noqa: E731
+    hook = lambda layer, args, kwargs, outputs: seen.append(outputs) or outputs * 10
     add_layer_hook(hook)
     assert f(m, x) == 20 and len(traces) == 2 and isinstance(seen[0], jax.core.Tracer)
     f(m, x)

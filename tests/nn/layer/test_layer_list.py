@@ -25,7 +25,12 @@ def test_every_change_renumbers():
     layers = LayerList(Lin(i) for i in (1, 2))
     layers.append(Lin(3))
     layers.insert(0, Lin(9))
-    assert sizes(layers) == [9, 1, 2, 3] and list(layers.raw_state_dict()) == ["0.w", "1.w", "2.w", "3.w"]
+    assert sizes(layers) == [9, 1, 2, 3] and list(layers.raw_state_dict()) == [
+        "0.w",
+        "1.w",
+        "2.w",
+        "3.w",
+    ]
     del layers[1]
     layers[0] = Lin(7)
     layers.extend([Lin(4), Lin(5)])

@@ -195,7 +195,14 @@ def test_names_outlive_a_childs_state_dict():
 
 def test_named_modules():
     m = Hold(blk=Hold(p=Pair()), last=Lin())
-    assert [name for name, _ in m.named_modules()] == ["", "blk.", "last.", "blk.p.", "blk.p.a.", "blk.p.b."]
+    assert [name for name, _ in m.named_modules()] == [
+        "",
+        "blk.",
+        "last.",
+        "blk.p.",
+        "blk.p.a.",
+        "blk.p.b.",
+    ]
 
 
 def test_recursive_named_layers():
@@ -243,7 +250,9 @@ def test_frozen_copies():
     sizes.append(3)
     config.size = 9
     assert m.sizes == [1, 2] and m.config.size == 3 and m.config == Config(3, ["a"])
-    assert isinstance(m.config, Config) and isinstance(m.sizes, list) and dict(m.options) == {"a": [1]}
+    assert (
+        isinstance(m.config, Config) and isinstance(m.sizes, list) and dict(m.options) == {"a": [1]}
+    )
     for change in (
         lambda: m.sizes.append(3), lambda: m.options.update(b=1), lambda: setattr(m.config, "size", 4),
         lambda: m.config.names.append("b"), lambda: setattr(m.space, "x", 2),
@@ -347,14 +356,18 @@ def test_generic_and_properties():
 
 def test_key_paths_are_full_names():
     m = Hold(blk=Hold(p=Pair()), last=Lin())
-    paths = [jax.tree_util.keystr(p, simple=True) for p, _ in jax.tree_util.tree_flatten_with_path(m)[0]]
+    paths = [
+        jax.tree_util.keystr(p, simple=True) for p, _ in jax.tree_util.tree_flatten_with_path(m)[0]
+    ]
     assert paths == list(m.raw_state_dict()) == ["last.weight", "blk.p.a.weight", "blk.p.b.weight"]
 
 
 def test_lazy_equals_loaded_and_layer_0_equals_layer_1():
     lazy, loaded = LayerList([Pair(), Pair()]), fill(LayerList([Pair(), Pair()]))
     assert jax.tree.structure(lazy) == jax.tree.structure(loaded)
-    assert jax.tree.structure(loaded[0]) == jax.tree.structure(loaded[1]) == jax.tree.structure(Pair())
+    assert (
+        jax.tree.structure(loaded[0]) == jax.tree.structure(loaded[1]) == jax.tree.structure(Pair())
+    )
     assert jax.tree.structure(Lin(4)) != jax.tree.structure(Lin(5))
 
 
@@ -439,7 +452,9 @@ def test_to_places_values_and_placeholders():
     assert m.to(device) is m
     assert m.a.weight.value.devices() == {device}
     lowered = jax.jit(lambda m, x: m(x)).lower(m, jax.ShapeDtypeStruct((3,), jnp.float32))
-    m.load_state_dict({"a.weight": np.ones((2, 3), np.float32), "b.weight": np.ones((2, 3), np.float32)})
+    m.load_state_dict(
+        {"a.weight": np.ones((2, 3), np.float32), "b.weight": np.ones((2, 3), np.float32)}
+    )
     assert m.b.weight.value.devices() == {device}
     assert lowered.compile()(m, jax.device_put(jnp.ones(3), device)).devices() == {device}
     zeros = Pair().to(DeviceRef.CPU(1)).state_dict()["a.weight"]

@@ -76,7 +76,11 @@ def test_narrow_floats(dtype):
 
     kind = DType.of(dtype)
     value = np.array([[0.5, 1, 2], [3, 4, -0.5]], np.float32).astype(kind.np)
-    for given in (value, torch.tensor(value.astype(np.float32)).to(getattr(torch, dtype)), jnp.asarray(value)):
+    for given in (
+        value,
+        torch.tensor(value.astype(np.float32)).to(getattr(torch, dtype)),
+        jnp.asarray(value),
+    ):
         m = Hold(w=weight(dtype=kind))
         m.load_state_dict({"w": given})
         np.testing.assert_array_equal(np.asarray(m.w.value), value)
@@ -97,7 +101,15 @@ def test_all_problems_in_one_error_and_nothing_is_loaded():
     with pytest.raises(ValueError) as caught:
         m.load_state_dict({"a.w": np.ones((3, 3)), "bw": ONES, "zz": ONES})
     text = str(caught.value)
-    for fact in ("'a.w'", "(2, 3)", "(3, 3)", "float64", "Missing required weights: b.w", "did you mean 'bw'", "bw, zz"):
+    for fact in (
+        "'a.w'",
+        "(2, 3)",
+        "(3, 3)",
+        "float64",
+        "Missing required weights: b.w",
+        "did you mean 'bw'",
+        "bw, zz",
+    ):
         assert fact in text, fact
     assert m.a.w.value is None and m.a.w.name == "w"
     with pytest.raises(ValueError):
@@ -107,7 +119,10 @@ def test_all_problems_in_one_error_and_nothing_is_loaded():
 
 def test_lenient_loading_reports():
     m = model()
-    assert m.load_state_dict({"a.w": ONES, "zz": ONES, "b.w": None}, strict=False) == (("b.w",), ("zz", "b.w"))
+    assert m.load_state_dict({"a.w": ONES, "zz": ONES, "b.w": None}, strict=False) == (
+        ("b.w",),
+        ("zz", "b.w"),
+    )
     with pytest.raises(ValueError, match="shape"):
         m.load_state_dict({"a.w": ONES[:1]}, strict=False)
     assert m.b.w.value is None
@@ -131,7 +146,9 @@ def test_a_lazy_mapping_is_enough():
 
 def test_dtypes_are_exact_unless_a_cast_is_asked_for():
     m = Hold(w=weight(dtype="bfloat16"))
-    with pytest.raises(ValueError, match=r"expected=DType.bfloat16, actual=DType.float32.*cast=True"):
+    with pytest.raises(
+        ValueError, match=r"expected=DType.bfloat16, actual=DType.float32.*cast=True"
+    ):
         m.load_state_dict({"w": ONES})
     m.load_state_dict({"w": ONES * 1.01171875}, cast=True)
     assert m.w.value.dtype == jnp.bfloat16 and float(m.w[0, 0]) == 1.015625
@@ -220,7 +237,9 @@ def test_a_cursor_gives_names_from_where_it_stands(path):
 
 
 def test_what_does_not_fit_names_the_file(path):
-    with pytest.raises(CheckpointMismatchError, match=r"m\.safetensors: .*Unexpected keys in state_dict: n"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"m\.safetensors: .*Unexpected keys in state_dict: n"
+    ):
         model().load_state_dict(load_weights(path))
 
 

@@ -1,0 +1,100 @@
+"""ModelConfig.from_dict and read_object: what a configuration may be, and what it may not."""
+
+import dataclasses
+import json
+
+import pytest
+
+from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointMissingError
+from maxjax.models.config import ModelConfig, read_object, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ModelConfig):
+    size: int = setting(minimum=1)
+    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=100)
+    eps: float = setting("layer_norm_eps", default=1e-5)
+    act: str = setting(default="gelu")
+    flag: bool = setting(default=False)
+    window: int | None = setting(default=None)
+
+    def __post_init__(self):
+        if self.size % self.num_layers:
+            raise ValueError("'size' is not a multiple of 'num_hidden_layers'")
+
+
+GOOD = {"size": 8, "num_hidden_layers": 2}
+
+
+def test_declared_keys_are_taken_and_others_left():
+    raw = {**GOOD, "layer_norm_eps": 1, "flag": True, "window": 7, "dropout": 0.1, "x": {"y": []}}
+    assert Config.from_dict(raw) == Config(8, 2, 1.0, "gelu", True, 7)
+    assert isinstance(Config.from_dict(raw).eps, float)
+
+
+def test_null_is_absent():
+    assert Config.from_dict({**GOOD, "act": None, "window": None}) == Config(8, 2)
+    with pytest.raises(CheckpointFormatError, match="'size' is missing"):
+        Config.from_dict({**GOOD, "size": None})
+
+
+@pytest.mark.parametrize("key", ["size", "num_hidden_layers"])
+def test_missing_keys_are_named_as_in_the_file(key):
+    raw = {name: value for name, value in GOOD.items() if name != key}
+    with pytest.raises(CheckpointFormatError, match=f"c.json: '{key}' is missing"):
+        Config.from_dict(raw, path="c.json")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("size", "8"), ("size", 8.0), ("size", True), ("size", [8]), ("size", {}),
+        ("size", 0), ("size", -8), ("size", 2**40), ("size", 10**400), ("num_hidden_layers", 101),
+        ("layer_norm_eps", "1e-5"), ("layer_norm_eps", float("inf")), ("layer_norm_eps", -1.0),
+        ("layer_norm_eps", float("nan")), ("layer_norm_eps", 10**400), ("layer_norm_eps", True),
+        ("act", 3), ("act", ["gelu"]), ("flag", 1), ("flag", "true"), ("window", "none"),
+        ("num_hidden_layers", 3),
+    ],
+)  # fmt: skip
+def test_wrong_values_name_the_key(key, value):
+    with pytest.raises(CheckpointFormatError, match=f"'{key}'") as caught:
+        Config.from_dict({**GOOD, key: value}, path="c.json")
+    assert caught.value.path == "c.json" and len(str(caught.value)) < 400
+
+
+def test_configurations_are_frozen_and_hashable():
+    config = Config.from_dict(GOOD)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.size = 3
+    assert hash(config) == hash(Config(8, 2))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[1, 2]", b"null", b'{"a": 1} x', b'{"a": 1, "a": 2}', b"\xff\xfe{}",
+        b"[" * 100_000, b'{"a": ' + b"9" * 10_000 + b"}", b"<html></html>", b'{"a": "\xff"}',
+    ],
+)  # fmt: skip
+def test_what_is_not_an_object_of_json_is_refused(tmp_path, content):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_object(file)
+    assert caught.value.path == str(file) and len(str(caught.value)) < 600
+
+
+def test_files_that_are_not_there_or_are_no_files(tmp_path):
+    with pytest.raises(CheckpointMissingError):
+        read_object(tmp_path / "nothing.json")
+    with pytest.raises(CheckpointFormatError):
+        read_object(tmp_path)
+
+
+def test_infinity_is_let_through_where_nobody_looks(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"time_step_limit": [0.0, Infinity], "size": 8, "num_hidden_layers": 2}')
+    assert Config.from_dict(read_object(file)) == Config(8, 2)
+    file.write_text(json.dumps({**GOOD, "layer_norm_eps": float("nan")}))
+    with pytest.raises(CheckpointFormatError, match="layer_norm_eps"):
+        Config.from_dict(read_object(file))
