@@ -77,7 +77,12 @@ def _sum(states: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    return jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1e-9)  # [B, 1]
+    return _above(jnp.sum(mask, axis=1, keepdims=True), 1e-9)  # [B, 1]
+
+
+def _above(x: jax.Array, least: float) -> jax.Array:
+    """``x``, and no less than ``least``, to divide by; float16 has no number as small as 1e-9."""
+    return jnp.maximum(x, max(least, float(jnp.finfo(x.dtype).tiny)))
 
 
 # In the order in which sentence-transformers puts the results side by side.
@@ -123,7 +128,7 @@ def pool(
     pooled = jnp.concatenate([POOLINGS[mode](states, mask) for mode in modes], axis=-1)
     if normalize:
         length = jnp.sqrt(jnp.sum(jnp.square(pooled), axis=-1, keepdims=True))
-        pooled = pooled / jnp.maximum(length, 1e-12)
+        pooled = pooled / _above(length, 1e-12)
     return pooled
 
 
