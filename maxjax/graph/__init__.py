@@ -8,5 +8,6 @@ from .shape import Dim as Dim
 from .shape import Shape as Shape
 from .shape import StaticDim as StaticDim
 from .shape import SymbolicDim as SymbolicDim
+from .type import TensorType as TensorType
 from .value import TensorValue as TensorValue
 from .weight import Weight as Weight

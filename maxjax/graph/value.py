@@ -1,46 +1,117 @@
-"""Floor 3. TensorValue: a view of an array with operators.
+"""Floor 3. TensorValue: a view of an array with MAX's methods. Weight derives from it.
 
-Weight derives from it. A subclass says what array it stands for (``__jax_array__``);
-everything here is plain jnp on that array, so the results are plain arrays.
+Everything is plain jnp on the array behind. An operation with a TensorValue gives a
+TensorValue; one with plain arrays and Weights alone gives a plain array, but for MAX's
+own methods (``cast``, ``permute``, …), which jax.Array does not have.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from ..dtype import DType
-
-
-def _operand(x: Any) -> Any:
-    """What an operator computes with; a NumPy array would answer it itself, in NumPy."""
-    if isinstance(x, TensorValue):
-        return x.__jax_array__()
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
+from ..dtype import DType, promote
+from .device import DeviceRef
+from .shape import Dim, Shape, StaticDim
+from .symbolic import to_dim, to_size, to_sizes
+from .type import TensorType
 
 _METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isrealobj}
 
 
-def _stand_in(x: TensorValue) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), x.dtype.np), tuple(int(d) for d in x.shape))
+def unwrap(x: Any) -> Any:
+    """The array behind a TensorValue; a Dim as a number; anything else unchanged."""
+    if isinstance(x, TensorValue):
+        return x.__jax_array__()
+    if isinstance(x, Dim):
+        size = to_size(x)
+        return size if isinstance(size, int) else jnp.asarray(size)
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def wraps(*operands: Any) -> bool:
+    """Whether an operation with these gives a TensorValue: one of them is, and not a Weight."""
+    return any(getattr(x, "_wraps", False) for x in operands)
+
+
+def unify(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two operands as MAX lets them meet: one dtype, and broadcastable ranks made equal.
+
+    Raises:
+        ValueError: An integer tensor meets a float, or the dtypes have no common one.
+    """
+    a, b = unwrap(a), unwrap(b)
+    if not hasattr(a, "dtype") and not hasattr(b, "dtype"):
+        return a, b
+    if not hasattr(a, "dtype") or not hasattr(b, "dtype"):
+        array, number = (a, b) if hasattr(a, "dtype") else (b, a)
+        if isinstance(number, float) and not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise ValueError(
+                f"unsafe cast: a Python float and a tensor of {array.dtype}; cast the tensor first"
+            )
+        return a, b
+    if a.dtype != b.dtype:
+        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
+        a, b = a.astype(dtype), b.astype(dtype)
+    return same_rank(a, b)
+
+
+def same_rank(*arrays: Any) -> tuple[Any, ...]:
+    """Arrays with axes of length 1 put in front, so that all have as many."""
+    rank = max(a.ndim for a in arrays)
+    return tuple(
+        a if a.ndim == rank else a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays
+    )
 
 
 class TensorValue:
-    """Something that stands for an array and computes like one.
+    """A view of an array, concrete or traced, with the methods MAX's values have.
 
-    Operators and jnp functions accept it and give plain arrays; ``jax.lax`` wants the
-    array itself. Subclasses define ``__jax_array__``.
+    Args:
+        value: A JAX or NumPy array, or another TensorValue. Use ``ops.constant`` for numbers.
+
+    It is a pytree of one leaf, works in jnp functions and operators, and shows its value.
+
+    Raises:
+        TypeError: Anything else.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import TensorValue
+        >>> x = TensorValue(jnp.arange(6.0).reshape(2, 3))
+        >>> x.transpose(0, 1).shape, x.max(axis=0).shape, x.cast("bfloat16").dtype
+        ([Dim(3), Dim(2)], [Dim(1), Dim(3)], bfloat16)
     """
 
     # NumPy arrays on the left of an operator leave it to us.
     __array_priority__ = 1000
+    # A TensorValue with __getitem__ would be iterated by index; MAX's is not iterable.
+    __iter__ = None
+    # == compares elements, so there is no hash, as in MAX.
+    __hash__ = None  # type: ignore[assignment]
+    _wraps = True
+    _array: Any
+
+    def __init__(self, value: Any):
+        if isinstance(value, (Dim, Shape)):
+            value = jnp.asarray(
+                [to_size(d) for d in value] if isinstance(value, Shape) else to_size(value)
+            )
+        array = unwrap(value)
+        if not isinstance(array, jax.Array):
+            raise TypeError(f"TensorValue() takes an array, not {type(value).__name__}; "
+                            "use ops.constant for numbers and lists")  # fmt: skip
+        self._array = array
 
     def __jax_array__(self) -> jax.Array:
-        raise NotImplementedError
+        return self._array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = np.asarray(self.__jax_array__())
@@ -54,14 +125,45 @@ class TensorValue:
         """
         convert = _stand_in if func in _METADATA else np.asarray
         args, kwargs = jax.tree.map(
-            lambda v: convert(v) if isinstance(v, TensorValue) else v, (args, kwargs),
-            is_leaf=lambda v: isinstance(v, TensorValue))  # fmt: skip
+            lambda v: convert(v) if isinstance(v, TensorValue) else v,
+            (args, kwargs),
+            is_leaf=lambda v: isinstance(v, TensorValue),
+        )
         return func(*args, **kwargs)
+
+    # -- what it is
+
+    @property
+    def tensor(self) -> TensorValue:
+        """Itself; MAX's graph inputs and call results are narrowed this way."""
+        return self
+
+    @property
+    def value(self) -> Any:
+        """The array behind."""
+        return self.__jax_array__()
 
     @property
     def dtype(self) -> DType:
         """The element type."""
         return DType.of(self.__jax_array__().dtype)
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the axes, a new Shape at each reading."""
+        return Shape([to_dim(size) for size in self.__jax_array__().shape])
+
+    @property
+    def device(self) -> DeviceRef:
+        """Where the array is; while tracing, JAX's default device."""
+        array = self.__jax_array__()
+        device = jax.devices()[0] if isinstance(array, Tracer) else next(iter(array.devices()))
+        return DeviceRef.from_jax(device)
+
+    @property
+    def type(self) -> TensorType:
+        """Its dtype, shape and device."""
+        return TensorType(self.dtype, self.shape, self.device)
 
     @property
     def rank(self) -> int:
@@ -74,137 +176,345 @@ class TensorValue:
         return len(self.shape)
 
     @property
-    def shape(self) -> Any:
-        """The sizes of the axes."""
-        return self.__jax_array__().shape
-
-    @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod([int(d) for d in self.shape], dtype=object)) if self.shape else 1
+        return functools.reduce(operator.mul, (int(d) for d in self.shape), 1)
+
+    @property
+    def T(self) -> Any:
+        """The last two axes swapped."""
+        return self.transpose(-1, -2)
 
     @property
     def at(self) -> Any:
-        """``x.at[index].set(y)`` and its kin, as on a jax.Array; gives a new array."""
+        """``x.at[index].set(y)`` and its kin, as on a jax.Array; gives a plain array."""
         return self.__jax_array__().at
 
-    def astype(self, dtype: Any) -> jax.Array:
-        """The array in another element type."""
-        return self.__jax_array__().astype(DType.of(dtype).np)
+    # -- MAX's methods
 
-    def reshape(self, *shape: Any, **options: Any) -> jax.Array:
-        """The array in another shape of the same size; one axis may be -1."""
-        return self.__jax_array__().reshape(*shape, **options)
+    def cast(self, dtype: Any) -> TensorValue:
+        """In another element type; floats become integers by cutting off the fraction."""
+        dtype = jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
+        return TensorValue(self.__jax_array__().astype(dtype))
 
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.__jax_array__()[index]
+    def reshape(self, shape: Iterable[Any], *more: Any, **options: Any) -> Any:
+        """In another shape of as many elements; one size may be -1."""
+        array = self.__jax_array__()
+        sizes = (
+            shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape, *more)
+        )
+        return self._result(array.reshape(to_sizes(sizes, array.shape), **options))
 
-    # A TensorValue with __getitem__ would be iterated by index; MAX's is not iterable.
-    __iter__ = None
+    def permute(self, dims: Sequence[int]) -> TensorValue:
+        """With its axes in another order."""
+        return TensorValue(jnp.transpose(self.__jax_array__(), tuple(dims)))
 
-    def __hash__(self) -> int:
-        return id(self)
+    def transpose(self, first: int, second: int) -> TensorValue:
+        """With two axes swapped.
 
-    # Operators: plain jnp on the array behind.
+        Raises:
+            IndexError: There is no such axis.
+        """
+        rank = self.rank
+        for axis in (first, second):
+            if not -rank <= axis < rank:
+                raise IndexError(f"axis {axis} is out of range for a tensor with {rank} axes")
+        return TensorValue(jnp.swapaxes(self.__jax_array__(), first, second))
+
+    def broadcast_to(self, shape: Iterable[Any]) -> TensorValue:
+        """Repeated along axes of length 1, and along new axes in front."""
+        array = self.__jax_array__()
+        return TensorValue(jnp.broadcast_to(array, to_sizes(shape, array.shape)))
+
+    def unsqueeze(self, axis: int) -> TensorValue:
+        """With a new axis of length 1."""
+        return TensorValue(jnp.expand_dims(self.__jax_array__(), axis))
+
+    def squeeze(self, axis: int) -> TensorValue:
+        """Without an axis of length 1.
+
+        Raises:
+            ValueError: The axis is longer.
+        """
+        return TensorValue(jnp.squeeze(self.__jax_array__(), axis))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> TensorValue:
+        """With the axes from ``start_dim`` to ``end_dim`` made one.
+
+        Raises:
+            IndexError: There is no such axis.
+            ValueError: The first comes after the last.
+        """
+        array = self.__jax_array__()
+        rank = max(array.ndim, 1)
+        if not (-rank <= start_dim < rank and -rank <= end_dim < rank):
+            raise IndexError(f"axes {start_dim} and {end_dim} of a tensor with {array.ndim} axes")
+        start, end = start_dim % rank, end_dim % rank
+        if start > end:
+            raise ValueError(f"start_dim ({start_dim}) comes after end_dim ({end_dim})")
+        middle = functools.reduce(operator.mul, array.shape[start : end + 1], 1)
+        return TensorValue(array.reshape((*array.shape[:start], middle, *array.shape[end + 1 :])))
+
+    def rebind(self, shape: Iterable[Any], message: str = "") -> TensorValue:
+        """Itself, if it has that shape; a name that is no dimension yet goes with any size.
+
+        Raises:
+            ValueError: It has another rank or size.
+        """
+        array, found, wanted = self.__jax_array__(), self.shape, Shape(shape)
+        fits = len(found) == len(wanted) and all(
+            have == want or not (isinstance(have, StaticDim) and isinstance(want, StaticDim))
+            for have, want in zip(found, wanted, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"{message or 'rebind'}: the tensor has shape {found!r}, not {wanted!r}"
+            )
+        return TensorValue(array)
+
+    def to(self, device: Any) -> TensorValue:
+        """On another device. While tracing, placement is the compiler's and nothing happens."""
+        array = self.__jax_array__()
+        if isinstance(array, Tracer):
+            return TensorValue(array)
+        target = (
+            device.to_jax()
+            if isinstance(device, DeviceRef)
+            else DeviceRef.from_device(device).to_jax()
+        )
+        return TensorValue(array if array.devices() == {target} else jax.device_put(array, target))
+
+    def print(self, label: str = "debug_tensor") -> None:
+        """Prints the value, under ``jax.jit`` each time the program runs."""
+        array = self.__jax_array__()
+        text = (
+            f"{label} = tensor({{x}}, dtype={self.dtype.name}, shape={list(map(str, self.shape))})"
+        )
+        if isinstance(array, Tracer):
+            jax.debug.print(text, x=array)
+        else:
+            print(text.format(x=array))
+
+    def max(self, axis: int = -1) -> TensorValue:
+        """The largest along an axis, which stays with length 1."""
+        return TensorValue(jnp.max(self.__jax_array__(), axis, keepdims=True))
+
+    def min(self, axis: int = -1) -> TensorValue:
+        """The smallest along an axis, which stays with length 1."""
+        return TensorValue(jnp.min(self.__jax_array__(), axis, keepdims=True))
+
+    def mean(self, axis: int = -1) -> TensorValue:
+        """The mean along an axis, which stays with length 1."""
+        return TensorValue(jnp.mean(self.__jax_array__(), axis, keepdims=True))
+
+    def var(self, axis: int = -1) -> TensorValue:
+        """The variance (of the whole, not a sample) along an axis, which stays with length 1."""
+        return TensorValue(jnp.var(self.__jax_array__(), axis, keepdims=True))
+
+    def stdev(self, axis: int = -1) -> TensorValue:
+        """The standard deviation along an axis, which stays with length 1."""
+        return TensorValue(jnp.std(self.__jax_array__(), axis, keepdims=True))
+
+    def argmax(self, axis: int = -1) -> TensorValue:
+        """Where the largest is along an axis, which stays with length 1."""
+        return TensorValue(jnp.argmax(self.__jax_array__(), axis, keepdims=True))
+
+    # -- jax.Array's
+
+    def astype(self, dtype: Any) -> Any:
+        """In another element type."""
+        return self._result(self.__jax_array__().astype(DType.of(dtype).np))
+
+    def _result(self, array: Any, *others: Any) -> Any:
+        return TensorValue(array) if wraps(self, *others) else array
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        return self._result(self.__jax_array__()[tuple(map(_index, parts))])
+
+    def __bool__(self) -> bool:
+        return bool(self.__jax_array__())
+
+    def __int__(self) -> int:
+        return int(self.__jax_array__())
+
+    def __float__(self) -> float:
+        return float(self.__jax_array__())
+
+    def __repr__(self) -> str:
+        array = self.__jax_array__()
+        shown = (
+            ""
+            if isinstance(array, Tracer)
+            else f"{np.array2string(np.asarray(array), separator=', ')}, "
+        )
+        return (
+            f"TensorValue({shown}dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
+        )
+
+    # -- operators
 
     def __add__(self, other: Any) -> Any:
-        return self.__jax_array__() + _operand(other)
+        return _binary(operator.add, self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return _operand(other) + self.__jax_array__()
+        return _binary(operator.add, other, self)
 
     def __sub__(self, other: Any) -> Any:
-        return self.__jax_array__() - _operand(other)
+        return _binary(operator.sub, self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return _operand(other) - self.__jax_array__()
+        return _binary(operator.sub, other, self)
 
     def __mul__(self, other: Any) -> Any:
-        return self.__jax_array__() * _operand(other)
+        return _binary(operator.mul, self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return _operand(other) * self.__jax_array__()
+        return _binary(operator.mul, other, self)
 
     def __truediv__(self, other: Any) -> Any:
-        return self.__jax_array__() / _operand(other)
+        return _binary(operator.truediv, self, other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return _operand(other) / self.__jax_array__()
+        return _binary(operator.truediv, other, self)
 
     def __floordiv__(self, other: Any) -> Any:
-        return self.__jax_array__() // _operand(other)
+        return _binary(operator.floordiv, self, other)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return _operand(other) // self.__jax_array__()
+        return _binary(operator.floordiv, other, self)
 
     def __mod__(self, other: Any) -> Any:
-        return self.__jax_array__() % _operand(other)
+        return _binary(operator.mod, self, other)
 
     def __rmod__(self, other: Any) -> Any:
-        return _operand(other) % self.__jax_array__()
+        return _binary(operator.mod, other, self)
 
     def __pow__(self, other: Any) -> Any:
-        return self.__jax_array__() ** _operand(other)
+        return _binary(operator.pow, self, other)
 
     def __rpow__(self, other: Any) -> Any:
-        return _operand(other) ** self.__jax_array__()
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.__jax_array__() @ _operand(other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _operand(other) @ self.__jax_array__()
+        return _binary(operator.pow, other, self)
 
     def __and__(self, other: Any) -> Any:
-        return self.__jax_array__() & _operand(other)
+        return _binary(operator.and_, self, other)
 
     def __rand__(self, other: Any) -> Any:
-        return _operand(other) & self.__jax_array__()
+        return _binary(operator.and_, other, self)
 
     def __or__(self, other: Any) -> Any:
-        return self.__jax_array__() | _operand(other)
+        return _binary(operator.or_, self, other)
 
     def __ror__(self, other: Any) -> Any:
-        return _operand(other) | self.__jax_array__()
+        return _binary(operator.or_, other, self)
 
     def __xor__(self, other: Any) -> Any:
-        return self.__jax_array__() ^ _operand(other)
+        return _binary(operator.xor, self, other)
 
     def __rxor__(self, other: Any) -> Any:
-        return _operand(other) ^ self.__jax_array__()
+        return _binary(operator.xor, other, self)
 
     def __lshift__(self, other: Any) -> Any:
-        return self.__jax_array__() << _operand(other)
+        return _binary(operator.lshift, self, other)
 
     def __rlshift__(self, other: Any) -> Any:
-        return _operand(other) << self.__jax_array__()
+        return _binary(operator.lshift, other, self)
 
     def __rshift__(self, other: Any) -> Any:
-        return self.__jax_array__() >> _operand(other)
+        return _binary(operator.rshift, self, other)
 
     def __rrshift__(self, other: Any) -> Any:
-        return _operand(other) >> self.__jax_array__()
+        return _binary(operator.rshift, other, self)
 
     def __lt__(self, other: Any) -> Any:
-        return self.__jax_array__() < _operand(other)
+        return _binary(operator.lt, self, other)
 
     def __le__(self, other: Any) -> Any:
-        return self.__jax_array__() <= _operand(other)
+        return _binary(operator.le, self, other)
 
     def __gt__(self, other: Any) -> Any:
-        return self.__jax_array__() > _operand(other)
+        return _binary(operator.gt, self, other)
 
     def __ge__(self, other: Any) -> Any:
-        return self.__jax_array__() >= _operand(other)
+        return _binary(operator.ge, self, other)
+
+    def __eq__(self, other: Any) -> Any:
+        return _binary(operator.eq, self, other)
+
+    def __ne__(self, other: Any) -> Any:
+        return _binary(operator.ne, self, other)
+
+    def __matmul__(self, other: Any) -> Any:
+        return _matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _matmul(other, self)
 
     def __neg__(self) -> Any:
-        return -self.__jax_array__()
+        return self._result(-self.__jax_array__())
 
     def __pos__(self) -> Any:
-        return +self.__jax_array__()
+        return self._result(+self.__jax_array__())
 
     def __invert__(self) -> Any:
-        return ~self.__jax_array__()
+        return self._result(~self.__jax_array__())
 
     def __abs__(self) -> Any:
-        return abs(self.__jax_array__())
+        return self._result(abs(self.__jax_array__()))
+
+    def __round__(self) -> Any:
+        return self._result(jnp.round(self.__jax_array__()))
+
+
+def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    if not (_operand(a) and _operand(b)):
+        return NotImplemented
+    if wraps(a, b):
+        return TensorValue(function(*unify(a, b)))
+    return function(unwrap(a), unwrap(b))  # Weights and arrays meet by JAX's own rules
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    if not (_operand(a) and _operand(b)):
+        return NotImplemented  # x @ w.T: the view knows the fast way
+    if not wraps(a, b):
+        return unwrap(a) @ unwrap(b)
+    a, b = unwrap(a), unwrap(b)
+    if a.dtype != b.dtype:
+        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
+        a, b = a.astype(dtype), b.astype(dtype)
+    if min(a.ndim, b.ndim) >= 2:
+        a, b = same_rank(a, b)
+    return TensorValue(jnp.matmul(a, b))
+
+
+def _operand(x: Any) -> bool:
+    return isinstance(x, (TensorValue, jax.Array, np.ndarray, np.generic, Dim, int, float, complex))
+
+
+def _index(part: Any) -> Any:
+    """One part of an index: MAX also writes (slice, size) for a slice whose size it should know."""
+    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], slice):
+        part = part[0]
+    if isinstance(part, slice):
+        return slice(*(unwrap(v) for v in (part.start, part.stop, part.step)))
+    return unwrap(part)
+
+
+def _stand_in(x: TensorValue) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), x.dtype.np), x.__jax_array__().shape)
+
+
+jax.tree_util.register_pytree_with_keys(
+    TensorValue,
+    lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
+    lambda _, leaves: _around(leaves[0]),
+    lambda t: ((t._array,), None),
+)
+
+
+def _around(leaf: Any) -> TensorValue:
+    """A TensorValue around anything: pytrees may hold other things than arrays for a while."""
+    new = object.__new__(TensorValue)
+    new._array = leaf
+    return new

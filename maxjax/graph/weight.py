@@ -20,7 +20,7 @@ from ..dtype import DType
 from .device import DeviceRef
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
-from .value import TensorValue
+from .value import TensorValue, wraps
 
 
 class Epoch:
@@ -83,6 +83,9 @@ class Weight(TensorValue):
         >>> (jnp.ones((4, 3)) @ w.T).shape
         (4, 2)
     """
+
+    # Used with plain arrays it gives plain arrays.
+    _wraps = False
 
     def __init__(
         self,
@@ -421,10 +424,12 @@ class WeightTranspose:
         return self._weight.ndim
 
     def __rmatmul__(self, x: Any) -> jax.Array:
-        x = x.__jax_array__() if isinstance(x, TensorValue) else jnp.asarray(x)
-        if self._weight.ndim != 2 or x.ndim < 1:
-            return x @ self.array()
-        return kernels.matmul(x, self._weight)
+        array = x.__jax_array__() if isinstance(x, TensorValue) else jnp.asarray(x)
+        if self._weight.ndim != 2 or array.ndim < 1:
+            y = array @ self.array()
+        else:
+            y = kernels.matmul(array, self._weight)
+        return TensorValue(y) if wraps(x) else y
 
     def __repr__(self) -> str:
         return f"{self._weight!r}.T"

@@ -6,6 +6,7 @@ function up when it runs. Below: jnp. Above: the MLPs and the model families.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -34,7 +35,8 @@ def _in_float32(function: Activation) -> Activation:
 @_in_float32
 def gelu(x: Any) -> jax.Array:
     """The exact GELU, ``x · Φ(x)`` with the normal distribution function Φ."""
-    return jax.nn.gelu(x, approximate=False)
+    # Of erf, as in torch: jax.nn.gelu takes erfc, three times slower on a CPU.
+    return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
 @_in_float32

@@ -8,6 +8,7 @@ errors. Above: the parsers of the formats, which never call ``open``.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from ..errors import (
 
 # XLA takes host memory without a copy only from this alignment upwards.
 ALIGNMENT = 64
+# From here on memory comes as pages of its own, and goes back to the system when dropped.
+LARGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,15 +294,22 @@ def _permissions(path: str) -> str:
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:
-    """Uninitialised uint8 memory of its own, at a multiple of 64 bytes: ``[nbytes]``.
+    """Fresh uint8 memory of its own, at a multiple of 64 bytes: ``[nbytes]``, any content.
 
-    JAX on CPU can take such memory over without a copy. NumPy asks the kernel for huge
-    pages from 4 MiB upwards, which is what makes large reads fast.
+    JAX on CPU can take such memory over without a copy. MemoryError when there is none.
 
     Example:
         >>> aligned_empty(1000).ctypes.data % 64
         0
     """
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + nbytes]
+    if nbytes < LARGE_BYTES:
+        memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        return memory[start : start + nbytes]
+    try:
+        # Not np.empty, which asks for huge pages at this size: on a virtual machine whose free
+        # memory the host takes back, filling those took twice as long as filling small ones.
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {nbytes} bytes of memory") from error
+    return np.frombuffer(pages, np.uint8)

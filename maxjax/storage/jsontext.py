@@ -2,7 +2,7 @@
 
 UTF-8 without a mark, no duplicate keys, no lone surrogates, no NaN, bounded depth (checked
 before the recursive parser starts), bounded digits. Serves headers, indexes, configurations
-and tokenizers. Below: files, sniff. Above: safetensors, shards, and the readers of config.
+and tokenizers. Below: files, sniff, jsonscan. Above: safetensors, shards, and the readers of config.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import numpy as np
-
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from . import jsonscan
 from .files import Limits, open_regular
 from .sniff import SNIFF_BYTES, foreign
 
@@ -50,11 +49,10 @@ def load_json(
         Traceback (most recent call last):
         maxjax.errors.CheckpointFormatError: config.json: at byte 9: key 'a' is there twice ...
     """
-    data, path = source, name or "<bytes>"
-    if not isinstance(data, bytes):
-        path = os.fspath(source)  # type: ignore[arg-type]
-        data = read_json_bytes(path, limits)
-    return Text(data, path, limits).parse(allow_nan=allow_nan)
+    if isinstance(source, bytes):
+        return Text(source, name or "<bytes>", limits).parse(allow_nan=allow_nan)
+    data = read_json_bytes(source, limits)
+    return Text(data, os.fspath(source), limits).parse(allow_nan=allow_nan)
 
 
 def read_json_bytes(path: str | os.PathLike[str], limits: Limits) -> bytes:
@@ -172,43 +170,28 @@ class Text:
     def _check_bytes(self) -> bool:
         """Refuses what shows without parsing; True if a number may have too many digits."""
         if not self.data.strip(b" \t\r\n"):
+            found = f"{len(self.data)} bytes"
+            problem = "the JSON text is empty"
+            raise self.error(problem, cls=self.cut, expected="at least 2 bytes", found=found)
+        if mark := jsonscan.foreign_encoding(self.data):
+            problem = "the JSON text must be UTF-8 without a byte order mark"
+            raise self.error(problem, expected="UTF-8 text", found=mark)
+        plain = jsonscan.without_escaped_quotes(self.data)
+        if lone := jsonscan.LONE_SURROGATE.search(plain):
             raise self.error(
-                "the JSON text is empty",
-                cls=self.cut,
-                expected="at least 2 bytes",
-                found=f"{len(self.data)} bytes",
+                "a lone surrogate is no character",
+                expected="a pair of surrogates",
+                found=lone.group().decode(),
+                offset=self.base + lone.start(),
             )
-        for mark, what in _MARKS.items():
-            if self.data.startswith(mark):
-                raise self.error(
-                    "the JSON text must be UTF-8 without a byte order mark",
-                    expected="UTF-8 text",
-                    found=what,
-                )
-        # Escaped backslashes and quotes become blanks, so that what remains means itself.
-        plain = self.data
-        if b"\\" in plain:
-            plain = plain.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-            if lone := _LONE_SURROGATE.search(plain):
-                raise self.error(
-                    "a lone surrogate is no character",
-                    expected="a pair of surrogates",
-                    found=lone.group().decode(),
-                    offset=self.base + lone.start(),
-                )
-        depth, containers, long_digits = _structure(plain)
+        depth, containers, long_digits = jsonscan.structure(plain)
         if depth > self.limits.json_depth:
-            raise self.limits.error(
-                "the JSON text is nested too deep", "json_depth", depth, path=self.path
-            )
+            problem = "the JSON text is nested too deep"
+            raise self.limits.error(problem, "json_depth", depth, path=self.path)
         # A tensor takes three: itself, its shape and its offsets.
         if containers > 3 * self.limits.tensors + 8:
-            raise self.limits.error(
-                "the JSON text has too many arrays and objects for its tensors",
-                "tensors",
-                containers // 3,
-                path=self.path,
-            )
+            problem = "the JSON text has too many arrays and objects for its tensors"
+            raise self.limits.error(problem, "tensors", containers // 3, path=self.path)
         return long_digits
 
     # --- while parsing: flaws are collected, and named when the value is whole ---
@@ -286,47 +269,8 @@ class Text:
         ) from error
 
 
-_MARKS = {
-    b"\xef\xbb\xbf": "a UTF-8 byte order mark",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-    b"{\0": "UTF-16 or UTF-32",
-    b"\0{": "UTF-16",
-    b"\0\0": "NUL bytes",
-}
-_LONE_SURROGATE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-)
 # What may be left of a text that was cut inside a word.
 _CUT = re.compile(r"\s*(-|t|tr|tru|f|fa|fal|fals|n|nu|nul)?\s*")
-_STEP = np.zeros(256, np.int8)
-_STEP[list(b"{[")] = 1
-_STEP[list(b"}]")] = -1
-
-
-# A run of twice as many digits fills one aligned stretch of this length for certain.
-_DIGITS = 256
-
-
-def _structure(data: bytes, chunk: int = 1 << 20) -> tuple[int, int, bool]:
-    """(greatest depth, number of arrays and objects, any long run of digits) of a JSON text.
-
-    Without recursion, in little memory. ``data`` has no escaped quotes. Exact for valid JSON;
-    of other text, exact up to its first mistake, which is as far as a parser gets.
-    """
-    inside, depth, deepest, containers, digits = np.uint8(0), 0, 0, 0, False
-    for start in range(0, len(data), chunk):
-        piece = np.frombuffer(data, np.uint8, min(chunk, len(data) - start), start)
-        quoted = np.bitwise_xor.accumulate((piece == 34).view(np.uint8)) ^ inside
-        step = _STEP[piece] * (quoted ^ 1).view(np.int8)
-        level = np.cumsum(step, dtype=np.int32) + np.int32(depth)
-        deepest = max(deepest, int(level.max()))
-        depth, inside = int(level[-1]), quoted[-1]
-        containers += int(np.count_nonzero(step == 1))
-        stretches = piece[: len(piece) // _DIGITS * _DIGITS].reshape(-1, _DIGITS)
-        digits = digits or bool(((stretches - np.uint8(48)) < 10).all(axis=1).any())
-    return deepest, containers, digits
 
 
 def _path_to(value: Any, target: Any) -> KeyPath:

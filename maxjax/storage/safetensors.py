@@ -71,7 +71,7 @@ def _tensor_of(keys: KeyPath) -> str | None:
 
 
 def _header(file: OpenFile, limits: Limits) -> bytes:
-    """The bytes of the JSON header; refuses a length that cannot be one."""
+    """The bytes of the JSON header; refuses a file that is something else, by what it is."""
     start = file.pread(0, min(file.size, SNIFF_BYTES))
     length = int.from_bytes(start[:8], "little")
     if length > limits.header_bytes or start[8:9] not in (b"{", b""):
@@ -79,37 +79,7 @@ def _header(file: OpenFile, limits: Limits) -> bytes:
         if length > file.size - 8 or sniff(start) != "pickle":
             if error := foreign(file.path, start, WHAT):
                 raise error
-    field = "header length"
-    if file.size < 8:
-        raise CheckpointTruncatedError(
-            f"the file ends inside the {field}",
-            path=file.path,
-            offset=0,
-            expected="8 bytes",
-            found=f"{file.size} bytes",
-            hint=_REFETCH,
-        )
-    if length == 0 or length >= _ABSURD:
-        raise CheckpointFormatError(
-            f"{field}: not {WHAT}",
-            path=file.path,
-            offset=0,
-            expected=f"a length between 2 and {file.size - 8}",
-            found=length,
-        )
-    if length > limits.header_bytes:
-        raise limits.error(
-            f"{field} is over the limit", "header_bytes", length, path=file.path, offset=0
-        )
-    if length > file.size - 8:
-        raise CheckpointTruncatedError(
-            "the file ends inside the header",
-            path=file.path,
-            offset=8,
-            expected=f"{length} bytes",
-            found=f"{file.size - 8} bytes",
-            hint=_REFETCH,
-        )
+    _check_length(file, length, limits)
     if start[8:9] != b"{":
         raise CheckpointFormatError(
             "header: must be a JSON object in UTF-8",
@@ -119,6 +89,29 @@ def _header(file: OpenFile, limits: Limits) -> bytes:
             found=repr(start[8 : 8 + min(length, 12)]),
         )
     return file.pread(8, length)
+
+
+def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
+    """Refuses a header length that is none, is over the limit, or is more than the file has."""
+    field, there = "header length", file.size - 8
+    if there < 0 or there < length <= min(limits.header_bytes, _ABSURD - 1):
+        offset, wanted, found = (8, length, there) if there >= 0 else (0, 8, file.size)
+        raise CheckpointTruncatedError(
+            f"the file ends inside the {'header' if there >= 0 else field}",
+            path=file.path,
+            offset=offset,
+            expected=f"{wanted} bytes",
+            found=f"{found} bytes",
+            hint=_REFETCH,
+        )
+    if length == 0 or length >= _ABSURD:
+        expected = f"a length between 2 and {there}"
+        raise CheckpointFormatError(
+            f"{field}: not {WHAT}", path=file.path, offset=0, expected=expected, found=length
+        )
+    if length > limits.header_bytes:
+        problem = f"{field} is over the limit"
+        raise limits.error(problem, "header_bytes", length, path=file.path, offset=0)
 
 
 class _Header:

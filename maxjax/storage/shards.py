@@ -127,47 +127,26 @@ class _Index:
         return shard_of
 
     def _check_name(self, tensor: str, shard: str) -> None:
+        shown, wanted = f"'{shard}'", "a .safetensors file"
         if not shard:
-            raise self._bad(
-                "the file name is empty",
-                tensor,
-                CheckpointTruncatedError,
-                expected="at least 1 byte",
-                found="0 bytes",
-            )
+            cls, problem = CheckpointTruncatedError, "the file name is empty"
+            raise self._bad(problem, tensor, cls, expected="at least 1 byte", found="0 bytes")
         if _OUTSIDE.search(shard):
-            raise self._bad(
-                "a file name may not lead out of the directory",
-                tensor,
-                CheckpointUnsafeError,
-                found=f"'{shard}'",
-                expected="a plain name beside the index",
-            )
+            cls, problem = CheckpointUnsafeError, "a file name may not lead out of the directory"
+            wanted = "a plain name beside the index"
+            raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
         if shard.lower().endswith(_PICKLES):
-            raise self._bad(
-                "names a pickle, which can run any code and is never opened",
-                tensor,
-                CheckpointUnsafeError,
-                found=f"'{shard}'",
-                expected="a .safetensors file",
-            )
+            cls, problem = CheckpointUnsafeError, "a pickle can run any code and is never opened"
+            raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
         parts = shard.split("/")
         longest = max(len(part.encode()) for part in parts)
         if longest > _NAME_BYTES or len(shard.encode()) > _PATH_BYTES:
-            raise self._bad(
-                "the file name is too long",
-                tensor,
-                expected=f"{_NAME_BYTES} bytes",
-                found=f"{longest} bytes",
-            )
+            wanted, shown = f"{_NAME_BYTES} bytes", f"{longest} bytes"
+            raise self._bad("the file name is too long", tensor, expected=wanted, found=shown)
         plain = all(part not in ("", ".") for part in parts) and shard.isprintable()
         if not plain or not shard.endswith(".safetensors"):
-            raise self._bad(
-                "not the name of a safetensors file",
-                tensor,
-                expected="a .safetensors file",
-                found=f"'{shard}'",
-            )
+            problem = "not the name of a safetensors file"
+            raise self._bad(problem, tensor, expected=wanted, found=shown)
 
     # --- the files ---
 

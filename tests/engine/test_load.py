@@ -19,6 +19,7 @@ from maxjax.errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointTruncatedError,
+    CheckpointUnsafeError,
     UnsupportedModelError,
     UserInputError,
 )
@@ -212,19 +213,21 @@ def test_no_config(small):
         load(small)
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 90868376\n"
+
+
 @pytest.mark.parametrize(
-    "content",
+    "content, error",
     [
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:"
-        + b"0" * 64
-        + b"\nsize 90868376\n",
-        b"<!DOCTYPE html><html><body>Not found</body></html>",
-        b"\x80\x02}q\x00.",
+        (LFS, CheckpointFormatError),
+        (b"<!DOCTYPE html><html><body>Not found</body></html>", CheckpointFormatError),
+        (b"\x80\x02}q\x00.", CheckpointUnsafeError),
+        (b"", CheckpointTruncatedError),
     ],
 )
-def test_something_else_in_place_of_weights(small, content):
+def test_something_else_in_place_of_weights(small, content, error):
     (small / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointFormatError, match=r"model\.safetensors"):
+    with pytest.raises(error, match=r"model\.safetensors"):
         load(small)
 
 

@@ -18,8 +18,8 @@ from tests.oracles.sentences import ODD, sentences
 GOLDEN = Path(__file__).parent.parent / "engine" / "goldens" / "minilm.npz"
 
 
-def reference(directory: Path, dtype: str = "float32"):
-    """(tokenizer, model) of transformers, computing attention in plain torch."""
+def reference(directory: Path, attention: str = "eager"):
+    """(tokenizer, model) of transformers in float32; "eager" is attention in plain torch."""
     import torch
     import transformers
 
@@ -27,7 +27,7 @@ def reference(directory: Path, dtype: str = "float32"):
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     model = transformers.AutoModel.from_pretrained(
-        directory, attn_implementation="eager", dtype=getattr(torch, dtype)
+        directory, attn_implementation=attention, dtype=torch.float32
     )
     return tokenizer, model.eval()
 

@@ -17,7 +17,6 @@ from maxjax.errors import (
     CheckpointTruncatedError,
 )
 from maxjax.storage import Limits, load_json, open_safetensors
-from maxjax.storage.jsontext import _structure
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -119,13 +118,6 @@ def test_many_small_containers_are_refused():
 def test_minus_zero_is_a_float():
     value = load_json(b"[-0, 0, -10]")
     assert [type(one) for one in value] == [float, int, int]
-
-
-def test_structure_agrees_across_chunks():
-    rng = random.Random(3)
-    for _ in range(200):
-        text = bytes(rng.choice(b'[]{}",x\n5') for _ in range(rng.randrange(1, 200)))
-        assert _structure(text, chunk=rng.randrange(1, 64)) == _structure(text)
 
 
 def test_collector_is_on_again(tmp_path):

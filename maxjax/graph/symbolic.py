@@ -1,0 +1,96 @@
+"""Floor 3. Symbolic sizes: MAX's Dim on one side, the sizes of ``jax.export`` on the other.
+
+While a Graph with named dimensions is traced, arrays have sizes like ``2*batch + 1``.
+Both sides print as arithmetic over names, so one small evaluator reads both.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextvars
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jax import export
+
+from .shape import Dim, StaticDim
+
+# Name → size of jax.export, for the Graph now being traced.
+scope: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("scope")
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
+}  # fmt: skip
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"floordiv": operator.floordiv, "mod": operator.mod}
+
+
+def sizes_of(names: Iterable[str]) -> dict[str, Any]:
+    """Fresh symbolic sizes of ``jax.export`` for the names, in one scope."""
+    names = sorted(set(names))
+    return dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True)) if names else {}
+
+
+def to_dim(size: Any) -> Dim:
+    """A size of an array as a Dim.
+
+    Raises:
+        NotImplementedError: jax.export made of it something that MAX's Dims cannot say.
+    """
+    if isinstance(size, (int, Dim)):
+        return Dim(size)
+    return Dim(_evaluate(str(size), Dim))
+
+
+def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
+    """A Dim, name or number as a size an array may have.
+
+    Args:
+        shapes: Shapes of arrays at hand, whose symbolic sizes are known besides the Graph's.
+
+    Raises:
+        ValueError: A name that is no dimension here.
+    """
+    if not isinstance(dim, (str, Dim)):
+        return dim if export.is_symbolic_dim(dim) else operator.index(dim)
+    if isinstance(dim, StaticDim):
+        return int(dim)
+    known = dict(scope.get({}))
+    for size in (size for shape in shapes for size in shape):
+        if export.is_symbolic_dim(size) and str(size).isidentifier():
+            known[str(size)] = size
+
+    def look_up(name: str) -> Any:
+        if name not in known:
+            raise ValueError(
+                f"the symbolic dimension '{name}' has no size here: it is no dimension of the inputs"
+            )
+        return known[name]
+
+    return _evaluate(str(dim), look_up)
+
+
+def to_sizes(shape: Iterable[Any], *shapes: Iterable[Any]) -> tuple[Any, ...]:
+    """:func:`to_size` for each axis."""
+    return tuple(to_size(dim, *shapes) for dim in shape)
+
+
+def _evaluate(text: str, name: Callable[[str], Any]) -> Any:
+    def go(node: ast.AST) -> Any:
+        match node:
+            case ast.Expression():
+                return go(node.body)
+            case ast.Constant(value=int()):
+                return node.value
+            case ast.Name():
+                return name(node.id)
+            case ast.BinOp() if type(node.op) in _OPERATORS:
+                return _OPERATORS[type(node.op)](go(node.left), go(node.right))
+            case ast.UnaryOp() if type(node.op) in _OPERATORS:
+                return _OPERATORS[type(node.op)](go(node.operand))
+            case ast.Call(func=ast.Name(id=function)) if function in _FUNCTIONS:
+                return _FUNCTIONS[function](*map(go, node.args))
+        raise NotImplementedError(f"the symbolic size {text} is not supported")
+
+    return go(ast.parse(text, mode="eval"))

@@ -1,0 +1,87 @@
+"""Floor 3. TensorType: what is known of a tensor before it has a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from ..dtype import DType
+from .device import DeviceRef
+from .shape import Dim, Shape, StaticDim, SymbolicDim
+from .symbolic import to_sizes
+
+
+class TensorType:
+    """Element type, shape and device of a tensor. Hashable, compared by content.
+
+    Args:
+        dtype: A DType, or anything one can be made of.
+        shape: Sizes; a text is a symbolic dimension.
+        device: Where it lives.
+
+    Example:
+        >>> from maxjax.graph import DeviceRef, TensorType
+        >>> TensorType("float32", ("batch", 4), DeviceRef.CPU())
+        TensorType(dtype=float32, shape=[Dim('batch'), Dim(4)], device=cpu:0)
+    """
+
+    __slots__ = ("_dims", "device", "dtype")
+
+    def __init__(self, dtype: Any, shape: Iterable[Any], device: DeviceRef):
+        self.dtype = DType.of(dtype)
+        self._dims: tuple[Dim, ...] = tuple(Shape(shape))
+        self.device = device
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes, a new Shape at each reading."""
+        return Shape(self._dims)
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self._dims)
+
+    @property
+    def parameters(self) -> Iterable[SymbolicDim]:
+        """The symbolic dimensions in the shape."""
+        return self.shape.parameters
+
+    def num_elements(self) -> int:
+        """The product of the sizes.
+
+        Raises:
+            TypeError: A size is symbolic.
+        """
+        product = 1
+        for dim in self._dims:
+            product *= int(dim)
+        return product
+
+    def cast(self, dtype: Any) -> TensorType:
+        """The same with another element type."""
+        return TensorType(dtype, self._dims, self.device)
+
+    def to_jax(self) -> jax.ShapeDtypeStruct:
+        """The type as JAX says it; symbolic dimensions must be those of a Graph being traced."""
+        dtype = jax.dtypes.canonicalize_dtype(self.dtype.np)
+        return jax.ShapeDtypeStruct(to_sizes(self._dims), dtype)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every size is known."""
+        return all(isinstance(dim, StaticDim) for dim in self._dims)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorType) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.dtype, self._dims, self.device)
+
+    def __repr__(self) -> str:
+        return f"TensorType(dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"

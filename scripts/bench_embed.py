@@ -1,0 +1,117 @@
+"""MiniLM: how close to transformers on torch, and how fast beside it.
+
+    python scripts/bench_embed.py [--quick]
+
+First the differences over texts of 2 to 256 tokens (240, or 60 with --quick), padded batches
+included. Then texts per second, the two in turn on the same texts, sorted by length and in
+batches of 32 on both sides: the median and the range of the paired ratios. Needs torch,
+transformers and the MiniLM checkpoint (scripts/setup.sh).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for tests.oracles
+
+from scripts.minilm import minilm_directory
+from tests.oracles.make_minilm_golden import embeddings, reference
+from tests.oracles.sentences import sentences
+
+CONFIGURATIONS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16, reductions in float32": {"dtype": "bfloat16"},
+    "bfloat16 throughout": {"dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+}
+
+
+def accuracy(directory: Path, texts: list[str]) -> None:
+    """Prints one line for each configuration."""
+    import maxjax
+
+    expected = embeddings(directory, texts).astype(np.float64)
+    print(f"differences from transformers in float32, {len(texts)} texts of 2 to 256 tokens")
+    for name, options in CONFIGURATIONS.items():
+        model, tokenizer = maxjax.load(directory, **options)
+        found = maxjax.embed(model, tokenizer, texts).astype(np.float64)
+        cosine = (found * expected).sum(1) / np.linalg.norm(found, axis=1)
+        error = np.abs(found - expected).max()
+        print(f"  {name:32s} max abs {error:.1e}   least cosine {cosine.min():.6f}")
+
+
+def torch_runner(directory: Path, batch_size: int = 32) -> Callable[[list[str]], object]:
+    """Embeds texts as sentence-transformers does it: longest first, batches padded to the longest."""
+    import torch
+
+    tokenizer, model = reference(directory, attention="sdpa")
+
+    def run(texts: list[str]) -> object:
+        ordered = sorted(texts, key=len, reverse=True)
+        found = []
+        with torch.inference_mode():
+            for start in range(0, len(ordered), batch_size):
+                part = ordered[start : start + batch_size]
+                batch = tokenizer(
+                    part, padding=True, truncation=True, max_length=256, return_tensors="pt"
+                )
+                states = model(**batch).last_hidden_state
+                mask = batch["attention_mask"][..., None].float()
+                mean = (states * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+                found.append(torch.nn.functional.normalize(mean, dim=1))
+        return torch.cat(found)
+
+    return run
+
+
+def seconds(run: Callable[[list[str]], object], texts: list[str]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    run(texts)
+    return time.perf_counter() - start
+
+
+def speed(directory: Path, quick: bool) -> None:
+    """Prints one line for each kind of text."""
+    import maxjax
+
+    model, tokenizer = maxjax.load(directory)
+    ours = lambda texts: maxjax.embed(model, tokenizer, texts)
+    theirs = torch_runner(directory)
+    count, rounds = (32, 3) if quick else (128, 5)
+    every = sentences(256)
+    kinds = {"1 text of 12 tokens": 1, f"{count} texts of 12 tokens": count}
+    jobs = {name: [" ".join(every[-1].split()[:10])] * n for name, n in kinds.items()}
+    jobs[f"{count} texts of 3 to 256 tokens"] = every[-count:]
+    print("texts per second; ratio = maxjax over torch, paired")
+    for name, texts in jobs.items():
+        ours(texts), theirs(texts)  # compiled, warm
+        pairs = [(seconds(ours, texts), seconds(theirs, texts)) for _ in range(rounds)]
+        ratios = sorted(torch / jax for jax, torch in pairs)
+        rate = [len(texts) / statistics.median(column) for column in zip(*pairs, strict=True)]
+        print(
+            f"  {name:32s} maxjax {rate[0]:8.1f}   torch {rate[1]:8.1f}   "
+            f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+
+
+def main() -> None:
+    """Runs both parts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer texts and rounds")
+    quick = parser.parse_args().quick
+    directory = minilm_directory()
+    if directory is None:
+        sys.exit("the MiniLM checkpoint is not installed: run scripts/setup.sh")
+    accuracy(directory, sentences(60) if quick else sentences())
+    speed(directory, quick)
+
+
+if __name__ == "__main__":
+    main()

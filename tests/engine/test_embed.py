@@ -1,0 +1,293 @@
+"""embed(): MiniLM's embeddings against transformers on torch, live and recorded."""
+
+import json
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxjax.engine.embed import _encode, batches, embed
+from maxjax.engine.load import load
+from maxjax.engine.pooling import Pooling
+from maxjax.errors import UnsupportedModelError, UserInputError
+from maxjax.graph.weights import load_weights
+from maxjax.models import build
+from tests.oracles.sentences import ODD, sentences
+
+GOLDEN = Path(__file__).parent / "goldens" / "minilm.npz"
+FEW = ["A cat sleeps on the sill.", "The kitten naps.", "Interest rates rose.", ""]
+
+
+@pytest.fixture(scope="module")
+def loaded(minilm):
+    return load(minilm)
+
+
+@pytest.fixture(scope="module")
+def narrow(minilm):
+    return {
+        name: load(minilm, dtype="bfloat16", reduce_dtype=name) for name in ("float32", "bfloat16")
+    }
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN) as file:
+        return json.loads(file["texts"].tobytes()), file["tokens"], file["embeddings"]
+
+
+def cosines(a, b):
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+
+
+# --- accuracy -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_length_as_torch_has_it(minilm, loaded):
+    pytest.importorskip("torch")
+    from tests.oracles.make_minilm_golden import embeddings
+
+    texts = sentences()
+    counts = [len(row.ids) for row in loaded[1].tokens(texts)]
+    assert len(texts) >= 200 and min(counts) <= 3 and max(counts) == 256
+    found, expected = embed(*loaded, texts), embeddings(minilm, texts)
+    assert found.dtype == np.float32 and found.shape == (len(texts), 384)
+    assert np.abs(found - expected).max() <= 1e-5
+
+
+def test_the_recorded_texts(loaded, golden):
+    texts, tokens, expected = golden
+    assert [len(row.ids) for row in loaded[1].tokens(texts)] == list(tokens)
+    assert np.abs(embed(*loaded, texts) - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize("reduce_dtype, least", [("float32", 0.9999), ("bfloat16", 0.9995)])
+def test_bfloat16(narrow, golden, reduce_dtype, least):
+    texts, _, expected = golden
+    found = embed(*narrow[reduce_dtype], texts)
+    assert found.dtype == np.float32
+    assert cosines(found, expected).min() >= least
+    assert np.abs(found - expected).max() > 1e-4  # it is computed in 16 bits
+
+
+def test_truncation_as_torch_has_it(minilm, loaded):
+    pytest.importorskip("torch")
+    from tests.oracles.make_minilm_golden import embeddings
+
+    texts = [" ".join(["time", "year", "people"] * 150), "short"]
+    found = embed(*loaded, texts, truncate=True)
+    assert np.abs(found - embeddings(minilm, texts)).max() <= 1e-5
+
+
+# --- what holds whatever the model is -------------------------------------------------------
+
+
+def test_neither_batches_nor_neighbours_matter(loaded):
+    texts = sentences(40, longest=60)
+    together = embed(*loaded, texts)
+    for size in (1, 7, 40):
+        np.testing.assert_allclose(embed(*loaded, texts, batch_size=size), together, atol=2e-6)
+    backwards = embed(*loaded, texts[::-1], batch_size=5)[::-1]
+    np.testing.assert_allclose(backwards, together, atol=2e-6)
+    for i in (0, 20, 39):
+        np.testing.assert_allclose(embed(*loaded, [texts[i]])[0], together[i], atol=2e-6)
+
+
+def test_any_iterable_of_texts(loaded):
+    expected = embed(*loaded, FEW)
+    np.testing.assert_array_equal(embed(*loaded, tuple(FEW)), expected)
+    np.testing.assert_array_equal(embed(*loaded, (text for text in FEW)), expected)
+    np.testing.assert_array_equal(embed(*loaded, np.array(FEW, object)), expected)
+
+
+def test_no_texts(loaded):
+    found = embed(*loaded, [])
+    assert found.shape == (0, 384) and found.dtype == np.float32
+
+
+def test_the_result_belongs_to_the_caller(loaded):
+    found = embed(*loaded, FEW)
+    found[:] = 0
+    assert np.abs(embed(*loaded, FEW)).max() > 0
+
+
+def test_normalize(loaded):
+    plain = embed(*loaded, FEW, normalize=False)
+    assert (np.linalg.norm(plain, axis=1) > 1.1).all()
+    scaled = plain / np.linalg.norm(plain, axis=1, keepdims=True)
+    np.testing.assert_allclose(embed(*loaded, FEW, normalize=True), scaled, atol=1e-6)
+    np.testing.assert_array_equal(embed(*loaded, FEW), embed(*loaded, FEW, normalize=True))
+
+
+def test_a_model_without_pooling_files_gives_the_plain_mean(minilm, loaded):
+    weights = load_weights(minilm)
+    model = build(weights)
+    model.load_state_dict(weights)
+    expected = embed(*loaded, FEW, normalize=False)
+    np.testing.assert_allclose(embed(model, loaded[1], FEW), expected, atol=1e-6)
+
+
+def test_the_pooling_of_the_model_is_used(minilm):
+    model, tokenizer = load(minilm)
+    model.pooling = Pooling(("cls", "max"), lower_case=True)
+    found = embed(model, tokenizer, FEW)
+    batch = tokenizer.batch(FEW)
+    states = np.asarray(model(*batch).last_hidden_state)
+    np.testing.assert_allclose(found[:, :384], states[:, 0], atol=1e-5)
+    for i, n in enumerate(batch.attention_mask.sum(1)):
+        np.testing.assert_allclose(found[i, 384:], states[i, :n].max(0), atol=1e-5)
+
+
+def test_lower_case(minilm):
+    class Recorder:
+        max_length, pad_id = 512, 0
+
+        def tokens(self, texts, *, max_length=None):
+            self.seen = list(texts)
+            raise StopIteration
+
+    model, _ = load(minilm)
+    for lower_case, seen in ((True, ["straße ab"]), (False, ["Straße AB"])):
+        model.pooling = Pooling(lower_case=lower_case)
+        recorder = Recorder()
+        with pytest.raises(StopIteration):
+            embed(model, recorder, ["Straße AB"])
+        assert recorder.seen == seen
+
+
+# --- lengths --------------------------------------------------------------------------------
+
+
+def test_a_text_that_is_too_long_is_refused_with_both_numbers(loaded):
+    text = " ".join(["time"] * 255)
+    with pytest.raises(UserInputError, match=r"texts\[1\] has 257 tokens and the model takes 256"):
+        embed(*loaded, ["a", text])
+    cut = embed(*loaded, [text], truncate=True)
+    np.testing.assert_allclose(cut, embed(*loaded, [text[:-5]]), atol=1e-6)
+
+
+def test_the_least_of_the_limits_counts(minilm):
+    model, tokenizer = load(minilm)
+    text = " ".join(["time"] * 20)
+    model.pooling = Pooling(max_length=10)
+    with pytest.raises(UserInputError, match="takes 10"):
+        embed(model, tokenizer, [text])
+    model.pooling, tokenizer.max_length = Pooling(), 12
+    with pytest.raises(UserInputError, match="takes 12"):
+        embed(model, tokenizer, [text])
+    tokenizer.max_length = None
+    with pytest.raises(UserInputError, match="takes 512"):
+        embed(model, tokenizer, [" ".join(["time"] * 511)])
+
+
+# --- compilations ---------------------------------------------------------------------------
+
+
+def compilations(caplog, run):
+    caplog.clear()
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        run()
+    return sum(
+        "Compiling jit(_encode)" in r.message or "Compiling _encode" in r.message
+        for r in caplog.records
+    )
+
+
+def test_compiled_once_for_each_shape(minilm, caplog):
+    model, tokenizer = load(minilm)
+    model.pooling = Pooling(("cls",))  # a program of its own
+    words = lambda n: " ".join(["time"] * n)
+    first = compilations(caplog, lambda: embed(model, tokenizer, [words(n) for n in (1, 5, 9, 20)]))
+    assert first == 2  # 3 texts in [4, 16], one in [1, 32]
+    again = lambda: embed(model, tokenizer, [words(n) for n in (14, 2, 11, 30)])
+    assert compilations(caplog, again) == 0
+    assert compilations(caplog, lambda: embed(load(minilm)[0], tokenizer, [])) == 0
+    other = load(minilm)[0]
+    other.pooling = Pooling(("cls",))
+    assert compilations(caplog, lambda: embed(other, tokenizer, [words(1)] * 4)) == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 32, 100])
+@pytest.mark.parametrize("limit", [10, 256, 500])
+def test_batches_cover_everything_once_in_few_shapes(batch_size, limit):
+    lengths = np.random.default_rng(0).integers(0, limit + 1, 1000).tolist()
+    found = batches(lengths, batch_size, limit)
+    assert sorted(i for batch in found for i in batch.members) == list(range(1000))
+    for batch in found:
+        assert 1 <= len(batch.members) <= batch.count <= batch_size
+        assert max(lengths[i] for i in batch.members) <= batch.length <= limit
+    shapes = {(batch.count, batch.length) for batch in found}
+    assert len(shapes) <= 2 * 6  # six lengths, a full and a last batch of each
+    assert sum(batch.count for batch in found) <= 1000 + 4 * batch_size * 6
+
+
+# --- what can be wrong ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", ["one text", b"x", ["a", 3], [None], [b"a"], [["a"]], 3, None])
+def test_only_texts(loaded, texts):
+    with pytest.raises(TypeError):
+        embed(*loaded, texts)
+
+
+def test_no_tokenizer(loaded):
+    for texts in (["a"], []):
+        with pytest.raises(UserInputError, match=r"tokenizer\.json"):
+            embed(loaded[0], None, texts)
+
+
+def test_no_weights(minilm, loaded):
+    with pytest.raises(UserInputError, match="load_state_dict"):
+        embed(build(load_weights(minilm)), loaded[1], ["a"])
+
+
+def test_no_text_encoder(loaded):
+    with pytest.raises(UserInputError, match="Linear"):
+        from maxjax.graph import DeviceRef
+        from maxjax.nn.linear import Linear
+
+        embed(Linear(2, 2, "float32", DeviceRef.CPU()), loaded[1], ["a"])
+
+
+def test_steps_that_are_not_there(minilm, loaded):
+    model, tokenizer = load(minilm)
+    model.pooling = Pooling(unsupported="the module Dense")
+    with pytest.raises(NotImplementedError, match="Dense") as caught:
+        embed(model, tokenizer, ["a"])
+    assert isinstance(caught.value, UnsupportedModelError)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.0, True, None, "3"])
+def test_batch_sizes_that_are_none(loaded, batch_size):
+    with pytest.raises(UserInputError, match="batch_size"):
+        embed(*loaded, ["a"], batch_size=batch_size)
+
+
+def test_a_tokenizer_of_another_model(minilm, loaded):
+    class Other:
+        max_length, pad_id = 512, 0
+
+        def tokens(self, texts, *, max_length=None):
+            return [row._replace(ids=[30522]) for row in loaded[1].tokens(texts)]
+
+    with pytest.raises(UserInputError, match="30522.*do not belong together"):
+        embed(loaded[0], Other(), ["a"])
+
+
+def test_invalid_unicode_names_the_text(loaded):
+    with pytest.raises(UserInputError, match=r"texts\[1\]"):
+        embed(*loaded, ["a", "\udcff"])
+
+
+def test_the_odd_texts_differ_from_each_other(loaded):
+    """All but the two empty ones: no text falls through to the same vector."""
+    found = embed(*loaded, ODD, truncate=True)
+    similarity = found @ found.T - np.eye(len(ODD))
+    assert similarity[0, 1] > 0.999999
+    similarity[0, 1] = similarity[1, 0] = 0
+    assert similarity.max() < 0.99
+    assert _encode._cache_size() > 0
