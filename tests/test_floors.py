@@ -24,14 +24,14 @@ FLOORS: list[list[str]] = [
     # 0 words: what the rest is written in
     files("", "errors dtype driver") + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
-    files("storage/", "files sniff jsontext table blocks")
+    files("storage/", "files sniff jsonscan jsontext table blocks")
     + files("storage/", "safetensors gguf pytorch npz shards index __init__"),
     # 2 kernels: arithmetic on values
     ["kernels/"],
     # 3 graph: what a weight is and where it lives
-    files("graph/", "mesh sharding value weight")
+    files("graph/", "mesh sharding symbolic tensor_type value weight")
     + ["graph/weights/"]
-    + files("graph/", "graph ops program __init__"),
+    + files("graph/", "subgraph graph ops program __init__"),
     # 4 nn: the container calculus, then layers
     ["nn/layer/"]
     + files("nn/", "hooks stack init activation linear embedding norm rope attention mlp moe")

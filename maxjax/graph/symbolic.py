@@ -7,17 +7,44 @@ Both sides print as arithmetic over names, so one small evaluator reads both.
 from __future__ import annotations
 
 import ast
-import contextvars
+import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jax import export
 
 from .shape import Dim, StaticDim
 
-# Name → size of jax.export, for the Graph now being traced.
-scope: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("scope")
+
+class _Known(threading.local):
+    """Name → size of jax.export for what is being traced in this thread.
+
+    Not a ContextVar: each greenlet has its own of those, and a Graph is written by two.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: Mapping[str, Any] = {}
+
+
+_KNOWN = _Known()
+
+
+@contextlib.contextmanager
+def naming(sizes: Mapping[str, Any]) -> Iterator[None]:
+    """Makes symbolic sizes known by name, besides those that are already."""
+    before = _KNOWN.sizes
+    _KNOWN.sizes = {**before, **sizes}
+    try:
+        yield
+    finally:
+        _KNOWN.sizes = before
+
+
+def is_known(name: str) -> bool:
+    """Whether a dimension of that name has a size now."""
+    return name in _KNOWN.sizes
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -56,7 +83,7 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
         return dim if export.is_symbolic_dim(dim) else operator.index(dim)
     if isinstance(dim, StaticDim):
         return int(dim)
-    known = dict(scope.get({}))
+    known = dict(_KNOWN.sizes)
     for size in (size for shape in shapes for size in shape):
         if export.is_symbolic_dim(size) and str(size).isidentifier():
             known[str(size)] = size

@@ -21,7 +21,7 @@ from ..dtype import DType, promote
 from .device import DeviceRef
 from .shape import Dim, Shape, StaticDim
 from .symbolic import to_dim, to_size, to_sizes
-from .type import TensorType
+from .tensor_type import TensorType
 
 _METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isrealobj}
 
@@ -294,6 +294,14 @@ class TensorValue:
             jax.debug.print(text, x=array)
         else:
             print(text.format(x=array))
+
+    def to_numpy(self) -> np.ndarray:
+        """The value as a NumPy array."""
+        return np.asarray(self)
+
+    def item(self) -> Any:
+        """The one element as a Python number."""
+        return self.__jax_array__().item()
 
     def max(self, axis: int = -1) -> TensorValue:
         """The largest along an axis, which stays with length 1."""

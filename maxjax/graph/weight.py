@@ -47,6 +47,8 @@ def structure_changed() -> None:
 
 # Set by the Module floor: the full name of a weight below the Module now running.
 running_name: Callable[[Weight], str | None] | None = None
+# Set by the Graph's file: what stands for a weight in the Graph being written, if any is.
+graph_value: Callable[[Weight], Any] | None = None
 
 
 class Weight(TensorValue):
@@ -279,6 +281,9 @@ class Weight(TensorValue):
             structure_changed()
 
     def __jax_array__(self) -> jax.Array:
+        standing = graph_value(self) if graph_value is not None else None
+        if standing is not None:
+            return standing
         leaf = self._leaf
         if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
             if self._source is None:

@@ -14,3 +14,4 @@ from .layer import Sequential as Sequential
 from .layer import recursive_named_layers as recursive_named_layers
 from .linear import Linear as Linear
 from .norm import LayerNorm as LayerNorm
+from .norm import RMSNorm as RMSNorm

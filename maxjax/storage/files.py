@@ -11,7 +11,9 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -99,9 +101,14 @@ class OpenFile:
         # Asked before the buffer is made: a count out of a file is not to be believed.
         if offset + nbytes > self.size:
             raise self._short(offset, nbytes, max(self.size - offset, 0), tensor)
-        data = bytearray(nbytes)
-        self.pread_into(memoryview(data), offset, tensor=tensor)
-        return bytes(data)
+        pieces, done = [], 0
+        while done < nbytes:
+            piece = self._system(os.pread, nbytes - done, offset + done, tensor)
+            if not piece:
+                raise self._short(offset, nbytes, done, tensor)
+            pieces.append(piece)
+            done += len(piece)
+        return b"".join(pieces)  # without a copy when it is one
 
     def pread_into(self, view: memoryview, offset: int, *, tensor: str | None = None) -> None:
         """Fills ``view`` (bytes, writable) from ``offset``; errors as for ``pread``."""
@@ -114,10 +121,13 @@ class OpenFile:
 
     def pread_some(self, views: list[memoryview], offset: int, *, tensor: str | None = None) -> int:
         """One read that scatters into ``views``; gives how many bytes came, 0 at the end."""
+        return self._system(os.preadv, views, offset, tensor)
+
+    def _system(self, call: Callable, what: Any, offset: int, tensor: str | None) -> Any:
         if self.fd < 0:
             raise CheckpointError("the file has been closed", path=self.path, tensor=tensor)
         try:
-            return os.preadv(self.fd, views, offset)
+            return call(self.fd, what, offset)
         except OSError as error:
             raise os_error(error, self.path, "reading failed", tensor=tensor) from error
 

@@ -52,11 +52,13 @@ def without_escaped_quotes(data: bytes) -> bytes:
     return data.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
 
 
-def structure(data: bytes, chunk: int = 1 << 20) -> tuple[int, int, bool]:
+def structure(
+    data: bytes, most: tuple[int, int] | None = None, *, chunk: int = 1 << 20
+) -> tuple[int, int, bool]:
     """(greatest depth, number of arrays and objects, any long run of digits) of a JSON text.
 
     ``data`` has no escaped quotes. Exact for valid JSON; of other text, exact up to its first
-    mistake, which is as far as a parser gets.
+    mistake, which is as far as a parser gets. Stops soon after depth or number pass ``most``.
 
     Example:
         >>> structure(b'{"a[": [1, [2]], "b": {}}')
@@ -73,4 +75,6 @@ def structure(data: bytes, chunk: int = 1 << 20) -> tuple[int, int, bool]:
         containers += int(np.count_nonzero(step == 1))
         stretches = piece[: len(piece) // _DIGITS * _DIGITS].reshape(-1, _DIGITS)
         digits = digits or bool(((stretches - np.uint8(48)) < 10).all(axis=1).any())
+        if most and (deepest > most[0] or containers > most[1]):
+            break
     return deepest, containers, digits

@@ -158,11 +158,16 @@ class Text:
         return self.base + position
 
     def _find(self, key: str, start: int) -> int:
-        plain = json.dumps(key, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        for token in (plain, json.dumps(key).encode()):
-            match = re.compile(re.escape(token) + rb"\s*:").search(self.data, start)
-            if match:
-                return match.start()
+        """Where ``key`` stands as a key from ``start`` on, or -1; of a long one, its beginning."""
+        long = len(key) > _LONG_KEY
+        key = key[:_LONG_KEY]
+        for token in (json.dumps(key, ensure_ascii=False), json.dumps(key)):
+            token = token.encode("utf-8", "surrogatepass")[: -1 if long else None]
+            at = self.data.find(token, start)
+            while at >= 0 and not (long or _COLON.match(self.data, at + len(token))):
+                at = self.data.find(token, at + 1)
+            if at >= 0:
+                return at
         return -1
 
     # --- before parsing ---
@@ -184,12 +189,13 @@ class Text:
                 found=lone.group().decode(),
                 offset=self.base + lone.start(),
             )
-        depth, containers, long_digits = jsonscan.structure(plain)
-        if depth > self.limits.json_depth:
+        # A tensor takes three: itself, its shape and its offsets.
+        most = self.limits.json_depth, 3 * self.limits.tensors + 8
+        depth, containers, long_digits = jsonscan.structure(plain, most)
+        if depth > most[0]:
             problem = "the JSON text is nested too deep"
             raise self.limits.error(problem, "json_depth", depth, path=self.path)
-        # A tensor takes three: itself, its shape and its offsets.
-        if containers > 3 * self.limits.tensors + 8:
+        if containers > most[1]:
             problem = "the JSON text has too many arrays and objects for its tensors"
             raise self.limits.error(problem, "tensors", containers // 3, path=self.path)
         return long_digits
@@ -269,6 +275,9 @@ class Text:
         ) from error
 
 
+# Enough of a key to find it by.
+_LONG_KEY = 1000
+_COLON = re.compile(rb"[ \t\r\n]*:")
 # What may be left of a text that was cut inside a word.
 _CUT = re.compile(r"\s*(-|t|tr|tru|f|fa|fal|fals|n|nu|nul)?\s*")
 

@@ -40,9 +40,13 @@ def test_reads_at_positions(path):
 
 
 def test_reads_on_after_a_short_read(path, monkeypatch):
-    whole = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole(fd, [views[0][:7]], at))
-    assert open_regular(path).pread(0, 100) == bytes(range(100))
+    into, plain = os.preadv, os.pread
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: into(fd, [views[0][:7]], at))
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: plain(fd, min(count, 7), at))
+    buffer = bytearray(100)
+    file = open_regular(path)
+    file.pread_into(memoryview(buffer), 0)
+    assert file.pread(0, 100) == buffer == bytes(range(100))
 
 
 def test_short_file_is_truncated_and_nothing_is_allocated(path):
@@ -152,9 +156,11 @@ def test_read_error_is_wrapped(path, monkeypatch):
 
     file = open_regular(path)
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match="reading failed: EIO") as caught:
-        file.pread(0, 4)
-    assert caught.value.path == str(path)
+    monkeypatch.setattr(os, "pread", fail)
+    for act in (lambda: file.pread(0, 4), lambda: file.pread_into(memoryview(bytearray(4)), 0)):
+        with pytest.raises(CheckpointError, match="reading failed: EIO") as caught:
+            act()
+        assert caught.value.path == str(path)
 
 
 # --- changes under an open file -----------------------------------------------------------

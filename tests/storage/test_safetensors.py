@@ -197,3 +197,13 @@ def test_mutated_files_are_refused_cleanly_or_read_as_the_library_does(tmp_path)
         }
         assert mine == theirs, (number, content)
     assert 0.02 * MUTATIONS < accepted < 0.6 * MUTATIONS
+
+
+@pytest.mark.parametrize("piece", ["a", '\\"', "\\u00e9", "é"])
+def test_name_of_megabytes_is_refused_in_one_line(piece, tmp_path):
+    name = piece * 500_000
+    header = f'{{"b":{json.dumps(A)},"{name}":{{"dtype":"F32","shape":[-1]}}}}'
+    with pytest.raises(CheckpointLimitError, match="name_bytes") as caught:
+        open_safetensors(write(tmp_path, file_bytes(header, D16)))
+    assert len(str(caught.value)) < 2000
+    assert caught.value.offset == 8 + header.encode().index(f'"{piece}{piece}'.encode())

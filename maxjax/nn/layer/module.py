@@ -11,7 +11,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,10 @@ from jax.core import Tracer
 
 from ...graph import weight as weight_module
 from ...graph.device import DeviceRef
+from ...graph.graph import Graph
+from ...graph.program import Model
+from ...graph.subgraph import LOOKUPS, Subgraph
+from ...graph.tensor_type import TensorType
 from ...graph.weight import EPOCH, Weight, structure_changed
 from . import hooks
 from .definition import Cache, Definition, Walk, define, rebuild
@@ -116,8 +120,9 @@ class Module(Layer, StateDict, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         descriptor = getattr(type(self), name, None)
-        if hasattr(type(descriptor), "__set__"):  # a property: its setter, or AttributeError
-            return super().__setattr__(name, value)
+        if hasattr(type(descriptor), "__set__") or name == "__class__":
+            structure_changed()
+            return super().__setattr__(name, value)  # a property: its setter, or AttributeError
         if isinstance(value, Weight) and value.shard_idx is None:
             local = self._claim(name, value)
             self._forget(name, keep=local)
@@ -249,6 +254,80 @@ class Module(Layer, StateDict, ABC):
             weight._place(sharding)
         return self
 
+    # -- graphs
+
+    def trace(self, *input_types: TensorType, name: str | None = None) -> Graph:
+        """This Module as a Graph; named like its class unless told otherwise."""
+        return Graph(name or type(self).__qualname__, self, input_types)
+
+    def compile(
+        self,
+        *input_types: TensorType,
+        session: Any = None,
+        weights: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> Model:
+        """Compiles this Module for inputs of these types.
+
+        Args:
+            session: MAX's InferenceSession; nothing is needed of it.
+            weights: Values by full name; of what is not there, the weights' own count.
+
+        Raises:
+            ValueError: A weight has no value.
+        """
+        del session
+        return Model(self.trace(*input_types, name=name), weights)
+
+    def build_subgraph(
+        self,
+        name: str,
+        inputs: Sequence[Any] | None = None,
+        weight_prefix: str = "",
+        *,
+        input_types: Sequence[Any] | None = None,
+    ) -> Subgraph:
+        """Makes this layer a subgraph that ``ops.call`` runs with any equal layer's weights.
+
+        Args:
+            name: For people.
+            inputs: For each argument of ``__call__`` a tensor, a TensorType, or a tree of
+                them. ``input_types`` is the same by its older name.
+            weight_prefix: Weights whose full names start with it are looked up at each
+                call, under the call's own prefix; others are this layer's in every call.
+
+        Raises:
+            TypeError: An input is no tensor; the layer gives no flat list of tensors.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from maxjax import init, nn
+            >>> from maxjax.graph import DeviceRef, ops
+            >>> class Net(nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.layers = nn.LayerList(nn.Linear(3, 3, "float32", DeviceRef.CPU()) for _ in range(4))
+            ...     def __call__(self, h):
+            ...         block = self.layers[0].build_subgraph("block", [h], weight_prefix="layers.0.")
+            ...         for i in range(4):
+            ...             h = ops.call(block, h, prefix=f"layers.{i}.")[0].tensor
+            ...         return h
+            >>> net = init(Net(), jax.random.key(0))
+            >>> net(jnp.ones((2, 3))).shape
+            [Dim(2), Dim(3)]
+        """
+        given = inputs if inputs is not None else input_types
+        if given is None:
+            raise TypeError("build_subgraph() needs inputs (or input_types)")
+        definition, weights = self._mx_definition()
+        slots: list[str | Weight] = []
+        for weight in weights:
+            full = _running_name(weight) or weight.name
+            local = bool(weight_prefix) and full.startswith(weight_prefix)
+            slots.append(full.removeprefix(weight_prefix) if local else weight)
+        treedef = jax.tree.structure(self)
+        return Subgraph(name, treedef, given, slots, definition.weights)
+
     # -- pytree, copies, text
 
     def _mx_definition(self) -> tuple[Definition, tuple[Weight, ...]]:
@@ -361,9 +440,23 @@ def _running_name(weight: Weight) -> str | None:
 weight_module.running_name = _running_name
 
 
+def _running_weights(names: list[str], templates: list[Weight]) -> list[Weight] | None:
+    """The Weights of these names below the innermost running Module that has them all."""
+    for module in reversed(_RUNNING.stack):
+        known = {name: weight for name, _, weight, _ in Walk(module).places}
+        if all(name in known for name in names):
+            return [known[name] for name in names]
+    return None
+
+
+LOOKUPS.insert(0, _running_weights)
+
+
 def _warn_if_captured(module: Module) -> None:
     """Weights that are constants of a traced program go stale without a word."""
     leaves = _flatten(module)[0]
+    if Graph.is_writing():
+        return  # there they are arguments of the program
     if ("captured", type(module)) in _WARNED or any(isinstance(leaf, Tracer) for leaf in leaves):
         return
     if not any(isinstance(leaf, jax.Array) for leaf in leaves):

@@ -1,0 +1,297 @@
+"""Floor 3. Graph: a computation written down once, as a jaxpr, with its weights by name.
+
+``Graph(name, forward, input_types)`` and ``with Graph(...) as g:`` both trace plain jnp
+code: ``jax.make_jaxpr`` runs in a greenlet that hands its tracers to the block and takes
+the outputs back at its end. A Weight used meanwhile stands for an argument of the
+program, whether it has a value or not; ``program.py`` compiles and runs the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import greenlet
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ..dtype import DType
+from . import weight as weight_module
+from .device import DeviceRef
+from .shape import Shape, StaticDim
+from .subgraph import LOOKUPS, Subgraph
+from .symbolic import naming, sizes_of
+from .tensor_type import TensorType
+from .value import TensorValue, unwrap
+from .weight import Weight
+from .weights.unread import UnreadWeights
+
+
+class _Current(threading.local):
+    """The Graphs being written in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Graph] = []
+
+
+_CURRENT = _Current()
+
+
+class _Meta(type):
+    @property
+    def current(cls) -> Graph:
+        """The innermost Graph being written.
+
+        Raises:
+            LookupError: There is none.
+        """
+        if not _CURRENT.stack:
+            raise LookupError("No graph found")
+        return _CURRENT.stack[-1]
+
+
+class Entry:
+    """A Weight in a Graph: its name there, and what stands for it in the jaxpr.
+
+    The stand-in is a NumPy array without memory (all strides zero); JAX takes it for a
+    constant and moves it to the top of the jaxpr, where it is known by its address.
+    """
+
+    def __init__(self, name: str, weight: Weight):
+        self.name, self.weight = name, weight
+        value = weight.value
+        self.shape = tuple(int(d) for d in weight.shape) if value is None else tuple(value.shape)
+        dtype = jax.dtypes.canonicalize_dtype(weight.dtype.np)
+        # Constants without axes become literals in a jaxpr, so there is always one more.
+        self.stand_in = np.broadcast_to(np.zeros((), dtype), (1, *self.shape))
+
+    @property
+    def address(self) -> int:
+        """What the constant in the jaxpr is known by."""
+        return self.stand_in.ctypes.data
+
+    def tracer(self) -> Any:
+        """The weight as a value of the trace now running."""
+        return jnp.asarray(self.stand_in).reshape(self.shape)
+
+
+class Graph(metaclass=_Meta):
+    """A traced computation with typed inputs, outputs and named weights.
+
+    Args:
+        name: For people.
+        forward: A function, or a Module, of one TensorValue per input. Without it the
+            computation is written in a ``with`` block, which ends with :meth:`output`.
+        input_types: A TensorType for each input. Dimensions may be named: equal names are
+            equal sizes, which must be known when it runs, not before.
+        args, kwargs: Given to ``forward`` after the inputs.
+
+    Attributes:
+        inputs: A TensorValue for each input.
+        output_types: A TensorType for each output.
+        jaxpr: What was written, as a ``jax.extend.core.ClosedJaxpr``; None before its end.
+
+    Raises:
+        TypeError: An input type that is no TensorType.
+
+    A Weight or Module may be used in any number of Graphs.
+
+    Example:
+        >>> from maxjax.graph import DeviceRef, Graph, TensorType
+        >>> with Graph("double", input_types=[TensorType("float32", (2,), DeviceRef.CPU())]) as g:
+        ...     g.output(g.inputs[0].tensor * 2)
+        >>> print(g)
+        Graph double
+        { lambda ; a:f32[2]. let b:f32[2] = mul a 2.0:f32[] in (b,) }
+    """
+
+    current: Graph  # the metaclass's property, for type checkers
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any] | None = None,
+        input_types: Iterable[TensorType] = (),
+        path: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ):
+        if path is not None:
+            raise NotImplementedError("Graph(path=...): reading a graph from a file is not supported")
+        for option in ("custom_extensions", "kernel_library", "module"):
+            if kwargs.pop(option, None):
+                raise NotImplementedError(f"Graph({option}=...) is MAX's own and is not supported")
+        for option in ("strict_device_placement", "is_device_graph"):
+            kwargs.pop(option, None)
+        self.name = name
+        self.input_types = tuple(input_types)
+        for kind in self.input_types:
+            if not isinstance(kind, TensorType):
+                raise TypeError(f"Graph '{name}': an input type is a TensorType, not {type(kind).__name__}")
+        self.jaxpr: Any = None
+        self.entries: list[Entry] = []
+        self._by_weight: dict[int, Entry] = {}
+        self._outputs: tuple[Any, ...] | None = None
+        self._greenlet: Any = None
+        self._sizes = sizes_of(str(p) for kind in self.input_types for p in kind.parameters)
+        self._naming: Any = None
+        if forward is not None:
+            self._trace(forward, args, kwargs)
+
+    def _trace(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        with self:
+            result = forward(*self.inputs, *args, **kwargs)
+            if isinstance(result, (TensorValue, jax.Array, np.ndarray)):
+                self.output(result)
+            elif result is not None:
+                self.output(*result)
+
+    # -- writing it
+
+    @staticmethod
+    def is_writing() -> bool:
+        """Whether any Graph is being written in this thread."""
+        return bool(_CURRENT.stack)
+
+    def __enter__(self) -> Graph:
+        if self.jaxpr is not None or self._greenlet is not None:
+            raise ValueError(f"Graph '{self.name}' is written already; make another one")
+        block = greenlet.getcurrent()
+        self._naming = naming(self._sizes)
+        self._naming.__enter__()
+
+        def body(*tracers: Any) -> Any:
+            return block.switch(tracers)
+
+        def run() -> Any:
+            kinds = [kind.to_jax() for kind in self.input_types]
+            return jax.make_jaxpr(body)(*kinds)
+
+        self._greenlet = greenlet.greenlet(run)
+        tracers = self._greenlet.switch()
+        self.inputs = tuple(map(TensorValue, tracers))
+        _CURRENT.stack.append(self)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        writer, self._greenlet = self._greenlet, None
+        finished = error is None and self._outputs is not None
+        try:
+            if finished:
+                self.jaxpr = writer.switch(self._outputs)
+        finally:
+            if not writer.dead:
+                # However the block was left, the trace must not stay behind in this thread.
+                writer.throw(greenlet.GreenletExit)
+            _CURRENT.stack.remove(self)
+            self._naming.__exit__(None, None, None)
+
+    def output(self, *values: Any) -> None:
+        """Says what the graph gives. Once, as the last thing in the block.
+
+        Raises:
+            ValueError: Outside its ``with`` block, or a second time.
+            TypeError: Something that is no tensor.
+        """
+        if self._greenlet is None or self._outputs is not None:
+            when = "was given already" if self._outputs is not None else "belongs inside the with block"
+            raise ValueError(f"Graph '{self.name}': the output {when}")
+        arrays = []
+        for value in values:
+            array = unwrap(value)
+            if not isinstance(array, jax.Array):
+                raise TypeError(f"Graph '{self.name}': an output is a tensor, not {type(value).__name__}")
+            arrays.append(array)
+        self.output_types = [TensorValue(a).type for a in arrays]
+        self._outputs = tuple(arrays)
+
+    # -- weights
+
+    def add_weight(self, weight: Weight, force_initial_weight_on_host: bool = True) -> TensorValue:
+        """The Weight as a value of this graph, under its present name.
+
+        Raises:
+            ValueError: Another Weight of that name is in the graph, or it has symbolic
+                dimensions and no value.
+        """
+        name = weight.name
+        for entry in self.entries:
+            if entry.name == name and entry.weight is not weight:
+                raise ValueError(f"Weight '{name}' already exists in Graph '{self.name}'")
+        return TensorValue(self._entry(weight).tracer())
+
+    def _entry(self, weight: Weight) -> Entry:
+        entry = self._by_weight.get(id(weight))
+        if entry is None:
+            symbolic = [d for d in weight.shape if not isinstance(d, StaticDim)]
+            if symbolic and weight.value is None:
+                raise ValueError(f"weight '{weight.name}' has symbolic dimensions {weight.shape!r} and no value: "
+                                 "its sizes must be known before it is used in a Graph")  # fmt: skip
+            running = weight_module.running_name
+            name = (running(weight) if running else None) or weight.name
+            entry = self._by_weight[id(weight)] = Entry(name, weight)
+            self.entries.append(entry)
+        return entry
+
+    def _placeholder(self, name: str, template: Weight) -> Weight:
+        """The Weight of that name, made here if the graph has none: a subgraph asks for it."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry.weight
+        return Weight(name, template.dtype, template.shape, template.device)
+
+    def weights(self) -> UnreadWeights:
+        """An empty cursor of names to allocate weights from: ``weights.layers[0].w.allocate(…)``."""
+        return UnreadWeights()
+
+    def add_subgraph(
+        self,
+        name: str,
+        forward: Callable[..., Any] | None = None,
+        input_types: Iterable[TensorType] = (),
+        **options: Any,
+    ) -> Subgraph:
+        """A function to be called by ``ops.call``, traced once.
+
+        Raises:
+            NotImplementedError: Without ``forward``.
+        """
+        if forward is None:
+            raise NotImplementedError("add_subgraph without a function: write it as a function, or use "
+                                      "Module.build_subgraph")  # fmt: skip
+        return Subgraph.of_function(name, forward, list(input_types))
+
+    # -- looking at it
+
+    def __repr__(self) -> str:
+        return f"Graph {self.name}\n{self.jaxpr if self.jaxpr is not None else '(not written yet)'}"
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Graph cannot be pickled or copied; use maxjax.export for its program")
+
+
+def _graph_value(weight: Weight) -> Any:
+    """What a Weight is inside a Graph; None outside."""
+    if not _CURRENT.stack or isinstance(weight._leaf, Tracer):
+        return None
+    return _CURRENT.stack[-1]._entry(weight).tracer()
+
+
+weight_module.graph_value = _graph_value
+
+
+def _weights_by_name(names: list[str], templates: list[Weight]) -> list[Weight] | None:
+    """The Weights of these names in the Graph being written, made where it has none yet."""
+    if not _CURRENT.stack:
+        return None
+    graph = _CURRENT.stack[-1]
+    return [graph._placeholder(n, t) for n, t in zip(names, templates, strict=True)]
+
+
+LOOKUPS.append(_weights_by_name)

@@ -1,0 +1,184 @@
+"""Floor 3. Subgraphs: a layer traced once and called with the weights of many.
+
+A Subgraph holds the treedef of its layer and the types of its inputs; calling it goes
+through one jitted function whose cache they are the key of, so equal layers with equal
+inputs are traced once in the whole process. Which weights a call uses is looked up by
+name when it is called. The layer itself is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..dtype import DType
+from ..errors import some
+from .shape import Shape, StaticDim
+from .symbolic import is_known, naming, sizes_of, to_dim
+from .tensor_type import TensorType
+from .value import TensorValue, unwrap
+from .weight import Weight
+
+# Each tries to find the Weights of some names, given one like each: first the running
+# Modules' (put in front by their file), then the one of the Graph being written.
+LOOKUPS: list[Callable[[list[str], list[Weight]], list[Weight] | None]] = []
+
+
+class Subgraph:
+    """A piece of computation that ``ops.call`` runs with one layer's weights or another's.
+
+    Attributes:
+        name: For people.
+        input_types: A TensorType for each leaf of the inputs.
+        output_types: A TensorType for each output.
+        placeholders: Names of the weights that each call looks up, without the prefix.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Any,
+        inputs: Sequence[Any],
+        slots: Sequence[str | Weight],
+        templates: Sequence[Weight],
+    ):
+        leaves, self._in_tree = jax.tree.flatten(list(inputs), is_leaf=_is_value)
+        self.name = name
+        self.input_types = [_type_of(name, leaf) for leaf in leaves]
+        self.placeholders = [slot for slot in slots if isinstance(slot, str)]
+        self._target, self._slots, self._templates = target, list(slots), list(templates)
+        self.output_types = self._trace()
+
+    @classmethod
+    def of_function(cls, name: str, function: Callable[..., Any], inputs: Sequence[Any]) -> Subgraph:
+        """Of a function; Weights it closes over are the same in every call."""
+        return cls(name, _Function(function), inputs, (), ())
+
+    def _trace(self) -> list[TensorType]:
+        """Traces it for its output types; the calls find the trace in JAX's cache."""
+        names = {str(p) for kind in self.input_types for p in kind.parameters}
+        with naming(sizes_of(name for name in names if not is_known(name))):
+            shapes = [
+                jax.ShapeDtypeStruct(tuple(map(int, w.shape)), jax.dtypes.canonicalize_dtype(w.dtype.np))
+                for w in self._templates
+            ]
+            kinds = [kind.to_jax() for kind in self.input_types]
+            outputs = jax.eval_shape(lambda w, x: self._run(w, x), shapes, kinds)
+        device = self.input_types[0].device if self.input_types else TensorValue(np.zeros(())).device
+        return [TensorType(o.dtype, [to_dim(size) for size in o.shape], device) for o in outputs]
+
+    def _run(self, weights: list[Any], inputs: list[Any]) -> list[Any]:
+        return _call(self._target, self._in_tree, weights, inputs)
+
+    def call(self, args: Sequence[Any], prefix: str) -> list[TensorValue]:
+        """Runs it; see ``ops.call``."""
+        flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=_is_value)]
+        self._check(flat)
+        return [TensorValue(y) for y in self._run(self._weights(prefix), flat)]
+
+    def _check(self, flat: list[Any]) -> None:
+        if len(flat) != len(self.input_types):
+            raise ValueError(f"Expected {len(self.input_types)} args to call to {self.name}, got {len(flat)}")
+        for i, (array, kind) in enumerate(zip(flat, self.input_types, strict=True)):
+            found = TensorValue(array).type
+            sizes = zip(found.shape, kind.shape, strict=False)
+            same = found.rank == kind.rank and found.dtype is _canonical(kind.dtype)
+            if not same or any(a != b and isinstance(b, StaticDim) for a, b in sizes):
+                raise ValueError(f"argument {i} of the call to {self.name} is {found.dtype} {found.shape!r}, "
+                                 f"but it was built for {kind.dtype} {kind.shape!r}")  # fmt: skip
+
+    def _weights(self, prefix: str) -> list[Any]:
+        names = [prefix + name for name in self.placeholders]
+        found = iter(self._find(names, prefix))
+        chosen = [slot if isinstance(slot, Weight) else next(found) for slot in self._slots]
+        return [weight.__jax_array__() for weight in chosen]
+
+    def _find(self, names: list[str], prefix: str) -> list[Weight]:
+        if not names:
+            return []
+        templates = [t for t, slot in zip(self._templates, self._slots, strict=True) if isinstance(slot, str)]
+        for lookup in LOOKUPS:
+            if (found := lookup(names, templates)) is not None:
+                self._check_weights(names, found, templates)
+                return found
+        raise ValueError(f"ops.call({self.name}, prefix='{prefix}'): no running Module, and no Graph, has the "
+                         f"weights {some(names)}")  # fmt: skip
+
+    def _check_weights(self, names: list[str], found: list[Weight], templates: list[Weight]) -> None:
+        for name, weight, template in zip(names, found, templates, strict=True):
+            if weight.shape != template.shape or weight.dtype is not template.dtype:
+                raise ValueError(f"weight '{name}' is {weight.dtype} {weight.shape!r}, but the subgraph "
+                                 f"{self.name} was built for {template.dtype} {template.shape!r}")  # fmt: skip
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{t.dtype.name}{list(map(str, t.shape))}" for t in self.input_types)
+        return f"Subgraph {self.name}({inputs}), {len(self.placeholders)} weights looked up"
+
+
+def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
+    """Runs a subgraph with the weights whose names start with ``prefix``.
+
+    Args:
+        graph: From ``Module.build_subgraph`` or ``Graph.add_subgraph``.
+        args: Tensors, or trees of them; their leaves go to the inputs in order.
+        prefix: Put before the name of each weight the subgraph looks up. The names are
+            those of the innermost running Module that has them all, else of an outer one,
+            else of the Graph being written.
+
+    Returns:
+        A TensorValue for each output.
+
+    Raises:
+        TypeError: ``graph`` is no subgraph.
+        ValueError: Another number of tensors, a tensor or weight of another type, or a
+            name that is nowhere to be found; the message says which.
+    """
+    if not isinstance(graph, Subgraph):
+        raise TypeError(f"ops.call() takes a subgraph, not {type(graph).__name__}; "
+                        "make one with Module.build_subgraph")  # fmt: skip
+    return graph.call(args, prefix)
+
+
+class _Function:
+    """A function as a target; equal to itself only."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def unflatten(self, leaves: Any) -> Callable[..., Any]:
+        return self.function
+
+
+def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> list[Any]:
+    layer = target.unflatten(weights)
+    result = layer(*jax.tree.unflatten(in_tree, [TensorValue(x) for x in inputs]))
+    outputs = list(result) if isinstance(result, (list, tuple)) else [result]
+    for output in outputs:
+        if not isinstance(output, (TensorValue, jax.Array)):
+            raise TypeError(f"a subgraph gives a tensor or a flat list of tensors, not {type(output).__name__} "
+                            "inside one")  # fmt: skip
+    return [unwrap(output) for output in outputs]
+
+
+_call = jax.jit(_run, static_argnums=(0, 1))
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, (TensorValue, TensorType))
+
+
+def _canonical(dtype: DType) -> DType:
+    return DType.of(jax.dtypes.canonicalize_dtype(dtype.np))
+
+
+def _type_of(name: str, leaf: Any) -> TensorType:
+    if isinstance(leaf, TensorType):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return TensorType(leaf.dtype, leaf.shape, TensorValue(np.zeros(())).device)
+    if isinstance(leaf, (TensorValue, jax.Array, np.ndarray)):
+        return TensorValue(leaf).type
+    raise TypeError(f"subgraph '{name}': an input is a tensor or a TensorType, not {type(leaf).__name__}")

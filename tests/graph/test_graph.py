@@ -1,0 +1,352 @@
+"""Graph: both forms, weights by name, every way out of the block, running it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.graph import DeviceRef, Graph, Model, TensorType, TensorValue, Weight
+from maxjax.nn import LayerList, Module
+
+CPU = DeviceRef.CPU()
+F23 = TensorType("float32", (2, 3), CPU)
+ONES = np.ones((2, 3), np.float32)
+
+
+def weight(name="w", shape=(3,), value=None):
+    w = Weight(name, "float32", shape, CPU)
+    if value is not None:
+        w.value = jnp.full(shape, value, jnp.float32)
+    return w
+
+
+class Lin(Module):
+    def __init__(self, n=3):
+        super().__init__()
+        self.weight = Weight("weight", "float32", (n, n), CPU)
+
+    def __call__(self, x):
+        return x @ self.weight.T
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = LayerList(Lin() for _ in range(2))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def fill(model, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        n: rng.standard_normal([int(d) for d in w.shape]).astype(np.float32)
+        for n, w in model.raw_state_dict().items()
+    }
+
+
+# -- writing
+
+
+def test_block_form():
+    w = weight()
+    with Graph("g", input_types=[F23]) as g:
+        assert Graph.current is g and isinstance(g.inputs[0], TensorValue)
+        assert g.inputs[0].tensor.type == F23
+        g.output(g.inputs[0].tensor * g.add_weight(w) + w, g.inputs[0])
+    assert [t.shape for t in g.output_types] == [[2, 3], [2, 3]]
+    first, second = Model(g, {"w": np.arange(3, dtype=np.float32)}).execute(ONES)
+    np.testing.assert_array_equal(first, [[0, 2, 4]] * 2)
+    np.testing.assert_array_equal(second.to_numpy(), ONES)
+    assert "mul" in str(g) and "Graph g" in repr(g)
+
+
+@pytest.mark.parametrize(
+    "forward, count",
+    [
+        (lambda x: x + 1, 1),
+        (lambda x: (x + 1, x.tensor * 2), 2),
+        (lambda x: [x], 1),
+        (lambda x: jnp.sin(x), 1),
+    ],
+)
+def test_function_form(forward, count):
+    g = Graph("g", forward, [F23])
+    assert len(g.output_types) == count == len(Model(g)(ONES))
+
+
+def test_function_form_with_other_arguments():
+    g = Graph("g", lambda x, k, scale: (x + k) * scale, [F23], None, 1.0, scale=3.0)
+    np.testing.assert_array_equal(Model(g)(ONES)[0], ONES * 6)
+
+
+def _leave_by_return():
+    with Graph("g", input_types=[F23]) as g:
+        return g.inputs[0] + 1
+
+
+def _leave_by_break():
+    for _ in range(2):
+        with Graph("g", input_types=[F23]) as g:
+            jnp.sin(g.inputs[0])
+            break
+
+
+def _leave_by_exception():
+    with pytest.raises(KeyError, match="boom"):
+        with Graph("g", input_types=[F23]):
+            raise KeyError("boom")
+
+
+def _leave_without_output():
+    with Graph("g", input_types=[F23]) as g:
+        g.inputs[0] + 1
+    assert g.jaxpr is None
+    with pytest.raises(ValueError, match="no output"):
+        Model(g)
+
+
+def _leave_a_function_without_output():
+    assert Graph("g", lambda x: None, [F23]).jaxpr is None
+
+
+def _leave_with_output():
+    with Graph("g", input_types=[F23]) as g:
+        g.output(g.inputs[0])
+
+
+def _leave_a_nested_one():
+    with pytest.raises(ZeroDivisionError):
+        with Graph("outer", input_types=[F23]) as outer:
+            with Graph("inner", input_types=[F23]) as inner:
+                assert Graph.current is inner
+                inner.output(inner.inputs[0])
+            assert Graph.current is outer
+            1 / 0
+
+
+def _leave_a_generator():
+    def block():
+        with Graph("g", input_types=[F23]) as g:
+            yield g
+
+    started = block()
+    next(started)
+    started.close()
+
+
+def _leave_by_an_error_in_a_function():
+    with pytest.raises(ZeroDivisionError):
+        Graph("g", lambda x: 1 / 0, [F23])
+
+
+WAYS = [f for name, f in list(globals().items()) if name.startswith("_leave")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_trace_stays_behind(way):
+    way()
+    assert not isinstance(jnp.ones(2), jax.core.Tracer)
+    with pytest.raises(LookupError):
+        Graph.current
+    np.testing.assert_array_equal(Model(Graph("next", lambda x: x * 2, [F23]))(ONES)[0], 2 * ONES)
+    assert float(jax.jit(lambda x: x + 1)(1.0)) == 2
+
+
+def test_nested_blocks():
+    with Graph("outer", input_types=[F23]) as outer:
+        with Graph("inner", input_types=[F23]) as inner:
+            inner.output(inner.inputs[0] * 2)
+        outer.output(outer.inputs[0] + 1)
+    np.testing.assert_array_equal(Model(inner)(ONES)[0], 2 * ONES)
+    np.testing.assert_array_equal(Model(outer)(ONES)[0], 2 * ONES)
+
+
+def test_wrong_use():
+    with pytest.raises(TypeError, match="TensorType"):
+        Graph("g", input_types=[ONES])
+    with Graph("g", input_types=[F23]) as g:
+        with pytest.raises(TypeError, match="str"):
+            g.output("x")
+        g.output(g.inputs[0])
+        with pytest.raises(ValueError, match="already"):
+            g.output(g.inputs[0])
+    with pytest.raises(ValueError, match="inside"):
+        Graph("g").output(1)
+    with pytest.raises(ValueError, match="another"):
+        g.__enter__()
+    with pytest.raises(NotImplementedError, match="custom_extensions"):
+        Graph("g", custom_extensions=["x"])
+
+
+# -- weights
+
+
+def test_two_weights_of_one_name():
+    with Graph("g") as g:
+        g.add_weight(weight())
+        with pytest.raises(ValueError, match="Weight 'w' already exists in Graph 'g'"):
+            g.add_weight(weight())
+
+
+def test_a_weight_and_a_module_enter_any_number_of_graphs():
+    model = Net()
+    values = fill(model)
+    for _ in range(3):
+        compiled = Model(model.trace(F23), values)
+        want = ONES @ values["layers.0.weight"].T @ values["layers.1.weight"].T
+        np.testing.assert_allclose(compiled(ONES)[0], want, rtol=1e-4, atol=1e-5)
+    assert model.layers[0].weight.value is None
+    assert model.trace(F23).name == "Net" and model.trace(F23, name="n").name == "n"
+
+
+def test_modules_are_compiled_before_and_after_they_are_loaded():
+    model = Net()
+    values = fill(model)
+    with pytest.raises(ValueError, match=r"Weight 'layers.0.weight' is not in the weights registry"):
+        model.compile(F23)
+    model.load_state_dict(values)
+    np.testing.assert_allclose(model.compile(F23)(ONES)[0], model(ONES), rtol=1e-5)
+    doubled = model.compile(F23, weights={"layers.0.weight": 2 * values["layers.0.weight"], "extra": 1})
+    np.testing.assert_allclose(doubled(ONES)[0], 2 * model(ONES), rtol=1e-5)
+
+
+def test_loaded_weights_are_arguments_not_constants():
+    model = Net()
+    model.load_state_dict(fill(model))
+    text = str(Graph("g", model, [F23]).jaxpr)
+    assert "lambda a:f32[1,3,3] b:f32[1,3,3]" in text
+
+
+def test_weights_without_axes_and_in_every_corner():
+    w, s = weight(shape=(3, 3), value=2.0), weight("s", ())
+
+    def forward(x):
+        x = jax.jit(lambda y: y.value @ jnp.asarray(w) * jnp.asarray(s))(x)
+        x = jax.lax.scan(lambda c, _: (c + jnp.asarray(s), None), x, None, length=2)[0]
+        x = jax.vmap(lambda r: r @ w.T)(x)
+        return jax.lax.cond(x.sum() > 0, lambda y: y * jnp.asarray(s), lambda y: y, x)
+
+    g = Graph("g", forward, [F23])
+    got = Model(g, {"s": np.array(3.0, np.float32)})(ONES)[0]
+    want = ((ONES @ np.full((3, 3), 2.0) * 3 + 6) @ np.full((3, 3), 2.0)) * 3
+    np.testing.assert_allclose(got, want)
+    assert sorted(e.name for e in g.entries) == ["s", "w"]
+
+
+def test_a_large_weight_takes_no_memory_while_tracing():
+    w = Weight("w", "float32", (200_000, 100_000), CPU)  # 80 GB
+    g = Graph("g", lambda x: x.value @ w, [TensorType("float32", (1, 200_000), CPU)])
+    assert g.output_types[0].shape == [1, 100_000]
+
+
+def test_registry_values_that_do_not_fit():
+    g = Graph("g", lambda x: x * weight(), [F23])
+    for value in (np.ones(4, np.float32), np.ones(3, np.int32)):
+        with pytest.raises(ValueError, match="Weight 'w' in the weights registry"):
+            Model(g, {"w": value})
+
+
+def test_two_weights_alike_by_name_need_values_of_their_own():
+    a, b = weight(value=2.0), weight(value=3.0)
+    g = Graph("g", lambda x: x * a + b, [F23])
+    np.testing.assert_array_equal(Model(g)(ONES)[0], ONES * 5)
+    with pytest.raises(ValueError, match="several weights named 'w'"):
+        Model(g, {"w": np.ones(3, np.float32)})
+
+
+def test_weights_of_a_graph():
+    weights = Graph("my_model").weights()
+    w = weights.layers[0].attention.weight.allocate("float32", (3,))
+    assert w.name == "layers.0.attention.weight" and weights.layers[0].attention.weight.exists()
+    assert [n for n, _ in weights.layers.items()] == ["layers.0.attention.weight"]
+    assert not weights.layers[1].mlp.weight.exists()
+    with pytest.raises(ValueError, match="dtype and a shape"):
+        weights.x.allocate()
+    with pytest.raises(KeyError):
+        w2 = weights.layers[0].attention.weight.data()
+        del w2
+    with Graph("g", input_types=[F23]) as g:
+        g.output(g.inputs[0] + g.add_weight(w))
+    np.testing.assert_array_equal(Model(g, {w.name: np.ones(3, np.float32)})(ONES)[0], ONES * 2)
+
+
+# -- symbolic dimensions
+
+
+def test_named_dimensions():
+    batch = TensorType("float32", ("batch", 3), CPU)
+    w = weight("w", (4, 3))
+
+    def forward(x, y):
+        assert [str(d) for d in x.shape] == ["batch", "3"]
+        flat = x.reshape((x.shape[0] * 3,))
+        assert flat.shape == [x.shape[0] * 3]
+        return flat.reshape((x.shape[0], 3)) @ w.T, (x + y).max(axis=0), x.broadcast_to((2, "batch", 3))
+
+    model = Model(Graph("g", forward, [batch, batch]), {"w": np.ones((4, 3), np.float32)})
+    for n in (1, 2, 5):
+        x = np.arange(3 * n, dtype=np.float32).reshape(n, 3)
+        product, largest, wide = model(x, x)
+        np.testing.assert_array_equal(product, x.sum(1, keepdims=True).repeat(4, 1))
+        np.testing.assert_array_equal(largest, (2 * x).max(0, keepdims=True))
+        assert wide.to_numpy().shape == (2, n, 3)
+    with pytest.raises(ValueError, match=r"position 1.*'batch': 2"):
+        model(np.ones((2, 3), np.float32), np.ones((3, 3), np.float32))
+
+
+def test_a_branch_on_a_symbolic_size_names_the_dimension():
+    def forward(x):
+        return x if int(x.shape[0]) > 3 else x + 1
+
+    with pytest.raises(TypeError, match="batch"):
+        Graph("g", forward, [TensorType("float32", ("batch",), CPU)])
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match="'seq'"):
+        Graph("g", lambda x: x.reshape(("seq", 3)), [F23])
+
+
+def test_a_weight_with_symbolic_dimensions():
+    w = Weight("w", "float32", ("n", 3), CPU)
+    with pytest.raises(ValueError, match="symbolic"):
+        Graph("g", lambda x: x @ w.T, [F23])
+
+
+# -- running
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((), r"\(0\).*\(1\)"),
+        ((ONES, ONES), r"\(2\).*\(1\)"),
+        ((ONES[:, :2],), r"position 0.*\(2, 2\)"),
+        ((ONES.astype(np.float64),), "float64.*float32"),
+        ((ONES[0],), r"\(3,\)"),
+    ],
+)
+def test_wrong_inputs(args, message):
+    with pytest.raises(ValueError, match=message):
+        Model(Graph("g", lambda x: x, [F23]))(*args)
+
+
+def test_integers_of_64_bits_go_in():
+    model = Model(Graph("g", lambda x: x + 1, [TensorType("int64", (2,), CPU)]))
+    assert model(np.array([1, 2]))[0].to_numpy().tolist() == [2, 3]
+
+
+def test_hooks_fire_once_while_tracing():
+    from maxjax.nn.layer import add_layer_hook
+
+    seen = []
+    model = Net()
+    model.load_state_dict(fill(model))
+    add_layer_hook(lambda layer, args, kwargs, outputs: seen.append(type(layer).__name__))
+    compiled = model.compile(F23)
+    compiled(ONES), compiled(ONES)
+    assert seen == ["Lin", "Lin", "Net"]
