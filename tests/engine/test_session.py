@@ -1,0 +1,51 @@
+"""InferenceSession: seed 003's and the issue's walk through it."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxjax.engine import InferenceSession
+from maxjax.graph import DeviceRef, Graph, TensorType, Weight
+from maxjax.graph.weights import load_weights
+from maxjax.nn import Module
+
+KIND = TensorType("float32", ["batch", 3], DeviceRef.CPU())
+
+
+class Lin(Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = Weight("weight", "float32", (2, 3), DeviceRef.CPU())
+
+    def __call__(self, x):
+        return x @ self.weight.T
+
+
+def test_a_state_dict_is_a_registry():
+    model, value = Lin(), np.arange(6, dtype=np.float32).reshape(2, 3)
+    model.load_state_dict({"weight": value})
+    graph = Graph("lin", model, input_types=[KIND])
+    compiled = InferenceSession().load(graph, weights_registry=model.state_dict())
+    for n in (1, 4):
+        x = np.ones((n, 3), np.float32)
+        np.testing.assert_allclose(compiled.execute(x)[0].to_numpy(), x @ value.T)
+
+
+def test_allocated_weights_are_a_registry(tmp_path):
+    path = tmp_path / "m.safetensors"
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)
+    safetensors.numpy.save_file({"a.b.weight": value}, path)
+    weights = load_weights(path)
+    with Graph("g", input_types=[KIND]) as g:
+        g.output(g.inputs[0].tensor @ g.add_weight(weights.a.b.weight.allocate()).T)
+    compiled = InferenceSession().load(g, weights_registry=weights.allocated_weights)
+    np.testing.assert_allclose(compiled(np.ones((2, 3), np.float32))[0], np.ones((2, 3)) @ value.T)
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="Lin"):
+        InferenceSession().load(Lin())
+    with pytest.raises(NotImplementedError, match="custom_extensions"):
+        InferenceSession().load(Graph("g"), custom_extensions=["x"])
+    with pytest.raises(ValueError, match="'weight' is not in the weights registry; it has other"):
+        InferenceSession().load(Graph("g", Lin(), [KIND]), weights_registry={"other": np.ones(1)})
