@@ -31,11 +31,14 @@ FLOORS: list[list[str]] = [
     # 3 graph: what a weight is and where it lives
     files("graph/", "mesh sharding symbolic tensor_type value weight")
     + ["graph/weights/"]
-    + files("graph/", "subgraph graph ops program __init__"),
+    + files("graph/", "subgraph graph")
+    + ["graph/ops/"]
+    + files("graph/", "program __init__"),
     # 4 nn: the container calculus, then layers
     ["nn/layer/"]
-    + files("nn/", "hooks stack init activation linear embedding norm rope attention mlp moe")
-    + files("nn/", "kv_cache conv __init__"),
+    + files("nn/", "hooks stack init activation identity linear stacked_linear embedding norm")
+    + files("nn/", "rope_scaling rotary_embedding attention mlp moe transformer")
+    + files("nn/", "kv_cache conv conv_transpose __init__"),
     # 5 models: one file per family
     files("models/", "config family decoder llama qwen gemma bert __init__"),
     # 6 engine: programs that run

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jax_core
 
 from ..driver import Buffer
 from ..dtype import DType
@@ -114,7 +113,7 @@ def _evaluate(
             operands = [_read(atom, values) for atom in equation.invars]
             results = _evaluate(inner.jaxpr, held, operands, weights, by_address)
         else:
-            free = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
+            free = [atom for atom in equation.invars if not _is_literal(atom)]
             free = list(dict.fromkeys(free))
             results = _run(jaxpr, [equation], free, equation.outvars, [values[v] for v in free])
         values.update(zip(equation.outvars, results, strict=True))
@@ -122,11 +121,17 @@ def _evaluate(
 
 
 def _read(atom: Any, values: dict[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, jax_core.Literal) else values[atom]
+    return atom.val if _is_literal(atom) else values[atom]
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
 
 
 def _run(jaxpr: Any, equations: Any, inputs: Any, outputs: Any, args: Sequence[Any]) -> list[Any]:
     """Some equations of a jaxpr as a function of their free variables."""
+    from jax.extend import core as jax_core  # takes a while to import, and only Graphs need it
+
     part = jaxpr.replace(
         constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(equations),
         debug_info=jaxpr.debug_info.with_unknown_names(),

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jax import export
-
 from .shape import Dim, StaticDim
 
 
@@ -55,8 +53,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"floordiv": operator.floordiv, "mod
 
 def sizes_of(names: Iterable[str]) -> dict[str, Any]:
     """Fresh symbolic sizes of ``jax.export`` for the names, in one scope."""
-    names = sorted(set(names))
-    return dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True)) if names else {}
+    if not (names := sorted(set(names))):
+        return {}
+    from jax import export  # takes a while to import, and few Graphs have names
+
+    return dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
 
 
 def to_dim(size: Any) -> Dim:
@@ -80,12 +81,12 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
         ValueError: A name that is no dimension here.
     """
     if not isinstance(dim, (str, Dim)):
-        return dim if export.is_symbolic_dim(dim) else operator.index(dim)
+        return dim if _is_symbolic(dim) else operator.index(dim)
     if isinstance(dim, StaticDim):
         return int(dim)
     known = dict(_KNOWN.sizes)
     for size in (size for shape in shapes for size in shape):
-        if export.is_symbolic_dim(size) and str(size).isidentifier():
+        if _is_symbolic(size) and str(size).isidentifier():
             known[str(size)] = size
 
     def look_up(name: str) -> Any:
@@ -96,6 +97,11 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
         return known[name]
 
     return _evaluate(str(dim), look_up)
+
+
+def _is_symbolic(size: Any) -> bool:
+    """Whether a size of an array is one of jax.export's, which are no integers."""
+    return not hasattr(size, "__index__")
 
 
 def to_sizes(shape: Iterable[Any], *shapes: Iterable[Any]) -> tuple[Any, ...]:

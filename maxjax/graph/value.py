@@ -168,12 +168,12 @@ class TensorValue:
     @property
     def rank(self) -> int:
         """The number of axes."""
-        return len(self.shape)
+        return self.__jax_array__().ndim
 
     @property
     def ndim(self) -> int:
         """The number of axes, as NumPy calls it."""
-        return len(self.shape)
+        return self.__jax_array__().ndim
 
     @property
     def size(self) -> int:
@@ -475,10 +475,14 @@ class TensorValue:
 
 
 def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    x = a._array if type(a) is TensorValue else a
+    y = b._array if type(b) is TensorValue else b
+    if isinstance(x, jax.Array) and isinstance(y, jax.Array) and x.dtype == y.dtype and x.ndim == y.ndim:
+        return _around(function(x, y))  # the usual case, and it counts in eager code
     if not (_operand(a) and _operand(b)):
         return NotImplemented
     if wraps(a, b):
-        return TensorValue(function(*unify(a, b)))
+        return TensorValue(function(*unify(x, y)))
     return function(unwrap(a), unwrap(b))  # Weights and arrays meet by JAX's own rules
 
 

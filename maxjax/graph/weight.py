@@ -193,6 +193,16 @@ class Weight(TensorValue):
         return Shape(sizes)
 
     @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return getattr(self._leaf, "ndim", len(self._dims))
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes, as NumPy calls it."""
+        return self.rank
+
+    @property
     def device(self) -> DeviceRef:
         """Where it was declared to live."""
         return self._device

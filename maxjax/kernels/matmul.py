@@ -40,30 +40,26 @@ def matmul(x: Any, w: Any) -> jax.Array:
             f"cannot multiply x of shape {x.shape} by the transpose of a weight of shape {w.shape}: "
             "a weight is [out, in], and x ends in an axis of length `in`"
         )
-    dtype = _result_dtype(x, w)
+    dtype = x.dtype
+    if dtype != w.dtype:
+        dtype = _common_dtype(x, w)
+        x, w = x.astype(dtype), w.astype(dtype)
     # A bare bf16 -> bf16 product rounds inside the sum on some backends.
-    accumulate = (
-        jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
-    )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        x, w = x.astype(dtype), w.astype(dtype)
-    elif x.dtype != w.dtype:
-        x, w = x.astype(dtype), w.astype(dtype)
-    y = jax.lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulate
-    )
-    return y.astype(dtype)
+    narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
+    contraction = (((x.ndim - 1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(x, w, contraction, preferred_element_type=jnp.float32 if narrow else dtype)
+    return y.astype(dtype) if narrow else y
 
 
 def _array(a: Any) -> jax.Array:
     # A Weight is of a floor above and known by this method, which tracers have as None.
+    if isinstance(a, jax.Array):
+        return a
     method = getattr(a, "__jax_array__", None)
     return jnp.asarray(a) if method is None else method()
 
 
-def _result_dtype(x: jax.Array, w: jax.Array):
-    if x.dtype == w.dtype:
-        return x.dtype
+def _common_dtype(x: jax.Array, w: jax.Array):
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating):
         return promote(DType.of(x.dtype), DType.of(w.dtype)).np
     return jnp.promote_types(x.dtype, w.dtype)

@@ -1,7 +1,14 @@
 """Floor 4. Layers: the container calculus and the layers models are made of, under MAX's names."""
 
 from . import hooks as hooks
+from .attention import AttentionWithRope as AttentionWithRope
+from .attention import MHAMaskVariant as MHAMaskVariant
+from .conv import Conv1D as Conv1D
+from .conv import Conv2d as Conv2d
+from .conv import Conv3D as Conv3D
+from .conv_transpose import ConvTranspose1d as ConvTranspose1d
 from .embedding import Embedding as Embedding
+from .identity import Identity as Identity
 from .init import init as init
 from .init import merge as merge
 from .init import partition as partition
@@ -13,5 +20,21 @@ from .layer import Module as Module
 from .layer import Sequential as Sequential
 from .layer import recursive_named_layers as recursive_named_layers
 from .linear import Linear as Linear
+from .mlp import MLP as MLP
+from .moe import MoE as MoE
+from .moe import MoEGate as MoEGate
+from .norm import ConstantLayerNorm as ConstantLayerNorm
+from .norm import GroupNorm as GroupNorm
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
+from .rotary_embedding import DynamicRotaryEmbedding as DynamicRotaryEmbedding
+from .rotary_embedding import LinearScalingParams as LinearScalingParams
+from .rotary_embedding import Llama3RopeScalingParams as Llama3RopeScalingParams
+from .rotary_embedding import Llama3RotaryEmbedding as Llama3RotaryEmbedding
+from .rotary_embedding import LongRoPERotaryEmbedding as LongRoPERotaryEmbedding
+from .rotary_embedding import LongRoPEScalingParams as LongRoPEScalingParams
+from .rotary_embedding import RotaryEmbedding as RotaryEmbedding
+from .rotary_embedding import YarnRotaryEmbedding as YarnRotaryEmbedding
+from .rotary_embedding import YarnScalingParams as YarnScalingParams
+from .stacked_linear import StackedLinear as StackedLinear
+from .transformer import TransformerBlock as TransformerBlock

@@ -1,20 +1,29 @@
 """Floor 4. Attention: every query looks at the keys its mask allows.
 
-Below: jnp. Above: the attention layers of the model families, which project their
-inputs and call :func:`attention`.
+Below: StackedLinear, RotaryEmbedding, RMSNorm. Above: TransformerBlock and the attention
+layers of the model families, which project their inputs and call :func:`attention`.
 
-Shapes: B sequences, T queries, S keys, H heads of width D.
+Shapes: B sequences, T queries, S keys, H heads of queries and K of keys, each of width D.
 """
 
 from __future__ import annotations
 
+import enum
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.value import TensorValue, unwrap, wraps
+from .layer import Module
+from .linear import Linear
+from .norm import RMSNorm
+from .rotary_embedding import RotaryEmbedding, rotate
+from .stacked_linear import StackedLinear
 
 
 def attention(
@@ -30,7 +39,8 @@ def attention(
 
     Args:
         query: ``[B, T, H, D]``.
-        key, value: ``[B, S, H, D]``.
+        key, value: ``[B, S, K, D]``, H a multiple of K: as many neighbouring heads of
+            queries share one of keys (J. Ainslie et al., arXiv:2305.13245).
         mask: Booleans, True = attend: ``[B, S]`` (which keys are there),
             ``[B, T, S]``, or ``[B, H or 1, T or 1, S]``. None: everybody sees everything.
         scale: ``1/√D`` by default.
@@ -55,18 +65,25 @@ def attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     # Heads first, then products over whole matrices, then the division, of D numbers for each
     # query and not of S: on a CPU 2 to 4 times faster than the obvious einsums and softmax.
-    q, k, v = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key, value))  # [B, H, T or S, D]
-    scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=dtype) * scale
+    q, k, v = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key, value))  # [B, H|K, T|S, D]
+    # The queries that share a head of keys are rows of one matrix: [B, K, H/K · T, D].
+    (batch, heads, length, width), (_, kv_heads, keys, _) = q.shape, k.shape
+    grouped = (batch, kv_heads, heads // kv_heads * length)
+    scores = jnp.einsum(
+        "bhtd,bhsd->bhts", q.reshape(*grouped, width), k, preferred_element_type=dtype
+    )
+    scores = scores.reshape(batch, heads, length, keys) * scale
     if mask is not None:
         # Not -inf: a row with nothing to see would become NaN.
         scores = jnp.where(_mask_4d(mask, scores.shape), scores, jnp.finfo(dtype).min)
-    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    lowest = jnp.finfo(dtype).min  # where there is no key at all
+    largest = jnp.max(scores, axis=-1, keepdims=True, initial=lowest)
+    largest = jax.lax.stop_gradient(largest)
     weights = jnp.exp(scores - largest)  # [B, H, T, S]
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum(
-        "bhts,bhsd->bhtd", weights.astype(value.dtype), v, preferred_element_type=dtype
-    )
-    return jnp.transpose((mixed / total).astype(value.dtype), (0, 2, 1, 3))
+    rows = weights.astype(value.dtype).reshape(*grouped, keys)
+    mixed = jnp.einsum("bhts,bhsd->bhtd", rows, v, preferred_element_type=dtype)
+    return jnp.transpose((mixed.reshape(q.shape) / total).astype(value.dtype), (0, 2, 1, 3))
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -75,11 +92,13 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         all(len(shape) == 4 for shape in shapes)
         and key.shape == value.shape
         and query.shape[0] == key.shape[0]
-        and query.shape[2:] == key.shape[2:]
+        and query.shape[3] == key.shape[3]
+        and key.shape[2] > 0
+        and query.shape[2] % key.shape[2] == 0
     )
     if not fits:
         raise ValueError(
-            "attention takes query [B, T, H, D] and key and value [B, S, H, D], "
+            "attention takes query [B, T, H, D] and key and value [B, S, K, D], H a multiple of K, "
             f"not {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
 
@@ -100,3 +119,163 @@ def _mask_4d(mask: Any, scores: tuple[int, ...]) -> jax.Array:
             "it is [B, S], [B, T, S] or [B, H or 1, T or 1, S]"
         )
     return mask
+
+
+# --- a layer of it --------------------------------------------------------------------------
+
+
+class MHAMaskVariant(enum.StrEnum):
+    """Which keys a query sees, besides those its mask allows. MAX's names and values."""
+
+    CAUSAL_MASK = "0"
+    NULL_MASK = "2"
+    CHUNKED_CAUSAL_MASK = "3"
+    SLIDING_WINDOW_CAUSAL_MASK = "4"
+    SLIDING_WINDOW_NONCAUSAL_MASK = "5"
+
+
+# Those there are, and whether such a query sees nothing that comes after it.
+_IS_CAUSAL = {
+    MHAMaskVariant.CAUSAL_MASK: True,
+    MHAMaskVariant.NULL_MASK: False,
+    MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK: True,
+}
+
+
+class AttentionWithRope(Module):
+    """Self-attention over rotated queries and keys. MAX's keyword arguments; no KV cache.
+
+    Args:
+        rope: How queries and keys are turned.
+        num_attention_heads, num_key_value_heads: H and K; H a multiple of K.
+        hidden_size: Length E of the last axis before and after.
+        kv_params: Something with ``head_dim``; by default the rope's counts.
+        devices: Where the weights are declared to live: the first of them.
+        dtype: Of the weights.
+        linear_cls: Makes the projections.
+        stacked_qkv: One weight ``qkv_proj.weight`` instead of three.
+        scale: Of the scores, instead of 1/√D; of a stretched rope, ``rope.compute_scale()``.
+        has_bias: Whether the projections of queries, keys and values have one.
+        clip_qkv: Use their weights clipped to ``±clip_qkv``.
+        use_qk_norm, rms_norm_eps: Normalise each head of queries and keys before the rope.
+        mask_variant: Which keys a query sees.
+        sliding_window: How many tokens back it sees, itself included; None: all.
+
+    Attributes:
+        qkv_proj, o_proj: The projections; names in a state dict are q_proj, k_proj, v_proj.
+
+    Example:
+        >>> rope = RotaryEmbedding(dim=8, n_heads=2, theta=10000.0, max_seq_len=16)
+        >>> layer = AttentionWithRope(
+        ...     rope=rope, num_attention_heads=2, num_key_value_heads=1, hidden_size=8)
+        >>> list(layer.raw_state_dict())
+        ['o_proj.weight', 'q_proj.weight', 'k_proj.weight', 'v_proj.weight']
+    """
+
+    def __init__(
+        self,
+        *,
+        rope: RotaryEmbedding,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        hidden_size: int,
+        kv_params: Any = None,
+        devices: Sequence[DeviceRef] | None = None,
+        dtype: Any = DType.float32,
+        linear_cls: Callable[..., Any] = Linear,
+        stacked_qkv: bool = False,
+        scale: float | None = None,
+        has_bias: bool = False,
+        quant_config: Any = None,
+        clip_qkv: float | None = None,
+        use_qk_norm: bool = False,
+        rms_norm_eps: float = 1e-6,
+        mask_variant: MHAMaskVariant = MHAMaskVariant.CAUSAL_MASK,
+        sliding_window: int | None = None,
+    ):
+        super().__init__()
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"{num_attention_heads} heads of queries cannot share {num_key_value_heads} of keys"
+            )
+        if mask_variant not in _IS_CAUSAL or quant_config is not None:
+            what = (
+                f"quant_config={quant_config!r}"
+                if quant_config is not None
+                else f"mask_variant={mask_variant!r}"
+            )
+            raise NotImplementedError(f"AttentionWithRope with {what} is not supported")
+        if mask_variant is MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK and sliding_window is None:
+            raise ValueError("SLIDING_WINDOW_CAUSAL_MASK needs a sliding_window")
+        self.rope = rope
+        self.n_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
+        self.hidden_size = hidden_size
+        self.head_dim = rope.head_dim if kv_params is None else kv_params.head_dim
+        self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+        self.mask_variant = MHAMaskVariant(mask_variant)
+        self.sliding_window = sliding_window
+        self.use_qk_norm = use_qk_norm
+        if use_qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, dtype, rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, dtype, rms_norm_eps)
+        device = devices[0] if devices else DeviceRef.CPU()
+        q_dim, kv_dim = (n * self.head_dim for n in (num_attention_heads, num_key_value_heads))
+        self.qkv_proj = StackedLinear(
+            hidden_size, [q_dim, kv_dim, kv_dim], ["q_proj", "k_proj", "v_proj"], dtype, device,
+            stacked_qkv, has_bias, linear_cls, clip_weight=clip_qkv,
+        )  # fmt: skip
+        self.o_proj = linear_cls(in_dim=q_dim, out_dim=hidden_size, dtype=dtype, device=device)
+
+    def __call__(
+        self, x: Any, mask: Any = None, positions: Any = None, freqs_cis: Any = None
+    ) -> Any:
+        """``[B, T, E]``, or ``[T, E]`` for one sequence → the same shape.
+
+        Args:
+            mask: Booleans, True = attend, as :func:`attention` takes them; and the
+                ``mask_variant`` besides.
+            positions: Of each token, for the rope: integers ``[T]`` or ``[B, T]``; 0, 1, …
+                by default. Causality goes by the order of the tokens.
+            freqs_cis: A table as ``rope.freqs_cis``, used in the place of the rope.
+
+        Raises:
+            ValueError: ``x`` has another number of axes; shapes that do not fit together.
+        """
+        array = unwrap(x)
+        if array.ndim not in (2, 3):
+            raise ValueError(f"AttentionWithRope takes [B, T, E] or [T, E], not {array.shape}")
+        tokens = array if array.ndim == 3 else array[None]  # [B, T, E]
+        q, k, v = self._projected(TensorValue(tokens) if wraps(x) else tokens)
+        cos, sin = self._cos_sin(positions, tokens.shape[1], freqs_cis)
+        q, k = (rotate(a, cos, sin, interleaved=self.rope.interleaved) for a in (q, k))
+        y = attention(q, k, v, self._sees(mask, q, k), scale=self.scale)  # [B, T, H, D]
+        y = y.reshape(*array.shape[:-1], self.n_heads * self.head_dim)
+        return self.o_proj(TensorValue(y) if wraps(x) else y)
+
+    def _projected(self, x: Any) -> list[jax.Array]:
+        """Queries ``[B, T, H, D]``, keys and values ``[B, T, K, D]``."""
+        q, k, v = (
+            part.reshape(*part.shape[:-1], part.shape[-1] // self.head_dim, self.head_dim)
+            for part in self.qkv_proj.split(self.qkv_proj(x))
+        )
+        return [self.q_norm(q), self.k_norm(k), v] if self.use_qk_norm else [q, k, v]
+
+    def _cos_sin(self, positions: Any, length: int, table: Any) -> tuple[jax.Array, jax.Array]:
+        positions = jnp.arange(length) if positions is None else jnp.asarray(unwrap(positions))
+        if table is None:
+            return self.rope.cos_sin(positions)
+        rows = jnp.take(unwrap(table), positions, axis=0, mode="fill")  # [..., T, D]
+        pairs = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 2, 2)
+        return pairs[..., 0], pairs[..., 1]
+
+    def _sees(self, mask: Any, q: jax.Array, k: jax.Array) -> jax.Array | None:
+        """What the variant, the window and the caller allow: ``[B or 1, H or 1, T or 1, S]``."""
+        scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        given = None if mask is None else _mask_4d(unwrap(mask), scores)
+        if not _IS_CAUSAL[self.mask_variant] and self.sliding_window is None:
+            return given
+        back = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]  # [T, S]
+        sees = back >= 0 if _IS_CAUSAL[self.mask_variant] else jnp.ones(back.shape, bool)
+        if self.sliding_window is not None:
+            sees = sees & (back < self.sliding_window)
+        return sees[None, None] if given is None else sees[None, None] & given

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
 from ..graph.quantization import QuantizationEncoding
+from ..graph.value import TensorValue, wraps
 from ..graph.weight import Weight
 from .layer import Module
 
@@ -56,19 +57,21 @@ class Embedding(Module):
             name or "weight", dtype, (vocab_size, hidden_dim), device, quantization_encoding
         )
 
-    def __call__(self, indices: Any) -> jax.Array:
+    def __call__(self, indices: Any) -> Any:
         """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table.
 
+        A TensorValue gives a TensorValue.
         An index of -1 is the last row, as in NumPy. One outside the table gives a row of
         NaN: compiled code cannot raise, and a wrong row would go unnoticed.
 
         Raises:
             TypeError: ``indices`` are not integers.
         """
-        indices = jnp.asarray(indices)
-        if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise TypeError(f"an Embedding is looked up by integers, not {indices.dtype}")
-        return jnp.take(jnp.asarray(self.weight), indices, axis=0, mode="fill")
+        rows = jnp.asarray(indices)
+        if not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise TypeError(f"an Embedding is looked up by integers, not {rows.dtype}")
+        y = jnp.take(jnp.asarray(self.weight), rows, axis=0, mode="fill")
+        return TensorValue(y) if wraps(indices) else y
 
     def initializer(self, name: str) -> Any:
         """Normal with standard deviation 0.02."""

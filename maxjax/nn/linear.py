@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.quantization import QuantizationEncoding
+from ..graph.value import TensorValue, wraps
 from ..graph.weight import Weight
 from ..kernels import matmul
 from .layer import Module
@@ -79,8 +80,8 @@ class Linear(Module):
         if has_bias:
             self.bias = Weight(f"{prefix}bias", dtype, (out_dim,), device)
 
-    def __call__(self, x: Any) -> jax.Array:
-        """``[..., in_dim]`` → ``[..., out_dim]``.
+    def __call__(self, x: Any) -> Any:
+        """``[..., in_dim]`` → ``[..., out_dim]``, a TensorValue for a TensorValue.
 
         Raises:
             ValueError: The last axis of ``x`` is not ``in_dim`` long.
@@ -89,9 +90,9 @@ class Linear(Module):
         if self.clip_weight is not None:
             weight = jnp.clip(jnp.asarray(weight), -self.clip_weight, self.clip_weight)
         y = matmul(x, weight)
-        if self.bias is None:
-            return y
-        return add_bias(y, self.bias)
+        if self.bias is not None:
+            y = add_bias(y, self.bias)
+        return TensorValue(y) if wraps(x) else y
 
     def initializer(self, name: str) -> Any:
         """Weights normal with variance 1/in_dim, bias zero."""

@@ -1,11 +1,13 @@
-"""Floor 4. LayerNorm and RMSNorm.
+"""Floor 4. LayerNorm, ConstantLayerNorm, RMSNorm and GroupNorm.
 
 Below: Module, Weight. Above: the model families. The sums are taken in float32 and the
-result has the dtype of the input, whatever the dtype of the weights.
+result has the dtype of the input, whatever the dtype of the weights. A TensorValue gives
+a TensorValue.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
+from ..graph.value import TensorValue, wraps
 from ..graph.weight import Weight
 from .layer import Module
 
@@ -60,22 +63,19 @@ class LayerNorm(Module):
         self.weight = Weight("weight", dtype, (dims,), device)
         self.bias = Weight("bias", dtype, (dims,), device) if use_bias else None
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: Any) -> Any:
         """``[..., dims]`` → the same shape and dtype.
 
         Raises:
             ValueError: The last axis is not ``dims`` long.
         """
-        x = jnp.asarray(x)
-        _check_last_axis(self, x, self.dim)
+        array = jnp.asarray(x)
+        _check_last_axis(self, array, self.dim)
         dtype = self.compute_dtype.np
-        wide = x.astype(dtype)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        y = centred * jax.lax.rsqrt(variance + self.eps) * _row(self.weight, x.ndim, dtype)
+        y = _normalised(array.astype(dtype), -1, self.eps) * _row(self.weight, array.ndim, dtype)
         if self.bias is not None:
-            y = y + _row(self.bias, x.ndim, dtype)
-        return y.astype(x.dtype)
+            y = y + _row(self.bias, array.ndim, dtype)
+        return _like(x, y.astype(array.dtype))
 
     def initializer(self, name: str) -> Any:
         """The identity after normalising: weight one, bias zero."""
@@ -113,30 +113,148 @@ class RMSNorm(Module):
     ):
         super().__init__()
         self.dim = dim
+        self.dtype = DType.of(dtype)
         self.eps = eps
         self.weight_offset = weight_offset
         self.multiply_before_cast = multiply_before_cast
         self.weight = Weight("weight", dtype, (dim,), DeviceRef.CPU())
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: Any) -> Any:
         """``[..., dim]`` → the same shape and dtype.
 
         Raises:
             ValueError: The last axis is not ``dim`` long.
         """
-        x = jnp.asarray(x)
-        _check_last_axis(self, x, self.dim)
-        wide = x.astype(jnp.float32)
+        array = jnp.asarray(x)
+        _check_last_axis(self, array, self.dim)
+        wide = array.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         y = wide * jax.lax.rsqrt(mean_square + self.eps)
-        if self.multiply_before_cast:
-            y = y * (_row(self.weight, x.ndim, jnp.float32) + self.weight_offset)
-            return y.astype(x.dtype)
-        return y.astype(x.dtype) * (_row(self.weight, x.ndim, x.dtype) + self.weight_offset)
+        # The dtype the weight multiplies in: before the one rounding, or after it.
+        dtype = jnp.float32 if self.multiply_before_cast else array.dtype
+        y = y.astype(dtype) * (_row(self.weight, array.ndim, dtype) + self.weight_offset)
+        return _like(x, y.astype(array.dtype))
 
     def initializer(self, name: str) -> Any:
         """A factor of one in all: the weight is one less its offset."""
         return jax.nn.initializers.constant(1.0 - self.weight_offset)
+
+
+class ConstantLayerNorm(Module):
+    """LayerNorm without weights: ``(x - mean) / √(variance + eps)`` over the last axes.
+
+    Args (in MAX's order):
+        dims: Lengths of the axes normalised over: of the last one, or of several.
+        device: Recorded; there is nothing to place.
+        dtype: Recorded; the result has the dtype of the input.
+        eps: Added to the variance.
+
+    Example:
+        >>> print(ConstantLayerNorm(2, DeviceRef.CPU(), "float32", eps=0.0)(jnp.array([[1.0, 5.0]])))
+        [[-1.  1.]]
+    """
+
+    def __init__(
+        self, dims: int | tuple[int, ...], device: DeviceRef, dtype: Any, eps: float = 1e-5
+    ):
+        super().__init__()
+        self.dims = (dims,) if isinstance(dims, int) else tuple(dims)
+        self.device = device
+        self.dtype = DType.of(dtype)
+        self.eps = eps
+
+    def __call__(self, x: Any) -> Any:
+        """``[..., *dims]`` → the same shape and dtype.
+
+        Raises:
+            ValueError: The last axes are not ``dims``.
+        """
+        array = jnp.asarray(x)
+        if array.shape[-len(self.dims) :] != self.dims:
+            raise ValueError(
+                f"ConstantLayerNorm over {self.dims} was given an array of shape {array.shape}"
+            )
+        axes = tuple(range(-len(self.dims), 0))
+        y = _normalised(array.astype(jnp.float32), axes, self.eps)
+        return _like(x, y.astype(array.dtype))
+
+
+class GroupNorm(Module):
+    """Normalises groups of channels together with all places (Y. Wu, K. He, arXiv:1803.08494).
+
+    Args (in MAX's order):
+        num_groups: Of how many groups of neighbouring channels each has its own mean and variance.
+        num_channels: Length of axis 1; a multiple of ``num_groups``.
+        eps: Added to the variance.
+        affine: Whether the result is multiplied by ``weight`` and ``bias`` is added.
+        device: Where the weights are declared to live.
+
+    Attributes:
+        weight, bias: Weights ``[num_channels]`` in float32, or None.
+
+    Raises:
+        ValueError: ``num_channels`` is not a multiple of ``num_groups``.
+
+    Example:
+        >>> norm = GroupNorm(1, 2, eps=0.0, affine=False)
+        >>> print(norm(jnp.array([[[1.0], [5.0]]])).ravel())
+        [-1.  1.]
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: DeviceRef | None = None,
+    ):
+        super().__init__()
+        if num_channels % num_groups:
+            raise ValueError(
+                f"num_channels {num_channels} is not a multiple of num_groups {num_groups}"
+            )
+        self.num_groups, self.num_channels = num_groups, num_channels
+        self.eps, self.affine = eps, affine
+        device = device or DeviceRef.GPU()
+        self.weight = Weight("weight", "float32", (num_channels,), device) if affine else None
+        self.bias = Weight("bias", "float32", (num_channels,), device) if affine else None
+
+    def __call__(self, x: Any) -> Any:
+        """``[N, num_channels, *places]`` → the same shape and dtype.
+
+        Raises:
+            ValueError: Axis 1 is not ``num_channels`` long.
+        """
+        array = jnp.asarray(x)
+        shape = array.shape
+        if array.ndim < 2 or shape[1] != self.num_channels:
+            raise ValueError(
+                f"GroupNorm of {self.num_channels} channels was given an array of shape {shape}"
+            )
+        width = self.num_channels // self.num_groups * math.prod(shape[2:])
+        groups = array.astype(jnp.float32).reshape(shape[0], self.num_groups, width)
+        y = _normalised(groups, -1, self.eps).reshape(shape)
+        if self.weight is not None and self.bias is not None:
+            column = (1, self.num_channels, *(1,) * (array.ndim - 2))
+            y = y * jnp.asarray(self.weight).astype(jnp.float32).reshape(column)
+            y = y + jnp.asarray(self.bias).astype(jnp.float32).reshape(column)
+        return _like(x, y.astype(array.dtype))
+
+    def initializer(self, name: str) -> Any:
+        """The identity after normalising: weight one, bias zero."""
+        return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
+
+
+def _normalised(x: jax.Array, axes: int | tuple[int, ...], eps: float) -> jax.Array:
+    """``x`` with mean 0 and variance 1 (less eps) over ``axes``; two passes, so that nothing cancels."""
+    centred = x - jnp.mean(x, axis=axes, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + eps)
+
+
+def _like(x: Any, y: jax.Array) -> Any:
+    return TensorValue(y) if wraps(x) else y
 
 
 def _check_last_axis(layer: Module, x: jax.Array, length: int) -> None:

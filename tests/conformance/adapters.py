@@ -79,7 +79,7 @@ def _outputs(out: Any) -> list:
 
 
 def namespace_maxjax() -> SimpleNamespace:
-    """maxjax: modules are called with JAX arrays, and there is no graph to be inside of."""
+    """maxjax: modules are called with JAX arrays; a Graph is written only where one is asked for."""
     import jax.numpy as jnp
 
     M = _namespace("maxjax")
@@ -110,9 +110,20 @@ def namespace_maxjax() -> SimpleNamespace:
             out.append([np_of(jnp.asarray(s)) for s in shards])
         return out
 
-    M.np_of, M.compute, M.forward, M.trace_only = np_of, compute, forward, compute
-    M.in_graph = lambda fn, *shapes: fn()
-    M.graph_input = lambda shape, index=0: jnp.zeros(shape, jnp.float32)
+    inputs: list[Any] = []
+
+    def trace_only(fn: Any, *arrays: np.ndarray) -> None:
+        kinds = [M.TensorType(M.DType.of(a.dtype), a.shape, M.DeviceRef.CPU()) for a in arrays]
+        M.Graph("trace", fn, input_types=kinds)
+
+    def in_graph(fn: Any, *shapes: tuple[int, ...]) -> Any:
+        kinds = [M.TensorType(M.DType.float32, shape, M.DeviceRef.CPU()) for shape in shapes]
+        with M.Graph("scratch", input_types=kinds) as graph:
+            inputs[:] = graph.inputs
+            return fn()
+
+    M.np_of, M.compute, M.forward, M.trace_only = np_of, compute, forward, trace_only
+    M.in_graph, M.graph_input = in_graph, lambda shape, index=0: inputs[index].tensor
     M.shard_shapes, M.shard_values_many = shard_shapes, shard_values_many
     M.shard_values = lambda weight, value, n: shard_values_many([(weight, value, n)])[0]
     M.tensor = lambda value: getattr(value, "tensor", value)

@@ -1,9 +1,6 @@
 """The scenarios that wait for a later step of the plan, each by name."""
 
 STEPS = {
-    2: """forward_builtin_layers forward_rope forward_dtype_promotion_f64
-    forward_subgraph_shared_block subgraph_side_effects graph_unfinalised_names_collide
-    graph_module_traced_twice""",
     4: """sharding_predicates sharding_strategy_setter sharding_shapes
     sharding_shards_as_attributes sharding_values forward_sharded_linear""",
     6: "gguf_allocate forward_dequantize_gguf_blocks",

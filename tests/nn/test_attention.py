@@ -1,11 +1,13 @@
-"""attention() against float64 in NumPy and against torch's scaled_dot_product_attention."""
+"""attention() against float64 and torch; AttentionWithRope against transformers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.nn.attention import attention
+from maxjax import nn
+from maxjax.nn.attention import MHAMaskVariant, attention
+from tests.nn.layers import filled, random, same_everywhere
 
 
 def heads(seed, batch=2, queries=5, keys=7, num_heads=3, width=4):
@@ -119,3 +121,167 @@ def test_shapes_that_do_not_fit_are_refused():
     ]:
         with pytest.raises(ValueError, match=r"\[B, T, H, D\]"):
             attention(*wrong)
+
+
+# --- heads of keys shared by several of queries ---------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_shared_heads_are_repeated_ones(kv_heads, masked):
+    q, _, _ = heads(11, num_heads=6)
+    _, k, v = heads(12, num_heads=kv_heads)
+    mask = np.random.default_rng(13).random((2, 6, 5, 7)) < 0.6 if masked else None
+    if mask is not None:
+        mask[..., 0] = True
+    wide = (np.repeat(a, 6 // kv_heads, axis=2) for a in (k, v))
+    found = attention(q, k, v, None if mask is None else jnp.asarray(mask))
+    np.testing.assert_allclose(found, in_float64(q, *wide, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_cannot_be_shared():
+    q, _, _ = heads(14, num_heads=6)
+    for kv_heads in (4, 12):
+        _, k, v = heads(14, num_heads=kv_heads)
+        with pytest.raises(ValueError, match="multiple of K"):
+            attention(q, k, v)
+
+
+# --- AttentionWithRope ----------------------------------------------------------------------
+
+ROPE = {"dim": 16, "n_heads": 4, "theta": 10000.0, "max_seq_len": 16}
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16}
+
+
+def layer_of(seed=0, interleaved=False, **options):
+    rope = nn.RotaryEmbedding(**ROPE, interleaved=interleaved)
+    return filled(nn.AttentionWithRope(rope=rope, **(SIZES | options)), seed)
+
+
+def oracle(x, w, sees, heads=4, kv_heads=2, width=4, positions=None, scale=None):
+    """In float64, one sequence ``[T, E]``; ``sees`` booleans ``[T, T]``."""
+
+    def project(name, count):
+        y = x.astype(np.float64) @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+        return y.reshape(len(x), count, width)
+
+    def turned(y):
+        positions_ = np.arange(len(x)) if positions is None else positions
+        angles = positions_[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2))
+        z = (y[..., : width // 2] + 1j * y[..., width // 2 :]) * np.exp(1j * angles)[:, None]
+        return np.concatenate([z.real, z.imag], -1)
+
+    q, k = turned(project("q_proj", heads)), turned(project("k_proj", kv_heads))
+    k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, project("v_proj", kv_heads)))
+    y = in_float64(q[None], k[None], v[None], sees, scale).reshape(len(x), -1)
+    return y @ w["o_proj.weight"].T
+
+
+def causal(length):
+    return np.tril(np.ones((length, length), bool))
+
+
+@pytest.mark.parametrize("options", [{}, {"has_bias": True}, {"num_key_value_heads": 4}])
+def test_causal_and_everywhere(options):
+    layer, w = layer_of(**options)
+    x = random(2, 6, 16)
+    y = same_everywhere(layer, x)
+    kv_heads = options.get("num_key_value_heads", 2)
+    for row, found in zip(x, y, strict=True):
+        expected = oracle(row, w, causal(6), kv_heads=kv_heads)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer(jnp.asarray(x[0])), y[0], rtol=1e-5, atol=1e-6)
+
+
+def test_mask_and_variant_both_count():
+    x, keys = random(2, 6, 16), np.array([[1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 1]], bool)
+    for variant, base in (("CAUSAL_MASK", causal(6)), ("NULL_MASK", np.ones((6, 6), bool))):
+        layer, w = layer_of(mask_variant=MHAMaskVariant[variant])
+        found = layer(jnp.asarray(x), jnp.asarray(keys))
+        for i in range(2):
+            expected = oracle(x[i], w, base & keys[i])
+            np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["CAUSAL_MASK", "SLIDING_WINDOW_CAUSAL_MASK"])
+def test_sliding_window(variant):
+    layer, w = layer_of(mask_variant=MHAMaskVariant[variant], sliding_window=2)
+    x = random(6, 16)
+    sees = causal(6) & ~np.tril(np.ones((6, 6), bool), -2)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), oracle(x, w, sees), rtol=1e-4, atol=1e-5)
+
+
+def test_positions_and_a_table_in_the_place_of_the_rope():
+    layer, w = layer_of()
+    x, positions = random(6, 16), np.array([3, 3, 4, 9, 0, 1])
+    expected = oracle(x, w, causal(6), positions=positions)
+    for options in ({}, {"freqs_cis": layer.rope.freqs_cis}):
+        found = layer(jnp.asarray(x), positions=jnp.asarray(positions), **options)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    still = jnp.tile(jnp.array([1.0, 0.0]), (6, 2))
+    found = layer(jnp.asarray(x), freqs_cis=still)
+    expected = oracle(x, w, causal(6), positions=np.zeros(6))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scale_and_clip():
+    layer, w = layer_of(scale=0.2, clip_qkv=0.3)
+    x = random(6, 16)
+    clipped = {n: np.clip(v, -0.3, 0.3) if n[0] in "qkv" else v for n, v in w.items()}
+    expected = oracle(x, clipped, causal(6), scale=0.2)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_names_as_max_has_them():
+    projections = [f"{n}.weight" for n in ("q_proj", "k_proj", "v_proj")]
+    assert list(layer_of()[1]) == ["o_proj.weight", *projections]
+    assert list(layer_of(use_qk_norm=True)[1]) == [
+        "q_norm.weight", "k_norm.weight", "o_proj.weight", *projections,
+    ]  # fmt: skip
+
+
+def test_one_weight_for_three():
+    layer, w = layer_of(stacked_qkv=True, has_bias=True)
+    assert sorted(w) == ["o_proj.weight", "qkv_proj.bias", "qkv_proj.weight"]
+    apart = {"o_proj.weight": w["o_proj.weight"]}
+    for kind in ("weight", "bias"):
+        parts = np.split(w[f"qkv_proj.{kind}"], [16, 24])
+        names = ("q_proj", "k_proj", "v_proj")
+        apart |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
+    x = random(6, 16)
+    expected = oracle(x, apart, causal(6))
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_token():
+    assert layer_of()[0](jnp.zeros((2, 0, 16))).shape == (2, 0, 16)
+
+
+def test_normalised_heads_as_qwen3_has_them():
+    torch = pytest.importorskip("torch")
+    qwen = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    config = qwen.Qwen3Config(
+        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, rope_theta=1e4,
+        attention_dropout=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = qwen.Qwen3Attention(config, 0).eval()
+    layer, w = layer_of(use_qk_norm=True)
+    theirs.load_state_dict({n: torch.tensor(v).float() for n, v in w.items()})
+    x = random(2, 6, 16)
+    positions = torch.arange(6)[None]
+    table = qwen.Qwen3RotaryEmbedding(config)(torch.tensor(x), positions)
+    bias = torch.where(torch.tensor(causal(6)), 0.0, -1e30)[None, None]
+    with torch.no_grad():
+        expected = theirs(torch.tensor(x), table, bias)[0].numpy()
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_layer_refuses():
+    with pytest.raises(ValueError, match="4 heads of queries cannot share 3"):
+        layer_of(num_key_value_heads=3)
+    with pytest.raises(NotImplementedError, match="CHUNKED"):
+        layer_of(mask_variant=MHAMaskVariant.CHUNKED_CAUSAL_MASK)
+    with pytest.raises(ValueError, match="sliding_window"):
+        layer_of(mask_variant=MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK)
+    with pytest.raises(ValueError, match=r"\[B, T, E\]"):
+        layer_of()[0](jnp.ones((1, 1, 6, 16)))

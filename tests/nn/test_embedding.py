@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.graph import DeviceRef
+from maxjax.graph import DeviceRef, TensorValue
 from maxjax.nn.embedding import Embedding
 
 CPU = DeviceRef.CPU()
@@ -68,3 +68,11 @@ def test_initializer():
         jax.random.key(0), (500, 100), jnp.float32
     )
     assert abs(float(values.std()) - 0.02) < 0.001
+
+
+def test_a_tensor_value_gives_a_tensor_value():
+    table = Embedding(4, 3, "float32", DeviceRef.CPU())
+    table.load_state_dict({"weight": jnp.arange(12.0).reshape(4, 3)})
+    found = table(TensorValue(jnp.array([3, 0])))
+    assert type(found) is TensorValue
+    np.testing.assert_array_equal(np.asarray(found), table(jnp.array([3, 0])))

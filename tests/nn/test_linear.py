@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.graph import DeviceRef
+from maxjax.graph import DeviceRef, TensorValue
 from maxjax.nn.linear import Linear, add_bias
 
 CPU = DeviceRef.CPU()
@@ -138,3 +138,12 @@ def test_initializers():
     assert abs(float(weight.std()) - 400**-0.5) < 0.002  # fan-in is the last axis
     assert not layer.initializer("bias")(key, (300,), jnp.float32).any()
     assert not layer.initializer("foo.bias")(key, (300,), jnp.float32).any()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_tensor_value_gives_a_tensor_value(has_bias):
+    layer = Linear(3, 2, "float32", DeviceRef.CPU(), has_bias=has_bias)
+    layer.load_state_dict({n: jnp.ones(w.shape) for n, w in layer.raw_state_dict().items()})
+    found = layer(TensorValue(jnp.ones((4, 3))))
+    assert type(found) is TensorValue
+    np.testing.assert_array_equal(np.asarray(found), layer(jnp.ones((4, 3))))

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm against float64 and torch."""
+"""The norms against float64 and torch."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.graph import DeviceRef
-from maxjax.nn.norm import LayerNorm, RMSNorm
+from maxjax.graph import DeviceRef, TensorValue
+from maxjax.nn.norm import ConstantLayerNorm, GroupNorm, LayerNorm, RMSNorm
 
 CPU = DeviceRef.CPU()
 
@@ -178,3 +178,56 @@ def test_jit_and_grad(make):
     np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(layer, x), layer(x), rtol=1e-5, atol=1e-6)
     gradient = jax.grad(lambda m, x: jnp.sum(m(x) ** 2))(layer, x)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradient))
+
+
+# --- ConstantLayerNorm and GroupNorm --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dims", "shape"), [(8, (3, 8)), ((2, 4), (3, 2, 4)), ((8,), (8,))])
+def test_constant_layer_norm(dims, shape):
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(8).standard_normal(shape).astype(np.float32) * 3 + 1
+    axes = (dims,) if isinstance(dims, int) else dims
+    expected = torch.nn.functional.layer_norm(torch.tensor(x), axes, eps=1e-3)
+    layer = ConstantLayerNorm(dims, CPU, "float32", 1e-3)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected.numpy(), rtol=1e-5, atol=1e-5)
+    assert not layer.raw_state_dict()
+    assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 5), (2, 6, 4, 3), (0, 6, 4)])
+def test_group_norm(shape, groups, affine):
+    torch = pytest.importorskip("torch")
+    layer = GroupNorm(groups, 6, 1e-3, affine, CPU)
+    values = filled(layer)
+    assert list(values) == (["weight", "bias"] if affine else [])
+    x = np.random.default_rng(9).standard_normal(shape).astype(np.float32) * 3 + 1
+    parts = (torch.tensor(values[n], dtype=torch.float32) for n in values)
+    expected = torch.nn.functional.group_norm(torch.tensor(x), groups, *parts, eps=1e-3)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_group_norm_refuses():
+    with pytest.raises(ValueError, match="4 is not a multiple of num_groups 3"):
+        GroupNorm(3, 4)
+    with pytest.raises(ValueError, match="4 channels"):
+        GroupNorm(2, 4)(jnp.ones((2, 7, 4)))
+    with pytest.raises(ValueError, match=r"\(8,\)"):
+        ConstantLayerNorm(8, CPU, "float32")(jnp.ones((2, 7)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [LayerNorm(6, [CPU], "float32"), RMSNorm(6, "float32"), RMSNorm(6, "float32", 1e-5, 1.0, False),
+     ConstantLayerNorm(6, CPU, "float32"), GroupNorm(2, 6)],
+    ids=lambda layer: type(layer).__name__,
+)  # fmt: skip
+def test_a_tensor_value_gives_a_tensor_value(layer):
+    filled(layer)
+    x = jnp.asarray(np.random.default_rng(10).standard_normal((3, 6)), jnp.float32)
+    found = layer(TensorValue(x))
+    assert type(found) is TensorValue and isinstance(layer(x), jax.Array)
+    np.testing.assert_array_equal(np.asarray(found), layer(x))
+    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(layer, x), layer(x), rtol=1e-5, atol=1e-6)

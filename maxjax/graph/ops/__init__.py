@@ -1,0 +1,130 @@
+"""Floor 3. MAX's ops over jnp, under the names of ``max.graph.ops``.
+
+With a TensorValue among its operands, or of Weights alone, an op gives TensorValues; of
+plain arrays it gives plain arrays. All run eagerly, under ``jax.jit`` and, where they have
+one, under ``jax.grad``.
+"""
+
+from typing import Any as _Any
+
+from ..subgraph import call as call
+from .absent import dequantize as dequantize
+from .absent import missing as _missing
+from .absent import qmatmul as qmatmul
+from .arithmetic import add as add
+from .arithmetic import div as div
+from .arithmetic import equal as equal
+from .arithmetic import floor_div as floor_div
+from .arithmetic import greater as greater
+from .arithmetic import greater_equal as greater_equal
+from .arithmetic import logical_and as logical_and
+from .arithmetic import logical_or as logical_or
+from .arithmetic import logical_xor as logical_xor
+from .arithmetic import mod as mod
+from .arithmetic import mul as mul
+from .arithmetic import not_equal as not_equal
+from .arithmetic import pow as pow
+from .arithmetic import sub as sub
+from .arithmetic import where as where
+from .control import assert_same_device as assert_same_device
+from .control import cond as cond
+from .control import print as print
+from .control import transfer_to as transfer_to
+from .control import while_loop as while_loop
+from .convolution import ConvInputLayout as ConvInputLayout
+from .convolution import FilterLayout as FilterLayout
+from .convolution import conv2d as conv2d
+from .convolution import conv2d_transpose as conv2d_transpose
+from .convolution import conv3d as conv3d
+from .creation import constant as constant
+from .creation import hann_window as hann_window
+from .creation import range as range
+from .elementwise import abs as abs
+from .elementwise import acos as acos
+from .elementwise import atanh as atanh
+from .elementwise import cast as cast
+from .elementwise import ceil as ceil
+from .elementwise import cos as cos
+from .elementwise import erf as erf
+from .elementwise import exp as exp
+from .elementwise import floor as floor
+from .elementwise import gelu as gelu
+from .elementwise import is_inf as is_inf
+from .elementwise import is_nan as is_nan
+from .elementwise import log as log
+from .elementwise import log1p as log1p
+from .elementwise import logical_not as logical_not
+from .elementwise import negate as negate
+from .elementwise import relu as relu
+from .elementwise import round as round
+from .elementwise import rsqrt as rsqrt
+from .elementwise import sigmoid as sigmoid
+from .elementwise import silu as silu
+from .elementwise import sin as sin
+from .elementwise import sqrt as sqrt
+from .elementwise import tanh as tanh
+from .elementwise import trunc as trunc
+from .indexing import gather as gather
+from .indexing import gather_nd as gather_nd
+from .indexing import masked_scatter as masked_scatter
+from .indexing import nonzero as nonzero
+from .indexing import scatter as scatter
+from .indexing import scatter_add as scatter_add
+from .indexing import scatter_max as scatter_max
+from .indexing import scatter_min as scatter_min
+from .indexing import scatter_mul as scatter_mul
+from .indexing import scatter_nd as scatter_nd
+from .indexing import scatter_nd_add as scatter_nd_add
+from .indexing import scatter_nd_max as scatter_nd_max
+from .indexing import scatter_nd_min as scatter_nd_min
+from .indexing import scatter_nd_mul as scatter_nd_mul
+from .interpolation import InterpolationMode as InterpolationMode
+from .interpolation import resize as resize
+from .interpolation import resize_bicubic as resize_bicubic
+from .interpolation import resize_linear as resize_linear
+from .interpolation import resize_nearest as resize_nearest
+from .joining import chunk as chunk
+from .joining import concat as concat
+from .joining import pad as pad
+from .joining import repeat_interleave as repeat_interleave
+from .joining import slice_tensor as slice_tensor
+from .joining import split as split
+from .joining import stack as stack
+from .joining import tile as tile
+from .linear import as_interleaved_complex as as_interleaved_complex
+from .linear import band_part as band_part
+from .linear import irfft as irfft
+from .linear import matmul as matmul
+from .linear import outer as outer
+from .normalization import group_norm as group_norm
+from .normalization import layer_norm as layer_norm
+from .normalization import rms_norm as rms_norm
+from .ordering import argsort as argsort
+from .ordering import bottom_k as bottom_k
+from .ordering import top_k as top_k
+from .pooling import avg_pool2d as avg_pool2d
+from .pooling import fold as fold
+from .pooling import max_pool2d as max_pool2d
+from .reduction import argmax as argmax
+from .reduction import argmin as argmin
+from .reduction import cumsum as cumsum
+from .reduction import logsoftmax as logsoftmax
+from .reduction import max as max
+from .reduction import mean as mean
+from .reduction import min as min
+from .reduction import prod as prod
+from .reduction import softmax as softmax
+from .reduction import sum as sum
+from .shape import broadcast_to as broadcast_to
+from .shape import flatten as flatten
+from .shape import permute as permute
+from .shape import rebind as rebind
+from .shape import reshape as reshape
+from .shape import shape_to_tensor as shape_to_tensor
+from .shape import squeeze as squeeze
+from .shape import transpose as transpose
+from .shape import unsqueeze as unsqueeze
+
+
+def __getattr__(name: str) -> _Any:
+    return _missing(name)

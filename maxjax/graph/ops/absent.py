@@ -1,0 +1,51 @@
+"""Floor 3. The names of ``max.graph.ops`` that there are none of here, and why."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+_MESH = "arrays are sharded over a jax.sharding.Mesh, and XLA puts the communication in"
+_KERNEL = "there are no Mojo kernels; write it in jnp, or with jax.experimental.pallas or jax.ffi"
+_BUFFER = "arrays do not change; give the new array as a result (jax.jit donates buffers)"
+_RANDOM = "randomness takes a key: use jax.random, as in jax.random.normal(key, shape)"
+_STREAM = "XLA orders the work by itself; call the function directly"
+
+REASONS: dict[str, str] = {
+    **dict.fromkeys(
+        "allgather allgather_rms_norm allgather_rms_norm_quant_mxfp6 allgather_rms_norm_quant_mxfp8 "
+        "allreduce broadcast bundled_allreduce distributed_broadcast distributed_ep "
+        "distributed_scatter reduce_scatter_rms_norm reducescatter shard_and_stack".split(),
+        _MESH,
+    ),
+    **dict.fromkeys("custom inplace_custom".split(), _KERNEL),
+    **dict.fromkeys(
+        "buffer buffer_create buffer_load buffer_store buffer_store_slice".split(), _BUFFER
+    ),
+    **dict.fromkeys("parallel side_stream".split(), _STREAM),
+    "random": _RANDOM,
+    "constant_external": "a constant with a name is a Weight: maxjax.graph.Weight",
+    "non_maximum_suppression": "the size of its result depends on values; run it in NumPy",
+    "roi_align": "it is not written yet",
+}
+
+
+def missing(name: str) -> NoReturn:
+    """Raises for a name ``ops`` does not have.
+
+    Raises:
+        NotImplementedError: MAX has an op of that name.
+        AttributeError: Nor has MAX.
+    """
+    if name in REASONS:
+        raise NotImplementedError(f"ops.{name} is MAX's, and maxjax has none: {REASONS[name]}")
+    raise AttributeError(f"module 'maxjax.graph.ops' has no attribute {name!r}")
+
+
+def dequantize(encoding: Any, quantized: Any) -> Any:
+    """Not there yet: packed blocks as floats."""
+    raise NotImplementedError("ops.dequantize is not supported yet")
+
+
+def qmatmul(encoding: Any, config: Any, lhs: Any, *rhs: Any) -> Any:
+    """Not there yet: a product with packed blocks."""
+    raise NotImplementedError("ops.qmatmul is not supported yet")

@@ -1,0 +1,141 @@
+"""Floor 3. Ops that make tensors of no other: constants, ranges, windows.
+
+They give TensorValues always. A ``device`` is accepted as MAX wants one and commits
+nothing, so that the result goes with tensors on any device.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ...dtype import DType
+from ..shape import Dim
+from ..symbolic import to_size
+from ..value import TensorValue
+from .lift import canonical, maker
+
+
+def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
+    """A tensor of known elements.
+
+    Args:
+        value: A number or nested lists of them, with ``dtype`` and ``device``; or an array,
+            which is copied.
+
+    Raises:
+        TypeError: A number or list without dtype or device.
+        ValueError: Lists of different lengths, a number that the dtype cannot hold, or
+            an array of another dtype.
+
+    Example:
+        >>> from maxjax.dtype import DType
+        >>> from maxjax.graph import DeviceRef, ops
+        >>> x = ops.constant([[1, 2], [3, 4]], DType.float32, DeviceRef.CPU())
+        >>> x.dtype, x.shape
+        (float32, [Dim(2), Dim(2)])
+    """
+    if isinstance(value, (int, float, list, tuple, np.generic)):
+        if dtype is None or device is None:
+            raise TypeError("ops.constant of a number or list needs its dtype and device: "
+                            "ops.constant(1.0, DType.float32, DeviceRef.CPU())")  # fmt: skip
+        return TensorValue(jnp.asarray(_literal(value, DType.of(dtype)), canonical(dtype)))
+    found = jnp.from_dlpack(value) if not hasattr(value, "dtype") else value
+    kind = DType.of(found.dtype)
+    if dtype is not None and DType.of(dtype) is not kind and canonical(dtype) != found.dtype:
+        raise ValueError(
+            f"ops.constant: an array of {kind!r} as {DType.of(dtype)!r}; cast it first"
+        )
+    return TensorValue(jnp.array(found))
+
+
+def _literal(value: Any, dtype: DType) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"ops.constant: the lists in {value!r} have different lengths") from error
+    target = np.dtype(dtype.np)
+    if array.size and not dtype.is_float() and target != np.bool_:
+        bounds = jnp.iinfo(target)
+        if array.dtype.kind == "f" or array.min() < bounds.min or array.max() > bounds.max:
+            raise ValueError(f"unsafe cast: {value!r} does not fit in {dtype!r}")
+    return array.astype(target)
+
+
+@maker
+def range(
+    start: Any,
+    stop: Any,
+    step: Any = 1,
+    out_dim: Any = None,
+    *,
+    dtype: Any,
+    device: Any,
+) -> Any:
+    """``start``, ``start + step``, … up to and without ``stop``: ``⌈(stop - start) / step⌉`` numbers.
+
+    Args:
+        start, stop, step: Numbers, Dims, or tensors of one number.
+        out_dim: How many there are; needed with tensors.
+
+    Raises:
+        ValueError: A step of 0, or tensors without ``out_dim``.
+
+    Example:
+        >>> from maxjax.dtype import DType
+        >>> from maxjax.graph import DeviceRef, ops
+        >>> print(ops.range(0, 5, 2, dtype=DType.int32, device=DeviceRef.CPU()).value)
+        [0 2 4]
+    """
+    ends = [to_size(x) if isinstance(x, (Dim, str)) else x for x in (start, stop, step)]
+    dynamic = any(isinstance(x, jax.Array) for x in ends)
+    if dynamic and out_dim is None:
+        raise ValueError("ops.range of tensors needs out_dim, the number of its elements")
+    known = not any(isinstance(x, Tracer) for x in ends)
+    length = _length(*ends) if known else None
+    if out_dim is not None and (length is None or not isinstance(out_dim, str)):
+        length = to_size(out_dim)
+    kind = canonical(dtype)
+    if isinstance(length, int) and all(isinstance(x, (int, float)) for x in ends):
+        # In NumPy, at full width, rounded once.
+        return jnp.asarray((ends[0] + ends[2] * np.arange(length)).astype(kind))
+    first, _, by = (jnp.asarray(x).reshape(()).astype(kind) for x in ends)
+    return first + by * jnp.arange(length, dtype=kind)
+
+
+def _length(start: Any, stop: Any, step: Any) -> Any:
+    start, stop, step = (x.item() if isinstance(x, jax.Array) else x for x in (start, stop, step))
+    if isinstance(step, (int, float)) and step == 0:
+        raise ValueError("ops.range: the step must not be 0")
+    if any(isinstance(x, float) for x in (start, stop, step)):
+        return max(0, math.ceil((stop - start) / step))
+    length = -((start - stop) // step)
+    return max(0, length) if isinstance(length, int) else length
+
+
+def hann_window(
+    window_length: int, device: Any, periodic: bool = True, dtype: Any = DType.float32
+) -> TensorValue:
+    """``sin²(π n / N)`` for ``n`` from 0: the window of raised cosine.
+
+    Args:
+        window_length: How many.
+        periodic: ``N`` is the length, for spectra; otherwise the length less one, and the
+            window is symmetric.
+
+    Raises:
+        ValueError: A negative length.
+        TypeError: A length that is no integer.
+    """
+    length = operator.index(window_length)
+    if length < 0:
+        raise ValueError(f"hann_window: the length must not be negative, and is {length}")
+    period = max(length if periodic else length - 1, 1)
+    window = np.sin(np.pi * np.arange(length) / period) ** 2 if length > 1 else np.ones(length)
+    return TensorValue(jnp.asarray(window.astype(canonical(dtype))))

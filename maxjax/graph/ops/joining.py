@@ -1,0 +1,257 @@
+"""Floor 3. Ops that put tensors together, take them apart, and repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ..symbolic import to_size, to_sizes
+from ..value import TensorValue
+from .lift import array, axis_of, integers, lift, meet, same
+
+
+@lift
+def concat(original_vals: Iterable[Any], axis: int = 0) -> Any:
+    """Tensors one after the other along an axis they have.
+
+    Raises:
+        IndexError: There is no such axis.
+        ValueError: No tensors, or of different ranks, of different sizes along another
+            axis, or of different dtypes; the message names the shapes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> ops.concat([jnp.ones((2, 3)), jnp.ones((4, 3))]).shape
+        (6, 3)
+    """
+    arrays = _alike(original_vals, "concat")
+    axis = axis_of(axis, arrays[0].ndim, "concat", IndexError)
+    for i, sizes in enumerate(zip(*(x.shape for x in arrays), strict=True)):
+        if i != axis and not all(same(size, sizes[0]) for size in sizes):
+            raise ValueError(f"concat along axis {axis}: the tensors differ along axis {i}: "
+                             f"{_shapes(arrays)}")  # fmt: skip
+    return jnp.concatenate(arrays, axis)
+
+
+@lift
+def stack(values: Iterable[Any], axis: int = 0) -> Any:
+    """Tensors of one shape one after the other along a new axis.
+
+    Raises:
+        IndexError: The result has no such axis.
+        ValueError: No tensors, or of different shapes or dtypes.
+    """
+    arrays = _alike(values, "stack")
+    axis = axis_of(axis, arrays[0].ndim + 1, "stack", IndexError)
+    for x in arrays:
+        if not all(map(same, x.shape, arrays[0].shape)):
+            raise ValueError(f"stack: the tensors must have one shape, not {_shapes(arrays)}")
+    return jnp.stack(arrays, axis)
+
+
+def _alike(values: Iterable[Any], op: str) -> list[jax.Array]:
+    """At least one array, of one rank and dtype."""
+    arrays = [array(x) for x in values]
+    if not arrays:
+        raise ValueError(f"{op} takes at least one tensor")
+    if len({x.ndim for x in arrays}) > 1:
+        raise ValueError(f"{op}: the tensors must have the same rank, not {_shapes(arrays)}")
+    if len({x.dtype for x in arrays}) > 1:
+        found = ", ".join(str(x.dtype) for x in arrays)
+        raise ValueError(f"{op}: the tensors must have one dtype, not {found}; cast them first")
+    return arrays
+
+
+def _shapes(arrays: Sequence[jax.Array]) -> str:
+    return ", ".join(str(x.shape) for x in arrays)
+
+
+@lift
+def split(x: Any, split_sizes: Sequence[Any], axis: int = 0) -> Any:
+    """A list of pieces of the given lengths, which together are the axis.
+
+    Raises:
+        IndexError: There is no such axis.
+        ValueError: A length is negative, or they do not add up to the axis.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> [piece.shape for piece in ops.split(jnp.ones((2, 5)), [3, 2], axis=1)]
+        [(2, 3), (2, 2)]
+    """
+    x = array(x)
+    axis = axis_of(axis, x.ndim, "split", IndexError)
+    sizes = to_sizes(split_sizes, x.shape)
+    if any(isinstance(size, int) and size < 0 for size in sizes):
+        raise ValueError(f"split: the sizes must not be negative: {list(sizes)}")
+    if not same(sum(sizes), x.shape[axis]):
+        raise ValueError(
+            f"split: the sizes {list(sizes)} must add up to the {x.shape[axis]} of axis {axis}"
+        )
+    return _pieces(x, sizes, axis)
+
+
+@lift
+def chunk(x: Any, chunks: int, axis: int = 0) -> Any:
+    """A list of so many pieces of equal length.
+
+    Raises:
+        IndexError: There is no such axis.
+        ValueError: The axis does not divide into so many.
+    """
+    x = array(x)
+    axis = axis_of(axis, x.ndim, "chunk", IndexError)
+    if chunks < 1 or not same(x.shape[axis] % chunks, 0):
+        raise ValueError(f"chunk: {chunks} equal pieces of axis {axis} with length {x.shape[axis]}")
+    return _pieces(x, (x.shape[axis] // chunks,) * chunks, axis)
+
+
+def _pieces(x: jax.Array, sizes: Sequence[Any], axis: int) -> list[jax.Array]:
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(jax.lax.slice_in_dim(x, start, start + size, axis=axis))
+        start = start + size
+    return pieces
+
+
+@lift
+def tile(x: Any, repeats: Iterable[Any]) -> Any:
+    """The whole tensor, so many times along each axis.
+
+    Raises:
+        ValueError: Not one number for each axis, or one below 1.
+    """
+    x = array(x)
+    counts = to_sizes(repeats, x.shape)
+    if len(counts) != x.ndim:
+        raise ValueError(f"tile: a number for each of the {x.ndim} axes of {x.shape}, not {counts}")
+    if any(isinstance(n, int) and n < 1 for n in counts):
+        raise ValueError(f"tile: the numbers must be positive, not {counts}")
+    return jnp.tile(x, counts)
+
+
+@lift
+def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: Any = None) -> Any:
+    """Each element along an axis so many times in a row; without an axis, of the flat tensor.
+
+    Args:
+        repeats: A number, or a tensor of one for each element along the axis.
+        out_dim: Length of the result's axis; needed with a tensor.
+
+    Raises:
+        ValueError: No such axis, a number below 1, or a tensor without ``out_dim``.
+    """
+    x = array(x)
+    if axis is None:
+        x, axis = x.reshape(-1), 0
+    axis = axis_of(axis, x.ndim, "repeat_interleave")
+    if isinstance(repeats, int):
+        if repeats < 1:
+            raise ValueError(f"repeat_interleave: the number must be positive, not {repeats}")
+        return jnp.repeat(x, repeats, axis)
+    if out_dim is None:
+        raise ValueError(
+            "repeat_interleave: a tensor of repeats needs out_dim, the length of the result"
+        )
+    length = to_size(out_dim, x.shape) if not isinstance(out_dim, str) else _total(repeats, out_dim)
+    return jnp.repeat(x, integers(repeats, "repeat_interleave"), axis, total_repeat_length=length)
+
+
+def _total(repeats: jax.Array, name: str) -> Any:
+    """The length a name stands for: a symbolic dimension's, or what the numbers add up to."""
+    try:
+        return to_size(name)
+    except ValueError:
+        if isinstance(repeats, Tracer):
+            raise
+        return int(repeats.sum())
+
+
+_PAD_MODES = ("constant", "reflect", "edge")
+
+
+@lift
+def pad(
+    input: Any,
+    paddings: Iterable[int],
+    mode: Literal["constant", "reflect", "edge"] = "constant",
+    value: Any = 0,
+) -> Any:
+    """Made longer at the ends of its axes.
+
+    Args:
+        paddings: ``[before_0, after_0, before_1, after_1, …]``, two for each axis.
+        mode: What is put there: ``value``, the mirror image without the outermost
+            element, or the outermost element.
+
+    Raises:
+        ValueError: A negative or missing number, or another mode.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> print(ops.pad(jnp.array([1, 2, 3]), [1, 2], mode="reflect"))
+        [2 1 2 3 2 1]
+    """
+    x, numbers = array(input), list(paddings)
+    if mode not in _PAD_MODES:
+        raise ValueError(f"pad has the modes {', '.join(map(repr, _PAD_MODES))}, not {mode!r}")
+    if len(numbers) != 2 * x.ndim:
+        raise ValueError(f"pad: two numbers for each of the {x.ndim} axes, not {numbers}")
+    if any(isinstance(n, int) and n < 0 for n in numbers):
+        raise ValueError(f"pad: the numbers must not be negative: {numbers}")
+    widths = list(zip(numbers[::2], numbers[1::2], strict=True))
+    if mode != "constant":
+        return jnp.pad(x, widths, mode)
+    fill = meet(x, value)[1].astype(x.dtype).reshape(())
+    return jax.lax.pad(x, fill, [(before, after, 0) for before, after in widths])
+
+
+@lift
+def slice_tensor(x: Any, indices: Sequence[Any]) -> Any:
+    """``x[indices]`` for a list of numbers, slices, ``...``, None and scalar tensors.
+
+    A slice may come with the length it should have, ``(slice, length)``.
+
+    Raises:
+        ValueError: Outside the tensor, more indices than axes, a step below 1, or an index
+            tensor that is no scalar. (NumPy's rules, which do not mind, are those of ``x[…]``.)
+    """
+    x, indices = array(x), list(indices) if isinstance(indices, (list, tuple)) else [indices]
+    indices = [i[0] if isinstance(i, tuple) else i for i in indices]
+    axes = [i for i in indices if i is not None and i is not Ellipsis]
+    if len(axes) > x.ndim:
+        raise ValueError(f"slice_tensor: {len(axes)} indices for the {x.ndim} axes of {x.shape}")
+    gap = indices.index(Ellipsis) if any(i is Ellipsis for i in indices) else len(indices)
+    before = sum(i is not None for i in indices[:gap])
+    for position, index in enumerate(axes):
+        axis = position if position < before else position + x.ndim - len(axes)
+        _check_index(index, x.shape[axis], axis)
+    return TensorValue(x)[tuple(indices)].value
+
+
+def _check_index(index: Any, size: Any, axis: int) -> None:
+    if isinstance(index, slice):
+        if isinstance(index.step, int) and index.step < 1:
+            raise ValueError(
+                f"slice_tensor: the step along axis {axis} must be positive, not {index.step}"
+            )
+        outside = [i for i in (index.start, index.stop) if _outside(i, size, True)]
+    else:
+        if getattr(index, "ndim", 0):
+            raise ValueError(f"slice_tensor: an index is a scalar, not of shape {index.shape}")
+        outside = [index] if _outside(index, size, False) else []
+    if outside:
+        raise ValueError(f"slice_tensor: {outside[0]} is outside axis {axis}, which is {size} long")
+
+
+def _outside(index: Any, size: Any, end: bool) -> bool:
+    if not (isinstance(index, int) and isinstance(size, int)):
+        return False
+    return not -size <= index <= size - (not end)

@@ -1,0 +1,218 @@
+"""Floor 3. How every op meets its operands: arrays go in, and the result is what they were.
+
+``lift`` makes an op out of a function of arrays. Beside it, what the ops share: operands
+of one dtype and shape, and axes counted from the front. Below: TensorValue, Weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...dtype import DType
+from ..shape import Dim
+from ..value import TensorValue, unify, unwrap
+from ..weight import WeightTranspose
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+PLAIN, WEIGHT, VALUE = "plain", "weight", "value"
+
+
+def lift(function: _F) -> _F:
+    """The op that a function of arrays is.
+
+    Its operands may be TensorValues, Weights, JAX or NumPy arrays, and numbers, also in
+    lists. With a TensorValue among them, or with Weights alone, the results are
+    TensorValues; with plain arrays they are plain arrays.
+    """
+
+    @functools.wraps(function)
+    def op(*args: Any, **kwargs: Any) -> Any:
+        kinds: set[str] = set()
+        args = tuple([_lower(x, kinds) for x in args])
+        if kwargs:
+            kwargs = {name: _lower(x, kinds) for name, x in kwargs.items()}
+        result = function(*args, **kwargs)
+        if VALUE in kinds or (WEIGHT in kinds and PLAIN not in kinds):
+            return wrapped(result)
+        return result
+
+    return op  # type: ignore[return-value]
+
+
+def maker(function: _F) -> _F:
+    """The op that a function is which makes a tensor of no other: it gives TensorValues."""
+
+    @functools.wraps(function)
+    def op(*args: Any, **kwargs: Any) -> Any:
+        kinds: set[str] = set()
+        args = tuple([_lower(x, kinds) for x in args])
+        kwargs = {name: _lower(x, kinds) for name, x in kwargs.items()}
+        return wrapped(function(*args, **kwargs))
+
+    return op  # type: ignore[return-value]
+
+
+def wrapped(result: Any) -> Any:
+    """TensorValues around the arrays of a result: one, or a list or tuple of them."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([wrapped(x) for x in result])
+    return TensorValue(result)
+
+
+def _lower(x: Any, kinds: set[str]) -> Any:
+    """The arrays in an argument; notes in ``kinds`` what they were. Shapes stay what they are."""
+    if isinstance(x, TensorValue):
+        kinds.add(VALUE if x._wraps else WEIGHT)
+        return x.__jax_array__()
+    if type(x) in (list, tuple):
+        return type(x)([_lower(v, kinds) for v in x])
+    if isinstance(x, (jax.Array, np.ndarray)):
+        kinds.add(PLAIN)
+        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if isinstance(x, WeightTranspose):
+        kinds.add(WEIGHT)
+        return x.array()
+    # np.float64 is a number like another: it must not widen what it meets.
+    return x.item() if isinstance(x, np.generic) else x
+
+
+def array(x: Any) -> jax.Array:
+    """An operand as an array: numbers and Dims are made one."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(unwrap(x))
+
+
+def floating(x: Any, op: str) -> jax.Array:
+    """The operand of an op that is there for floats only.
+
+    Raises:
+        ValueError: A tensor of integers or booleans.
+    """
+    if isinstance(x, (int, float)):
+        return jnp.asarray(float(x))
+    x = array(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(f"{op} takes a tensor of floats, not of {x.dtype}; cast it first")
+    return x
+
+
+def boolean(x: Any, op: str) -> jax.Array:
+    """The operand of an op that is there for truth values only.
+
+    Raises:
+        ValueError: A tensor of another dtype.
+    """
+    x = array(x)
+    if x.dtype != jnp.bool_:
+        raise ValueError(
+            f"{op} takes a tensor of booleans, not of {x.dtype}; compare or cast it first"
+        )
+    return x
+
+
+def integers(x: Any, op: str) -> jax.Array:
+    """The indices of an op.
+
+    Raises:
+        ValueError: They are no integers.
+    """
+    x = array(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{op} takes indices of an integer dtype, not {x.dtype}")
+    return x
+
+
+def meet(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+    """Two operands of one dtype and of shapes that broadcast; numbers take the other's dtype.
+
+    Raises:
+        ValueError: An integer tensor meets a float, or the shapes do not broadcast.
+    """
+    a, b = unify(a, b)
+    if not hasattr(a, "dtype"):
+        a = number(a, getattr(b, "dtype", None))
+    if not hasattr(b, "dtype"):
+        b = number(b, a.dtype)
+    check_broadcast(a.shape, b.shape)
+    return a, b
+
+
+def number(x: Any, dtype: Any) -> jax.Array:
+    """A Python number in a dtype.
+
+    Raises:
+        ValueError: It does not fit: too large, or a fraction for an integer dtype.
+    """
+    whole = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)
+    try:
+        if whole and isinstance(x, float):
+            raise OverflowError
+        return jnp.asarray(x, dtype)
+    except OverflowError as error:
+        raise ValueError(
+            f"unsafe cast: {x!r} does not fit in {dtype}; cast the tensor first"
+        ) from error
+
+
+def check_broadcast(*shapes: tuple[Any, ...]) -> None:
+    """Shapes of as many axes, or none, must broadcast.
+
+    Raises:
+        ValueError: They do not; the message names them.
+    """
+    if len({shape for shape in shapes if shape}) < 2:
+        return
+    for sizes in zip(*(shape for shape in shapes if shape), strict=True):
+        if len({size for size in sizes if not same(size, 1)}) > 1:
+            names = " and ".join(map(str, shapes))
+            raise ValueError(
+                f"shapes {names} do not broadcast: sizes must be equal, or one of them 1"
+            )
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be equal; symbolic ones may be undecided."""
+    return bool(a == b)
+
+
+def axis_of(axis: int, rank: int, op: str, error: type[Exception] = ValueError) -> int:
+    """An axis counted from the front.
+
+    Raises:
+        ValueError: There is none of that number (or another class, where MAX raises that).
+    """
+    if not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{op}: the axis is an integer, not {axis!r}")
+    if not -rank <= axis < rank:
+        raise error(f"{op}: axis {axis} is out of range for a tensor with {rank} axes")
+    return int(axis) % max(rank, 1)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """16-bit and narrower floats as float32: what several steps compute is rounded once."""
+    narrow = x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.float32) if narrow else x
+
+
+def rounded(y: jax.Array, dtype: Any) -> jax.Array:
+    """A result in the dtype it should have; eagerly even a cast to the same dtype takes time."""
+    return y if y.dtype == dtype else y.astype(dtype)
+
+
+def canonical(dtype: Any) -> Any:
+    """A DType as JAX has it now: 64-bit ones need ``jax_enable_x64``."""
+    return jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
+
+
+def pair(value: Any, length: int, name: str) -> tuple[Any, ...]:
+    """A number for each of some axes, given as one number for all or as one each."""
+    values = (value,) * length if isinstance(value, (int, Dim)) else tuple(value)
+    if len(values) != length:
+        raise ValueError(f"{name} takes {length} numbers, not {values}")
+    return values

@@ -1,0 +1,116 @@
+"""Floor 3. The norms as ops: of weights that are given. The sums are taken in float32.
+
+The result has the dtype of the input, whatever that of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .lift import array, floating, lift, same
+
+
+@lift
+def layer_norm(input: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
+    """``(x - mean) / √(variance + epsilon) · gamma + beta`` over the last axis.
+
+    Args:
+        gamma, beta: As long as the last axis.
+
+    Raises:
+        ValueError: They have another length; the message names both.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> print(ops.layer_norm(jnp.array([[1.0, 5.0]]), jnp.ones(2), jnp.zeros(2), 0.0))
+        [[-1.  1.]]
+    """
+    x = floating(input, "layer_norm")
+    scale, shift = (_row(w, x, name) for w, name in ((gamma, "gamma"), (beta, "beta")))
+    y = _standardised(_float32(x), -1, epsilon)
+    return (y * scale.astype(y.dtype) + shift.astype(y.dtype)).astype(x.dtype)
+
+
+@lift
+def rms_norm(
+    input: Any,
+    weight: Any,
+    epsilon: float,
+    weight_offset: float = 0.0,
+    multiply_before_cast: bool = False,
+) -> Any:
+    """``x / √(mean(x²) + epsilon) · (weight + weight_offset)`` over the last axis.
+
+    Args:
+        weight: As long as the last axis.
+        multiply_before_cast: Multiply by the weight in float32, then round to the dtype of
+            the input. Otherwise round first and multiply in the narrow dtype (Llama).
+
+    Raises:
+        ValueError: The weight has another length.
+    """
+    x = floating(input, "rms_norm")
+    scale = _row(weight, x, "the weight")
+    y = _float32(x)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    if not multiply_before_cast:
+        y = y.astype(x.dtype)
+    return (y * (scale.astype(y.dtype) + weight_offset)).astype(x.dtype)
+
+
+@lift
+def group_norm(input: Any, gamma: Any, beta: Any, num_groups: int, epsilon: float) -> Any:
+    """Each group of channels with mean 0 and variance 1, then ``· gamma + beta`` per channel.
+
+    Args:
+        input: ``[N, C, ...]``.
+        gamma, beta: ``[C]``.
+        num_groups: Divides ``C``.
+
+    Raises:
+        ValueError: It does not, or gamma or beta is no ``[C]``.
+    """
+    x = floating(input, "group_norm")
+    channels = x.shape[1] if x.ndim > 1 else 0
+    if x.ndim < 2 or not same(channels % num_groups, 0):
+        raise ValueError(
+            f"group_norm: {num_groups} groups of the channels of [N, C, ...] = {x.shape}"
+        )
+    shape = (1, channels) + (1,) * (x.ndim - 2)
+    weights = []
+    for w, name in ((array(gamma), "gamma"), (array(beta), "beta")):
+        if w.ndim != 1 or not same(w.shape[0], channels):
+            raise ValueError(
+                f"group_norm: {name} has shape {w.shape}, and there are {channels} channels"
+            )
+        weights.append(w.reshape(shape))
+    grouped = _float32(x).reshape(
+        (x.shape[0], num_groups, channels // num_groups * math.prod(x.shape[2:]))
+    )
+    y = _standardised(grouped, -1, epsilon).reshape(x.shape)
+    return (y * weights[0].astype(y.dtype) + weights[1].astype(y.dtype)).astype(x.dtype)
+
+
+def _standardised(x: jax.Array, axis: int, epsilon: float) -> jax.Array:
+    centred = x - jnp.mean(x, axis=axis, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=axis, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + epsilon)
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _row(weight: Any, x: jax.Array, name: str) -> jax.Array:
+    """A weight of the last axis with leading axes of length 1."""
+    w = array(weight)
+    if w.ndim != 1 or not x.ndim or not same(w.shape[0], x.shape[-1]):
+        raise ValueError(
+            f"{name} has shape {w.shape}, which is not the last axis of the input {x.shape}"
+        )
+    return w.reshape((1,) * (x.ndim - 1) + w.shape)

@@ -1,0 +1,200 @@
+"""Floor 3. Pooling over the windows of an image ``[N, H, W, C]``, and ``fold``, which adds windows up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..symbolic import to_sizes
+from .lift import array, floating, lift, pair, same
+
+
+class _Windows(NamedTuple):
+    """Where the windows of an image lie, per axis H and W."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    count: tuple[Any, ...]
+    end: tuple[Any, ...]  # padding after, so that the last window is whole
+
+    def cover(self, x: jax.Array, fill: Any) -> jax.Array:
+        """The image with its padding."""
+        edges = zip(self.padding, self.end, strict=True)
+        widths = [(0, 0, 0), *((before, after, 0) for before, after in edges), (0, 0, 0)]
+        return jax.lax.pad(x, jnp.asarray(fill, x.dtype), widths)
+
+    def slices(self, padded: jax.Array) -> list[jax.Array]:
+        """For each place of the kernel what the windows have there: ``[N, out_H, out_W, C]`` each."""
+        return [
+            padded[:, *(
+                slice(i * d, i * d + (n - 1) * s + 1, s)
+                for i, d, n, s in zip(place, self.dilation, self.count, self.stride, strict=True)
+            )]
+            for place in itertools.product(*map(range, self.kernel))
+        ]  # fmt: skip
+
+
+def _windows(
+    x: jax.Array,
+    kernel_size: Any,
+    stride: Any,
+    dilation: Any,
+    padding: Any,
+    ceil_mode: bool,
+    op: str,
+) -> _Windows:
+    if x.ndim != 4:
+        raise ValueError(f"{op} takes an image [N, H, W, C], not a tensor of shape {x.shape}")
+    kernel = tuple(int(k) for k in pair(kernel_size, 2, "kernel_size"))
+    steps, spread = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
+    margin = pair(padding, 2, "padding")
+    counts, ends = [], []
+    for size, k, s, d, p in zip(x.shape[1:3], kernel, steps, spread, margin, strict=True):
+        room = size + 2 * p - d * (k - 1) - 1
+        count = (room + (s - 1 if ceil_mode else 0)) // s + 1
+        # A window that would begin behind the image and its padding in front is left out.
+        if ceil_mode and (count - 1) * s >= size + p:
+            count = count - 1
+        if isinstance(count, int) and count < 1:
+            raise ValueError(
+                f"{op}: the kernel {kernel} is larger than the image {x.shape} with its padding"
+            )
+        counts.append(count)
+        ends.append((count - 1) * s + d * (k - 1) + 1 - size - p)
+    return _Windows(kernel, steps, spread, margin, tuple(counts), tuple(ends))
+
+
+@lift
+def avg_pool2d(
+    input: Any,
+    kernel_size: tuple[Any, Any],
+    stride: int | tuple[int, int] = 1,
+    dilation: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    ceil_mode: bool = False,
+    count_boundary: bool = True,
+) -> Any:
+    """The mean of each window of ``[N, H, W, C]``.
+
+    Args:
+        padding: Zeros on both sides of H, of W.
+        ceil_mode: A last window that is not whole counts too.
+        count_boundary: The padding is counted among what the mean is of.
+
+    Raises:
+        ValueError: No image, or one smaller than the kernel.
+    """
+    x = floating(input, "avg_pool2d")
+    windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d")
+    total = sum(windows.slices(windows.cover(x, 0)), start=jnp.zeros((), x.dtype))
+    ones = jnp.ones((1, *x.shape[1:3], 1), x.dtype)
+    if count_boundary:
+        margins = [(0, 0, 0), *((p, p, 0) for p in windows.padding), (0, 0, 0)]
+        ones = jax.lax.pad(ones, jnp.ones((), x.dtype), margins)
+        bare = windows._replace(
+            padding=(0, 0),
+            end=tuple(e - p for e, p in zip(windows.end, windows.padding, strict=True)),
+        )
+        count = sum(windows.slices(bare.cover(ones, 0)), start=jnp.zeros((), x.dtype))
+    else:
+        count = sum(windows.slices(windows.cover(ones, 0)), start=jnp.zeros((), x.dtype))
+    return total / count
+
+
+@lift
+def max_pool2d(
+    input: Any,
+    kernel_size: tuple[Any, Any],
+    stride: int | tuple[int, int] = 1,
+    dilation: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    ceil_mode: bool = False,
+) -> Any:
+    """The greatest element of each window of ``[N, H, W, C]``; padding is never the greatest.
+
+    Raises:
+        ValueError: No image, or one smaller than the kernel.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+        >>> print(ops.max_pool2d(x, (2, 2), stride=2)[0, :, :, 0])
+        [[ 5.  7.]
+         [13. 15.]]
+    """
+    x = array(input)
+    windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "max_pool2d")
+    least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    first, *rest = windows.slices(windows.cover(x, least))
+    for other in rest:
+        # Of equals the first gets the gradient, as in torch; jnp.maximum would halve it.
+        first = jnp.where(other > first, other, first)
+    return first
+
+
+@lift
+def fold(
+    input: Any,
+    output_size: tuple[Any, Any],
+    kernel_size: tuple[Any, Any],
+    stride: int | tuple[int, int] = 1,
+    dilation: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+) -> Any:
+    """An image out of its windows; where they overlap they are added.
+
+    Args:
+        input: ``[N, C · kernel_h · kernel_w, L]`` for ``L`` windows in row-major order.
+        output_size: ``(H, W)`` of the result ``[N, C, H, W]``.
+
+    Raises:
+        ValueError: The sizes do not fit.
+    """
+    x = array(input)
+    kernel = to_sizes(pair(kernel_size, 2, "kernel_size"))
+    size = to_sizes(pair(output_size, 2, "output_size"), x.shape)
+    steps, spread = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
+    margin = pair(padding, 2, "padding")
+    counts = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, d, p in zip(size, kernel, steps, spread, margin, strict=True)
+    ]
+    area = kernel[0] * kernel[1]
+    if x.ndim != 3 or not same(x.shape[1] % area, 0):
+        raise ValueError(
+            f"fold takes [N, C·{kernel[0]}·{kernel[1]}, L], not a tensor of shape {x.shape}"
+        )
+    if not same(x.shape[2], counts[0] * counts[1]):
+        raise ValueError(
+            f"fold: {x.shape[2]} windows in the last axis, and {size} has {counts[0] * counts[1]}"
+        )
+    parts = x.reshape((x.shape[0], x.shape[1] // area, *kernel, *counts))
+    return _add_up(parts, size, steps, spread, margin)
+
+
+def _add_up(
+    parts: jax.Array,
+    size: Sequence[Any],
+    steps: Sequence[Any],
+    spread: Sequence[Any],
+    margin: Sequence[Any],
+) -> jax.Array:
+    """``[N, C, kernel_h, kernel_w, count_h, count_w]`` → ``[N, C, H, W]``."""
+    *_, kernel_h, kernel_w, rows, columns = parts.shape
+    padded = [n + 2 * p for n, p in zip(size, margin, strict=True)]
+    image = jnp.zeros((*parts.shape[:2], *padded), parts.dtype)
+    for i, j in itertools.product(range(kernel_h), range(kernel_w)):
+        top, left = i * spread[0], j * spread[1]
+        image = image.at[
+            :, :,
+            top : top + (rows - 1) * steps[0] + 1 : steps[0],
+            left : left + (columns - 1) * steps[1] + 1 : steps[1],
+        ].add(parts[:, :, i, j])  # fmt: skip
+    return image[:, :, margin[0] : margin[0] + size[0], margin[1] : margin[1] + size[1]]

@@ -1,0 +1,147 @@
+"""Floor 3. Ops along one axis, by default the last: sums, extremes, cumsum, softmax.
+
+A reduced axis stays, with length 1: ``sum`` of ``[B, T]`` along the last is ``[B, 1]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .lift import array, axis_of, floating, lift, meet, wide
+
+
+@lift
+def sum(x: Any, axis: int = -1) -> Any:
+    """The sum along an axis, which stays with length 1.
+
+    Raises:
+        ValueError: There is no such axis (here and in all that follow), or the tensor is
+            of booleans.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> print(ops.sum(jnp.array([[1.0, 2.0], [3.0, 4.0]])))
+        [[3.]
+         [7.]]
+    """
+    x, axis = _numbers(x, axis, "sum")
+    return jnp.sum(x, axis, keepdims=True, dtype=x.dtype)
+
+
+@lift
+def mean(x: Any, axis: int = -1) -> Any:
+    """The mean along an axis, which stays with length 1; of integers it is rounded down."""
+    x, axis = _numbers(x, axis, "mean")
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.sum(x, axis, keepdims=True, dtype=x.dtype) // jnp.asarray(x.shape[axis], x.dtype)
+    return jnp.mean(x, axis, keepdims=True)
+
+
+@lift
+def prod(x: Any, axis: int = -1) -> Any:
+    """The product along an axis, which stays with length 1."""
+    x, axis = _numbers(x, axis, "prod")
+    return jnp.prod(x, axis, keepdims=True, dtype=x.dtype)
+
+
+@lift
+def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
+    """With two tensors the greater element by element, with one the greatest along an axis.
+
+    Raises:
+        ValueError: Two tensors and an axis.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> x = jnp.array([[1.0, 5.0], [4.0, 2.0]])
+        >>> ops.max(x).shape, ops.max(x, axis=0).shape, ops.max(x, 3.0).shape
+        ((2, 1), (1, 2), (2, 2))
+    """
+    return _extreme(jnp.maximum, jnp.max, "max", x, y, axis)
+
+
+@lift
+def min(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
+    """With two tensors the lesser element by element, with one the least along an axis.
+
+    Raises:
+        ValueError: Two tensors and an axis.
+    """
+    return _extreme(jnp.minimum, jnp.min, "min", x, y, axis)
+
+
+def _extreme(two: Any, reduce: Any, op: str, x: Any, y: Any, axis: int | None) -> Any:
+    if y is not None:
+        if axis is not None:
+            raise ValueError(f"{op} of two tensors is element by element and takes no axis")
+        return two(*meet(x, y))
+    x = array(x)
+    return reduce(x, axis_of(-1 if axis is None else axis, x.ndim, op), keepdims=True)
+
+
+@lift
+def argmax(x: Any, axis: int = -1) -> Any:
+    """Where the greatest is along an axis, which stays with length 1; the first of equals.
+
+    int64, or int32 without ``jax_enable_x64``.
+    """
+    x = array(x)
+    return jnp.argmax(x, axis_of(axis, x.ndim, "argmax"), keepdims=True)
+
+
+@lift
+def argmin(x: Any, axis: int = -1) -> Any:
+    """Where the least is along an axis, which stays with length 1; the first of equals."""
+    x = array(x)
+    return jnp.argmin(x, axis_of(axis, x.ndim, "argmin"), keepdims=True)
+
+
+@lift
+def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = False) -> Any:
+    """The sums of all elements up to each along an axis.
+
+    Args:
+        exclusive: Without the element itself: the first sum is 0.
+        reverse: From the end.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> x = jnp.array([1, 2, 3])
+        >>> print(ops.cumsum(x), ops.cumsum(x, exclusive=True), ops.cumsum(x, reverse=True))
+        [1 3 6] [0 1 3] [6 5 3]
+    """
+    x, axis = _numbers(x, axis, "cumsum")
+    sums = jax.lax.cumsum(x, axis, reverse=reverse)
+    if not exclusive:
+        return sums
+    # Moved by one place rather than `sums - x`, which rounds, and is NaN at infinities.
+    low, high = (-1, 1) if reverse else (1, -1)
+    padding = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(x.ndim)]
+    return jax.lax.pad(sums, jnp.zeros((), x.dtype), padding)
+
+
+@lift
+def softmax(value: Any, axis: int = -1) -> Any:
+    """``exp(x) / Σ exp(x)`` along an axis; of 16-bit floats computed in float32."""
+    x = floating(value, "softmax")
+    return jax.nn.softmax(wide(x), axis_of(axis, x.ndim, "softmax")).astype(x.dtype)
+
+
+@lift
+def logsoftmax(value: Any, axis: int = -1) -> Any:
+    """``log(softmax(x))`` along an axis; of 16-bit floats computed in float32."""
+    x = floating(value, "logsoftmax")
+    return jax.nn.log_softmax(wide(x), axis_of(axis, x.ndim, "logsoftmax")).astype(x.dtype)
+
+
+def _numbers(x: Any, axis: int, op: str) -> tuple[jax.Array, int]:
+    x = array(x)
+    if x.dtype == jnp.bool_:
+        raise ValueError(f"{op} takes a tensor of numbers, not of booleans; cast it first")
+    return x, axis_of(axis, x.ndim, op)

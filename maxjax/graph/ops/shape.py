@@ -1,0 +1,156 @@
+"""Floor 3. Ops that change a tensor's shape and none of its elements.
+
+Sizes may be numbers, Dims, or the names of symbolic dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..symbolic import to_sizes
+from ..value import TensorValue
+from .lift import array, axis_of, canonical, lift, maker, same
+
+
+@lift
+def reshape(x: Any, shape: Iterable[Any]) -> Any:
+    """In another shape of as many elements; one size may be -1, which is then computed.
+
+    Raises:
+        ValueError: Two sizes are -1, or the number of elements is another.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> ops.reshape(jnp.arange(6), (3, -1)).shape
+        (3, 2)
+    """
+    x = array(x)
+    sizes = to_sizes(shape, x.shape)
+    unknown = [size for size in sizes if isinstance(size, int) and size == -1]
+    if len(unknown) > 1:
+        raise ValueError(f"reshape: at most one size may be -1, not {len(unknown)} of {sizes}")
+    try:
+        return x.reshape(sizes)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"reshape: a tensor of shape {x.shape} has not the elements of shape {sizes}"
+        ) from error
+
+
+@lift
+def permute(x: Any, dims: Sequence[int]) -> Any:
+    """With its axes in another order: axis ``i`` of the result is axis ``dims[i]``.
+
+    Raises:
+        IndexError: There is no such axis.
+        ValueError: An axis is named twice or not at all.
+    """
+    x, dims = array(x), list(dims)
+    if len(dims) != x.ndim:
+        raise ValueError(f"permute: {len(dims)} axes are named, and the tensor has {x.ndim}")
+    axes = [axis_of(d, x.ndim, "permute", IndexError) for d in dims]
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"permute: {dims} names an axis twice")
+    return jnp.transpose(x, axes)
+
+
+@lift
+def transpose(x: Any, axis_1: int, axis_2: int) -> Any:
+    """With two axes swapped.
+
+    Raises:
+        IndexError: There is no such axis.
+    """
+    x = array(x)
+    axes = [axis_of(axis, x.ndim, "transpose", IndexError) for axis in (axis_1, axis_2)]
+    return jnp.swapaxes(x, *axes)
+
+
+@lift
+def unsqueeze(x: Any, axis: int) -> Any:
+    """With a new axis of length 1, which then is ``axis``.
+
+    Raises:
+        ValueError: The result would have no such axis.
+    """
+    x = array(x)
+    return jnp.expand_dims(x, axis_of(axis, x.ndim + 1, "unsqueeze"))
+
+
+@lift
+def squeeze(x: Any, axis: int) -> Any:
+    """Without an axis of length 1.
+
+    Raises:
+        IndexError: There is no such axis.
+        ValueError: It is longer.
+    """
+    x = array(x)
+    axis = axis_of(axis, x.ndim, "squeeze", IndexError)
+    if not same(x.shape[axis], 1):
+        raise ValueError(f"squeeze: axis {axis} of shape {x.shape} is {x.shape[axis]} long, not 1")
+    return jnp.squeeze(x, axis)
+
+
+@lift
+def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = None) -> Any:
+    """Repeated along axes of length 1, and along new axes in front.
+
+    Args:
+        out_dims: The sizes, where ``shape`` is a tensor that holds them.
+
+    Raises:
+        ValueError: An axis longer than 1 would have to change.
+    """
+    x = array(x)
+    sizes = to_sizes(shape if out_dims is None else out_dims, x.shape)
+    old = sizes[len(sizes) - x.ndim :]
+    if len(old) != x.ndim or any(
+        not (same(have, want) or same(have, 1)) for have, want in zip(x.shape, old, strict=True)
+    ):
+        raise ValueError(f"broadcast_to: a tensor of shape {x.shape} does not broadcast to {sizes}")
+    return jnp.broadcast_to(x, sizes)
+
+
+@lift
+def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) -> Any:
+    """The tensor, if it has that shape; a name that is no dimension yet goes with any size.
+
+    Args:
+        message: In front of the error.
+        layout: Of a convolution's filter, in MAX; arrays have none here.
+
+    Raises:
+        ValueError: It has another rank or size.
+    """
+    return TensorValue(array(x)).rebind(shape, message).value
+
+
+@lift
+def flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """With the axes from ``start_dim`` to ``end_dim``, both included, made one.
+
+    Raises:
+        IndexError: There is no such axis.
+        ValueError: The first comes after the last.
+    """
+    x = array(x)
+    rank = max(x.ndim, 1)
+    start = axis_of(start_dim, rank, "flatten", IndexError)
+    end = axis_of(end_dim, rank, "flatten", IndexError)
+    if start > end:
+        raise ValueError(f"flatten: start_dim ({start_dim}) comes after end_dim ({end_dim})")
+    middle = math.prod(x.shape[start : end + 1])
+    return x.reshape((*x.shape[:start], middle, *x.shape[end + 1 :]))
+
+
+@maker
+def shape_to_tensor(shape: Iterable[Any]) -> Any:
+    """The sizes as a tensor of integers: int64, or int32 without ``jax_enable_x64``."""
+    sizes = [jnp.asarray(size, canonical("int64")) for size in to_sizes(shape)]
+    return jnp.stack(sizes) if sizes else jnp.zeros((0,), canonical("int64"))

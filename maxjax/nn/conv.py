@@ -1,0 +1,223 @@
+"""Floor 4. Conv1D, Conv2d and Conv3D: one convolution over one, two or three axes of places.
+
+Below: Module, Weight. Above: the encoders of images, video and sound.
+
+Layouts: N examples, C channels, O channels of the result, places as they are. With
+``permute`` they are PyTorch's: input ``[N, C, *places]``, weight ``[O, C / groups, *kernel]``.
+Without: input ``[N, *places, C]``, weight ``[*kernel, C / groups, O]``. As everywhere in deep
+learning the kernel is not mirrored (a cross-correlation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..dtype import DType, promote
+from ..graph.device import DeviceRef
+from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.weight import Weight
+from .layer import Module
+
+_PLACES = "DHW"
+Sizes = int | Sequence[int]
+
+
+class _Conv(Module):
+    """What the three have in common; ``kernel`` tells over how many axes."""
+
+    def _build(self, kernel: tuple[int, ...], in_channels: int, out_channels: int, dtype: Any,
+               stride: Sizes, padding: Sizes, dilation: Sizes, num_groups: int,
+               device: DeviceRef | None, has_bias: bool, permute: bool, name: str | None) -> None:  # fmt: skip
+        axes = len(kernel)
+        if num_groups < 1 or in_channels % num_groups or out_channels % num_groups:
+            raise ValueError(
+                f"{in_channels} channels to {out_channels} cannot be parted into {num_groups} groups"
+            )
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.num_groups, self.permute, self.device = num_groups, permute, device
+        self.stride, self.dilation = (
+            sizes(stride, axes, "stride"),
+            sizes(dilation, axes, "dilation"),
+        )
+        self.padding = paddings(padding, axes)
+        inner = in_channels // num_groups
+        shape = (out_channels, inner, *kernel) if permute else (*kernel, inner, out_channels)
+        prefix, device = f"{name}." if name else "", device or DeviceRef.CPU()
+        self.filter = Weight(f"{prefix}weight", dtype, shape, device)
+        self.bias = Weight(f"{prefix}bias", dtype, (out_channels,), device) if has_bias else None
+
+    def __call__(self, x: Any) -> Any:
+        """``[N, *places, C]``, or ``[N, C, *places]`` with ``permute`` → the same with O channels.
+
+        Raises:
+            ValueError: Another number of axes or channels.
+        """
+        array, axes = unwrap(x), len(self.stride)
+        places, channels = _PLACES[-axes:], 1 if self.permute else -1
+        ends = f"NC{places}" if self.permute else f"N{places}C"
+        if array.ndim != axes + 2 or array.shape[channels] != self.in_channels:
+            layout = ", ".join(str(self.in_channels) if axis == "C" else axis for axis in ends)
+            raise ValueError(f"{type(self).__name__} takes [{layout}], not {array.shape}")
+        array, kernel = same_width(array, unwrap(self.filter))
+        y = jax.lax.conv_general_dilated(
+            array, kernel, self.stride, self.padding, rhs_dilation=self.dilation,
+            dimension_numbers=(ends, f"OI{places}" if self.permute else f"{places}IO", ends),
+            feature_group_count=self.num_groups,
+        )  # fmt: skip
+        y = plus_bias(y, self.bias, channels)
+        return TensorValue(y) if wraps(x) else y
+
+    def initializer(self, name: str) -> Any:
+        """Weights normal with variance 1/(inputs of one output), bias zero."""
+        return fan_in_normal(name, *((1, 0) if self.permute else (-2, -1)))
+
+
+class Conv1D(_Conv):
+    """A convolution over one axis: ``[N, L, C]``, or ``[N, C, L]`` with ``permute``.
+
+    Args (in MAX's order):
+        kernel_size: Its length.
+        in_channels, out_channels: C and O.
+        dtype: Of weight and bias.
+        stride: Places from one output to the next.
+        padding: Zeros put before and after: one number or a pair.
+        dilation: Places between neighbours in the kernel.
+        num_groups: Of how many groups of channels each sees only itself.
+        device: Where the weights are declared to live.
+        has_bias: Whether there is one.
+        permute: The layout, see the module.
+        name: Put before the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
+
+    Attributes:
+        filter: The Weight named ``weight``, ``[kernel, C / groups, O]`` or ``[O, C / groups, kernel]``.
+        bias: Weight ``[O]``, or None.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> conv = Conv1D(2, 1, 1, "float32", permute=True)
+        >>> _ = conv.load_state_dict({"weight": jnp.array([[[1.0, 10.0]]])})
+        >>> print(conv(jnp.array([[[1.0, 2.0, 3.0]]])))
+        [[[21. 32.]]]
+    """
+
+    def __init__(
+        self,
+        kernel_size: int,
+        in_channels: int,
+        out_channels: int,
+        dtype: Any,
+        stride: int = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int = 1,
+        num_groups: int = 1,
+        device: DeviceRef | None = None,
+        has_bias: bool = False,
+        permute: bool = False,
+        name: str | None = None,
+    ):
+        super().__init__()
+        self._build((kernel_size,), in_channels, out_channels, dtype, stride, padding,
+                    dilation, num_groups, device, has_bias, permute, name)  # fmt: skip
+
+
+class Conv2d(_Conv):
+    """A convolution over two axes: ``[N, H, W, C]``, or ``[N, C, H, W]`` with ``permute``.
+
+    As Conv1D, with one number or a pair (height, width) for each size; ``padding`` may be
+    (top, bottom, left, right) too.
+    """
+
+    def __init__(
+        self,
+        kernel_size: int | tuple[int, int],
+        in_channels: int,
+        out_channels: int,
+        dtype: Any,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | tuple[int, int, int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        num_groups: int = 1,
+        device: DeviceRef | None = None,
+        has_bias: bool = False,
+        permute: bool = False,
+        name: str | None = None,
+    ):
+        super().__init__()
+        kernel = sizes(kernel_size, 2, "kernel_size")
+        self._build(kernel, in_channels, out_channels, dtype, stride, padding,
+                    dilation, num_groups, device, has_bias, permute, name)  # fmt: skip
+
+
+class Conv3D(_Conv):
+    """A convolution over three axes: ``[N, D, H, W, C]``, or ``[N, C, D, H, W]`` with ``permute``.
+
+    As Conv1D, with the kernel's ``depth``, ``height`` and ``width`` first, and one number or
+    three for each size; ``padding`` may be six, before and after on each axis, too.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        height: int,
+        width: int,
+        in_channels: int,
+        out_channels: int,
+        dtype: Any,
+        stride: int | tuple[int, int, int] = 1,
+        padding: int | tuple[int, int, int] | tuple[int, int, int, int, int, int] = 0,
+        dilation: int | tuple[int, int, int] = 1,
+        num_groups: int = 1,
+        device: DeviceRef | None = None,
+        has_bias: bool = False,
+        permute: bool = False,
+        name: str | None = None,
+    ):
+        super().__init__()
+        self._build((depth, height, width), in_channels, out_channels, dtype, stride, padding,
+                    dilation, num_groups, device, has_bias, permute, name)  # fmt: skip
+
+
+def sizes(value: Sizes, axes: int, what: str) -> tuple[int, ...]:
+    """One number for each axis, of one for all or of as many.
+
+    Raises:
+        ValueError: Another count.
+    """
+    numbers = (value,) * axes if isinstance(value, int) else tuple(value)
+    if len(numbers) != axes:
+        raise ValueError(f"{what} is one number or {axes}, not {numbers}")
+    return numbers
+
+
+def paddings(value: Sizes, axes: int) -> tuple[tuple[int, int], ...]:
+    """(before, after) for each axis, of one number, one for each axis, or all of them."""
+    if not isinstance(value, int) and len(value) == 2 * axes:
+        return tuple((int(value[2 * i]), int(value[2 * i + 1])) for i in range(axes))
+    return tuple((n, n) for n in sizes(value, axes, "padding"))
+
+
+def same_width(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in the wider of their float types: a convolution takes no two."""
+    if x.dtype == w.dtype:
+        return x, w
+    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    return x.astype(dtype), w.astype(dtype)
+
+
+def plus_bias(y: jax.Array, bias: Any, axis: int) -> jax.Array:
+    """``y + bias`` over the axis of channels, in the dtype of ``y``."""
+    if bias is None:
+        return y
+    shape = [1] * y.ndim
+    shape[axis] = -1
+    return y + unwrap(bias).astype(y.dtype).reshape(shape)
+
+
+def fan_in_normal(name: str, in_axis: int, out_axis: int) -> Any:
+    """How a kernel or a bias of that local name is filled."""
+    if name.endswith("bias"):
+        return jax.nn.initializers.zeros
+    return jax.nn.initializers.lecun_normal(in_axis=in_axis, out_axis=out_axis)

@@ -1,0 +1,118 @@
+"""Floor 4. ConvTranspose1d: the transpose of a convolution over one axis, which makes it longer.
+
+Below: ``conv.py``, which it shares sizes and layouts with. Above: decoders of sound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..graph.device import DeviceRef
+from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.weight import Weight
+from .conv import fan_in_normal, plus_bias, same_width
+from .layer import Module
+
+
+class ConvTranspose1d(Module):
+    """``[N, L, C]`` → ``[N, L', O]``; ``[N, C, L]`` → ``[N, O, L']`` with ``permute``.
+
+    L' = (L - 1) · stride + dilation · (kernel - 1) + 1 + output_padding - the padding.
+
+    Args (in MAX's order):
+        length: Of the kernel.
+        in_channels, out_channels: C and O.
+        dtype: Of weight and bias.
+        stride: Places in the result from one input to the next.
+        padding: Places cut off before and after.
+        dilation: Places between neighbours in the kernel.
+        output_padding: Places not cut off after.
+        device: Where the weights are declared to live.
+        has_bias: Whether there is one.
+        permute: PyTorch's layout, for the weight too.
+        name: Put before the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
+
+    For the sizes MAX takes pairs besides, (before, after) twice for ``padding``, as of an
+    image of height 1; what they say of the height must change nothing.
+
+    Attributes:
+        weight: Weight ``[kernel, O, C]``, or ``[C, O, kernel]`` with ``permute``.
+        bias: Weight ``[O]``, or None.
+
+    Example:
+        >>> conv = ConvTranspose1d(2, 1, 1, "float32", stride=2, permute=True)
+        >>> _ = conv.load_state_dict({"weight": jnp.array([[[1.0, 10.0]]])})
+        >>> print(conv(jnp.array([[[1.0, 2.0]]])))
+        [[[ 1. 10.  2. 20.]]]
+    """
+
+    def __init__(
+        self,
+        length: int,
+        in_channels: int,
+        out_channels: int,
+        dtype: Any,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int, int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        output_padding: int | tuple[int, int] = 0,
+        device: DeviceRef | None = None,
+        has_bias: bool = False,
+        permute: bool = False,
+        name: str | None = None,
+    ):
+        super().__init__()
+        self.kernel_length, self.in_channels, self.permute = length, in_channels, permute
+        self.stride, self.dilation = _of_width(stride, 1), _of_width(dilation, 1)
+        self.output_padding = _of_width(output_padding, 0)
+        pad = (0, 0, padding, padding) if isinstance(padding, int) else tuple(padding)
+        if len(pad) != 4 or any(pad[:2]):
+            raise ValueError(f"padding is one number or (0, 0, before, after), not {padding}")
+        self.padding = pad[2:]
+        device = device or DeviceRef.CPU()
+        shape = (
+            (in_channels, out_channels, length) if permute else (length, out_channels, in_channels)
+        )
+        prefix = f"{name}." if name else ""
+        self.weight = Weight(f"{prefix}weight", dtype, shape, device)
+        self.bias = Weight(f"{prefix}bias", dtype, (out_channels,), device) if has_bias else None
+
+    def __call__(self, x: Any) -> Any:
+        """``[N, L, C]``, or ``[N, C, L]`` with ``permute``.
+
+        Raises:
+            ValueError: Another number of axes or channels.
+        """
+        array, channels = unwrap(x), 1 if self.permute else -1
+        ends = "NCL" if self.permute else "NLC"
+        if array.ndim != 3 or array.shape[channels] != self.in_channels:
+            layout = ", ".join(str(self.in_channels) if axis == "C" else axis for axis in ends)
+            raise ValueError(f"ConvTranspose1d takes [{layout}], not {array.shape}")
+        array, kernel = same_width(array, unwrap(self.weight))
+        # A convolution of the input with zeros between, by the mirrored kernel.
+        kernel = jnp.flip(kernel, axis=2 if self.permute else 0)
+        reach = self.dilation * (self.kernel_length - 1)
+        before, after = self.padding
+        y = jax.lax.conv_general_dilated(
+            array, kernel, (1,), [(reach - before, reach - after + self.output_padding)],
+            lhs_dilation=(self.stride,), rhs_dilation=(self.dilation,),
+            dimension_numbers=(ends, "IOL" if self.permute else "LOI", ends),
+        )  # fmt: skip
+        y = plus_bias(y, self.bias, channels)
+        return TensorValue(y) if wraps(x) else y
+
+    def initializer(self, name: str) -> Any:
+        """Weights normal with variance 1/(inputs · kernel), bias zero."""
+        return fan_in_normal(name, *((0, 1) if self.permute else (-1, -2)))
+
+
+def _of_width(value: int | tuple[int, int], neutral: int) -> int:
+    """The number for the width, of it alone or of (height, width)."""
+    if isinstance(value, int):
+        return value
+    if len(value) != 2 or value[0] != neutral:
+        raise ValueError(f"sizes over one axis are one number or ({neutral}, number), not {value}")
+    return value[1]

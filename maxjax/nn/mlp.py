@@ -1,0 +1,91 @@
+"""Floor 4. MLP: the gated feed-forward network of Llama and its kin.
+
+Below: Linear, the activations. Above: TransformerBlock, MoE, the model families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..graph.device import DeviceRef
+from ..graph.quantization import QuantizationEncoding
+from ..graph.value import TensorValue, unwrap, wraps
+from .activation import activation
+from .layer import Module
+from .linear import Linear
+
+
+class MLP(Module):
+    """``down_proj(activation(gate_proj(x)) · up_proj(x))`` (N. Shazeer, arXiv:2002.05202).
+
+    Args (in MAX's order):
+        dtype: Of the weights.
+        quantization_encoding: Block format of weights of packed bytes.
+        hidden_dim: Length of the last axis before and after.
+        feed_forward_length: Its length between.
+        devices: Where the weights are declared to live: the first of them.
+        linear_cls: Makes the three maps: Linear, or whatever takes its keyword arguments.
+        has_bias: Whether each map has a bias.
+        activation_function: Its name; ``nn.activation`` has the list.
+        quant_config: Not supported yet.
+        swiglu_limit: If positive, gates are cut off above it and the rest at ±it.
+
+    Attributes:
+        gate_proj, down_proj, up_proj: The maps; registered in this order, as in MAX.
+
+    Raises:
+        ValueError: There is no activation function of that name; the message names it.
+
+    Example:
+        >>> mlp = MLP("float32", None, 3, 8, [DeviceRef.CPU()])
+        >>> list(mlp.raw_state_dict())
+        ['gate_proj.weight', 'down_proj.weight', 'up_proj.weight']
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        quantization_encoding: QuantizationEncoding | None,
+        hidden_dim: int,
+        feed_forward_length: int,
+        devices: Sequence[DeviceRef],
+        linear_cls: Callable[..., Any] = Linear,
+        has_bias: bool = False,
+        activation_function: str = "silu",
+        quant_config: Any = None,
+        swiglu_limit: float = 0.0,
+    ):
+        super().__init__()
+        activation(activation_function)
+        self.devices = list(devices)
+        self.hidden_dim, self.feed_forward_length = hidden_dim, feed_forward_length
+        self.activation_function, self.swiglu_limit = activation_function, swiglu_limit
+
+        def linear(in_dim: int, out_dim: int) -> Any:
+            return linear_cls(
+                in_dim=in_dim, out_dim=out_dim, dtype=dtype,
+                device=self.devices[0] if self.devices else DeviceRef.CPU(),
+                quantization_encoding=quantization_encoding, has_bias=has_bias,
+                quant_config=quant_config,
+            )  # fmt: skip
+
+        self.gate_proj = linear(hidden_dim, feed_forward_length)
+        self.down_proj = linear(feed_forward_length, hidden_dim)
+        self.up_proj = linear(hidden_dim, feed_forward_length)
+
+    def __call__(self, x: Any) -> Any:
+        """``[..., hidden_dim]`` → the same shape, a TensorValue for a TensorValue."""
+        gate, up = unwrap(self.gate_proj(x)), unwrap(self.up_proj(x))  # [..., feed_forward_length]
+        h = gated(gate, up, self.activation_function, self.swiglu_limit)
+        return self.down_proj(TensorValue(h) if wraps(x) else h)
+
+
+def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:
+    """``activation(gate) · up``, both cut off at ``limit`` where it is positive."""
+    if limit > 0:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return activation(activation_function)(gate) * up

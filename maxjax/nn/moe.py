@@ -1,0 +1,244 @@
+"""Floor 4. MoE: of many feed-forward networks each token goes through a few.
+
+Below: MLP, Linear. Above: TransformerBlock, in the place of its MLP, and the model families.
+Sources: GShard (arXiv:2006.16668), Mixtral (arXiv:2401.04088).
+
+Shapes: N tokens, E features, X experts of F features between, k experts for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType, promote
+from ..graph.device import DeviceRef
+from ..graph.value import TensorValue, unwrap, wraps
+from .layer import LayerList, Module
+from .linear import Linear
+from .mlp import MLP, gated
+
+# What becomes of the scores [..., X]: (all of them, the k highest) → shares [..., k].
+_SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "scores": lambda scores, best: best,
+    "softmax": lambda scores, best: jnp.exp(
+        best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    ),
+    "softmax of chosen": lambda scores, best: jax.nn.softmax(best, axis=-1),
+    "sigmoid": lambda scores, best: jax.nn.sigmoid(best),
+}
+
+
+class MoEGate(Module):
+    """Chooses experts: the k of the highest scores ``gate_score(x)``. Arguments in MAX's order.
+
+    Args:
+        devices: Where the weights are declared to live: the first of them.
+        hidden_dim: Length of the last axis.
+        num_experts, num_experts_per_token: X and k.
+        dtype: Of the weight.
+        is_sharding: Make no weights; whoever shards this layer assigns them.
+        linear_cls: Makes the map to scores.
+        shares: What the experts' results are multiplied by: "scores" as they are (MAX),
+            their "softmax" over all experts (Qwen2-MoE), the "softmax of chosen" (Mixtral), or
+            their "sigmoid" (Llama 4); computed in float32.
+
+    Attributes:
+        gate_score: Linear with weight ``[X, hidden_dim]``.
+
+    Example:
+        >>> gate = MoEGate([DeviceRef.CPU()], 2, 3, 2, "float32")
+        >>> _ = gate.load_state_dict({"gate_score.weight": jnp.array([[1.0, 0], [0, 1], [1, 1]])})
+        >>> [print(a) for a in gate(jnp.array([[1.0, 2.0]]))]
+        [[2 1]]
+        [[3. 2.]]
+        [None, None]
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceRef],
+        hidden_dim: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        dtype: Any,
+        is_sharding: bool = False,
+        linear_cls: Callable[..., Any] = Linear,
+        *,
+        shares: str = "scores",
+    ):
+        super().__init__()
+        if shares not in _SHARES:
+            raise ValueError(f"shares are one of {', '.join(_SHARES)}, not {shares!r}")
+        self.shares = shares
+        if not 0 < num_experts_per_token <= num_experts:
+            raise ValueError(f"{num_experts_per_token} of {num_experts} experts cannot be chosen")
+        self.devices, self.hidden_dim = list(devices), hidden_dim
+        self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
+        if not is_sharding:
+            self.gate_score = linear_cls(
+                in_dim=hidden_dim, out_dim=num_experts, dtype=dtype,
+                device=self.devices[0] if self.devices else DeviceRef.CPU(),
+            )  # fmt: skip
+
+    def __call__(self, hidden_state: Any) -> tuple[Any, Any]:
+        """``[..., hidden_dim]`` → numbers of experts and their shares, ``[..., k]`` each.
+
+        The highest score comes first; of equal ones, the lower number.
+        """
+        scores = unwrap(self.gate_score(hidden_state))
+        best, chosen = jax.lax.top_k(scores, self.num_experts_per_token)
+        wide = (a.astype(jnp.float32) for a in (scores, best))
+        shares = _SHARES[self.shares](*wide).astype(scores.dtype)
+        if wraps(hidden_state):
+            return TensorValue(chosen), TensorValue(shares)
+        return chosen, shares
+
+
+class MoE(Module):
+    """A mixture of experts: ``Σ share · expert(x)`` over those the gate chooses for a token.
+
+    Args (in MAX's order):
+        devices: Where the weights are declared to live: the first of them.
+        hidden_dim: Length E of the last axis before and after.
+        num_experts, num_experts_per_token: X and k.
+        moe_dim: Length F of the last axis between, in each expert.
+        num_logical_experts: ``num_experts``; copies of experts are not supported.
+        gate_cls: Makes the gate, by MoEGate's keyword arguments.
+        mlp_cls, shared_mlp_cls: Make the experts and the shared one, by MLP's.
+        has_shared_experts, shared_experts_dim: One more MLP that every token goes through.
+        ep_size: 1.
+        dtype: Of the weights.
+        activation: Name of the experts' activation function; "silu" by default.
+
+    Attributes:
+        gate: Chooses; its weight has ``dtype``, or bfloat16 where that is narrower still.
+        experts: LayerList of X MLPs: ``experts.3.up_proj.weight`` and so on.
+        shared_experts: MLP, if there is one.
+
+    Experts that are plain MLPs run as one product over tokens sorted by expert
+    (``jax.lax.ragged_dot``), others one after the other over all tokens; the results are
+    the same. Every token is served, however many choose the same expert.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceRef],
+        hidden_dim: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        moe_dim: int,
+        num_logical_experts: int | None = None,
+        gate_cls: Callable[..., Any] = MoEGate,
+        mlp_cls: Callable[..., Any] = MLP,
+        shared_mlp_cls: Callable[..., Any] | None = None,
+        has_shared_experts: bool = False,
+        shared_experts_dim: int = 0,
+        ep_size: int = 1,
+        dtype: Any = DType.bfloat16,
+        activation: str | None = None,
+    ):
+        super().__init__()
+        if ep_size != 1 or num_logical_experts not in (None, num_experts):
+            raise NotImplementedError("MoE with ep_size or copies of experts is not supported")
+        self.devices, self.hidden_dim, self.moe_dim = list(devices), hidden_dim, moe_dim
+        self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
+        self.has_shared_experts, self.dtype = has_shared_experts, DType.of(dtype)
+        wide = self.dtype.is_float() and self.dtype.np.itemsize >= 2
+        self.gate = gate_cls(
+            devices=self.devices, hidden_dim=hidden_dim, num_experts=num_experts,
+            num_experts_per_token=num_experts_per_token, dtype=dtype if wide else DType.bfloat16,
+        )  # fmt: skip
+        named = {} if activation is None else {"activation_function": activation}
+
+        def mlp(cls: Callable[..., Any], length: int) -> Any:
+            return cls(dtype=dtype, quantization_encoding=None, hidden_dim=hidden_dim,
+                       feed_forward_length=length, devices=self.devices, **named)  # fmt: skip
+
+        if has_shared_experts:
+            self.shared_experts = mlp(shared_mlp_cls or mlp_cls, shared_experts_dim)
+        self.experts = LayerList([mlp(mlp_cls, moe_dim) for _ in range(num_experts)])
+
+    @property
+    def gate_up_proj(self) -> TensorValue:
+        """The experts' gates and ups, ``[X, 2 F, E]``."""
+        pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self.experts]
+        return TensorValue(jnp.stack([jnp.concatenate(pair) for pair in pairs]))
+
+    @property
+    def down_proj(self) -> TensorValue:
+        """The experts' downs, ``[X, E, F]``."""
+        return TensorValue(jnp.stack([unwrap(e.down_proj.weight) for e in self.experts]))
+
+    def __call__(self, x: Any) -> Any:
+        """``[..., E]`` → the same shape and dtype, a TensorValue for a TensorValue."""
+        array = unwrap(x)
+        tokens = array.reshape(-1, array.shape[-1])  # [N, E]
+        chosen, shares = map(unwrap, self.gate(TensorValue(tokens) if wraps(x) else tokens))
+        run = self._sorted if _are_plain(self.experts) else self._one_by_one
+        y = run(tokens, chosen, shares.astype(jnp.float32))  # [N, E] in float32
+        if self.has_shared_experts:
+            y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
+        y = y.astype(array.dtype).reshape(array.shape)
+        return TensorValue(y) if wraps(x) else y
+
+    def _sorted(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        """Each expert's tokens as neighbouring rows of one matrix."""
+        count, k = chosen.shape
+        order = jnp.argsort(chosen.reshape(-1))  # [N k], stable
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.num_experts).astype(jnp.int32)
+        rows = x[order // k]  # [N k, E]
+        both = _ragged_matmul(rows, self.gate_up_proj.value, sizes)  # [N k, 2 F]
+        gate, up = jnp.split(both, 2, axis=-1)
+        h = gated(gate, up, self.experts[0].activation_function, 0.0)
+        y = _ragged_matmul(h, self.down_proj.value, sizes)  # [N k, E]
+        # Back to the order of the tokens by a gather: sums in a fixed order on every device.
+        y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
+        return jnp.sum(y * shares[..., None], axis=1)
+
+    def _one_by_one(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        """Every expert over every token, with share 0 where it was not chosen."""
+        total = jnp.zeros(x.shape, jnp.float32)
+        for i, expert in enumerate(self.experts):
+            share = jnp.sum(jnp.where(chosen == i, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
+            total = total + unwrap(expert(x)).astype(jnp.float32) * share
+        return total
+
+
+def _are_plain(experts: LayerList) -> bool:
+    """Whether the experts are equal MLPs of three bare matrices each."""
+    kinds = {(e.feed_forward_length, e.activation_function) if type(e) is MLP else None for e in experts}  # fmt: skip
+    return len(kinds) == 1 and all(
+        type(e) is MLP
+        and e.swiglu_limit == 0
+        and all(_is_bare(m) for m in (e.gate_proj, e.up_proj, e.down_proj))
+        for e in experts
+    )
+
+
+def _is_bare(linear: Any) -> bool:
+    """Whether it is a Linear that does nothing but multiply by its weight."""
+    return (
+        type(linear) is Linear
+        and linear.bias is None
+        and linear.clip_weight is None
+        and linear.weight.quantization_encoding is None
+    )
+
+
+def _ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """``x[rows of group i] @ w[i].T``: ``[M, in]`` and ``[X, out, in]`` → ``[M, out]``."""
+    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    dimensions = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    y = jax.lax.ragged_dot_general(
+        x.astype(dtype), w.astype(dtype), sizes, dimensions,
+        preferred_element_type=jnp.float32 if dtype.itemsize < 4 else dtype,
+    )  # fmt: skip
+    return y.astype(dtype)

@@ -1,0 +1,233 @@
+"""Floor 4. How fast each pair of features turns: RoPE's frequencies and the ways to stretch them.
+
+Plain NumPy in float64, rounded to float32 once; the tables are as those of Hugging Face's
+configurations. Above: ``rotary_embedding.py``, which turns features by them.
+
+Sources: RoFormer (arXiv:2104.09864), position interpolation (arXiv:2306.15595), YaRN
+(arXiv:2309.00071), LongRoPE (arXiv:2402.13753), Llama 3 (arXiv:2407.21783).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LinearScalingParams:
+    """Positions divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScalingParams:
+    """Theta grown with the length of the sequence ("dynamic NTK"); MAX has no such thing.
+
+    Attributes:
+        factor: How strongly.
+        max_position_embeddings: The length up to which nothing changes.
+    """
+
+    factor: float
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Llama3RopeScalingParams:
+    """Slow pairs divided by ``factor``, fast ones left, those between blended.
+
+    Attributes:
+        factor: Divides the frequency of slow pairs.
+        low_freq_factor, high_freq_factor: Turns over ``orig_max_position`` up to which a
+            pair is slow, and from which it is fast.
+        orig_max_position: The context length the model was first trained with.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    orig_max_position: int
+
+
+@dataclass(frozen=True)
+class YarnScalingParams:
+    """YaRN: as Llama 3's, over the number of the pair, and with sharper attention.
+
+    Attributes:
+        factor: Divides the frequency of slow pairs.
+        beta_fast, beta_slow: Turns over ``original_max_position_embeddings`` from which a
+            pair is fast, and up to which it is slow.
+        original_max_position_embeddings: The context length first trained with.
+        truncate: Whether the pairs found for the betas are rounded to whole numbers.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class DeepseekYarnRopeScalingParams:
+    """YaRN as DeepSeek has it.
+
+    Attributes:
+        scaling_factor, original_max_position_embeddings, beta_fast, beta_slow: As YaRN's.
+        mscale, mscale_all_dim: Weights of log(scaling_factor) in the size of cos and sin:
+            (0.1 · mscale · log + 1) / (0.1 · mscale_all_dim · log + 1).
+    """
+
+    scaling_factor: float
+    original_max_position_embeddings: int
+    beta_fast: int
+    beta_slow: int
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class LongRoPEScalingParams:
+    """A divisor for each pair, found by search: one list for short texts, one for long ones.
+
+    Attributes:
+        short_factor, long_factor: The divisors, one for each pair.
+        original_max_position: The length up to which a text is short.
+        max_position_embeddings: The length the model was stretched to.
+    """
+
+    short_factor: Sequence[float]
+    long_factor: Sequence[float]
+    original_max_position: int
+    max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(float(f) for f in getattr(self, name)))
+
+
+def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -> np.ndarray:
+    """Radians per position of each pair of features, ``[dim // 2]`` in float32.
+
+    Args:
+        dim: Number of features turned; even.
+        theta: Pair i turns by ``theta^(-2i / dim)`` per position.
+        scaling: One of this module's ``…Params``, or None.
+        length: Of the sequence, for the two variants that depend on it: dynamic, LongRoPE.
+
+    Raises:
+        ValueError: ``dim`` is odd, or LongRoPE's lists are not as long as there are pairs.
+        TypeError: Unknown ``scaling``.
+
+    Example:
+        >>> inv_freqs(4, 100.0), inv_freqs(4, 100.0, LinearScalingParams(2.0))
+        (array([1. , 0.1], dtype=float32), array([0.5 , 0.05], dtype=float32))
+    """
+    if dim % 2:
+        raise ValueError(f"RoPE turns pairs of features: it needs an even number, not {dim}")
+    # A Module keeps a frozen subclass of what it is given, so the exact type will not do.
+    variant = next((fn for kind, fn in _VARIANTS.items() if isinstance(scaling, kind)), None)
+    if variant is None:
+        known = ", ".join(kind.__name__ for kind in _VARIANTS if kind is not type(None))
+        raise TypeError(
+            f"rope scaling by {type(scaling).__name__} is unknown; there are None, {known}"
+        )
+    return variant(dim, theta, scaling, length).astype(np.float32)
+
+
+def attention_factor(scaling: Any) -> float:
+    """What cos and sin are multiplied by (in Hugging Face's models; 1 for most variants).
+
+    Example:
+        >>> attention_factor(LongRoPEScalingParams([1.0], [2.0], 4, 16)) ** 2
+        2.0000000000000004
+    """
+    if isinstance(scaling, YarnScalingParams):
+        return yarn_mscale(scaling.factor)
+    if isinstance(scaling, DeepseekYarnRopeScalingParams):
+        above = yarn_mscale(scaling.scaling_factor, scaling.mscale)
+        return above / yarn_mscale(scaling.scaling_factor, scaling.mscale_all_dim)
+    if isinstance(scaling, LongRoPEScalingParams):
+        original = scaling.original_max_position
+        stretched = scaling.max_position_embeddings / original
+        if stretched > 1:
+            return math.sqrt(1 + math.log(stretched) / math.log(original))
+    return 1.0
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """``0.1 · mscale · log(factor) + 1``: YaRN's correction for longer sums of attention."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+# --- the variants: (dim, theta, scaling, length) → float64 [dim // 2] -----------------------
+
+
+def _plain(dim: int, theta: float, scaling: Any = None, length: int = 0) -> np.ndarray:
+    return float(theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def _linear(dim: int, theta: float, scaling: LinearScalingParams, length: int) -> np.ndarray:
+    return _plain(dim, theta) / scaling.factor
+
+
+def _dynamic(dim: int, theta: float, scaling: DynamicScalingParams, length: int) -> np.ndarray:
+    longer = max(length / scaling.max_position_embeddings, 1.0)
+    growth = scaling.factor * longer - (scaling.factor - 1)
+    return _plain(dim, theta * growth ** (dim / (dim - 2)) if dim > 2 else theta)
+
+
+def _llama3(dim: int, theta: float, scaling: Llama3RopeScalingParams, length: int) -> np.ndarray:
+    freqs = _plain(dim, theta)
+    turns = scaling.orig_max_position * freqs / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low == high:
+        kept = (turns >= high).astype(np.float64)
+    else:
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return freqs * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn(
+    dim: int, theta: float, scaling: YarnScalingParams | DeepseekYarnRopeScalingParams, length: int
+) -> np.ndarray:
+    deepseek = isinstance(scaling, DeepseekYarnRopeScalingParams)
+    factor = scaling.scaling_factor if deepseek else scaling.factor
+    original = scaling.original_max_position_embeddings
+
+    def pair(turns: float) -> float:  # the pair that makes so many turns over the original length
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if deepseek or scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    slow = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
+    return _plain(dim, theta) * (1 - slow + slow / factor)
+
+
+def _longrope(dim: int, theta: float, scaling: LongRoPEScalingParams, length: int) -> np.ndarray:
+    long = length > scaling.original_max_position
+    factors = np.asarray(scaling.long_factor if long else scaling.short_factor, np.float64)
+    if factors.shape != (dim // 2,):
+        raise ValueError(
+            f"LongRoPE over {dim} features needs {dim // 2} factors, not {factors.size}"
+        )
+    return _plain(dim, theta) / factors
+
+
+_VARIANTS: dict[type, Callable[[int, float, Any, int], np.ndarray]] = {
+    type(None): _plain,
+    LinearScalingParams: _linear,
+    DynamicScalingParams: _dynamic,
+    Llama3RopeScalingParams: _llama3,
+    YarnScalingParams: _yarn,
+    DeepseekYarnRopeScalingParams: _yarn,
+    LongRoPEScalingParams: _longrope,
+}

@@ -1,0 +1,122 @@
+"""Floor 4. StackedLinear: several linear maps of one input, their outputs side by side.
+
+Below: Linear. Above: attention, whose queries, keys and values come from the same input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..graph.device import DeviceRef
+from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.weight import Weight
+from ..kernels import matmul
+from .layer import Module
+from .linear import Linear, add_bias
+
+
+class StackedLinear(Module):
+    """Linear maps of one input, concatenated. Arguments in MAX's order.
+
+    Args:
+        in_dim: Length of the last axis before.
+        out_dims: Lengths after, one for each map.
+        names: Their names: the attributes under which the maps, or their parts, are known.
+        dtype: Of weights and biases.
+        device: Where they are declared to live.
+        stacked: Have one weight for all maps, as some checkpoints do, under the name this
+            layer is held by. Otherwise each map is a child, and the children's weights leave
+            this layer's name out: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
+        has_bias: Whether each map has one.
+        linear_cls: Makes the children: Linear, or whatever takes its keyword arguments.
+        quant_config: Not supported yet.
+        clip_weight: Use the weights (not the biases) clipped to ``±clip_weight``.
+
+    Attributes:
+        weight, bias: Weights ``[sum(out_dims), in_dim]`` and ``[sum(out_dims)]`` if ``stacked``.
+
+    Raises:
+        ValueError: As many names as lengths are wanted, all different.
+
+    Example:
+        >>> qk = StackedLinear(3, [4, 2], ["q_proj", "k_proj"], "float32", DeviceRef.CPU())
+        >>> list(qk.raw_state_dict())
+        ['q_proj.weight', 'k_proj.weight']
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dims: Sequence[int],
+        names: Sequence[str],
+        dtype: Any,
+        device: DeviceRef,
+        stacked: bool = False,
+        has_bias: bool = False,
+        linear_cls: Callable[..., Any] = Linear,
+        quant_config: Any = None,
+        clip_weight: float | None = None,
+    ):
+        super().__init__()
+        if quant_config is not None:
+            raise NotImplementedError("StackedLinear(quant_config=...) is not supported yet")
+        if len(names) != len(out_dims) or len(set(names)) != len(names) or not names:
+            raise ValueError(
+                f"StackedLinear needs a name for each of its maps, all different: {list(names)} for "
+                f"lengths {list(out_dims)}"
+            )
+        self.in_dim, self.out_dims, self.names = in_dim, tuple(out_dims), tuple(names)
+        self.stacked, self.has_bias, self.clip_weight = stacked, has_bias, clip_weight
+        self.bias = None
+        if stacked:
+            self.weight = Weight("weight", dtype, (sum(out_dims), in_dim), device)
+            if has_bias:
+                self.bias = Weight("bias", dtype, (sum(out_dims),), device)
+            return
+        for name, out_dim in zip(names, out_dims, strict=True):
+            child = linear_cls(
+                in_dim=in_dim, out_dim=out_dim, dtype=dtype, device=device, has_bias=has_bias,
+                quant_config=None, clip_weight=clip_weight,
+            )  # fmt: skip
+            setattr(self, name, child)
+
+    @property
+    def _omit_module_attr_name(self) -> bool:
+        return not self.stacked
+
+    @property
+    def stacked_weight(self) -> TensorValue:
+        """All weights, ``[sum(out_dims), in_dim]``, clipped if they are to be."""
+        weights = [self.weight] if self.stacked else [getattr(self, n).weight for n in self.names]
+        array = jnp.concatenate([unwrap(w) for w in weights])
+        if self.clip_weight is not None:
+            array = jnp.clip(array, -self.clip_weight, self.clip_weight)
+        return TensorValue(array)
+
+    @property
+    def stacked_bias(self) -> TensorValue | None:
+        """All biases, ``[sum(out_dims)]``, or None."""
+        if not self.has_bias:
+            return None
+        biases = [self.bias] if self.stacked else [getattr(self, n).bias for n in self.names]
+        return TensorValue(jnp.concatenate([unwrap(b) for b in biases]))
+
+    def __call__(self, x: Any) -> Any:
+        """``[..., in_dim]`` → ``[..., sum(out_dims)]``, the maps in the order of their names."""
+        if not self.stacked:
+            # One product for each map, and no copy of the weights.
+            y = jnp.concatenate([unwrap(getattr(self, n)(x)) for n in self.names], axis=-1)
+        else:
+            weight = self.weight if self.clip_weight is None else self.stacked_weight
+            y = matmul(x, weight)
+            y = y if self.bias is None else add_bias(y, self.bias)
+        return TensorValue(y) if wraps(x) else y
+
+    def split(self, y: Any) -> list[jax.Array]:
+        """The result of a call as the maps' own results, ``[..., out_dim]`` each."""
+        ends = [sum(self.out_dims[: i + 1]) for i in range(len(self.out_dims) - 1)]
+        return jnp.split(unwrap(y), ends, axis=-1)

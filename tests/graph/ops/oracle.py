@@ -1,0 +1,84 @@
+"""One comparison for all ops: against torch or NumPy, in every way an op can be called."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from maxjax.graph import TensorValue
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def listed(result):
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def check(op, oracle, *arrays, rtol=1e-5, atol=1e-6, grad=True):
+    """`op` gives what `oracle` gives of torch tensors, and has its gradients.
+
+    Eagerly and under jit, of plain arrays (giving plain arrays) and of TensorValues (giving
+    TensorValues). The gradients are those of a fixed weighted sum of the results.
+    """
+    tensors = [torch.tensor(a) for a in arrays]
+    if grad:
+        for t in tensors:
+            t.requires_grad_(t.is_floating_point())
+    outputs = listed(oracle(*tensors))
+    want = [np.asarray(o.detach() if isinstance(o, torch.Tensor) else o) for o in outputs]
+    near = functools.partial(_near, want=want, rtol=rtol, atol=atol)
+
+    plain = [jnp.asarray(a) for a in arrays]
+    results = listed(op(*plain))
+    assert not any(isinstance(r, TensorValue) for r in results)
+    near(results)
+    results = listed(op(*map(TensorValue, plain)))
+    assert all(isinstance(r, TensorValue) for r in results)
+    near(results)
+    near(listed(jax.jit(op)(*plain)))
+    if grad:
+        _check_gradients(op, tensors, outputs, plain, want, rtol, atol)
+
+
+def _near(results, want, rtol, atol):
+    assert len(results) == len(want)
+    for got, expected in zip(results, want, strict=True):
+        got = np.asarray(got)
+        assert got.shape == expected.shape
+        assert got.dtype == jax.dtypes.canonicalize_dtype(expected.dtype)
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol)
+
+
+def _check_gradients(op, tensors, outputs, plain, want, rtol, atol):
+    floats = [i for i, t in enumerate(tensors) if t.requires_grad]
+    factors = [normal(*w.shape, seed=7 + i) for i, w in enumerate(want)]
+    pairs = [
+        (o, torch.tensor(f)) for o, f in zip(outputs, factors, strict=True) if o.is_floating_point()
+    ]
+    assert floats and pairs, "nothing to differentiate: grad=False"
+    loss = sum((o * f).sum() for o, f in pairs)
+    expected = torch.autograd.grad(loss, [tensors[i] for i in floats], allow_unused=True)
+
+    def our_loss(values):
+        args = list(plain)
+        for i, value in zip(floats, values, strict=True):
+            args[i] = value
+        return sum(
+            jnp.sum(o * f)
+            for o, f in zip(listed(op(*args)), factors, strict=True)
+            if jnp.issubdtype(o.dtype, jnp.floating)
+        )
+
+    got = jax.jit(jax.grad(our_loss))([plain[i] for i in floats])
+    for g, e in zip(got, expected, strict=True):
+        zero = np.zeros(g.shape, np.float32)
+        np.testing.assert_allclose(g, zero if e is None else e.numpy(), rtol=10 * rtol, atol=10 * atol)
+
+
+def check_numpy(op, oracle, *arrays, **options):
+    """As `check`, against a NumPy function and without gradients."""
+    check(op, lambda *ts: oracle(*(t.numpy() for t in ts)), *arrays, grad=False, **options)

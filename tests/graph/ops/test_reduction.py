@@ -1,0 +1,108 @@
+"""Reductions, cumsum and softmax against torch; the axis stays with length 1."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from maxjax.graph import ops
+
+from tests.graph.ops.oracle import check, check_numpy, normal
+
+X = normal(2, 3, 4)
+INTS = np.array([[-3, -2, -2], [1, 5, 2]], np.int32)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, -3])
+@pytest.mark.parametrize("name", ["sum", "mean", "prod", "max", "min", "argmax", "argmin"])
+def test_reductions(name, axis):
+    oracle = {"max": torch.amax, "min": torch.amin}.get(name) or getattr(torch, name)
+    options = {} if axis is None else {"axis": axis}
+    check(
+        lambda x: getattr(ops, name)(x, **options),
+        lambda x: oracle(x, dim=-1 if axis is None else axis, keepdim=True),
+        X,
+        grad=not name.startswith("arg"),
+    )
+
+
+@pytest.mark.parametrize("name", ["sum", "prod", "max", "min"])
+def test_integers_stay_what_they_are(name):
+    oracle = getattr(np, name)
+    check_numpy(getattr(ops, name), lambda x: oracle(x, -1, keepdims=True).astype(x.dtype), INTS)
+    check_numpy(getattr(ops, name), lambda x: oracle(x, -1, keepdims=True).astype(x.dtype), INTS.astype(np.int8))
+
+
+def test_the_mean_of_integers_is_rounded_down():
+    np.testing.assert_array_equal(ops.mean(INTS), [[-3], [2]])
+    assert ops.mean(INTS).dtype == np.int32
+
+
+def test_the_first_of_equals():
+    x = np.float32([[1, 3, 3], [0, 0, 0]])
+    np.testing.assert_array_equal(ops.argmax(x), [[1], [0]])
+    np.testing.assert_array_equal(ops.argmin(x, axis=0), [[1, 1, 1]])
+
+
+def test_two_arguments_are_met_element_by_element():
+    check(ops.max, torch.maximum, X, normal(3, 1, seed=1))
+    check(ops.min, torch.minimum, X, normal(4, seed=1))
+    check_numpy(lambda x: ops.max(x, 1), lambda x: np.maximum(x, 1), INTS)
+    check_numpy(lambda x: ops.min(0.0, x), lambda x: np.minimum(x, 0), X)
+    with pytest.raises(ValueError, match="takes no axis"):
+        ops.max(X, X, axis=0)
+    with pytest.raises(ValueError, match="unsafe cast"):
+        ops.min(X[0, :2, :3], INTS)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_cumsum(axis):
+    check(lambda x: ops.cumsum(x, axis), lambda x: x.cumsum(axis), X)
+    check(
+        lambda x: ops.cumsum(x, axis, reverse=True),
+        lambda x: x.flip(axis).cumsum(axis).flip(axis),
+        X,
+    )
+    check_numpy(
+        lambda x: ops.cumsum(x, axis, exclusive=True), lambda x: x.cumsum(axis, x.dtype) - x, INTS
+    )
+    check_numpy(
+        lambda x: ops.cumsum(x, axis, True, True),
+        lambda x: np.flip(np.flip(x, axis).cumsum(axis, x.dtype), axis) - x,
+        INTS,
+    )
+
+
+def test_an_exclusive_sum_does_not_see_what_follows():
+    np.testing.assert_array_equal(ops.cumsum(np.float32([1, np.inf, 2]), exclusive=True), [0, 1, np.inf])
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_softmax(axis):
+    check(lambda x: ops.softmax(x, axis), lambda x: x.softmax(axis), X)
+    check(lambda x: ops.logsoftmax(x, axis=axis), lambda x: x.log_softmax(axis), X)
+
+
+def test_softmax_of_16_bits_is_rounded_once():
+    x = (4 * normal(64, 128)).astype(ml_dtypes.bfloat16)
+    exact = torch.tensor(x.astype(np.float64)).softmax(-1).numpy()
+    np.testing.assert_array_equal(ops.softmax(x), exact.astype(ml_dtypes.bfloat16))
+    exact = torch.tensor(x.astype(np.float64)).log_softmax(-1).numpy()
+    np.testing.assert_array_equal(ops.logsoftmax(x), exact.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "name", ["sum", "mean", "prod", "max", "min", "argmax", "argmin", "cumsum", "softmax", "logsoftmax"]
+)
+def test_an_axis_there_is_not(name):
+    for axis in (3, -4):
+        with pytest.raises(ValueError, match=f"{name}: axis {axis} .* 3 axes"):
+            getattr(ops, name)(X, axis=axis)
+
+
+def test_dtypes_there_is_no_result_for():
+    for name in ("sum", "mean", "prod", "cumsum"):
+        with pytest.raises(ValueError, match="not of booleans"):
+            getattr(ops, name)(INTS > 0)
+    with pytest.raises(ValueError, match="floats, not of int32"):
+        ops.softmax(INTS)

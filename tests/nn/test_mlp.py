@@ -1,0 +1,85 @@
+"""MLP against float64 in NumPy."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax import nn
+from maxjax.graph import TensorValue
+from tests.nn.layers import CPU, filled, random, same_everywhere
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def mlp(x, w, act=silu):
+    gate, up = (x @ w[f"{n}.weight"].T + w.get(f"{n}.bias", 0) for n in ("gate_proj", "up_proj"))
+    return (act(gate) * up) @ w["down_proj.weight"].T + w.get("down_proj.bias", 0)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+def test_mlp(has_bias, shape):
+    layer, w = filled(nn.MLP("float32", None, 6, 8, [CPU], has_bias=has_bias))
+    x = random(*shape)
+    np.testing.assert_allclose(same_everywhere(layer, x), mlp(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_names_in_max_order():
+    layer = nn.MLP("float32", None, 6, 8, [CPU], nn.Linear, True)
+    names = ["gate_proj", "down_proj", "up_proj"]
+    assert list(layer.raw_state_dict()) == [f"{n}.{w}" for n in names for w in ("weight", "bias")]
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("relu", lambda v: np.maximum(v, 0)),
+        ("tanh", np.tanh),
+        ("sigmoid", lambda v: 1 / (1 + np.exp(-v))),
+        ("gelu_tanh", lambda v: v / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (v + 0.044715 * v**3)))),
+    ],
+)
+def test_activations(name, act):
+    layer, w = filled(nn.MLP("float32", None, 6, 8, [CPU], activation_function=name))
+    x = random(4, 6)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), mlp(x, w, act), rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_activation_is_named():
+    with pytest.raises(ValueError, match="nope"):
+        nn.MLP("float32", None, 6, 8, [CPU], activation_function="nope")
+
+
+def test_a_limit_cuts_off():
+    layer, w = filled(nn.MLP("float32", None, 6, 8, [CPU], swiglu_limit=0.3), scale=2.0)
+    x = random(4, 6)
+    gate, up = (x @ w[f"{n}.weight"].T for n in ("gate_proj", "up_proj"))
+    h = silu(np.minimum(gate, 0.3)) * np.clip(up, -0.3, 0.3)
+    expected = h @ w["down_proj.weight"].T
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_maps_of_another_class_get_what_the_mlp_got():
+    seen = []
+
+    class Spy(nn.Linear):
+        def __call__(self, x):
+            seen.append(type(x))
+            return super().__call__(x)
+
+    layer, _ = filled(nn.MLP("float32", None, 6, 8, [CPU], functools.partial(Spy, clip_weight=1.0)))
+    layer(TensorValue(jnp.ones((2, 6))))
+    assert seen == [TensorValue] * 3
+    assert layer.up_proj.clip_weight == 1.0
+
+
+def test_narrow_weights():
+    layer, w = filled(nn.MLP("bfloat16", None, 6, 8, [CPU]))
+    x = random(4, 6)
+    y = same_everywhere(layer, jnp.asarray(x, jnp.bfloat16), rtol=0.1, atol=0.1)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y.astype(np.float64), mlp(x, w), rtol=0.1, atol=0.1)

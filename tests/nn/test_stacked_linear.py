@@ -1,0 +1,61 @@
+"""StackedLinear against NumPy: one weight or several, the same numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax import nn
+from maxjax.graph import TensorValue
+from tests.nn.layers import CPU, filled, random, same_everywhere
+
+NAMES = ["q_proj", "k_proj", "v_proj"]
+
+
+class Attention(nn.Module):
+    def __init__(self, stacked=False):
+        super().__init__()
+        self.qkv_proj = nn.StackedLinear(5, [4, 2, 2], NAMES, "float32", CPU, stacked, True)
+
+    def __call__(self, x):
+        return self.qkv_proj(x)
+
+
+def test_children_leave_the_name_out():
+    names = [f"{n}.{w}" for n in NAMES for w in ("weight", "bias")]
+    assert list(Attention().raw_state_dict()) == names
+    assert list(Attention(stacked=True).raw_state_dict()) == ["qkv_proj.weight", "qkv_proj.bias"]
+
+
+@pytest.mark.parametrize("clip", [None, 0.4])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_outputs_side_by_side(stacked, has_bias, clip):
+    layer, w = filled(
+        nn.StackedLinear(
+            5, [4, 2, 2], NAMES, "float32", CPU, stacked, has_bias, clip_weight=clip
+        )
+    )  # fmt: skip
+    x = random(2, 3, 5)
+    weight, bias = (
+        np.concatenate([w[n] for n in w if n.endswith(kind)] or [np.zeros(8)])
+        for kind in ("weight", "bias")
+    )
+    weight = weight if clip is None else np.clip(weight, -clip, clip)
+    y = same_everywhere(layer, x)
+    np.testing.assert_allclose(y, x @ weight.T + bias, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer.stacked_weight, weight, rtol=1e-6)
+    assert type(layer.stacked_weight) is TensorValue
+    if has_bias:
+        np.testing.assert_allclose(np.asarray(layer.stacked_bias), bias, rtol=1e-6)
+    else:
+        assert layer.stacked_bias is None
+    assert [part.shape[-1] for part in layer.split(jnp.asarray(y))] == [4, 2, 2]
+    np.testing.assert_array_equal(layer.split(jnp.asarray(y))[1], y[..., 4:6])
+
+
+@pytest.mark.parametrize(
+    ("out_dims", "names"), [([4, 2], ["q"]), ([4], ["q", "k"]), ([4, 2], ["q", "q"]), ([], [])]
+)
+def test_as_many_different_names_as_lengths(out_dims, names):
+    with pytest.raises(ValueError, match="name"):
+        nn.StackedLinear(5, out_dims, names, "float32", CPU)
