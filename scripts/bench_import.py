@@ -36,7 +36,9 @@ def main() -> None:
     for i, statement in enumerate(STATEMENTS):
         added = statistics.median(row[i] - row[0] for row in times)
         wanted = f"  (wanted <= {WANTED} s)" if i == 1 else ""
-        print(f"{statement:47} {statistics.median(row[i] for row in times):.3f} s, {added:+.3f} s{wanted}")
+        print(
+            f"{statement:47} {statistics.median(row[i] for row in times):.3f} s, {added:+.3f} s{wanted}"
+        )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def hlo(function, *args) -> str:
     """Optimised HLO without names of sources and of the module."""
     text = jax.jit(function).lower(*args).compile().as_text()
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
-    for i, name in enumerate(re.findall(r"%([\w.]+) = \S+ parameter\(\d+\)", text[text.index("ENTRY") :])):
+    for i, name in enumerate(
+        re.findall(r"%([\w.]+) = \S+ parameter\(\d+\)", text[text.index("ENTRY") :])
+    ):
         text = re.sub(rf"\b{re.escape(name)}\b", f"argument{i}", text)
     return text[text.index("ENTRY") :]
 
@@ -88,7 +90,9 @@ def main() -> None:
         ours_text = hlo(lambda m, x: m(TensorValue(x)).value, model, x)
         plain_text = hlo(lambda n, g, u, d, x: plain({"norm": n, "gate": g, "up": u, "down": d}, x),
                          *(weights[n] for n in model.raw_state_dict()), x)  # fmt: skip
-        print(f"{rows:3} rows, jit: the optimised HLO is {'the same' if ours_text == plain_text else 'DIFFERENT'}")
+        print(
+            f"{rows:3} rows, jit: the optimised HLO is {'the same' if ours_text == plain_text else 'DIFFERENT'}"
+        )
         assert jnp.allclose(calls["TensorValue"](), calls["plain jnp"](), atol=1e-4)
 
 

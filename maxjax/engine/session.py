@@ -50,7 +50,9 @@ class InferenceSession:
             NotImplementedError: MAX's custom extensions.
         """
         if custom_extensions:
-            raise NotImplementedError("custom_extensions are MAX's own kernels and are not supported")
+            raise NotImplementedError(
+                "custom_extensions are MAX's own kernels and are not supported"
+            )
         if not isinstance(model, Graph):
             raise TypeError(f"InferenceSession.load() takes a Graph, not {type(model).__name__}")
         return Model(model, weights_registry)

@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..dtype import DType
 from . import weight as weight_module
-from .device import DeviceRef
-from .shape import Shape, StaticDim
+from .shape import StaticDim
 from .subgraph import LOOKUPS, Subgraph
 from .symbolic import naming, sizes_of
 from .tensor_type import TensorType
@@ -120,7 +118,9 @@ class Graph(metaclass=_Meta):
         **kwargs: Any,
     ):
         if path is not None:
-            raise NotImplementedError("Graph(path=...): reading a graph from a file is not supported")
+            raise NotImplementedError(
+                "Graph(path=...): reading a graph from a file is not supported"
+            )
         for option in ("custom_extensions", "kernel_library", "module"):
             if kwargs.pop(option, None):
                 raise NotImplementedError(f"Graph({option}=...) is MAX's own and is not supported")
@@ -130,7 +130,9 @@ class Graph(metaclass=_Meta):
         self.input_types = tuple(input_types)
         for kind in self.input_types:
             if not isinstance(kind, TensorType):
-                raise TypeError(f"Graph '{name}': an input type is a TensorType, not {type(kind).__name__}")
+                raise TypeError(
+                    f"Graph '{name}': an input type is a TensorType, not {type(kind).__name__}"
+                )
         self.jaxpr: Any = None
         self.entries: list[Entry] = []
         self._by_weight: dict[int, Entry] = {}
@@ -197,13 +199,19 @@ class Graph(metaclass=_Meta):
             TypeError: Something that is no tensor.
         """
         if self._greenlet is None or self._outputs is not None:
-            when = "was given already" if self._outputs is not None else "belongs inside the with block"
+            when = (
+                "was given already"
+                if self._outputs is not None
+                else "belongs inside the with block"
+            )
             raise ValueError(f"Graph '{self.name}': the output {when}")
         arrays = []
         for value in values:
             array = unwrap(value)
             if not isinstance(array, jax.Array):
-                raise TypeError(f"Graph '{self.name}': an output is a tensor, not {type(value).__name__}")
+                raise TypeError(
+                    f"Graph '{self.name}': an output is a tensor, not {type(value).__name__}"
+                )
             arrays.append(array)
         self.output_types = [TensorValue(a).type for a in arrays]
         self._outputs = tuple(arrays)

@@ -33,12 +33,16 @@ class Model:
 
     def __init__(self, graph: Graph, registry: Mapping[str, Any] | None = None):
         if graph.jaxpr is None:
-            raise ValueError(f"Graph '{graph.name}' has no output: end its with block with g.output(…)")
+            raise ValueError(
+                f"Graph '{graph.name}' has no output: end its with block with g.output(…)"
+            )
         self.name = graph.name
         self.input_types, self.output_types = graph.input_types, graph.output_types
         self._weights = [_weight_value(entry, graph, registry) for entry in graph.entries]
         run = _function(graph)
-        weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=_committed(w)) for w in self._weights]
+        weights = [
+            jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=_committed(w)) for w in self._weights
+        ]
         with naming(graph._sizes):
             inputs = [kind.to_jax() for kind in graph.input_types]
         if all(kind.is_static for kind in graph.input_types):
@@ -63,7 +67,10 @@ class Model:
             raise ValueError(f"Number of inputs ({len(args)}) does not match expected number "
                              f"({len(self.input_types)}) for model '{self.name}'")  # fmt: skip
         sizes: dict[str, int] = {}
-        arrays = [_input(i, a, kind, sizes) for i, (a, kind) in enumerate(zip(args, self.input_types, strict=True))]
+        arrays = [
+            _input(i, a, kind, sizes)
+            for i, (a, kind) in enumerate(zip(args, self.input_types, strict=True))
+        ]
         return [TensorValue(y) for y in self._run(self._weights, arrays)]
 
     def __call__(self, *args: Any) -> list[TensorValue]:
@@ -80,7 +87,13 @@ def _function(graph: Graph) -> Any:
     by_address = {entry.address: i for i, entry in enumerate(graph.entries)}
 
     def run(weights: list[Any], inputs: list[Any]) -> list[Any]:
-        return _evaluate(closed.jaxpr, _constants(closed.consts, weights, by_address), inputs, weights, by_address)
+        return _evaluate(
+            closed.jaxpr,
+            _constants(closed.consts, weights, by_address),
+            inputs,
+            weights,
+            by_address,
+        )
 
     return run
 
@@ -100,11 +113,17 @@ def _address(const: Any) -> int:
 
 
 def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], weights: list[Any], by_address: dict[int, int]
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    weights: list[Any],
+    by_address: dict[int, int],
 ) -> list[Any]:
     """Runs a jaxpr with other constants; a jitted part that closes over a Weight is inlined."""
     if not any(_holds_weight(equation, by_address) for equation in jaxpr.eqns):
-        return _run(jaxpr, jaxpr.eqns, (*jaxpr.constvars, *jaxpr.invars), jaxpr.outvars, (*consts, *args))
+        return _run(
+            jaxpr, jaxpr.eqns, (*jaxpr.constvars, *jaxpr.invars), jaxpr.outvars, (*consts, *args)
+        )
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for equation in jaxpr.eqns:
         if _holds_weight(equation, by_address):
@@ -153,8 +172,10 @@ def _weight_value(entry: Entry, graph: Graph, registry: Mapping[str, Any] | None
     """A weight's value: the registry's, else its own."""
     value = None if registry is None else registry.get(entry.name)
     if value is not None and [e.name for e in graph.entries].count(entry.name) > 1:
-        raise ValueError(f"Graph '{graph.name}' has several weights named '{entry.name}', so the weights registry "
-                         "cannot say which is meant: call state_dict() on the model first, which names them")  # fmt: skip
+        raise ValueError(
+            f"Graph '{graph.name}' has several weights named '{entry.name}', so the weights registry "
+            "cannot say which is meant: call state_dict() on the model first, which names them"
+        )
     if value is None:
         value = entry.weight.value
     if value is None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import some
-from .shape import Shape, StaticDim
+from .shape import StaticDim
 from .symbolic import is_known, naming, sizes_of, to_dim
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
@@ -53,7 +53,9 @@ class Subgraph:
         self.output_types = self._trace()
 
     @classmethod
-    def of_function(cls, name: str, function: Callable[..., Any], inputs: Sequence[Any]) -> Subgraph:
+    def of_function(
+        cls, name: str, function: Callable[..., Any], inputs: Sequence[Any]
+    ) -> Subgraph:
         """Of a function; Weights it closes over are the same in every call."""
         return cls(name, _Function(function), inputs, (), ())
 
@@ -62,12 +64,16 @@ class Subgraph:
         names = {str(p) for kind in self.input_types for p in kind.parameters}
         with naming(sizes_of(name for name in names if not is_known(name))):
             shapes = [
-                jax.ShapeDtypeStruct(tuple(map(int, w.shape)), jax.dtypes.canonicalize_dtype(w.dtype.np))
+                jax.ShapeDtypeStruct(
+                    tuple(map(int, w.shape)), jax.dtypes.canonicalize_dtype(w.dtype.np)
+                )
                 for w in self._templates
             ]
             kinds = [kind.to_jax() for kind in self.input_types]
             outputs = jax.eval_shape(lambda w, x: self._run(w, x), shapes, kinds)
-        device = self.input_types[0].device if self.input_types else TensorValue(np.zeros(())).device
+        device = (
+            self.input_types[0].device if self.input_types else TensorValue(np.zeros(())).device
+        )
         return [TensorType(o.dtype, [to_dim(size) for size in o.shape], device) for o in outputs]
 
     def _run(self, weights: list[Any], inputs: list[Any]) -> list[Any]:
@@ -81,7 +87,9 @@ class Subgraph:
 
     def _check(self, flat: list[Any]) -> None:
         if len(flat) != len(self.input_types):
-            raise ValueError(f"Expected {len(self.input_types)} args to call to {self.name}, got {len(flat)}")
+            raise ValueError(
+                f"Expected {len(self.input_types)} args to call to {self.name}, got {len(flat)}"
+            )
         for i, (array, kind) in enumerate(zip(flat, self.input_types, strict=True)):
             found = TensorValue(array).type
             sizes = zip(found.shape, kind.shape, strict=False)
@@ -99,7 +107,9 @@ class Subgraph:
     def _find(self, names: list[str], prefix: str) -> list[Weight]:
         if not names:
             return []
-        templates = [t for t, slot in zip(self._templates, self._slots, strict=True) if isinstance(slot, str)]
+        templates = [
+            t for t, slot in zip(self._templates, self._slots, strict=True) if isinstance(slot, str)
+        ]
         for lookup in LOOKUPS:
             if (found := lookup(names, templates)) is not None:
                 self._check_weights(names, found, templates)
@@ -107,7 +117,9 @@ class Subgraph:
         raise ValueError(f"ops.call({self.name}, prefix='{prefix}'): no running Module, and no Graph, has the "
                          f"weights {some(names)}")  # fmt: skip
 
-    def _check_weights(self, names: list[str], found: list[Weight], templates: list[Weight]) -> None:
+    def _check_weights(
+        self, names: list[str], found: list[Weight], templates: list[Weight]
+    ) -> None:
         for name, weight, template in zip(names, found, templates, strict=True):
             if weight.shape != template.shape or weight.dtype is not template.dtype:
                 raise ValueError(f"weight '{name}' is {weight.dtype} {weight.shape!r}, but the subgraph "
@@ -181,4 +193,6 @@ def _type_of(name: str, leaf: Any) -> TensorType:
         return TensorType(leaf.dtype, leaf.shape, TensorValue(np.zeros(())).device)
     if isinstance(leaf, (TensorValue, jax.Array, np.ndarray)):
         return TensorValue(leaf).type
-    raise TypeError(f"subgraph '{name}': an input is a tensor or a TensorType, not {type(leaf).__name__}")
+    raise TypeError(
+        f"subgraph '{name}': an input is a tensor or a TensorType, not {type(leaf).__name__}"
+    )

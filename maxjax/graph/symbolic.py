@@ -44,6 +44,7 @@ def is_known(name: str) -> bool:
     """Whether a dimension of that name has a size now."""
     return name in _KNOWN.sizes
 
+
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,

@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from ..dtype import DType, promote
 from .device import DeviceRef
+from .operators import Operators
 from .shape import Dim, Shape, StaticDim
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
@@ -71,7 +72,7 @@ def same_rank(*arrays: Any) -> tuple[Any, ...]:
     )
 
 
-class TensorValue:
+class TensorValue(Operators):
     """A view of an array, concrete or traced, with the methods MAX's values have.
 
     Args:
@@ -338,7 +339,8 @@ class TensorValue:
 
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
-        return self._result(self.__jax_array__()[tuple(map(_index, parts))])
+        key: Any = tuple(map(_index, parts))
+        return self._result(self.__jax_array__()[key])
 
     def __bool__(self) -> bool:
         return bool(self.__jax_array__())
@@ -360,124 +362,26 @@ class TensorValue:
             f"TensorValue({shown}dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
         )
 
-    # -- operators
+    # What Operators asks of a value.
 
-    def __add__(self, other: Any) -> Any:
-        return _binary(operator.add, self, other)
+    @staticmethod
+    def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        return _binary(function, a, b)
 
-    def __radd__(self, other: Any) -> Any:
-        return _binary(operator.add, other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _binary(operator.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _binary(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _binary(operator.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _binary(operator.mul, other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _binary(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _binary(operator.truediv, other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _binary(operator.floordiv, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _binary(operator.floordiv, other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return _binary(operator.mod, self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _binary(operator.mod, other, self)
-
-    def __pow__(self, other: Any) -> Any:
-        return _binary(operator.pow, self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return _binary(operator.pow, other, self)
-
-    def __and__(self, other: Any) -> Any:
-        return _binary(operator.and_, self, other)
-
-    def __rand__(self, other: Any) -> Any:
-        return _binary(operator.and_, other, self)
-
-    def __or__(self, other: Any) -> Any:
-        return _binary(operator.or_, self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return _binary(operator.or_, other, self)
-
-    def __xor__(self, other: Any) -> Any:
-        return _binary(operator.xor, self, other)
-
-    def __rxor__(self, other: Any) -> Any:
-        return _binary(operator.xor, other, self)
-
-    def __lshift__(self, other: Any) -> Any:
-        return _binary(operator.lshift, self, other)
-
-    def __rlshift__(self, other: Any) -> Any:
-        return _binary(operator.lshift, other, self)
-
-    def __rshift__(self, other: Any) -> Any:
-        return _binary(operator.rshift, self, other)
-
-    def __rrshift__(self, other: Any) -> Any:
-        return _binary(operator.rshift, other, self)
-
-    def __lt__(self, other: Any) -> Any:
-        return _binary(operator.lt, self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return _binary(operator.le, self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return _binary(operator.gt, self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return _binary(operator.ge, self, other)
-
-    def __eq__(self, other: Any) -> Any:
-        return _binary(operator.eq, self, other)
-
-    def __ne__(self, other: Any) -> Any:
-        return _binary(operator.ne, self, other)
-
-    def __matmul__(self, other: Any) -> Any:
-        return _matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _matmul(other, self)
-
-    def __neg__(self) -> Any:
-        return self._result(-self.__jax_array__())
-
-    def __pos__(self) -> Any:
-        return self._result(+self.__jax_array__())
-
-    def __invert__(self) -> Any:
-        return self._result(~self.__jax_array__())
-
-    def __abs__(self) -> Any:
-        return self._result(abs(self.__jax_array__()))
-
-    def __round__(self) -> Any:
-        return self._result(jnp.round(self.__jax_array__()))
+    @staticmethod
+    def _matmul(a: Any, b: Any) -> Any:
+        return _matmul(a, b)
 
 
 def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     x = a._array if type(a) is TensorValue else a
     y = b._array if type(b) is TensorValue else b
-    if isinstance(x, jax.Array) and isinstance(y, jax.Array) and x.dtype == y.dtype and x.ndim == y.ndim:
+    if (
+        isinstance(x, jax.Array)
+        and isinstance(y, jax.Array)
+        and x.dtype == y.dtype
+        and x.ndim == y.ndim
+    ):
         return _around(function(x, y))  # the usual case, and it counts in eager code
     if not (_operand(a) and _operand(b)):
         return NotImplemented
@@ -520,7 +424,7 @@ def _stand_in(x: TensorValue) -> np.ndarray:
 jax.tree_util.register_pytree_with_keys(
     TensorValue,
     lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
-    lambda _, leaves: _around(leaves[0]),
+    lambda _, leaves: _around(next(iter(leaves))),
     lambda t: ((t._array,), None),
 )
 

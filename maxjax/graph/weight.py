@@ -438,7 +438,7 @@ class WeightTranspose:
         """The number of axes."""
         return self._weight.ndim
 
-    def __rmatmul__(self, x: Any) -> jax.Array:
+    def __rmatmul__(self, x: Any) -> Any:
         array = x.__jax_array__() if isinstance(x, TensorValue) else jnp.asarray(x)
         if self._weight.ndim != 2 or array.ndim < 1:
             y = array @ self.array()

@@ -47,7 +47,9 @@ def matmul(x: Any, w: Any) -> jax.Array:
     # A bare bf16 -> bf16 product rounds inside the sum on some backends.
     narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
     contraction = (((x.ndim - 1,), (1,)), ((), ()))
-    y = jax.lax.dot_general(x, w, contraction, preferred_element_type=jnp.float32 if narrow else dtype)
+    y = jax.lax.dot_general(
+        x, w, contraction, preferred_element_type=jnp.float32 if narrow else dtype
+    )
     return y.astype(dtype) if narrow else y
 
 

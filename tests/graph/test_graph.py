@@ -206,11 +206,15 @@ def test_a_weight_and_a_module_enter_any_number_of_graphs():
 def test_modules_are_compiled_before_and_after_they_are_loaded():
     model = Net()
     values = fill(model)
-    with pytest.raises(ValueError, match=r"Weight 'layers.0.weight' is not in the weights registry"):
+    with pytest.raises(
+        ValueError, match=r"Weight 'layers.0.weight' is not in the weights registry"
+    ):
         model.compile(F23)
     model.load_state_dict(values)
     np.testing.assert_allclose(model.compile(F23)(ONES)[0], model(ONES), rtol=1e-5)
-    doubled = model.compile(F23, weights={"layers.0.weight": 2 * values["layers.0.weight"], "extra": 1})
+    doubled = model.compile(
+        F23, weights={"layers.0.weight": 2 * values["layers.0.weight"], "extra": 1}
+    )
     np.testing.assert_allclose(doubled(ONES)[0], 2 * model(ONES), rtol=1e-5)
 
 
@@ -285,7 +289,11 @@ def test_named_dimensions():
         assert [str(d) for d in x.shape] == ["batch", "3"]
         flat = x.reshape((x.shape[0] * 3,))
         assert flat.shape == [x.shape[0] * 3]
-        return flat.reshape((x.shape[0], 3)) @ w.T, (x + y).max(axis=0), x.broadcast_to((2, "batch", 3))
+        return (
+            flat.reshape((x.shape[0], 3)) @ w.T,
+            (x + y).max(axis=0),
+            x.broadcast_to((2, "batch", 3)),
+        )
 
     model = Model(Graph("g", forward, [batch, batch]), {"w": np.ones((4, 3), np.float32)})
     for n in (1, 2, 5):

@@ -35,7 +35,10 @@ class Net(Module):
         inputs = {
             "values": [[x, x], x],
             "types": [[TensorValue(x).type] * 2, TensorValue(x).type],
-            "structs": [[jax.ShapeDtypeStruct(x.shape, jnp.float32)] * 2, TensorType("float32", (2, 3), CPU)],
+            "structs": [
+                [jax.ShapeDtypeStruct(x.shape, jnp.float32)] * 2,
+                TensorType("float32", (2, 3), CPU),
+            ],
         }[self.form]
         block = self.layers[0].build_subgraph("block", inputs, weight_prefix="layers.0.")
         h = x
@@ -47,7 +50,10 @@ class Net(Module):
 def reference(model, x):
     h = last = np.asarray(x, np.float64)
     for layer in model.layers:
-        h, last = h @ np.asarray(layer.weight.value, np.float64).T + np.asarray(x, np.float64) ** 2, h
+        h, last = (
+            h @ np.asarray(layer.weight.value, np.float64).T + np.asarray(x, np.float64) ** 2,
+            h,
+        )
     return h, last
 
 
@@ -115,7 +121,11 @@ def test_the_layer_is_left_as_it_was(net):
     before = (net.layers[0].weight.name, jax.tree.structure(net), list(net.raw_state_dict()))
     net(jnp.asarray(X))
     net.layers[0].build_subgraph("b", [[X, X], X], weight_prefix="layers.0.")
-    assert before == (net.layers[0].weight.name, jax.tree.structure(net), list(net.raw_state_dict()))
+    assert before == (
+        net.layers[0].weight.name,
+        jax.tree.structure(net),
+        list(net.raw_state_dict()),
+    )
 
 
 def test_weights_outside_the_prefix_are_shared():
@@ -158,13 +168,21 @@ def test_in_a_graph_the_registry_decides():
         h = h @ value.T + X * X
     np.testing.assert_allclose(Model(g, registry)(X)[0], h, atol=1e-5)
     with pytest.raises(ValueError, match="layers.2.weight"):
-        Model(g, {"layers.1.weight": np.ones((3, 3), np.float32), "layers.0.weight": np.ones((3, 3), np.float32)})
+        Model(
+            g,
+            {
+                "layers.1.weight": np.ones((3, 3), np.float32),
+                "layers.0.weight": np.ones((3, 3), np.float32),
+            },
+        )
 
 
 def test_graph_subgraphs_of_functions():
     w = Weight("w", "float32", (3,), CPU)
     with Graph("g", input_types=[TensorType("float32", (3,), CPU)]) as g:
-        sub = g.add_subgraph("s", lambda x: (x.tensor * w, x + 1), [TensorType("float32", (3,), CPU)])
+        sub = g.add_subgraph(
+            "s", lambda x: (x.tensor * w, x + 1), [TensorType("float32", (3,), CPU)]
+        )
         a, b = call(sub, g.inputs[0])
         g.output(a, *call(sub, b))
     outs = Model(g, {"w": np.arange(3, dtype=np.float32)})(np.ones(3, np.float32))

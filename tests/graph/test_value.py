@@ -131,7 +131,9 @@ def test_with_weights():
     assert isinstance(X @ w.T, TensorValue) and (X @ w.T).shape == [2, 3, 5]
     assert isinstance(X * w[0], TensorValue) and isinstance(w * X[0, :1], TensorValue)
     assert isinstance(jnp.asarray(A) @ w.T, jax.Array) and isinstance(w + 1, jax.Array)
-    assert isinstance(w.cast("bfloat16"), TensorValue) and isinstance(w.permute([1, 0]), TensorValue)
+    assert isinstance(w.cast("bfloat16"), TensorValue) and isinstance(
+        w.permute([1, 0]), TensorValue
+    )
 
 
 def test_print(capsys):

@@ -16,17 +16,19 @@ A = np.linspace(0.1, 0.9, 9, dtype=np.float32).reshape(3, 3)
 B = np.linspace(0.5, 0.7, 9, dtype=np.float32).reshape(3, 3)
 
 ONE = """abs absolute acos acosh all amax amin angle any arccos arcsin arcsinh arctan argmax argmin argsort
-around asin atan atleast_1d atleast_2d atleast_3d average cbrt ceil conj copy copysign cos cosh count_nonzero
-cumprod cumsum deg2rad degrees diag diagflat diagonal diff ediff1d exp exp2 expand_dims expm1 fabs fix flatnonzero
-flip fliplr flipud floor gradient i0 imag isfinite isinf isnan isneginf isposinf isreal log log10 log1p log2 matrix_transpose max mean median
-min nan_to_num nanmax nanmean nanmin nansum nanvar ndim negative nonzero ones_like permute_dims positive prod ptp
-rad2deg radians ravel real reciprocal repeat reshape rint roll rot90 round shape sign signbit sin sinc sinh size sort
-sqrt square squeeze std sum swapaxes tan tanh tile trace transpose trapezoid tril triu trunc unique var
-zeros_like""".split()
-TWO = """add allclose append arctan2 array_equal array_equiv atan2 column_stack concatenate convolve copysign correlate cross divide
-divmod dot equal float_power floor_divide fmax fmin fmod full_like greater greater_equal heaviside hstack hypot inner interp
-isclose kron less less_equal logaddexp logaddexp2 matmul maximum minimum mod multiply nextafter not_equal outer
-polyadd power remainder searchsorted stack subtract tensordot true_divide vdot vecdot vstack where""".split()
+around asin atan atleast_1d atleast_2d atleast_3d average cbrt ceil conj copy copysign cos cosh
+count_nonzero cumprod cumsum deg2rad degrees diag diagflat diagonal diff ediff1d exp exp2
+expand_dims expm1 fabs fix flatnonzero flip fliplr flipud floor gradient i0 imag isfinite isinf
+isnan isneginf isposinf isreal log log10 log1p log2 matrix_transpose max mean median min nan_to_num
+nanmax nanmean nanmin nansum nanvar ndim negative nonzero ones_like permute_dims positive prod ptp
+rad2deg radians ravel real reciprocal repeat reshape rint roll rot90 round shape sign signbit sin
+sinc sinh size sort sqrt square squeeze std sum swapaxes tan tanh tile trace transpose trapezoid
+tril triu trunc unique var zeros_like""".split()
+TWO = """add allclose append arctan2 array_equal array_equiv atan2 column_stack concatenate convolve copysign
+correlate cross divide divmod dot equal float_power floor_divide fmax fmin fmod full_like greater
+greater_equal heaviside hstack hypot inner interp isclose kron less less_equal logaddexp logaddexp2
+matmul maximum minimum mod multiply nextafter not_equal outer polyadd power remainder searchsorted
+stack subtract tensordot true_divide vdot vecdot vstack where""".split()
 EXTRA = {
     "expand_dims": (0,), "repeat": (2,), "reshape": ((9,),), "roll": (1,), "swapaxes": (0, 1), "tile": (2,),
     "permute_dims": ((1, 0),), "full_like": (2.0,),

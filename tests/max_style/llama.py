@@ -33,7 +33,9 @@ class Rope(Module):
         half = self.head_dim // 2
         device = x.device
         steps = ops.range(0, half, 1, out_dim=half, dtype=DType.float32, device=device)
-        inverse = ops.constant(self.theta, DType.float32, device) ** (steps * (-2.0 / self.head_dim))
+        inverse = ops.constant(self.theta, DType.float32, device) ** (
+            steps * (-2.0 / self.head_dim)
+        )
         positions = ops.range(0, seq_len, 1, out_dim=seq_len, dtype=DType.float32, device=device)
         angles = ops.outer(positions, inverse)
         cos = ops.unsqueeze(ops.cos(angles), 1)  # [seq, 1, half]
@@ -69,9 +71,13 @@ class Attention(Module):
         rows = ops.range(0, seq_len, 1, out_dim=seq_len, dtype=DType.int32, device=x.device)
         causal = ops.greater_equal(ops.unsqueeze(rows, 1), ops.unsqueeze(rows, 0))
         lowest = ops.constant(-1e30, DType.float32, x.device)
-        scores = ops.where(causal.broadcast_to(scores.shape), scores, lowest.broadcast_to(scores.shape))
+        scores = ops.where(
+            causal.broadcast_to(scores.shape), scores, lowest.broadcast_to(scores.shape)
+        )
         out = ops.softmax(scores) @ xv
-        return self.o_proj(out.transpose(1, 2).reshape((batch, seq_len, self.n_heads * self.head_dim)))
+        return self.o_proj(
+            out.transpose(1, 2).reshape((batch, seq_len, self.n_heads * self.head_dim))
+        )
 
 
 class MLP(Module):
@@ -92,7 +98,9 @@ class Block(Module):
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, DType.float32, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, DType.float32, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, DType.float32, config.rms_norm_eps
+        )
 
     def __call__(self, x: TensorValue) -> TensorValue:
         x = x + self.self_attn(self.input_layernorm(x))
@@ -102,14 +110,18 @@ class Block(Module):
 class Decoder(Module):
     def __init__(self, config):
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, DType.float32, DeviceRef.CPU())
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, DType.float32, DeviceRef.CPU()
+        )
         self.layers = LayerList([Block(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, DType.float32, config.rms_norm_eps)
 
     def __call__(self, ids: TensorValue) -> TensorValue:
         h = [self.embed_tokens(ids)]
         input_types = [hidden.type for hidden in h]
-        subgraph = self.layers[0].build_subgraph("block", input_types=input_types, weight_prefix="model.layers.0.")
+        subgraph = self.layers[0].build_subgraph(
+            "block", input_types=input_types, weight_prefix="model.layers.0."
+        )
         for idx in range(len(self.layers)):
             outputs = ops.call(subgraph, *h, prefix=f"model.layers.{idx}.")
             h = [x.tensor for x in outputs]

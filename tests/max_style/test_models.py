@@ -16,15 +16,27 @@ torch = pytest.importorskip("torch")
 def test_the_documentations_mlp():
     model = mlp.MLP()
     rng = np.random.default_rng(0)
-    values = {n: rng.standard_normal([int(d) for d in w.shape]).astype(np.float32) for n, w in model.raw_state_dict().items()}
+    shapes = {n: [int(d) for d in w.shape] for n, w in model.raw_state_dict().items()}
+    values = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
     model.load_state_dict(values)
     x = rng.standard_normal((2, 5)).astype(np.float32)
     t = {n: torch.tensor(v) for n, v in values.items()}
-    hidden = torch.nn.functional.silu(torch.tensor(x) @ t["gate.weight"].T) + torch.tensor(x) @ t["up.weight"].T
+    hidden = (
+        torch.nn.functional.silu(torch.tensor(x) @ t["gate.weight"].T)
+        + torch.tensor(x) @ t["up.weight"].T
+    )
     want = (hidden @ t["down.weight"].T).numpy()
-    graph = Graph("mlp", model, input_types=[TensorType(DType.float32, ["batch", 5], DeviceRef.CPU())])
+    graph = Graph(
+        "mlp", model, input_types=[TensorType(DType.float32, ["batch", 5], DeviceRef.CPU())]
+    )
     compiled = InferenceSession().load(graph, weights_registry=model.state_dict())
-    for got in (model(jnp.asarray(x)), model(TensorValue(jnp.asarray(x))), jax.jit(lambda m, x: m(x))(model, x), compiled(x)[0]):
+    plain = jnp.asarray(x)
+    for got in (
+        model(plain),
+        model(TensorValue(plain)),
+        jax.jit(lambda m, x: m(x))(model, x),
+        compiled(x)[0],
+    ):
         np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-5)
 
 

@@ -52,12 +52,18 @@ class UnreadWeights(Weights):
             ValueError: Without dtype and shape: there is no file to take them from.
         """
         if dtype is None or shape is None:
-            raise ValueError(f"'{self.name}': without a checkpoint, allocate() needs a dtype and a shape")
-        weight = Weight(self.name, DType.of(dtype), shape, device or DeviceRef.CPU(), quantization_encoding)
+            raise ValueError(
+                f"'{self.name}': without a checkpoint, allocate() needs a dtype and a shape"
+            )
+        weight = Weight(
+            self.name, DType.of(dtype), shape, device or DeviceRef.CPU(), quantization_encoding
+        )
         self._family.open_table().entries[self.name] = weight  # type: ignore[assignment]
         self._family.__dict__.pop("names", None)
         return weight
 
     def data(self) -> Any:
         """Raises KeyError: there is no data."""
-        raise KeyError(f"'{self.name}': these weights have no data; open a checkpoint with load_weights")
+        raise KeyError(
+            f"'{self.name}': these weights have no data; open a checkpoint with load_weights"
+        )

@@ -76,7 +76,9 @@ def _check_gradients(op, tensors, outputs, plain, want, rtol, atol):
     got = jax.jit(jax.grad(our_loss))([plain[i] for i in floats])
     for g, e in zip(got, expected, strict=True):
         zero = np.zeros(g.shape, np.float32)
-        np.testing.assert_allclose(g, zero if e is None else e.numpy(), rtol=10 * rtol, atol=10 * atol)
+        np.testing.assert_allclose(
+            g, zero if e is None else e.numpy(), rtol=10 * rtol, atol=10 * atol
+        )
 
 
 def check_numpy(op, oracle, *arrays, **options):

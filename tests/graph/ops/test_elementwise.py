@@ -8,7 +8,6 @@ import torch
 
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, TensorValue, Weight, ops
-
 from tests.graph.ops.oracle import check, check_numpy, normal
 
 X = np.linspace(-4, 4, 33, dtype=np.float32)
@@ -64,7 +63,11 @@ def test_activations_of_a_weight(name):
 @pytest.mark.parametrize("name", ["silu", "gelu", "sigmoid"])
 def test_16_bit_activations_are_rounded_once(name):
     x = normal(4096).astype(ml_dtypes.bfloat16)
-    F = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "sigmoid": torch.sigmoid}
+    F = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "sigmoid": torch.sigmoid,
+    }
     exact = F[name](torch.tensor(x.astype(np.float64))).numpy()
     got = getattr(ops, name)(x)
     assert got.dtype == ml_dtypes.bfloat16

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from maxjax.graph import Dim, TensorValue, ops
-
 from tests.graph.ops.oracle import check, check_numpy, normal
 
 X, Y = normal(2, 3), normal(2, 3, seed=1)
@@ -53,14 +52,20 @@ def test_repeats_in_a_tensor(out_dim):
 
 @pytest.mark.parametrize("mode", ["reflect", "edge"])
 def test_pad_with_what_is_there(mode):
-    check_numpy(lambda x: ops.pad(x, [1, 0, 2, 1], mode=mode), lambda x: np.pad(x, ((1, 0), (2, 1)), mode), X)
+    check_numpy(
+        lambda x: ops.pad(x, [1, 0, 2, 1], mode=mode),
+        lambda x: np.pad(x, ((1, 0), (2, 1)), mode),
+        X,
+    )
 
 
 def test_pad_with_a_value():
     F = torch.nn.functional
     check(lambda x: ops.pad(x, [1, 0, 0, 2]), lambda x: F.pad(x, (0, 2, 1, 0)), X)
     check(lambda x: ops.pad(x, [1, 0, 0, 2], value=7), lambda x: F.pad(x, (0, 2, 1, 0), value=7), X)
-    check_numpy(lambda x: ops.pad(x, [0, 1], value=3), lambda x: np.append(x, np.int32(3)), np.int32([1, 2]))
+    check_numpy(
+        lambda x: ops.pad(x, [0, 1], value=3), lambda x: np.append(x, np.int32(3)), np.int32([1, 2])
+    )
 
 
 @pytest.mark.parametrize(

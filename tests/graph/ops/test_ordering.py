@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
 from maxjax.graph import ops
-
 from tests.graph.ops.oracle import check, check_numpy, normal
 
 X = normal(3, 5, 4)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from maxjax.graph import ops
-
 from tests.graph.ops.oracle import check, check_numpy, normal
 
 X = normal(2, 3, 4)
@@ -30,7 +29,11 @@ def test_reductions(name, axis):
 def test_integers_stay_what_they_are(name):
     oracle = getattr(np, name)
     check_numpy(getattr(ops, name), lambda x: oracle(x, -1, keepdims=True).astype(x.dtype), INTS)
-    check_numpy(getattr(ops, name), lambda x: oracle(x, -1, keepdims=True).astype(x.dtype), INTS.astype(np.int8))
+    check_numpy(
+        getattr(ops, name),
+        lambda x: oracle(x, -1, keepdims=True).astype(x.dtype),
+        INTS.astype(np.int8),
+    )
 
 
 def test_the_mean_of_integers_is_rounded_down():
@@ -74,7 +77,9 @@ def test_cumsum(axis):
 
 
 def test_an_exclusive_sum_does_not_see_what_follows():
-    np.testing.assert_array_equal(ops.cumsum(np.float32([1, np.inf, 2]), exclusive=True), [0, 1, np.inf])
+    np.testing.assert_array_equal(
+        ops.cumsum(np.float32([1, np.inf, 2]), exclusive=True), [0, 1, np.inf]
+    )
 
 
 @pytest.mark.parametrize("axis", [0, -1])
@@ -92,7 +97,8 @@ def test_softmax_of_16_bits_is_rounded_once():
 
 
 @pytest.mark.parametrize(
-    "name", ["sum", "mean", "prod", "max", "min", "argmax", "argmin", "cumsum", "softmax", "logsoftmax"]
+    "name",
+    ["sum", "mean", "prod", "max", "min", "argmax", "argmin", "cumsum", "softmax", "logsoftmax"],
 )
 def test_an_axis_there_is_not(name):
     for axis in (3, -4):

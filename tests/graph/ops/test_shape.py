@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from maxjax.graph import Dim, Shape, TensorValue, ops
-
 from tests.graph.ops.oracle import check, normal
 
 X = normal(2, 3)

@@ -1,0 +1,140 @@
+"""Floor 3. Python's operators for values that stand for arrays.
+
+Written out, not generated, so that editors and type checkers know them. What an operator
+does is decided in ``value.py``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+
+class Operators:
+    """The operators, in terms of two functions of the class that has them."""
+
+    def __jax_array__(self) -> Any:
+        raise NotImplementedError
+
+    def _result(self, array: Any, *others: Any) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def _matmul(a: Any, b: Any) -> Any:
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Any:
+        return self._binary(operator.add, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._binary(operator.add, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._binary(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._binary(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._binary(operator.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._binary(operator.mul, other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._binary(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._binary(operator.truediv, other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._binary(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._binary(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._binary(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._binary(operator.mod, other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return self._binary(operator.pow, self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._binary(operator.pow, other, self)
+
+    def __and__(self, other: Any) -> Any:
+        return self._binary(operator.and_, self, other)
+
+    def __rand__(self, other: Any) -> Any:
+        return self._binary(operator.and_, other, self)
+
+    def __or__(self, other: Any) -> Any:
+        return self._binary(operator.or_, self, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return self._binary(operator.or_, other, self)
+
+    def __xor__(self, other: Any) -> Any:
+        return self._binary(operator.xor, self, other)
+
+    def __rxor__(self, other: Any) -> Any:
+        return self._binary(operator.xor, other, self)
+
+    def __lshift__(self, other: Any) -> Any:
+        return self._binary(operator.lshift, self, other)
+
+    def __rlshift__(self, other: Any) -> Any:
+        return self._binary(operator.lshift, other, self)
+
+    def __rshift__(self, other: Any) -> Any:
+        return self._binary(operator.rshift, self, other)
+
+    def __rrshift__(self, other: Any) -> Any:
+        return self._binary(operator.rshift, other, self)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._binary(operator.lt, self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._binary(operator.le, self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._binary(operator.gt, self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._binary(operator.ge, self, other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self._binary(operator.eq, self, other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self._binary(operator.ne, self, other)
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._matmul(other, self)
+
+    def __neg__(self) -> Any:
+        return self._result(-self.__jax_array__())
+
+    def __pos__(self) -> Any:
+        return self._result(+self.__jax_array__())
+
+    def __invert__(self) -> Any:
+        return self._result(~self.__jax_array__())
+
+    def __abs__(self) -> Any:
+        return self._result(abs(self.__jax_array__()))
+
+    def __round__(self) -> Any:
+        return self._result(self.__jax_array__().round())

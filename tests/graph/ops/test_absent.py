@@ -1,0 +1,36 @@
+"""Names of MAX that there are none of say so; other names are attribute errors."""
+
+import inspect
+
+import pytest
+
+from maxjax.graph import ops
+from maxjax.graph.ops.absent import REASONS
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_max_has_and_we_have_not(name):
+    with pytest.raises(NotImplementedError, match=rf"ops\.{name} is MAX's"):
+        getattr(ops, name)
+
+
+def test_what_neither_has():
+    with pytest.raises(AttributeError, match="softmaxx"):
+        ops.softmaxx  # pyright: ignore[reportAttributeAccessIssue]
+    assert not hasattr(ops, "conv9d")
+
+
+@pytest.mark.parametrize("name", ["dequantize", "qmatmul"])
+def test_what_is_not_there_yet(name):
+    function = getattr(ops, name)
+    args = [None] * len(inspect.signature(function).parameters)
+    with pytest.raises(NotImplementedError, match=f"ops.{name}"):
+        function(*args)
+
+
+def test_every_op_says_what_it_is():
+    functions = [
+        f for _, f in inspect.getmembers(ops, inspect.isfunction) if not f.__name__.startswith("_")
+    ]
+    assert len(functions) > 100
+    assert [f.__name__ for f in functions if not f.__doc__] == []

@@ -1,0 +1,79 @@
+"""Pooling and fold against torch, which has channels first: the oracles permute."""
+
+import numpy as np
+import pytest
+import torch
+
+from maxjax.graph import Dim, ops
+from tests.graph.ops.oracle import check, check_numpy, normal
+
+F = torch.nn.functional
+X = normal(2, 7, 6, 3)
+
+
+def last(function):
+    return lambda x: function(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), ((2, 3), (1, 0)), (2, 1), (4, 1)])
+def test_pooling(stride, padding, ceil_mode):
+    options = {"stride": stride, "padding": padding, "ceil_mode": ceil_mode}
+    check(
+        lambda x: ops.max_pool2d(x, (3, 2), **options),
+        last(lambda x: F.max_pool2d(x, (3, 2), **options)),
+        X,
+    )
+    for count in (True, False):
+        check(
+            lambda x, c=count: ops.avg_pool2d(x, (3, Dim(2)), count_boundary=c, **options),
+            last(lambda x, c=count: F.avg_pool2d(x, (3, 2), count_include_pad=c, **options)),
+            X,
+        )
+
+
+def test_dilation():
+    check(
+        lambda x: ops.max_pool2d(x, (2, 2), dilation=(2, 3), stride=2),
+        last(lambda x: F.max_pool2d(x, 2, 2, dilation=(2, 3))),
+        X,
+    )
+
+    def oracle(x):
+        return np.mean([x[:, i : 5 + i, j : 4 + j] for i in (0, 2) for j in (0, 2)], axis=0)
+
+    check_numpy(lambda x: ops.avg_pool2d(x, (2, 2), dilation=2), oracle, X)
+
+
+def test_of_integers():
+    x = np.arange(-8, 8, dtype=np.int32).reshape(1, 4, 4, 1)
+    got = ops.max_pool2d(x, (2, 2), stride=2, padding=1)
+    np.testing.assert_array_equal(got[0, :, :, 0], [[-8, -6, -5], [0, 2, 3], [4, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "options"),
+    [((3, 3), (2, 2), {}), ((5, 6), (3, 2), {"stride": (2, 1)}),
+     ((4, 5), (2, 3), {"padding": (1, 2), "dilation": (2, 1)})],
+)  # fmt: skip
+def test_fold(size, kernel, options):
+    windows = F.unfold(torch.zeros(1, 2, *size), kernel, **options).shape
+    check(
+        lambda x: ops.fold(x, size, kernel, **options),
+        lambda x: F.fold(x, size, kernel, **options),
+        normal(2, *windows[1:]),
+    )
+
+
+def test_what_does_not_go():
+    for op in (ops.avg_pool2d, ops.max_pool2d):
+        with pytest.raises(ValueError, match=r"\[N, H, W, C\]"):
+            op(X[0], (2, 2))
+        with pytest.raises(ValueError, match="larger than the image"):
+            op(X, (9, 9))
+    with pytest.raises(ValueError, match="floats"):
+        ops.avg_pool2d(X.astype(np.int32), (2, 2))
+    with pytest.raises(ValueError, match="5 windows in the last axis"):
+        ops.fold(normal(1, 4, 5), (3, 3), (2, 2))
+    with pytest.raises(ValueError, match=r"\(1, 3, 4\)"):
+        ops.fold(normal(1, 3, 4), (3, 3), (2, 2))
