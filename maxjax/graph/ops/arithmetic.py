@@ -133,7 +133,8 @@ def where(condition: Any, x: Any, y: Any) -> Any:
         [1. 0.]
     """
     condition = boolean(condition, "where, as its condition,")
-    x, y = same_rank(*meet(x, y))
+    shapes = [condition.shape, *(v.shape for v in (x, y) if hasattr(v, "shape"))]
+    x, y = meet(x, y)
+    check_broadcast(*shapes)
     condition, x, y = same_rank(condition, x, y)
-    check_broadcast(condition.shape, x.shape, y.shape)
     return jnp.where(condition, x, y)

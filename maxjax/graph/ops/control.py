@@ -133,15 +133,11 @@ def print(value: Any, label: str = "debug_tensor") -> None:
     """Prints a tensor with its label, or a text; under ``jax.jit`` each time the program runs."""
     if isinstance(value, str):
         if isinstance(jnp.zeros(()), Tracer):
-            jax.debug.print(_escaped(value))
+            jax.debug.callback(builtins.print, value)
         else:
             builtins.print(value)
         return
     (value if isinstance(value, TensorValue) else TensorValue(array(value))).print(label)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def transfer_to(x: Any, device: Any) -> Any:

@@ -29,13 +29,12 @@ class FilterLayout(enum.Enum):
     QRSCF = "QRSCF"
     FCRS = "FCRS"
     FCQRS = "FCQRS"
-    CFRS = "CFRS"
 
 
 # jax.lax's letters for MAX's layouts, by the number of spatial axes.
 _IMAGES = {("NHWC", 2): "NHWC", ("NCHW", 2): "NCHW", ("NHWC", 3): "NDHWC", ("NCHW", 3): "NCDHW"}
 _FILTERS = {
-    ("RSCF", 2): "HWIO", ("FCRS", 2): "OIHW", ("CFRS", 2): "IOHW",
+    ("RSCF", 2): "HWIO", ("FCRS", 2): "OIHW",
     ("QRSCF", 3): "DHWIO", ("FCQRS", 3): "OIDHW",
 }  # fmt: skip
 
@@ -139,7 +138,8 @@ def conv2d_transpose(
 
     Args:
         x: ``[N, H, W, C]``.
-        filter: ``[R, S, F, C]``: the filter of the convolution it transposes.
+        filter: ``[R, S, F, C]``: the filter of the convolution it transposes, whose
+            channels are our filters; torch's ``[C, F, R, S]`` is the layout FCRS.
         padding: Taken off the result before and after H, before and after W.
         output_paddings: Added to the result at the end of H and W.
 

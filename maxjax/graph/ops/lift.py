@@ -7,6 +7,7 @@ of one dtype and shape, and axes counted from the front. Below: TensorValue, Wei
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -134,12 +135,13 @@ def meet(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
     Raises:
         ValueError: An integer tensor meets a float, or the shapes do not broadcast.
     """
+    shapes = [x.shape for x in (a, b) if hasattr(x, "shape")]
     a, b = unify(a, b)
     if not hasattr(a, "dtype"):
         a = number(a, getattr(b, "dtype", None))
     if not hasattr(b, "dtype"):
         b = number(b, a.dtype)
-    check_broadcast(a.shape, b.shape)
+    check_broadcast(*shapes)
     return a, b
 
 
@@ -161,14 +163,15 @@ def number(x: Any, dtype: Any) -> jax.Array:
 
 
 def check_broadcast(*shapes: tuple[Any, ...]) -> None:
-    """Shapes of as many axes, or none, must broadcast.
+    """Shapes must broadcast, the shorter ones with axes of length 1 put in front.
 
     Raises:
         ValueError: They do not; the message names them.
     """
-    if len({shape for shape in shapes if shape}) < 2:
+    if len(set(shapes)) < 2:
         return
-    for sizes in zip(*(shape for shape in shapes if shape), strict=True):
+    backwards = (tuple(reversed(shape)) for shape in shapes)
+    for sizes in itertools.zip_longest(*backwards, fillvalue=1):
         if len({size for size in sizes if not same(size, 1)}) > 1:
             names = " and ".join(map(str, shapes))
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, floating, lift, same
+from .lift import array, floating, lift, same, wide
 
 
 @lift
@@ -32,7 +32,7 @@ def layer_norm(input: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
     """
     x = floating(input, "layer_norm")
     scale, shift = (_row(w, x, name) for w, name in ((gamma, "gamma"), (beta, "beta")))
-    y = _standardised(_float32(x), -1, epsilon)
+    y = _standardised(wide(x), -1, epsilon)
     return (y * scale.astype(y.dtype) + shift.astype(y.dtype)).astype(x.dtype)
 
 
@@ -56,7 +56,7 @@ def rms_norm(
     """
     x = floating(input, "rms_norm")
     scale = _row(weight, x, "the weight")
-    y = _float32(x)
+    y = wide(x)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
     if not multiply_before_cast:
         y = y.astype(x.dtype)
@@ -89,7 +89,7 @@ def group_norm(input: Any, gamma: Any, beta: Any, num_groups: int, epsilon: floa
                 f"group_norm: {name} has shape {w.shape}, and there are {channels} channels"
             )
         weights.append(w.reshape(shape))
-    grouped = _float32(x).reshape(
+    grouped = wide(x).reshape(
         (x.shape[0], num_groups, channels // num_groups * math.prod(x.shape[2:]))
     )
     y = _standardised(grouped, -1, epsilon).reshape(x.shape)
@@ -100,10 +100,6 @@ def _standardised(x: jax.Array, axis: int, epsilon: float) -> jax.Array:
     centred = x - jnp.mean(x, axis=axis, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=axis, keepdims=True)
     return centred * jax.lax.rsqrt(variance + epsilon)
-
-
-def _float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _row(weight: Any, x: jax.Array, name: str) -> jax.Array:
