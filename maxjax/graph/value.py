@@ -48,7 +48,7 @@ def unify(a: Any, b: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: An integer tensor meets a float, or the dtypes have no common one.
     """
-    a, b = unwrap(a), unwrap(b)
+    a, b = (x.item() if isinstance(x, np.generic) else unwrap(x) for x in (a, b))
     if not hasattr(a, "dtype") and not hasattr(b, "dtype"):
         return a, b
     if not hasattr(a, "dtype") or not hasattr(b, "dtype"):
@@ -65,7 +65,12 @@ def unify(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def same_rank(*arrays: Any) -> tuple[Any, ...]:
-    """Arrays with axes of length 1 put in front, so that all have as many."""
+    """Arrays with axes of length 1 put in front, so that all have as many.
+
+    Only where JAX was told not to do so itself: eagerly it is an operation of its own.
+    """
+    if jax.config.jax_numpy_rank_promotion == "allow":  # type: ignore[attr-defined]
+        return arrays
     rank = max(a.ndim for a in arrays)
     return tuple(
         a if a.ndim == rank else a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays
@@ -199,15 +204,32 @@ class TensorValue(Operators):
         return TensorValue(self.__jax_array__().astype(dtype))
 
     def reshape(self, shape: Iterable[Any], *more: Any, **options: Any) -> Any:
-        """In another shape of as many elements; one size may be -1."""
+        """In another shape of as many elements; one size may be -1.
+
+        Raises:
+            ValueError: The number of elements differs.
+        """
         array = self.__jax_array__()
         sizes = (
             shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape, *more)
         )
-        return self._result(array.reshape(to_sizes(sizes, array.shape), **options))
+        try:
+            return self._result(array.reshape(to_sizes(sizes, array.shape), **options))
+        except TypeError as error:
+            raise ValueError(f"reshape of {_shown(array)} to {tuple(sizes)}: {error}") from error
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
-        """With its axes in another order."""
+        """With its axes in another order.
+
+        Raises:
+            IndexError: There is no such axis.
+            ValueError: An axis is left out or named twice.
+        """
+        rank = self.rank
+        if any(not -rank <= axis < rank for axis in dims):
+            raise IndexError(f"permute({list(dims)}) of a tensor with {rank} axes")
+        if sorted(axis % rank for axis in dims) != list(range(rank)):
+            raise ValueError(f"permute({list(dims)}) must name each of the {rank} axes once")
         return TensorValue(jnp.transpose(self.__jax_array__(), tuple(dims)))
 
     def transpose(self, first: int, second: int) -> TensorValue:
@@ -235,8 +257,11 @@ class TensorValue(Operators):
         """Without an axis of length 1.
 
         Raises:
+            IndexError: There is no such axis.
             ValueError: The axis is longer.
         """
+        if not -self.rank <= axis < self.rank:
+            raise IndexError(f"squeeze({axis}) of a tensor with {self.rank} axes")
         return TensorValue(jnp.squeeze(self.__jax_array__(), axis))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> TensorValue:
@@ -376,18 +401,25 @@ class TensorValue(Operators):
 def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     x = a._array if type(a) is TensorValue else a
     y = b._array if type(b) is TensorValue else b
-    if (
-        isinstance(x, jax.Array)
-        and isinstance(y, jax.Array)
-        and x.dtype == y.dtype
-        and x.ndim == y.ndim
-    ):
-        return _around(function(x, y))  # the usual case, and it counts in eager code
-    if not (_operand(a) and _operand(b)):
-        return NotImplemented
-    if wraps(a, b):
-        return TensorValue(function(*unify(x, y)))
+    try:
+        if _alike(x, y):
+            return _around(function(x, y))  # the usual case, and it counts in eager code
+        if not (_operand(a) and _operand(b)):
+            return NotImplemented
+        if wraps(a, b):
+            return TensorValue(function(*unify(x, y)))
+    except TypeError as error:
+        raise ValueError(f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}") from error
     return function(unwrap(a), unwrap(b))  # Weights and arrays meet by JAX's own rules
+
+
+def _alike(x: Any, y: Any) -> bool:
+    arrays = isinstance(x, jax.Array) and isinstance(y, jax.Array)
+    return arrays and x.dtype == y.dtype and x.ndim == y.ndim
+
+
+def _shown(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
 def _matmul(a: Any, b: Any) -> Any:

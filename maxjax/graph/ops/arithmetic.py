@@ -136,5 +136,5 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     shapes = [condition.shape, *(v.shape for v in (x, y) if hasattr(v, "shape"))]
     x, y = meet(x, y)
     check_broadcast(*shapes)
-    condition, x, y = same_rank(condition, x, y)
+    condition, x, y = same_rank(condition, array(x), array(y))
     return jnp.where(condition, x, y)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..symbolic import to_sizes
-from .lift import array, floating, lift, wide
+from .lift import array, floating, lift, rounded, wide
 
 
 class InterpolationMode(enum.Enum):
@@ -126,7 +126,7 @@ def resize_linear(
         return _mixed(x, axis, [(low, 1 - (place - low)), (low + 1, place - low)])
 
     x = floating(input, "resize_linear")
-    return _resized(wide(x), size, along, "resize_linear").astype(x.dtype)
+    return rounded(_resized(wide(x), size, along, "resize_linear"), x.dtype)
 
 
 @lift
@@ -146,7 +146,7 @@ def resize_bicubic(input: Any, size: Iterable[Any]) -> Any:
         return _mixed(x, axis, [(low + k, _cubic(np.abs(place - low - k))) for k in (-1, 0, 1, 2)])
 
     x = floating(input, "resize_bicubic")
-    return _resized(wide(x), size, along, "resize_bicubic").astype(x.dtype)
+    return rounded(_resized(wide(x), size, along, "resize_bicubic"), x.dtype)
 
 
 def _cubic(distance: np.ndarray, a: float = -0.75) -> np.ndarray:

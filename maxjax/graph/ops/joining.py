@@ -209,7 +209,7 @@ def pad(
     widths = list(zip(numbers[::2], numbers[1::2], strict=True))
     if mode != "constant":
         return jnp.pad(x, widths, mode)
-    fill = meet(x, value)[1].astype(x.dtype).reshape(())
+    fill = jnp.asarray(meet(x, value)[1], x.dtype).reshape(())
     return jax.lax.pad(x, fill, [(before, after, 0) for before, after in widths])
 
 

@@ -98,7 +98,7 @@ def floating(x: Any, op: str) -> jax.Array:
     if isinstance(x, (int, float)):
         return jnp.asarray(float(x))
     x = array(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+    if not _is_float(x.dtype):
         raise ValueError(f"{op} takes a tensor of floats, not of {x.dtype}; cast it first")
     return x
 
@@ -129,37 +129,43 @@ def integers(x: Any, op: str) -> jax.Array:
     return x
 
 
-def meet(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
-    """Two operands of one dtype and of shapes that broadcast; numbers take the other's dtype.
+def meet(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two operands of one dtype and of shapes that broadcast; a number that fits stays a number.
 
     Raises:
-        ValueError: An integer tensor meets a float, or the shapes do not broadcast.
+        ValueError: An integer tensor meets a float, a number does not fit in the other's
+            dtype, or the shapes do not broadcast.
     """
-    shapes = [x.shape for x in (a, b) if hasattr(x, "shape")]
+    if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        if a.dtype == b.dtype and a.shape == b.shape:
+            return a, b
+        check_broadcast(a.shape, b.shape)
     a, b = unify(a, b)
-    if not hasattr(a, "dtype"):
-        a = number(a, getattr(b, "dtype", None))
     if not hasattr(b, "dtype"):
-        b = number(b, a.dtype)
-    check_broadcast(*shapes)
+        b = _number(b, getattr(a, "dtype", None))
+    elif not hasattr(a, "dtype"):
+        a = _number(a, b.dtype)
     return a, b
 
 
-def number(x: Any, dtype: Any) -> jax.Array:
-    """A Python number in a dtype.
+def _number(x: Any, dtype: Any) -> Any:
+    """A Python number that meets a tensor of some dtype.
 
-    Raises:
-        ValueError: It does not fit: too large, or a fraction for an integer dtype.
+    JAX lets it take the tensor's dtype, but would wrap one that is too large, and make
+    integers of booleans.
     """
-    whole = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)
-    try:
-        if whole and isinstance(x, float):
-            raise OverflowError
-        return jnp.asarray(x, dtype)
-    except OverflowError as error:
-        raise ValueError(
-            f"unsafe cast: {x!r} does not fit in {dtype}; cast the tensor first"
-        ) from error
+    if dtype is None or _is_float(dtype):
+        return x
+    boolean = dtype == jnp.bool_
+    low, high = (0, 1) if boolean else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    if not low <= x <= high:
+        raise ValueError(f"unsafe cast: {x!r} does not fit in {dtype}; cast the tensor first")
+    return jnp.asarray(bool(x)) if boolean else x
+
+
+@functools.cache
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def check_broadcast(*shapes: tuple[Any, ...]) -> None:
@@ -199,8 +205,12 @@ def axis_of(axis: int, rank: int, op: str, error: type[Exception] = ValueError) 
 
 def wide(x: jax.Array) -> jax.Array:
     """16-bit and narrower floats as float32: what several steps compute is rounded once."""
-    narrow = x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(jnp.float32) if narrow else x
+    return x.astype(jnp.float32) if narrow(x.dtype) else x
+
+
+def narrow(dtype: Any) -> bool:
+    """Whether it is a float of 16 bits or less."""
+    return dtype.itemsize < 4 and _is_float(dtype)
 
 
 def rounded(y: jax.Array, dtype: Any) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...dtype import DType, promote
 from ..value import same_rank
 from ..weight import WeightTranspose
-from .lift import array, axis_of, check_broadcast, floating, lift, meet, same
+from .lift import array, axis_of, check_broadcast, floating, lift, meet, narrow, same
 
 
 def matmul(lhs: Any, rhs: Any) -> Any:
@@ -48,21 +48,21 @@ def _after(x: Any, function: Callable[[jax.Array], Any]) -> Any:
 @lift
 def _matmul(lhs: Any, rhs: Any) -> Any:
     a, b = array(lhs), array(rhs)
-    dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
     if not (a.ndim and b.ndim and same(a.shape[-1], b.shape[-min(b.ndim, 2)])):
-        raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not fit: the last axis on the left "
-                         "must be as long as the last but one on the right")  # fmt: skip
-    if min(a.ndim, b.ndim) >= 2:
-        a, b = same_rank(a, b)
+        raise ValueError(
+            f"matmul: shapes {a.shape} and {b.shape} do not fit: the last axis on the left "
+            "must be as long as the last but one on the right"
+        )
+    if a.dtype != b.dtype:
+        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
+        a, b = a.astype(dtype), b.astype(dtype)
+    if a.ndim > 2 or b.ndim > 2:
         check_broadcast(a.shape[:-2], b.shape[:-2])
-    return jnp.matmul(
-        a.astype(dtype), b.astype(dtype), preferred_element_type=_accumulator(dtype)
-    ).astype(dtype)
-
-
-def _accumulator(dtype: Any) -> Any:
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.float32 if narrow else dtype
+        if min(a.ndim, b.ndim) >= 2:
+            a, b = same_rank(a, b)
+    if not narrow(a.dtype):
+        return jnp.matmul(a, b)
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
 
 
 @lift

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, floating, lift, same, wide
+from .lift import array, floating, lift, rounded, same, wide
 
 
 @lift
@@ -33,7 +33,7 @@ def layer_norm(input: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
     x = floating(input, "layer_norm")
     scale, shift = (_row(w, x, name) for w, name in ((gamma, "gamma"), (beta, "beta")))
     y = _standardised(wide(x), -1, epsilon)
-    return (y * scale.astype(y.dtype) + shift.astype(y.dtype)).astype(x.dtype)
+    return rounded(y * rounded(scale, y.dtype) + rounded(shift, y.dtype), x.dtype)
 
 
 @lift
@@ -59,8 +59,8 @@ def rms_norm(
     y = wide(x)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
     if not multiply_before_cast:
-        y = y.astype(x.dtype)
-    return (y * (scale.astype(y.dtype) + weight_offset)).astype(x.dtype)
+        y = rounded(y, x.dtype)
+    return rounded(y * (rounded(scale, y.dtype) + weight_offset), x.dtype)
 
 
 @lift
@@ -93,7 +93,7 @@ def group_norm(input: Any, gamma: Any, beta: Any, num_groups: int, epsilon: floa
         (x.shape[0], num_groups, channels // num_groups * math.prod(x.shape[2:]))
     )
     y = _standardised(grouped, -1, epsilon).reshape(x.shape)
-    return (y * weights[0].astype(y.dtype) + weights[1].astype(y.dtype)).astype(x.dtype)
+    return rounded(y * rounded(weights[0], y.dtype) + rounded(weights[1], y.dtype), x.dtype)
 
 
 def _standardised(x: jax.Array, axis: int, epsilon: float) -> jax.Array:

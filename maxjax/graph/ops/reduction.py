@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, axis_of, floating, lift, meet, wide
+from .lift import array, axis_of, floating, lift, meet, rounded, wide
 
 
 @lift
@@ -130,14 +130,14 @@ def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = Fals
 def softmax(value: Any, axis: int = -1) -> Any:
     """``exp(x) / Σ exp(x)`` along an axis; of 16-bit floats computed in float32."""
     x = floating(value, "softmax")
-    return jax.nn.softmax(wide(x), axis_of(axis, x.ndim, "softmax")).astype(x.dtype)
+    return rounded(jax.nn.softmax(wide(x), axis_of(axis, x.ndim, "softmax")), x.dtype)
 
 
 @lift
 def logsoftmax(value: Any, axis: int = -1) -> Any:
     """``log(softmax(x))`` along an axis; of 16-bit floats computed in float32."""
     x = floating(value, "logsoftmax")
-    return jax.nn.log_softmax(wide(x), axis_of(axis, x.ndim, "logsoftmax")).astype(x.dtype)
+    return rounded(jax.nn.log_softmax(wide(x), axis_of(axis, x.ndim, "logsoftmax")), x.dtype)
 
 
 def _numbers(x: Any, axis: int, op: str) -> tuple[jax.Array, int]:

@@ -120,3 +120,12 @@ def test_what_comes_out_is_what_went_in():
     assert not isinstance(ops.add(1, 2), TensorValue)
     assert isinstance(ops.add(lhs=A, rhs=TensorValue(jnp.asarray(B))), TensorValue)
     np.testing.assert_array_equal(ops.mul(TensorValue(jnp.asarray(A)), w.shape[1]), A * 3)
+
+
+def test_numbers_that_do_not_fit():
+    for args in ((INTS.astype(np.int8), 300), (-200, INTS.astype(np.int8)), (INTS > 0, 2)):
+        with pytest.raises(ValueError, match="unsafe cast: -?[0-9]+ does not fit in"):
+            ops.add(*args)
+    assert ops.add(INTS.astype(np.int8), 100).dtype == np.int8
+    assert ops.equal(INTS > 0, 1).dtype == bool
+    assert ops.mul(A, 1).dtype == np.float32
