@@ -29,7 +29,7 @@ FLOORS: list[list[str]] = [
     # 2 kernels: arithmetic on values
     ["kernels/"],
     # 3 graph: what a weight is and where it lives
-    files("graph/", "mesh sharding symbolic tensor_type operators value weight")
+    files("graph/", "mesh sharding symbolic tensor_type operators value transpose weight")
     + ["graph/weights/"]
     + files("graph/", "subgraph graph")
     + ["graph/ops/"]

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import jax
+
 from ...graph.weight import EPOCH, LEAF_CACHES, Weight
 from .hooks import token
 
@@ -205,3 +207,21 @@ def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
         module.__dict__.update({attr: by_local[local] for attr, local, _, _ in own})
     modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, weights)
     return modules[0]
+
+
+def flatten(module: Any) -> tuple[tuple[Any, ...], Definition]:
+    # The dispatch path of every jitted call: two look-ups when nothing has changed. The
+    # leaves are read before the count: another thread counts first, then lets them go.
+    cache = module._mx_cache
+    if cache is None or cache.structure != EPOCH.structure:
+        cache = vars(module)["_mx_cache"] = define(module)
+    leaves = cache.leaves
+    if cache.values != EPOCH.values:
+        leaves = cache.refresh()
+    return leaves, cache.definition
+
+
+def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Definition]:
+    leaves, definition = flatten(module)
+    keys = map(jax.tree_util.GetAttrKey, definition.names)
+    return list(zip(keys, leaves, strict=True)), definition

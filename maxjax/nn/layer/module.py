@@ -7,8 +7,6 @@ that changes while it runs: caches and random keys are arguments and results.
 
 from __future__ import annotations
 
-import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,33 +15,18 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
-from ...graph import weight as weight_module
 from ...graph.device import DeviceRef
 from ...graph.graph import Graph
 from ...graph.program import Model
-from ...graph.subgraph import LOOKUPS, Subgraph
+from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
-from ...graph.weight import EPOCH, Weight, structure_changed
-from . import hooks
-from .definition import Cache, Definition, Walk, define, rebuild
+from ...graph.weight import Weight, structure_changed
+from . import hooks, running
+from .definition import Cache, Definition, Walk, flatten, flatten_with_keys, rebuild
 from .hooks import Layer
 from .state import StateDict
 from .static import freeze
-
-
-class _Running(threading.local):
-    """The Modules whose ``__call__`` is running in this thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.stack: list[Module] = []
-        self.traced = False
-        self.names: dict[int, str] | None = None
-
-
-_RUNNING = _Running()
-_WARNED: set[tuple[str, type]] = set()
 
 
 class Module(Layer, StateDict, ABC):
@@ -101,13 +84,13 @@ class Module(Layer, StateDict, ABC):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, rebuild, _flatten)
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, rebuild, flatten)
 
     @classmethod
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def wrapped(self: Module, *args: Any, **kwargs: Any) -> Any:
-            outputs = _run(self, call, args, kwargs)
+            outputs = running.run(self, call, args, kwargs)
             return hooks.dispatch(self, call, args, kwargs, outputs) if hooks._HOOKS else outputs
 
         return wrapped
@@ -139,8 +122,8 @@ class Module(Layer, StateDict, ABC):
                 return
             self._forget(name)
             self._mx_statics[name] = key
-        if any(module is self for module in _RUNNING.stack):
-            _warn_once(
+        if any(module is self for module in running.RUNNING.stack):
+            running.warn_once(
                 "static",
                 self,
                 f"{type(self).__name__}.{name} is assigned while the module runs: under jax.jit "
@@ -322,7 +305,7 @@ class Module(Layer, StateDict, ABC):
         definition, weights = self._mx_definition()
         slots: list[str | Weight] = []
         for weight in weights:
-            full = _running_name(weight) or weight.name
+            full = running.running_name(weight) or weight.name
             local = bool(weight_prefix) and full.startswith(weight_prefix)
             slots.append(full.removeprefix(weight_prefix) if local else weight)
         treedef = jax.tree.structure(self)
@@ -331,7 +314,7 @@ class Module(Layer, StateDict, ABC):
     # -- pytree, copies, text
 
     def _mx_definition(self) -> tuple[Definition, tuple[Weight, ...]]:
-        _, definition = _flatten(self)
+        _, definition = flatten(self)
         assert self._mx_cache is not None
         return definition, self._mx_cache.weights
 
@@ -351,24 +334,6 @@ class Module(Layer, StateDict, ABC):
         return f"{type(self).__name__}({len(self._mx_children)} layers, {len(self._mx_weights)} weights)"
 
 
-def _flatten(module: Module) -> tuple[tuple[Any, ...], Definition]:
-    # The dispatch path of every jitted call: two look-ups when nothing has changed. The
-    # leaves are read before the count: another thread counts first, then lets them go.
-    cache = module._mx_cache
-    if cache is None or cache.structure != EPOCH.structure:
-        cache = vars(module)["_mx_cache"] = define(module)
-    leaves = cache.leaves
-    if cache.values != EPOCH.values:
-        leaves = cache.refresh()
-    return leaves, cache.definition
-
-
-def _flatten_with_keys(module: Module) -> tuple[list[tuple[Any, Any]], Definition]:
-    leaves, definition = _flatten(module)
-    keys = map(jax.tree_util.GetAttrKey, definition.names)
-    return list(zip(keys, leaves, strict=True)), definition
-
-
 def _sharding(device: Any) -> jax.sharding.Sharding:
     if isinstance(device, jax.sharding.Sharding):
         return device
@@ -379,104 +344,6 @@ def _sharding(device: Any) -> jax.sharding.Sharding:
             f"Module.to() takes a DeviceRef, a jax.Device or a jax Sharding, not {type(device).__name__}"
         )
     return jax.sharding.SingleDeviceSharding(device)
-
-
-# -- running
-
-
-def _run(module: Module, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Calls with the module on the stack, and under its name in profiles when traced."""
-    running = _RUNNING
-    outermost = not running.stack
-    if outermost:
-        running.traced, running.names = _is_traced(module, args, kwargs), None
-        if running.traced:
-            _warn_if_captured(module)
-    scope = _scope_name(module) if running.traced and not outermost else None
-    running.stack.append(module)
-    try:
-        if scope is None:
-            return call(module, *args, **kwargs)
-        with jax.named_scope(scope):
-            return call(module, *args, **kwargs)
-    finally:
-        running.stack.pop()
-
-
-def _is_traced(module: Module, args: tuple, kwargs: dict) -> bool:
-    if any(isinstance(leaf, Tracer) for leaf in _flatten(module)[0]):
-        return True
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-
-
-def _names() -> dict[int, str]:
-    """id(Module) → prefix, for what is below the outermost running Module."""
-    if _RUNNING.names is None:
-        walk = Walk(_RUNNING.stack[0])
-        _RUNNING.names = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
-    return _RUNNING.names
-
-
-def _scope_name(module: Module) -> str | None:
-    caller = _RUNNING.stack[-1]
-    if module is caller:  # super().__call__()
-        return None
-    names = _names()
-    name = names.get(id(module))
-    if not name:
-        return type(module).__name__
-    return name.removeprefix(names.get(id(caller), "")).rstrip(".") or None
-
-
-def _running_name(weight: Weight) -> str | None:
-    if not _RUNNING.stack:
-        return None
-    for name, _, other, _ in Walk(_RUNNING.stack[0]).places:
-        if other is weight:
-            return name
-    return None
-
-
-weight_module.running_name = _running_name
-
-
-def _running_weights(names: list[str], templates: list[Weight]) -> list[Weight] | None:
-    """The Weights of these names below the innermost running Module that has them all."""
-    for module in reversed(_RUNNING.stack):
-        known = {name: weight for name, _, weight, _ in Walk(module).places}
-        if all(name in known for name in names):
-            return [known[name] for name in names]
-    return None
-
-
-LOOKUPS.insert(0, _running_weights)
-
-
-def _warn_if_captured(module: Module) -> None:
-    """Weights that are constants of a traced program go stale without a word."""
-    leaves = _flatten(module)[0]
-    if Graph.is_writing():
-        return  # there they are arguments of the program
-    if ("captured", type(module)) in _WARNED or any(isinstance(leaf, Tracer) for leaf in leaves):
-        return
-    if not any(isinstance(leaf, jax.Array) for leaf in leaves):
-        return
-    # Under jit even a new constant is a tracer; under an eager vmap or grad it is not.
-    if isinstance(jax.numpy.zeros(()), Tracer):
-        name = type(module).__name__
-        _warn_once(
-            "captured",
-            module,
-            f"{name} runs inside jax.jit with weights that are not arguments: they become constants of "
-            f"the compiled program, which will not see later changes. Write "
-            f"jax.jit(lambda m, x: m(x))(model, x)",
-        )
-
-
-def _warn_once(kind: str, module: Module, message: str) -> None:
-    if (kind, type(module)) not in _WARNED:
-        _WARNED.add((kind, type(module)))
-        warnings.warn(message, stacklevel=4)
 
 
 def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[str, Module]]:

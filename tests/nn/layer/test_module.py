@@ -17,6 +17,7 @@ import pytest
 from maxjax.graph import DeviceRef, Weight
 from maxjax.nn import LayerList, Module
 from maxjax.nn.layer import module as module_file
+from maxjax.nn.layer import running
 
 CPU = DeviceRef.CPU()
 
@@ -523,4 +524,4 @@ def test_errors_name_weights_from_the_outermost_module():
                 return self.blk(x)
 
         Net()(jnp.ones(3))
-    assert not module_file._RUNNING.stack
+    assert not running.RUNNING.stack

@@ -1,0 +1,89 @@
+"""Floor 3. WeightTranspose: what ``w.T`` is, so that ``x @ w.T`` reaches ``kernels.matmul``.
+
+Below: kernels, TensorValue. Above: Weight, which makes these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import kernels
+from ..dtype import DType
+from .shape import Shape
+from .value import TensorValue, wraps
+
+
+class WeightTranspose:
+    """``w.T``: operators, and no ``__jax_array__``.
+
+    Only an operand JAX does not know makes it hand ``x @ w.T`` to ``__rmatmul__``, in
+    eager code and in every transformation. For the same reason ``jnp.dot(x, w.T)``
+    raises TypeError: :meth:`array` gives the transposed array for such places.
+    """
+
+    __array_ufunc__ = None
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Any):
+        self._weight = weight
+
+    def array(self) -> jax.Array:
+        """The transposed array (all axes reversed)."""
+        return self._weight.__jax_array__().T
+
+    @property
+    def T(self) -> Any:
+        """The Weight itself."""
+        return self._weight
+
+    @property
+    def shape(self) -> Shape:
+        """The reversed shape."""
+        return Shape(list(self._weight.shape)[::-1])
+
+    @property
+    def dtype(self) -> DType:
+        """The weight's element type."""
+        return self._weight.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._weight.ndim
+
+    def __rmatmul__(self, x: Any) -> Any:
+        array = x.__jax_array__() if isinstance(x, TensorValue) else jnp.asarray(x)
+        if self._weight.ndim != 2 or array.ndim < 1:
+            y = array @ self.array()
+        else:
+            y = kernels.matmul(array, self._weight)
+        return TensorValue(y) if wraps(x) else y
+
+    def __repr__(self) -> str:
+        return f"{self._weight!r}.T"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array(), dtype=dtype)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: WeightTranspose, *args: Any) -> Any:
+        args = tuple(a.array() if isinstance(a, WeightTranspose) else a for a in args)
+        return getattr(self.array(), name)(*args)
+
+    method.__name__ = name
+    return method
+
+
+# Anything but a product from the left is plain work on the transposed array.
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv",
+              "mod", "rmod", "pow", "rpow", "matmul", "lt", "le", "gt", "ge", "neg", "pos", "abs",
+              "getitem"):  # fmt: skip
+    setattr(WeightTranspose, f"__{_name}__", _forward(f"__{_name}__"))
+for _name in ("astype", "reshape", "sum", "mean"):
+    setattr(WeightTranspose, _name, _forward(_name))
