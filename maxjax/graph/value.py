@@ -414,8 +414,12 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 
 
 def _alike(x: Any, y: Any) -> bool:
-    arrays = isinstance(x, jax.Array) and isinstance(y, jax.Array)
-    return arrays and x.dtype == y.dtype and x.ndim == y.ndim
+    """Whether JAX alone treats the two as MAX would: arrays of one dtype and rank, or a float array and a number."""
+    if not isinstance(x, jax.Array):
+        return type(x) in (int, float) and isinstance(y, jax.Array) and y.dtype.kind == "f"
+    if not isinstance(y, jax.Array):
+        return type(y) in (int, float) and x.dtype.kind == "f"
+    return x.dtype == y.dtype and x.ndim == y.ndim
 
 
 def _shown(x: Any) -> str:
