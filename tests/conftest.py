@@ -20,14 +20,6 @@ def _on_gpu(config: pytest.Config) -> bool:
     return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Runs the whole suite in two processes where pytest-xdist is there; parts of it in one."""
-    whole = config.args == config.getini("testpaths") and not _on_gpu(config)
-    if whole and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
-        config.option.numprocesses = 2
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the backend before anything starts it; child processes inherit the choice."""
     if _on_gpu(config):
