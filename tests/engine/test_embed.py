@@ -65,6 +65,7 @@ def test_the_recorded_texts(loaded, golden):
     assert np.abs(embed(*loaded, texts) - expected).max() <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype, least", [("float32", 0.9999), ("bfloat16", 0.9995)])
 def test_bfloat16(narrow, golden, reduce_dtype, least):
     texts, _, expected = golden
@@ -86,6 +87,7 @@ def test_truncation_as_torch_has_it(minilm, loaded):
 # --- what holds whatever the model is -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_neither_batches_nor_neighbours_matter(loaded):
     texts = sentences(40, longest=60)
     together = embed(*loaded, texts)

@@ -57,6 +57,7 @@ def test_jnp_functions_of_one_array(name):
     _same(fn(loaded(array), *extra), fn(jnp.asarray(array), *extra))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("name", [n for n in TWO if hasattr(jnp, n)])
 def test_jnp_functions_of_two_arrays(name, side):

@@ -88,6 +88,7 @@ def test_states_and_pooler(tmp_path, name, shape):
     same(model(ids).last_hidden_state, from_torch(oracle, ids).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(tmp_path):
     oracle, model = pair(tmp_path)
     ids, mask, types = inputs(4, 11)
@@ -154,6 +155,7 @@ def test_names_and_shapes_are_those_of_the_checkpoint(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_torch(tmp_path):
     oracle, model = pair(tmp_path)
     ids, mask, types = inputs(2, 7)
@@ -175,6 +177,7 @@ def test_gradients_are_those_of_torch(tmp_path):
     assert checked == len(found) - 2  # all but the pooler's
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_eval_shape(tmp_path):
     _, model = pair(tmp_path)
     ids, mask, types = inputs(3, 7)
@@ -190,6 +193,7 @@ def test_jit_vmap_and_eval_shape(tmp_path):
     assert jax.tree.structure(lazy) == jax.tree.structure(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, least", [("bfloat16", 0.999), ("float16", 0.99999)])
 @pytest.mark.parametrize("reduce_dtype", ["float32", None])
 def test_sixteen_bits(tmp_path, dtype, least, reduce_dtype):

@@ -181,6 +181,7 @@ def causal(length):
     return np.tril(np.ones((length, length), bool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"has_bias": True}, {"num_key_value_heads": 4}])
 def test_causal_and_everywhere(options):
     layer, w = layer_of(**options)

@@ -46,6 +46,7 @@ def test_moe(num_experts, k, shared):
     np.testing.assert_allclose(y, in_float64(x, w, num_experts, k, shared), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_runs_everywhere():
     layer, w = make(3, 2)
     x = random(2, 5, 6)
@@ -71,6 +72,7 @@ class Doubled(nn.MLP):
         return 2.0 * super().__call__(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3])
 def test_any_expert_will_do(k):
     layer, w = make(4, k)
@@ -82,6 +84,7 @@ def test_any_expert_will_do(k):
     np.testing.assert_allclose(other(jnp.asarray(x)), 2 * layer(jnp.asarray(x)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sorted_and_one_by_one_have_the_same_gradients():
     layer, _ = make(4, 2)
     other, _ = make(4, 2, mlp_cls=type("Other", (nn.MLP,), {}))

@@ -81,7 +81,36 @@ def _scatter(input: Any, updates: Any, indices: Any, axis: int, op: str, how: st
         raise ValueError(f"{op}: updates {new.shape} and indices {places.shape} must have one shape, "
                          f"of as many axes as {x.shape}")  # fmt: skip
     grid = [places if i == axis else _iota(places.shape, i, places.dtype) for i in range(x.ndim)]
-    return getattr(x.at[tuple(grid)], how)(new)
+    return _update(x, tuple(grid), new, how)
+
+
+def _update(x: jax.Array, at: tuple[jax.Array, ...], new: jax.Array, how: str) -> jax.Array:
+    if how == "mul" and jnp.issubdtype(x.dtype, jnp.inexact):
+        return _multiply(x, at, new)
+    return getattr(x.at[at], how)(new)
+
+
+@jax.custom_jvp
+def _multiply(x: jax.Array, at: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
+    """``x`` times the updates; JAX's own has no derivative where two updates meet in one place."""
+    return x.at[at].mul(new)
+
+
+@_multiply.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (x, at, new), (dx, _, dnew) = primals, tangents
+    ones, zeros = jnp.ones_like(x), jnp.zeros_like(x)
+
+    def there(a: jax.Array) -> jax.Array:
+        return a.at[at].get(mode="clip")  # what is read outside meets a cotangent of 0
+
+    is_zero = new == 0
+    count = there(zeros.at[at].add(is_zero.astype(x.dtype)))
+    product = there(ones.at[at].mul(jnp.where(is_zero, 1, new)))
+    # The product of the others at an update's place: without dividing by an update of zero.
+    others = jnp.where(count == is_zero.astype(x.dtype), product / jnp.where(is_zero, 1, new), 0)
+    slope = dx * ones.at[at].mul(new)
+    return x.at[at].mul(new), slope.at[at].add(dnew * others * there(x))
 
 
 @lift
@@ -142,7 +171,7 @@ def _scatter_nd(input: Any, updates: Any, indices: Any, op: str, how: str) -> ja
     ):
         raise ValueError(f"{op}: updates {new.shape} at indices {places.shape} of a tensor {x.shape}: "
                          f"the updates must have shape {wanted}")  # fmt: skip
-    return getattr(x.at[tuple(_along_last(places))], how)(new)
+    return _update(x, tuple(_along_last(places)), new, how)
 
 
 @lift

@@ -17,8 +17,22 @@ from jax.core import Tracer
 from ...graph import weight as weight_module
 from ...graph.graph import Graph
 from ...graph.subgraph import LOOKUPS
-from ...graph.weight import Weight
+from ...graph.weight import EPOCH, Weight
 from .definition import Walk, flatten
+
+
+class _Names:
+    """One walk below a Module, for looking things up: a trace asks once per weight and call."""
+
+    def __init__(self, root: Any):
+        # The root is held so that its id stays its own.
+        self.root, self.structure = root, EPOCH.structure
+        walk = Walk(root)
+        self.prefixes = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
+        self.weights = {name: weight for name, _, weight, _ in walk.places}
+        self.names: dict[int, str] = {}
+        for name, _, weight, _ in walk.places:
+            self.names.setdefault(id(weight), name)
 
 
 class _Running(threading.local):
@@ -27,7 +41,14 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.traced = False
-        self.names: dict[int, str] | None = None
+        self.names: dict[int, _Names] = {}
+
+    def names_below(self, module: Any) -> _Names:
+        """The names below a Module on the stack; made anew when a structure has changed."""
+        known = self.names.get(id(module))
+        if known is None or known.structure != EPOCH.structure:
+            known = self.names[id(module)] = _Names(module)
+        return known
 
 
 RUNNING = _Running()
@@ -39,7 +60,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
     running = RUNNING
     outermost = not running.stack
     if outermost:
-        running.traced, running.names = _is_traced(module, args, kwargs), None
+        running.traced = _is_traced(module, args, kwargs)
         if running.traced:
             _warn_if_captured(module)
     scope = _scope_name(module) if running.traced and not outermost else None
@@ -51,6 +72,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
             return call(module, *args, **kwargs)
     finally:
         running.stack.pop()
+        if outermost and running.names:
+            running.names.clear()  # it keeps Modules alive
 
 
 def _is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
@@ -59,32 +82,21 @@ def _is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
 
 
-def _names() -> dict[int, str]:
-    """id(Module) → prefix, for what is below the outermost running Module."""
-    if RUNNING.names is None:
-        walk = Walk(RUNNING.stack[0])
-        RUNNING.names = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
-    return RUNNING.names
-
-
 def _scope_name(module: Any) -> str | None:
     caller = RUNNING.stack[-1]
     if module is caller:  # super().__call__()
         return None
-    names = _names()
-    name = names.get(id(module))
+    prefixes = RUNNING.names_below(RUNNING.stack[0]).prefixes
+    name = prefixes.get(id(module))
     if not name:
         return type(module).__name__
-    return name.removeprefix(names.get(id(caller), "")).rstrip(".") or None
+    return name.removeprefix(prefixes.get(id(caller), "")).rstrip(".") or None
 
 
 def running_name(weight: Weight) -> str | None:
     if not RUNNING.stack:
         return None
-    for name, _, other, _ in Walk(RUNNING.stack[0]).places:
-        if other is weight:
-            return name
-    return None
+    return RUNNING.names_below(RUNNING.stack[0]).names.get(id(weight))
 
 
 weight_module.running_name = running_name
@@ -93,7 +105,7 @@ weight_module.running_name = running_name
 def running_weights(names: list[str], templates: list[Weight]) -> list[Weight] | None:
     """The Weights of these names below the innermost running Module that has them all."""
     for module in reversed(RUNNING.stack):
-        known = {name: weight for name, _, weight, _ in Walk(module).places}
+        known = RUNNING.names_below(module).weights
         if all(name in known for name in names):
             return [known[name] for name in names]
     return None

@@ -160,14 +160,14 @@ class _Match:
             other_names.setdefault(name, []).append(alias)
         for name in weights:
             given = [
-                key for key in (name, *other_names.get(name, ())) if _get(source, key) is not None
+                key for key in (name, *other_names.get(name, ())) if source.get(key) is not None
             ]
             used.update(given)
             if not given:
                 continue
-            self.values[name] = _get(source, given[0])
+            self.values[name] = source.get(given[0])
             for other in given[1:]:
-                if not same_content(self.values[name], _get(source, other)):
+                if not same_content(self.values[name], source.get(other)):
                     self.problems.append(
                         f"'{given[0]}' and '{other}' are one tied weight, but their values differ"
                     )
@@ -194,10 +194,6 @@ class _Match:
                 return [f"For '{name}', did you mean '{like}'?"]
         like = closest(missing[0], self.keys)
         return [f"For '{missing[0]}', did you mean '{like}'?"] if like else []
-
-
-def _get(source: Mapping[str, Any], key: str) -> Any:
-    return source.get(key)
 
 
 def _error(problems: list[str], state_dict: Any) -> ValueError:

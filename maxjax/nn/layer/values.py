@@ -91,15 +91,11 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
         dtype = _dtype_of(value)
     except (TypeError, ValueError, KeyError):
         return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
-    shape = tuple(np.shape(value)) if isinstance(value, np.ndarray) else tuple(_shape_of(value))
-    problems = [p for p in (_shape_problem(shape, weight._dims),) if p]
-    if problems and dtype is not weight._dtype:
-        return (
-            f"Value provided to weight '{name}' had different {problems[0]} and "
-            f"dtype (expected={weight._dtype}, actual={dtype})."
-        )
-    if problems:
-        return f"Value provided to weight '{name}' had different {problems[0]}."
+    problem = _shape_problem(tuple(_shape_of(value)), weight._dims)
+    if problem and dtype is not weight._dtype:
+        problem += f" and dtype (expected={weight._dtype}, actual={dtype})"
+    if problem:
+        return f"Value provided to weight '{name}' had different {problem}."
     return _new(name, weight, value, weight._dims)
 
 

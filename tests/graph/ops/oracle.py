@@ -81,6 +81,41 @@ def _check_gradients(op, tensors, outputs, plain, want, rtol, atol):
         )
 
 
-def check_numpy(op, oracle, *arrays, **options):
-    """As `check`, against a NumPy function and without gradients."""
+def check_numpy(op, oracle, *arrays, grad=True, **options):
+    """As `check`, against a NumPy function.
+
+    The gradient is compared with a central difference of the oracle in float64 along a random
+    direction; `grad=False` where the op has none, or the values lie on a jump.
+    """
     check(op, lambda *ts: oracle(*(t.numpy() for t in ts)), *arrays, grad=False, **options)
+    if grad:
+        _check_slope(op, oracle, arrays)
+
+
+def _check_slope(op, oracle, arrays, step=1e-6):
+    arrays = [np.asarray(a) for a in arrays]
+    floats = [i for i, a in enumerate(arrays) if a.dtype == np.float32]
+    outputs = [np.asarray(o) for o in listed(oracle(*arrays))]
+    pairs = [i for i, o in enumerate(outputs) if np.issubdtype(o.dtype, np.floating)]
+    if not floats or not pairs:
+        return  # integers and truth values have no slope
+    factors = {i: normal(*outputs[i].shape, seed=7 + i) for i in pairs}
+    directions = {i: normal(*arrays[i].shape, seed=70 + i) for i in floats}
+
+    def moved(by):
+        wide = [
+            a.astype(np.float64) + by * directions[i] if i in directions else a
+            for i, a in enumerate(arrays)
+        ]
+        results = listed(oracle(*wide))
+        return sum(np.sum(np.float64(results[i]) * factors[i]) for i in pairs)
+
+    def our_loss(values):
+        args = [values.get(i, a) for i, a in enumerate(arrays)]
+        results = listed(op(*args))
+        return sum(jnp.sum(results[i] * factors[i]) for i in pairs)
+
+    slopes = jax.jit(jax.grad(our_loss))({i: jnp.asarray(arrays[i]) for i in floats})
+    got = sum(np.sum(np.float64(slopes[i]) * directions[i]) for i in floats)
+    want = (moved(step) - moved(-step)) / (2 * step)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)

@@ -79,8 +79,26 @@ def test_scatter_with_what_is_there(name):
         lambda x, u: x.scatter_reduce(-1, torch.tensor(places), u, REDUCTIONS[name]),
         X,
         normal(2, 3, seed=1),
-        grad=name == "scatter_add",
     )
+
+
+@pytest.mark.parametrize("zeros", [1, 2])
+def test_gradients_of_a_product_with_zeros(zeros):
+    updates = normal(2, 3, seed=1)
+    updates[:, :zeros] = 0
+    places = np.array([[0, 0, 3], [1, 1, 1]])
+    check(
+        lambda x, u: ops.scatter_mul(x, u, places),
+        lambda x, u: x.scatter_reduce(-1, torch.tensor(places), u, "prod"),
+        X,
+        updates,
+    )
+
+
+def test_a_product_outside_writes_nothing():
+    places = np.array([[7, 7]])
+    slope = jax.grad(lambda u: ops.scatter_mul(X[:1], u, places).sum())(U)
+    np.testing.assert_array_equal(slope, [[0, 0]])
 
 
 def test_scatter_counts_from_the_end():

@@ -45,6 +45,7 @@ def test_resize_linear(size):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", [1, 2, 5, 9])
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
 def test_coordinates_and_rounding(mode, new):

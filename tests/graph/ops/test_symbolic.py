@@ -50,6 +50,7 @@ OPS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_with_a_size_that_has_a_name(name):
     def run(x):
