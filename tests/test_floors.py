@@ -29,11 +29,14 @@ FLOORS: list[list[str]] = [
     # 2 kernels: arithmetic on values
     ["kernels/"],
     # 3 graph: what a weight is and where it lives
-    files("graph/", "mesh sharding symbolic tensor_type operators value transpose weight")
+    files(
+        "graph/",
+        "mesh sharding symbolic tensor_type operators value transpose weight stacked_weight",
+    )
     + ["graph/weights/"]
-    + files("graph/", "subgraph graph")
+    + files("graph/", "subgraph reroll graph")
     + ["graph/ops/"]
-    + files("graph/", "program __init__"),
+    + files("graph/", "compile_cache binding program __init__"),
     # 4 nn: the container calculus, then layers
     ["nn/layer/"]
     + files("nn/", "hooks stack init activation identity linear stacked_linear embedding norm")

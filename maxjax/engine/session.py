@@ -55,4 +55,7 @@ class InferenceSession:
             )
         if not isinstance(model, Graph):
             raise TypeError(f"InferenceSession.load() takes a Graph, not {type(model).__name__}")
-        return Model(model, weights_registry)
+        program = Model(model, weights_registry)
+        if weights_registry is None:
+            program._weights.require(None, None)
+        return program

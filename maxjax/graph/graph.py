@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ..kernels import StackSlice
 from . import weight as weight_module
-from .shape import StaticDim
+from .stacked_weight import StackedWeight
 from .subgraph import LOOKUPS, Subgraph
 from .symbolic import naming, sizes_of
 from .tensor_type import TensorType
@@ -52,17 +53,22 @@ class _Meta(type):
 
 
 class Entry:
-    """A Weight in a Graph: its name there, and what stands for it in the jaxpr.
+    """A Weight, or the Weights of a stack, in a Graph: the names there, and what stands for it.
 
     The stand-in is a NumPy array without memory (all strides zero); JAX takes it for a
     constant and moves it to the top of the jaxpr, where it is known by its address.
     """
 
-    def __init__(self, name: str, weight: Weight):
-        self.name, self.weight = name, weight
-        value = weight.value
-        self.shape = tuple(int(d) for d in weight.shape) if value is None else tuple(value.shape)
-        dtype = jax.dtypes.canonicalize_dtype(weight.dtype.np)
+    def __init__(self, weight: Weight | StackedWeight):
+        self.weight = weight
+        if isinstance(weight, StackedWeight):
+            kept: Any = weight.template
+            self.names = [_name_of(weight.view(i)) for i in range(weight.span.count)]
+        else:
+            kept, self.names = weight, [_name_of(weight)]
+        leaf = weight._leaf
+        self.shape = tuple(map(int, kept.shape)) if leaf is None else tuple(leaf.shape)
+        dtype = jax.dtypes.canonicalize_dtype(kept.dtype.np)
         # Constants without axes become literals in a jaxpr, so there is always one more.
         self.stand_in = np.broadcast_to(np.zeros((), dtype), (1, *self.shape))
 
@@ -71,9 +77,21 @@ class Entry:
         """What the constant in the jaxpr is known by."""
         return self.stand_in.ctypes.data
 
+    def find(self, name: str) -> Weight | None:
+        """The Weight of that name."""
+        if name not in self.names:
+            return None
+        weight = self.weight
+        return weight if isinstance(weight, Weight) else weight.view(self.names.index(name))
+
     def tracer(self) -> Any:
         """The weight as a value of the trace now running."""
         return jnp.asarray(self.stand_in).reshape(self.shape)
+
+
+def _name_of(weight: Weight) -> str:
+    running = weight_module.running_name
+    return (running(weight) if running else None) or weight.name
 
 
 class Graph(metaclass=_Meta):
@@ -136,6 +154,8 @@ class Graph(metaclass=_Meta):
         self.jaxpr: Any = None
         self.entries: list[Entry] = []
         self._by_weight: dict[int, Entry] = {}
+        # Weights that only a name asked for: nobody can give them a value but a registry.
+        self.orphans: list[Weight] = []
         self._outputs: tuple[Any, ...] | None = None
         self._greenlet: Any = None
         self._sizes = sizes_of(str(p) for kind in self.input_types for p in kind.parameters)
@@ -227,29 +247,27 @@ class Graph(metaclass=_Meta):
         """
         name = weight.name
         for entry in self.entries:
-            if entry.name == name and entry.weight is not weight:
+            if entry.find(name) not in (None, weight):
                 raise ValueError(f"Weight '{name}' already exists in Graph '{self.name}'")
-        return TensorValue(self._entry(weight).tracer())
+        return TensorValue(weight.__jax_array__())
 
-    def _entry(self, weight: Weight) -> Entry:
+    def _entry(self, weight: Weight | StackedWeight) -> Entry:
         entry = self._by_weight.get(id(weight))
         if entry is None:
-            symbolic = [d for d in weight.shape if not isinstance(d, StaticDim)]
-            if symbolic and weight.value is None:
-                raise ValueError(f"weight '{weight.name}' has symbolic dimensions {weight.shape!r} and no value: "
-                                 "its sizes must be known before it is used in a Graph")  # fmt: skip
-            running = weight_module.running_name
-            name = (running(weight) if running else None) or weight.name
-            entry = self._by_weight[id(weight)] = Entry(name, weight)
+            if weight._leaf is None:
+                raise ValueError(f"{weight!r} has symbolic dimensions and no value: its sizes must be known "
+                                 "before it is used in a Graph")  # fmt: skip
+            entry = self._by_weight[id(weight)] = Entry(weight)
             self.entries.append(entry)
         return entry
 
     def _placeholder(self, name: str, template: Weight) -> Weight:
         """The Weight of that name, made here if the graph has none: a subgraph asks for it."""
         for entry in self.entries:
-            if entry.name == name:
-                return entry.weight
-        return Weight(name, template.dtype, template.shape, template.device)
+            if (known := entry.find(name)) is not None:
+                return known
+        self.orphans.append(Weight(name, template.dtype, template.shape, template.device))
+        return self.orphans[-1]
 
     def weights(self) -> UnreadWeights:
         """An empty cursor of names to allocate weights from: ``weights.layers[0].w.allocate(…)``."""
@@ -284,9 +302,16 @@ class Graph(metaclass=_Meta):
         raise TypeError("a Graph cannot be pickled or copied; use maxjax.export for its program")
 
 
-def _graph_value(weight: Weight) -> Any:
-    """What a Weight is inside a Graph; None outside."""
-    if not _CURRENT.stack or isinstance(weight._leaf, Tracer):
+def _graph_value(weight: Any) -> Any:
+    """What a Weight, or a stack of them, is inside a Graph; None outside."""
+    if not _CURRENT.stack:
+        return None
+    home = getattr(weight, "_home", None)
+    if home is not None:
+        stack = _graph_value(home[0])
+        return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
+    leaf = weight._leaf
+    if isinstance(leaf.stack if type(leaf) is StackSlice else leaf, Tracer):
         return None
     return _CURRENT.stack[-1]._entry(weight).tracer()
 

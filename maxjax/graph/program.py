@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..driver import Buffer
 from ..dtype import DType
-from ..errors import some
-from .graph import Entry, Graph
+from .binding import Binding
+from .graph import Graph
 from .shape import StaticDim
+from .subgraph import is_input, type_of_input
 from .symbolic import naming
 from .tensor_type import TensorType
 from .value import TensorValue
@@ -20,35 +22,50 @@ from .weights import WeightData
 
 
 class Model:
-    """A compiled Graph and its weights, ready to run.
+    """A compiled Graph, ready to run the weights its Module has at each call.
 
     Made by ``InferenceSession.load`` or ``Module.compile``. A Graph of static shapes is
     compiled at once; one with symbolic dimensions is lowered once and compiled by XLA for
-    each set of sizes it meets.
+    each set of sizes it meets. Compiling needs no values: a program compiled from
+    placeholders runs what is loaded later, on the placement the weights had then.
+
+    Args:
+        graph: Finished.
+        registry: Values by name, fixed from now on; other weights must have values of their
+            own. Without one, weights count as they are when it runs.
+        donate: Positions of inputs whose memory the outputs may take over. They cannot be
+            used after the call.
 
     Attributes:
         name: The Graph's.
         input_types, output_types: The Graph's.
+
+    Raises:
+        ValueError: The Graph is not finished; the registry has something of another type, or
+            lacks a weight that has no value.
     """
 
-    def __init__(self, graph: Graph, registry: Mapping[str, Any] | None = None):
+    def __init__(
+        self, graph: Graph, registry: Mapping[str, Any] | None = None, donate: Sequence[int] = ()
+    ):
         if graph.jaxpr is None:
             raise ValueError(
                 f"Graph '{graph.name}' has no output: end its with block with g.output(…)"
             )
         self.name = graph.name
         self.input_types, self.output_types = graph.input_types, graph.output_types
-        self._weights = [_weight_value(entry, graph, registry) for entry in graph.entries]
+        self._weights = Binding(graph, registry)
+        self._weights.require(registry, graph.orphans if registry is None else None)
         run = _function(graph)
-        weights = [
-            jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=_committed(w)) for w in self._weights
-        ]
         with naming(graph._sizes):
             inputs = [kind.to_jax() for kind in graph.input_types]
+        positions = tuple(i + 1 for i in donate)  # behind the weights
         if all(kind.is_static for kind in graph.input_types):
-            self._run = jax.jit(run).lower(weights, inputs).compile()
+            jitted = jax.jit(run, donate_argnums=positions)
+            self._run: Any = jitted.lower(self._weights.types, *inputs).compile()
         else:
-            self._run = jax.jit(jax.export.export(jax.jit(run))(weights, inputs).call)
+            exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
+            self._run = jax.jit(exported.call, donate_argnums=positions)
 
     def execute(self, *args: Any) -> list[TensorValue]:
         """Runs it.
@@ -61,8 +78,12 @@ class Model:
             A TensorValue for each output (``.to_numpy()`` as MAX's Buffer has).
 
         Raises:
-            ValueError: Another number of inputs, or one of another type; both are named.
+            ValueError: Another number of inputs, or one of another type; both are named. A
+                weight has no value, or lies elsewhere than when this was compiled.
         """
+        return [TensorValue(y) for y in self._execute(args)]
+
+    def _execute(self, args: Sequence[Any]) -> list[jax.Array]:
         if len(args) != len(self.input_types):
             raise ValueError(f"Number of inputs ({len(args)}) does not match expected number "
                              f"({len(self.input_types)}) for model '{self.name}'")  # fmt: skip
@@ -71,14 +92,65 @@ class Model:
             _input(i, a, kind, sizes)
             for i, (a, kind) in enumerate(zip(args, self.input_types, strict=True))
         ]
-        return [TensorValue(y) for y in self._run(self._weights, arrays)]
+        return self._run(self._weights.values(), *arrays)
 
-    def __call__(self, *args: Any) -> list[TensorValue]:
+    def __call__(self, *args: Any) -> Any:
         """As :meth:`execute`."""
         return self.execute(*args)
 
     def __repr__(self) -> str:
-        return f"Model({self.name}, inputs={list(self.input_types)})"
+        return f"{type(self).__name__}({self.name}, inputs={list(self.input_types)})"
+
+
+class Trees:
+    """A Module's call as a function of flat inputs and outputs, for a Graph.
+
+    Attributes:
+        types: A TensorType for each leaf of the arguments.
+        inputs, outputs: The treedefs; that of the outputs is known after a trace.
+        counts: How many leaves each argument has.
+    """
+
+    def __init__(self, name: str, module: Callable[..., Any], specs: Sequence[Any]):
+        kinds, self.inputs = jax.tree.flatten(tuple(specs), is_leaf=is_input)
+        self.types = [type_of_input(name, kind) for kind in kinds]
+        self.counts = [len(jax.tree.leaves(spec, is_leaf=is_input)) for spec in specs]
+        self.outputs: Any = None
+        self._module = module
+
+    def __call__(self, *values: TensorValue) -> tuple[Any, ...]:
+        args = jax.tree.unflatten(self.inputs, [value.__jax_array__() for value in values])
+        leaves, self.outputs = jax.tree.flatten(self._module(*args))
+        return tuple(map(jnp.asarray, leaves))
+
+
+class Program(Model):
+    """A Model of plain trees of arrays: called as its Module is, it gives what its Module gives.
+
+    Attributes:
+        in_tree, out_tree: The treedefs of the arguments and of the result.
+    """
+
+    def __init__(
+        self, graph: Graph, trees: Trees, registry: Any = None, donate: Sequence[int] = ()
+    ):
+        self.in_tree, self.out_tree = trees.inputs, trees.outputs
+        leaves = iter(range(trees.inputs.num_leaves))
+        by_argument = [[next(leaves) for _ in range(n)] for n in trees.counts]
+        super().__init__(graph, registry, [leaf for i in donate for leaf in by_argument[i]])
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it.
+
+        Raises:
+            ValueError: Arguments of another structure or type, or as for ``execute``.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self.in_tree:
+            raise ValueError(
+                f"'{self.name}' was compiled for arguments of the structure {self.in_tree}, not {tree}"
+            )
+        return jax.tree.unflatten(self.out_tree, self._execute(leaves))
 
 
 def _function(graph: Graph) -> Any:
@@ -86,11 +158,11 @@ def _function(graph: Graph) -> Any:
     closed = graph.jaxpr
     by_address = {entry.address: i for i, entry in enumerate(graph.entries)}
 
-    def run(weights: list[Any], inputs: list[Any]) -> list[Any]:
+    def run(weights: list[Any], *inputs: Any) -> list[Any]:
         return _evaluate(
             closed.jaxpr,
             _constants(closed.consts, weights, by_address),
-            inputs,
+            list(inputs),
             weights,
             by_address,
         )
@@ -166,32 +238,6 @@ def _holds_weight(equation: Any, by_address: dict[int, int]) -> bool:
     return any(_address(const) in by_address for const in closed.consts) or any(
         _holds_weight(inner, by_address) for inner in closed.jaxpr.eqns
     )
-
-
-def _weight_value(entry: Entry, graph: Graph, registry: Mapping[str, Any] | None) -> jax.Array:
-    """A weight's value: the registry's, else its own."""
-    value = None if registry is None else registry.get(entry.name)
-    if value is not None and [e.name for e in graph.entries].count(entry.name) > 1:
-        raise ValueError(
-            f"Graph '{graph.name}' has several weights named '{entry.name}', so the weights registry "
-            "cannot say which is meant: call state_dict() on the model first, which names them"
-        )
-    if value is None:
-        value = entry.weight.value
-    if value is None:
-        known = "" if registry is None else f"; it has {some(sorted(registry)) or 'nothing'}"
-        raise ValueError(f"Weight '{entry.name}' is not in the weights registry{known}")
-    array = np.asarray(value) if isinstance(value, (WeightData, Buffer)) else value
-    array = array if isinstance(array, jax.Array) else np.array(array)
-    wanted = entry.stand_in.dtype
-    if tuple(array.shape) != entry.shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
-        raise ValueError(f"Weight '{entry.name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
-                         f"but the graph wants {wanted} {entry.shape}")  # fmt: skip
-    return jax.device_put(array, entry.weight._sharding)
-
-
-def _committed(array: jax.Array) -> Any:
-    return array.sharding if getattr(array, "committed", False) else None
 
 
 def _input(i: int, value: Any, kind: TensorType, sizes: dict[str, int]) -> Any:

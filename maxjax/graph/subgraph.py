@@ -45,9 +45,9 @@ class Subgraph:
         slots: Sequence[str | Weight],
         templates: Sequence[Weight],
     ):
-        leaves, self._in_tree = jax.tree.flatten(list(inputs), is_leaf=_is_value)
+        leaves, self._in_tree = jax.tree.flatten(list(inputs), is_leaf=is_input)
         self.name = name
-        self.input_types = [_type_of(name, leaf) for leaf in leaves]
+        self.input_types = [type_of_input(name, leaf) for leaf in leaves]
         self.placeholders = [slot for slot in slots if isinstance(slot, str)]
         self._target, self._slots, self._templates = target, list(slots), list(templates)
         self.output_types = self._trace()
@@ -81,7 +81,7 @@ class Subgraph:
 
     def call(self, args: Sequence[Any], prefix: str) -> list[TensorValue]:
         """Runs it; see ``ops.call``."""
-        flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=_is_value)]
+        flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         self._check(flat)
         return [TensorValue(y) for y in self._run(self._weights(prefix), flat)]
 
@@ -178,7 +178,8 @@ def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> li
 _call = jax.jit(_run, static_argnums=(0, 1))
 
 
-def _is_value(x: Any) -> bool:
+def is_input(x: Any) -> bool:
+    """Whether it stands for one input, though JAX would look inside."""
     return isinstance(x, (TensorValue, TensorType))
 
 
@@ -186,7 +187,12 @@ def _canonical(dtype: DType) -> DType:
     return DType.of(jax.dtypes.canonicalize_dtype(dtype.np))
 
 
-def _type_of(name: str, leaf: Any) -> TensorType:
+def type_of_input(name: str, leaf: Any) -> TensorType:
+    """The type of an input given as a TensorType, a placeholder or a tensor.
+
+    Raises:
+        TypeError: It is something else.
+    """
     if isinstance(leaf, TensorType):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtype import DType
+from ..kernels import StackSlice
 from .device import DeviceRef
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
@@ -45,10 +46,19 @@ def structure_changed() -> None:
     EPOCH.structure += 1
 
 
+def values_changed() -> None:
+    """Makes every cached list of leaves be collected again at its next use."""
+    EPOCH.values += 1
+    if LEAF_CACHES:
+        for cache in list(LEAF_CACHES):
+            cache.leaves = ()  # an old value must not be kept alive by a list that is stale anyway
+        LEAF_CACHES.clear()
+
+
 # Set by the Module floor: the full name of a weight below the Module now running.
 running_name: Callable[[Weight], str | None] | None = None
 # Set by the Graph's file: what stands for a weight in the Graph being written, if any is.
-graph_value: Callable[[Weight], Any] | None = None
+graph_value: Callable[[Any], Any] | None = None
 
 
 class Weight(TensorValue):
@@ -113,6 +123,8 @@ class Weight(TensorValue):
         self._loaded_shape: tuple[int, ...] | None = None
         # Data of a checkpoint that has not been read yet (Weights.allocate).
         self._source: Any = None
+        # The StackedWeight that holds the value, and the place in it, of a layer of a LayerStack.
+        self._home: tuple[Any, int] | None = None
         self.shard_idx: int | None = None
         self._declare(DType.of(dtype), tuple(Shape(shape)))
 
@@ -120,27 +132,43 @@ class Weight(TensorValue):
 
     def _declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
         """Sets dtype and shape and goes back to having no value."""
+        self._refuse_in_stack("another shape or dtype")
         self._dtype, self._dims = dtype, dims
         self._empty()
         structure_changed()
 
-    def _empty(self) -> None:
-        static = all(isinstance(d, StaticDim) for d in self._dims) if self._dims else True
-        sizes = tuple(int(d) for d in self._dims) if static else None
+    def _refuse_in_stack(self, what: str) -> None:
+        if self._home is not None:
+            raise ValueError(
+                f"weight '{self.name}' belongs to a LayerStack and cannot have {what} of its own: "
+                "layers.unstack() first"
+            )
+
+    def _blank(self) -> Any:
+        """What stands for a value there is none of: a placeholder, or None without sizes."""
+        if any(not isinstance(d, StaticDim) for d in self._dims):
+            return None
         # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
         dtype = jax.dtypes.canonicalize_dtype(self._dtype.np)
-        self._put(
-            None if sizes is None else jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding)
-        )
+        sizes = tuple(int(d) for d in self._dims)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding)
+
+    def _empty(self) -> None:
+        self._put(self._blank())
+
+    @property
+    def _leaf(self) -> Any:
+        """The leaf it is in a pytree: an array, a placeholder, or a slice of a stack."""
+        home = self._home
+        return self._own if home is None else home[0].leaf_of(home[1])
 
     def _put(self, leaf: Any) -> None:
         """Every change of the leaf goes through here: Modules cache the lists of their leaves."""
-        self._leaf = leaf
-        EPOCH.values += 1
-        if LEAF_CACHES:
-            for cache in list(LEAF_CACHES):
-                cache.leaves = ()  # an old value must not be kept alive by a list that is stale anyway
-            LEAF_CACHES.clear()
+        if self._home is None:
+            self._own = leaf
+        else:
+            self._home[0].put(self._home[1], leaf)
+        values_changed()
 
     def _static(self) -> tuple[Any, ...]:
         """Everything about it that is not its value or full name; hashable."""
@@ -155,7 +183,12 @@ class Weight(TensorValue):
         """A Weight like ``weight`` around ``leaf``, which is not looked at."""
         new = object.__new__(type(weight))
         new.__dict__.update(
-            weight.__dict__, _leaf=leaf, _full_name=name, _loaded_shape=None, _source=None
+            weight.__dict__,
+            _own=leaf,
+            _home=None,
+            _full_name=name,
+            _loaded_shape=None,
+            _source=None,
         )
         return new
 
@@ -255,9 +288,16 @@ class Weight(TensorValue):
     # -- the value
 
     @property
+    def _is_lazy(self) -> bool:
+        leaf = self._leaf
+        return leaf is None or type(leaf) is jax.ShapeDtypeStruct
+
+    @property
     def value(self) -> Any:
         """The array, or None while the weight is lazy."""
         leaf = self._leaf
+        if type(leaf) is StackSlice:
+            return leaf.__jax_array__()
         return None if type(leaf) is jax.ShapeDtypeStruct else leaf
 
     @value.setter
@@ -265,6 +305,7 @@ class Weight(TensorValue):
         if value is None:
             self._empty()
         elif type(value) is jax.ShapeDtypeStruct:
+            self._refuse_in_stack("another shape or dtype")
             self._sharding = value.sharding
             self._declare(DType.of(value.dtype), tuple(Shape(value.shape)))
         else:
@@ -283,10 +324,13 @@ class Weight(TensorValue):
                 f"the value of weight '{self.name}' must have shape "
                 f"{tuple(int(d) for d in self._dims)}, not {tuple(shape)}"
             )
+        dtype = DType.of(value.dtype)
+        other = jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np
+        if other:
+            self._refuse_in_stack("another dtype")
         self._put(value)
         self._loaded_shape = None
-        dtype = DType.of(value.dtype)
-        if jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np:
+        if other:
             self._dtype = dtype
             structure_changed()
 
@@ -299,7 +343,7 @@ class Weight(TensorValue):
             if self._source is None:
                 raise ValueError(self._no_value())
             leaf = self._read_source()
-        return leaf
+        return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
     def _read_source(self) -> jax.Array:
         """Reads the data this weight was allocated from; it is its value from then on."""
@@ -307,9 +351,10 @@ class Weight(TensorValue):
             self._source
         )  # a copy: JAX on a CPU would share memory the user can write to
         with jax.ensure_compile_time_eval():
-            self._put(jax.device_put(host, self._sharding))
+            value = jax.device_put(host, self._sharding)
+            self._put(value)
         self._source = None
-        return self._leaf
+        return value
 
     def _no_value(self) -> str:
         name = (running_name(self) if running_name else None) or self.name
@@ -319,11 +364,11 @@ class Weight(TensorValue):
         )
 
     def _place(self, sharding: Any) -> None:
-        """Puts the value, or the placeholder, on a jax Sharding."""
-        if self.value is not None:
-            self._put(jax.device_put(self._leaf, sharding))
+        """Puts the value, or the placeholder, on a jax Sharding; a stack places its own."""
         self._sharding = sharding
-        if self.value is None:
+        if self._home is None and not self._is_lazy:
+            self._put(jax.device_put(self._own, sharding))
+        elif self._home is None:
             self._empty()
         structure_changed()
 

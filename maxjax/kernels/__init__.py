@@ -5,3 +5,4 @@ every product with a weight and know nothing of its forms.
 """
 
 from .matmul import matmul as matmul
+from .stack_slice import StackSlice as StackSlice

@@ -14,9 +14,11 @@ from .init import merge as merge
 from .init import partition as partition
 from .layer import Layer as Layer
 from .layer import LayerList as LayerList
+from .layer import LayerStack as LayerStack
 from .layer import LayerV2 as LayerV2
 from .layer import MissingLayer as MissingLayer
 from .layer import Module as Module
+from .layer import PerLayer as PerLayer
 from .layer import Sequential as Sequential
 from .layer import recursive_named_layers as recursive_named_layers
 from .linear import Linear as Linear

@@ -46,7 +46,7 @@ def init(
     """
     plan: dict[str, tuple[Weight, Initializer]] = {}
     for name, weight in _owners(model):
-        if weight[0].value is None:
+        if weight[0]._is_lazy:
             plan[name] = (weight[0], _choose(name, *weight, initializer))
     shapes = {name: weight._leaf for name, (weight, _) in plan.items()}
     for name, shape in shapes.items():

@@ -13,8 +13,11 @@ from .hooks import clear_hooks as clear_hooks
 from .layer_list import LayerList as LayerList
 from .layer_list import MissingLayer as MissingLayer
 from .layer_list import Sequential as Sequential
+from .layer_stack import LayerStack as LayerStack
 from .module import Module as Module
 from .module import recursive_named_layers as recursive_named_layers
+from .per_layer import PerLayer as PerLayer
+from .running import layer_name as layer_name
 from .state import LoadResult as LoadResult
 
 # The name Module had before MAX 25; model code still imports it.

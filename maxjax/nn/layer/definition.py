@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from ...graph.weight import EPOCH, LEAF_CACHES, Weight
+from ...kernels import StackSlice
 from .hooks import token
 
 
@@ -25,17 +26,18 @@ class Definition:
         owned: For each leaf, whether it is in the state dict (False where every
             reference below this root is marked as shared with an owner elsewhere).
         aliases: Other full names of tied weights → the owner's.
-        nodes: One per Module in walk order: (class, weights, children, statics), where
-            weights are (attribute, leaf index, marked shared) and children are
-            (attribute, node index).
-        weights: A Weight without value per leaf, to copy from.
+        nodes: One :class:`Node` per Module in walk order.
+        weights: A Weight or StackedWeight without value per leaf, to copy from.
         statics: The static values of each node.
+        stacked: Whether there is a StackedWeight among them.
     """
 
-    __slots__ = ("key", "names", "owned", "aliases", "nodes", "weights", "statics", "__weakref__")
+    __slots__ = (
+        "key", "names", "owned", "aliases", "nodes", "weights", "statics", "stacked", "__weakref__",
+    )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"{self.nodes[0][0].__name__}({len(self.names)} weights)"
+        return f"{self.nodes[0].kind.__name__}({len(self.names)} weights)"
 
     def __reduce__(self) -> Any:
         raise TypeError("a Module's treedef cannot be pickled; pickle the Module")
@@ -50,66 +52,112 @@ class Definition:
 _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValueDictionary()
 
 
+class Node(NamedTuple):
+    """What a Definition knows of one Module.
+
+    Attributes:
+        kind: Its class.
+        weights: (attribute, local name, leaf index, marked shared, place in a stack or None).
+        children: (attribute, node index).
+        statics: (attribute, key of the value), sorted.
+        in_stack: Whether it is one of the layers of a LayerStack, or a part of one.
+        stacks: Of a LayerStack: the leaf indices of its StackedWeights.
+    """
+
+    kind: type
+    weights: tuple[tuple[str, str, int, bool, int | None], ...]
+    children: tuple[tuple[str, int], ...]
+    statics: tuple[Any, ...]
+    in_stack: bool
+    stacks: tuple[int, ...]
+
+
 class Walk:
     """One breadth-first walk over the Modules below a root; each Module once.
+
+    Args:
+        stacked: Whether a LayerStack shows one layer for all that are equal (as in the
+            treedef) or each of its layers (as in a state dict).
 
     Attributes:
         modules: In walk order.
         prefixes: For each, the start of its weights' full names: "" or "a.b.".
         paths: For each, its attribute path; differs where a Module omits its own name.
+        in_stack: For each, whether it belongs to the one layer shown for all of a LayerStack.
         places: (full name, attribute path, weight, marked shared) in walk order.
+        stacks: ids of the StackedWeights of the LayerStacks that were met.
     """
 
-    def __init__(self, root: Any):
+    def __init__(self, root: Any, stacked: bool = False):
         self.modules = [root]
         self.prefixes = [""]
         self.paths = [""]
+        self.in_stack = [False]
         self.index = {id(root): 0}
         self.places: list[tuple[str, str, Weight, bool]] = []
+        self.stacks: set[int] = set()
+        self._inner: list[bool] = []  # for each place, whether its module is in_stack
         for i, module in enumerate(self.modules):  # grows while it runs
-            self._visit(module, self.prefixes[i], self.paths[i])
+            children = module._mx_children if stacked else module._mx_layers()
+            if stacked and module._mx_stacks:
+                self.stacks.update(map(id, module._mx_stacks))
+            self._visit(i, module, children)
 
-    def _visit(self, module: Any, prefix: str, path: str) -> None:
+    def _visit(self, number: int, module: Any, children: Any) -> None:
+        prefix, path, inner = self.prefixes[number], self.paths[number], self.in_stack[number]
         weights = module._mx_weights
         for attr, local in module._mx_locals.items():
             place = (prefix + local, path + attr, weights[local], attr in module._mx_shared)
             self.places.append(place)
-        for attr, child in module._mx_children.items():
+            self._inner.append(inner)
+        within = inner or bool(self.stacks and module._mx_stacks)
+        for attr, child in children.items():
             if id(child) in self.index:
                 continue
             self.index[id(child)] = len(self.modules)
             self.modules.append(child)
+            self.in_stack.append(within and child._mx_in_stack)
             self.prefixes.append(prefix if child._omit_module_attr_name else f"{prefix}{attr}.")
             self.paths.append(f"{path}{attr}.")
 
-    def owners(self) -> tuple[dict[int, int], list[tuple[str, Weight, bool]], dict[str, str]]:
-        """Picks the owner of each weight: the first place not marked shared, else the first.
+    def holder(self, weight: Weight) -> Any:
+        """What holds the weight's leaf: itself, or its StackedWeight where that is below the root."""
+        home = weight._home
+        return weight if home is None or id(home[0]) not in self.stacks else home[0]
+
+    def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
+        """Picks the owner of each leaf: the first place not marked shared, else the first.
+
+        A stack is named by its own layer, not by what is tied to one of its slices.
 
         Returns:
-            leaf index by id(weight); the leaves (name, weight, owned) in state-dict
+            leaf index by id(holder); the leaves (name, holder, owned) in state-dict
             order; aliases of tied weights.
 
         Raises:
             ValueError: Two weights have one full name.
         """
         owner: dict[int, int] = {}
+        rank: dict[int, tuple[bool, bool]] = {}
+        holders = [self.holder(weight) for _, _, weight, _ in self.places]
         for position, (_, _, weight, shared) in enumerate(self.places):
-            known = owner.get(id(weight))
-            if known is None or (self.places[known][3] and not shared):
-                owner[id(weight)] = position
+            key = id(holders[position])
+            badness = (holders[position] is not weight and not self._inner[position], shared)
+            if key not in owner or badness < rank[key]:
+                owner[key], rank[key] = position, badness
         index: dict[int, int] = {}
-        leaves: list[tuple[str, Weight, bool]] = []
+        leaves: list[tuple[str, Any, bool]] = []
         taken: dict[str, str] = {}
         for position in sorted(owner.values()):
-            name, path, weight, shared = self.places[position]
+            name, path, _, shared = self.places[position]
             if name in taken:
                 raise ValueError(_duplicate(name, taken[name], path))
             taken[name] = path
-            index[id(weight)] = len(leaves)
-            leaves.append((name, weight, not shared))
+            index[id(holders[position])] = len(leaves)
+            leaves.append((name, holders[position], not shared))
         aliases = {}
-        for name, _, weight, shared in self.places:
-            true_name = leaves[index[id(weight)]][0]
+        for holder, (name, _, _, shared) in zip(holders, self.places, strict=True):
+            true_name = leaves[index[id(holder)]][0]
             if not shared and name != true_name and name not in taken:
                 aliases[name] = true_name
         return index, leaves, aliases
@@ -126,27 +174,44 @@ def _duplicate(name: str, first: str, second: str) -> str:
 class Cache:
     """What a Module keeps of its last walk: for which epochs it holds, and what it found."""
 
-    __slots__ = ("structure", "definition", "weights", "values", "leaves", "__weakref__")
+    __slots__ = ("structure", "definition", "weights", "values", "leaves", "table", "__weakref__")
 
-    def __init__(self, structure: int, definition: Definition, weights: tuple[Weight, ...]):
+    def __init__(self, structure: int, definition: Definition, weights: tuple[Any, ...]):
         self.structure, self.definition, self.weights = structure, definition, weights
+        self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.refresh()
 
     def refresh(self) -> tuple[Any, ...]:
         """Collects the weights' leaves anew."""
         values = EPOCH.values
-        leaves = tuple(weight._leaf for weight in self.weights)
+        leaves = tuple(map(_array, self.weights))
         self.leaves, self.values = leaves, values
         LEAF_CACHES.add(self)
         return leaves
+
+    def names(self, root: Any) -> tuple[dict[str, Weight], dict[str, str]]:
+        """The weights by the names of a state dict, and the other names of tied weights."""
+        if self.table is None:
+            leaves = zip(self.definition.names, self.weights, self.definition.owned, strict=True)
+            aliases = self.definition.aliases
+            if self.definition.stacked:
+                _, leaves, aliases = Walk(root).owners()
+            self.table = {name: weight for name, weight, owned in leaves if owned}, aliases
+        return self.table
+
+
+def _array(holder: Any) -> Any:
+    """The leaf of a Weight; of one layer of a stack on its own, its slice."""
+    leaf = holder._leaf
+    return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
 
 def define(root: Any) -> Cache:
     """Walks the tree below ``root``."""
     epoch = EPOCH.structure
-    walk = Walk(root)
+    walk = Walk(root, stacked=True)
     index, leaves, aliases = walk.owners()
-    nodes = tuple(_node(module, walk, index) for module in walk.modules)
+    nodes = tuple(_node(i, walk, index) for i in range(len(walk.modules)))
     weights = tuple(weight for _, weight, _ in leaves)
     names = tuple(name for name, _, _ in leaves)
     owned = tuple(flag for _, _, flag in leaves)
@@ -161,22 +226,30 @@ def define(root: Any) -> Cache:
             aliases,
         )
         definition.nodes = nodes
-        definition.weights = tuple(Weight._from_static(w, None, None) for w in weights)
+        definition.weights = tuple(type(w)._from_static(w, None, None) for w in weights)
+        definition.stacked = bool(walk.stacks)
         definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
     return Cache(epoch, definition, weights)
 
 
-def _node(module: Any, walk: Walk, index: dict[int, int]) -> tuple[Any, ...]:
-    weights = module._mx_weights
-    return (
+def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
+    module = walk.modules[number]
+    weights = []
+    for attr, local in module._mx_locals.items():
+        weight = module._mx_weights[local]
+        holder = walk.holder(weight)
+        place = None if holder is weight else weight._home[1]
+        weights.append((attr, local, index[id(holder)], attr in module._mx_shared, place))
+    return Node(
         type(module),
-        tuple((attr, local, index[id(weights[local])], attr in module._mx_shared)
-              for attr, local in module._mx_locals.items()),
+        tuple(weights),
         tuple((attr, walk.index[id(child)]) for attr, child in module._mx_children.items()),
         tuple(sorted(module._mx_statics.items(), key=_first)),
-    )  # fmt: skip
+        walk.in_stack[number],
+        tuple(index[id(stack)] for stack in module._mx_stacks),
+    )
 
 
 def _first(item: tuple[str, Any]) -> str:
@@ -185,27 +258,33 @@ def _first(item: tuple[str, Any]) -> str:
 
 def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
     """A new tree of Modules around ``leaves``, which may be anything and are not looked at."""
-    weights = tuple(
-        Weight._from_static(w, leaf, name)
+    holders = tuple(
+        type(w)._from_static(w, leaf, name)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
-    modules = [object.__new__(node[0]) for node in definition.nodes]
+    modules = [object.__new__(node.kind) for node in definition.nodes]
     for module, node, statics in zip(modules, definition.nodes, definition.statics, strict=True):
-        _, own, children, keys = node
-        by_local = {local: weights[i] for _, local, i, _ in own}
-        by_attr = {attr: modules[i] for attr, i in children}
+        by_local = {
+            local: holders[i] if place is None else holders[i].view(place)
+            for _, local, i, _, place in node.weights
+        }
+        by_attr = {attr: modules[i] for attr, i in node.children}
         module.__dict__.update(
             statics,
             _mx_weights=by_local,
-            _mx_locals={attr: local for attr, local, _, _ in own},
+            _mx_locals={attr: local for attr, local, _, _, _ in node.weights},
             _mx_children=by_attr,
-            _mx_shared={attr for attr, _, _, shared in own if shared},
-            _mx_statics=dict(keys),
+            _mx_shared={attr for attr, _, _, shared, _ in node.weights if shared},
+            _mx_statics=dict(node.statics),
             _mx_cache=None,
             **by_attr,
         )
-        module.__dict__.update({attr: by_local[local] for attr, local, _, _ in own})
-    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, weights)
+        module.__dict__.update({attr: by_local[local] for attr, local, _, _, _ in node.weights})
+        if node.in_stack:
+            module.__dict__["_mx_in_stack"] = True
+        if node.stacks:
+            module.__dict__["_mx_stacks"] = tuple(holders[i] for i in node.stacks)
+    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders)
     return modules[0]
 
 

@@ -13,6 +13,9 @@ from ...graph.weight import structure_changed
 from .hooks import Layer
 from .module import Module
 
+# Set by the file of LayerStack, which is a LayerList.
+stacker: Callable[..., Any] | None = None
+
 
 class LayerList(Module):
     """A list of layers whose weights are named by their position.
@@ -73,6 +76,18 @@ class LayerList(Module):
                 self._mx_statics[str(i)] = (type(layer), layer)
         self._mx_children.update(others)
         structure_changed()
+
+    def stack(self, *, period: int | None = None, first: int = 0) -> Any:
+        """A LayerStack of these layers: one body for all, compiled once.
+
+        The layers keep their names and become views of it. See LayerStack for the
+        arguments and for what may be stacked.
+
+        Raises:
+            ValueError: The layers differ; the message says in what.
+        """
+        assert stacker is not None
+        return stacker(self.layers, period=period, first=first)
 
     def append(self, layer: Layer) -> None:
         """Adds a layer at the end."""

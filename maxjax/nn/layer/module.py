@@ -18,7 +18,7 @@ import jax
 
 from ...graph.device import DeviceRef
 from ...graph.graph import Graph
-from ...graph.program import Model
+from ...graph.program import Model, Program, Trees
 from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
 from ...graph.weight import Weight, structure_changed
@@ -71,6 +71,10 @@ class Module(Layer, StateDict, ABC):
     _mx_shared: set[str]
     _mx_statics: dict[str, Any]
     _mx_cache: Cache | None
+    # Of a layer of a LayerStack and what is in it: it cannot be changed alone.
+    _mx_in_stack: bool = False
+    # Of a LayerStack: its StackedWeights.
+    _mx_stacks: tuple[Any, ...] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
@@ -102,6 +106,8 @@ class Module(Layer, StateDict, ABC):
     # -- attributes
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if self._mx_in_stack:
+            raise TypeError(self._mx_refusal(name))
         descriptor = getattr(type(self), name, None)
         if hasattr(type(descriptor), "__set__") or name == "__class__":
             structure_changed()
@@ -155,7 +161,15 @@ class Module(Layer, StateDict, ABC):
         self._mx_statics.pop(name, None)
         self._mx_children.pop(name, None)
 
+    def _mx_refusal(self, name: str) -> str:
+        return (
+            f"{type(self).__name__}.{name} cannot be changed: the layer is one of a LayerStack, whose layers "
+            "are equal. layers.unstack() gives a LayerList, whose layers are their own"
+        )
+
     def __delattr__(self, name: str) -> None:
+        if self._mx_in_stack:
+            raise TypeError(self._mx_refusal(name))
         super().__delattr__(name)
         self._forget(name)
         structure_changed()
@@ -163,7 +177,11 @@ class Module(Layer, StateDict, ABC):
     @property
     def sublayers(self) -> Mapping[str, Module]:
         """The direct child Modules by attribute name; a live, read-only view."""
-        return MappingProxyType(self._mx_children)
+        return MappingProxyType(self._mx_layers())
+
+    def _mx_layers(self) -> dict[str, Module]:
+        """The child Modules as their names in a state dict have them."""
+        return self._mx_children
 
     @property
     def layer_weights(self) -> Mapping[str, Weight]:
@@ -233,8 +251,15 @@ class Module(Layer, StateDict, ABC):
                 "placing a Module on several devices is not supported yet: one device only"
             )
         sharding = _sharding(next(iter(devices)))
-        for weight in self._mx_definition()[1]:
-            weight._place(sharding)
+        holders = self._mx_definition()[1]
+        for weight in holders:
+            if isinstance(weight, Weight):
+                weight._refuse_in_stack("a placement")
+        for holder in holders:
+            holder._place(sharding)
+        for weight in self.raw_state_dict().values():
+            if weight._home is not None:
+                weight._place(sharding)
         return self
 
     # -- graphs
@@ -245,22 +270,45 @@ class Module(Layer, StateDict, ABC):
 
     def compile(
         self,
-        *input_types: TensorType,
+        *specs: Any,
         session: Any = None,
         weights: Mapping[str, Any] | None = None,
         name: str | None = None,
+        donate: Sequence[int] = (),
     ) -> Model:
-        """Compiles this Module for inputs of these types.
+        """Compiles this Module for arguments of some types, before or after its weights are loaded.
 
         Args:
+            specs: For each argument of ``__call__`` a ``jax.ShapeDtypeStruct``, an array, or
+                a tree of them: the program then takes and gives such trees. TensorTypes
+                alone make a program as MAX's, whose inputs and outputs are lists of tensors.
             session: MAX's InferenceSession; nothing is needed of it.
-            weights: Values by full name; of what is not there, the weights' own count.
+            weights: Values by full name, fixed from now on. What is not there must have a
+                value. Without this, weights count as they are when the program runs.
+            donate: Positions of arguments whose memory the results may take over, a cache
+                for example.
 
         Raises:
-            ValueError: A weight has no value.
+            TypeError: A spec is neither a type nor an array.
+            ValueError: ``weights`` has something of another type, or lacks a weight that has no
+                value.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from maxjax import nn
+            >>> from maxjax.graph import DeviceRef
+            >>> model = nn.Linear(3, 2, "float32", DeviceRef.CPU())
+            >>> program = model.compile(jax.ShapeDtypeStruct((4, 3), jnp.float32))
+            >>> _ = model.load_state_dict({"weight": jnp.ones((2, 3))})
+            >>> print(program(jnp.ones((4, 3)))[0])
+            [3. 3.]
         """
         del session
-        return Model(self.trace(*input_types, name=name), weights)
+        title = name or type(self).__qualname__
+        if specs and all(isinstance(spec, TensorType) for spec in specs):
+            return Model(Graph(title, self, specs), weights, donate)
+        trees = Trees(title, self, specs)
+        return Program(Graph(title, trees, trees.types), trees, weights, donate)
 
     def build_subgraph(
         self,
@@ -303,6 +351,10 @@ class Module(Layer, StateDict, ABC):
         if given is None:
             raise TypeError("build_subgraph() needs inputs (or input_types)")
         definition, weights = self._mx_definition()
+        if definition.stacked:
+            raise NotImplementedError(
+                "build_subgraph of a Module that holds a LayerStack: unstack it first"
+            )
         slots: list[str | Weight] = []
         for weight in weights:
             full = running.running_name(weight) or weight.name
@@ -313,10 +365,15 @@ class Module(Layer, StateDict, ABC):
 
     # -- pytree, copies, text
 
-    def _mx_definition(self) -> tuple[Definition, tuple[Weight, ...]]:
+    def _mx_definition(self) -> tuple[Definition, tuple[Any, ...]]:
         _, definition = flatten(self)
         assert self._mx_cache is not None
         return definition, self._mx_cache.weights
+
+    def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
+        flatten(self)
+        assert self._mx_cache is not None
+        return self._mx_cache.names(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mx_cache": None}
@@ -355,7 +412,7 @@ def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[s
     while queue:
         name, module = queue.popleft()
         yield name, module
-        for attr, child in module._mx_children.items():
+        for attr, child in module._mx_layers().items():
             if id(child) not in seen:
                 seen.add(id(child))
                 queue.append((f"{name}.{attr}" if name else attr, child))

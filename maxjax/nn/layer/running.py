@@ -6,6 +6,7 @@ round every ``__call__``; weights and subgraphs ask here what a weight is called
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,17 +23,36 @@ from .definition import Walk, flatten
 
 
 class _Names:
-    """One walk below a Module, for looking things up: a trace asks once per weight and call."""
+    """Walks below a Module, for looking things up: a trace asks once per weight and call."""
 
     def __init__(self, root: Any):
         # The root is held so that its id stays its own.
         self.root, self.structure = root, EPOCH.structure
-        walk = Walk(root)
-        self.prefixes = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
-        self.weights = {name: weight for name, _, weight, _ in walk.places}
-        self.names: dict[int, str] = {}
-        for name, _, weight, _ in walk.places:
-            self.names.setdefault(id(weight), name)
+
+    @functools.cached_property
+    def _walk(self) -> Walk:
+        return Walk(self.root)
+
+    @functools.cached_property
+    def scopes(self) -> dict[int, str]:
+        """id(Module) → prefix, with one name for all equal layers of a LayerStack."""
+        walk = Walk(self.root, stacked=True)
+        return {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
+
+    @functools.cached_property
+    def prefixes(self) -> dict[int, str]:
+        """id(Module) → prefix."""
+        return {id(m): p for m, p in zip(self._walk.modules, self._walk.prefixes, strict=True)}
+
+    @functools.cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Full name → Weight."""
+        return {name: weight for name, _, weight, _ in self._walk.places}
+
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """id(Weight) → first full name."""
+        return {id(weight): name for name, _, weight, _ in reversed(self._walk.places)}
 
 
 class _Running(threading.local):
@@ -86,11 +106,22 @@ def _scope_name(module: Any) -> str | None:
     caller = RUNNING.stack[-1]
     if module is caller:  # super().__call__()
         return None
-    prefixes = RUNNING.names_below(RUNNING.stack[0]).prefixes
+    prefixes = RUNNING.names_below(RUNNING.stack[0]).scopes
     name = prefixes.get(id(module))
     if not name:
         return type(module).__name__
     return name.removeprefix(prefixes.get(id(caller), "")).rstrip(".") or None
+
+
+def layer_name(layer: Any) -> str | None:
+    """The full name of a layer below the outermost Module now running; None outside of one.
+
+    For hooks: ``layers.3.mlp`` also where the layer is rebuilt, as under ``jax.jit``.
+    """
+    if not RUNNING.stack:
+        return None
+    prefix = RUNNING.names_below(RUNNING.stack[0]).prefixes.get(id(layer))
+    return None if prefix is None else prefix.rstrip(".")
 
 
 def running_name(weight: Weight) -> str | None:

@@ -35,7 +35,7 @@ class LoadResult(NamedTuple):
 class StateDict:
     """The state-dict methods of Module."""
 
-    def _mx_definition(self) -> tuple[Any, tuple[Weight, ...]]:
+    def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
         raise NotImplementedError
 
     def raw_state_dict(self) -> dict[str, Weight]:
@@ -46,12 +46,7 @@ class StateDict:
         Raises:
             ValueError: Two weights have one full name.
         """
-        definition, weights = self._mx_definition()
-        return {
-            n: w
-            for n, w, owned in zip(definition.names, weights, definition.owned, strict=True)
-            if owned
-        }
+        return dict(self._mx_names()[0])
 
     def state_dict(self, auto_initialize: bool = True) -> dict[str, Any]:
         """The values of all weights below this Module by full name, breadth first.
@@ -66,16 +61,16 @@ class StateDict:
         """
         values = {}
         for name, weight in self.raw_state_dict().items():
-            if weight.value is None and weight._source is not None:
+            if weight._is_lazy and weight._source is not None:
                 weight._read_source()
-            if weight.value is None:
+            if weight._is_lazy:
                 if not auto_initialize:
                     raise ValueError(
                         f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()"
                     )
                 weight._put(_zeros(name, weight))
             weight._finalise(name)
-            value = weight._leaf
+            value = weight.value
             shape = weight._loaded_shape
             values[name] = value if shape is None else value.reshape(shape)
         return values
@@ -118,10 +113,9 @@ class StateDict:
             ...
             ValueError: ... Missing required weights: weight; For 'weight', did you mean 'wieght'?; ...
         """
-        definition, _ = self._mx_definition()
-        weights = self.raw_state_dict()
+        weights, aliases = self._mx_names()
         source = dict(state_dict._named_data()) if isinstance(state_dict, Weights) else state_dict
-        match = _Match(weights, source, definition.aliases)
+        match = _Match(weights, source, aliases)
         options = {
             "override": override_quantization_encoding,
             "alignment": weight_alignment,

@@ -1,0 +1,178 @@
+"""Floor 3. StackedWeight: the weights of one name in n equal layers, as one array.
+
+The n Weights stay what a user sees: views, each of its slice. ``nn.LayerStack`` makes
+them, and has one pytree leaf for all n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..kernels import StackSlice
+from . import weight as weight_module
+from .weight import Weight, values_changed
+
+
+class Span(NamedTuple):
+    """Which layers a stack holds: ``start``, ``start + step``, … as one name for all.
+
+    Attributes:
+        pattern: What stands for the layer's number in the name of the leaf.
+        start, step, count: The numbers themselves.
+    """
+
+    pattern: str
+    start: int
+    step: int
+    count: int
+
+    def name(self, full: str, index: int) -> str:
+        """The name of the one layer's weight, from that of the leaf."""
+        parts = full.split(".")
+        if self.pattern in parts:
+            parts[parts.index(self.pattern)] = str(self.start + index * self.step)
+        return ".".join(parts)
+
+
+class StackedWeight:
+    """One array ``[n, ...]`` for the Weights of n layers; while some lack a value, those that have one.
+
+    Attributes:
+        template: A Weight without a value, like each of them.
+        span: Which layers they belong to.
+    """
+
+    def __init__(self, template: Weight, span: Span):
+        self.template, self.span = Weight._from_static(template, None, None), span
+        self._full_name: str | None = None
+        self._sharding: Any = template._sharding
+        self._views: dict[int, Weight] = {}
+        self._parts: dict[int, Any] = {}
+        self._own: Any = self._placeholder()
+
+    @classmethod
+    def of(cls, weights: Sequence[Weight], span: Span) -> StackedWeight:
+        """Of the layers' own Weights, which become views of it. They must be equal but in value."""
+        self = cls(weights[0], span)
+        self._parts = {i: w._leaf for i, w in enumerate(weights) if not w._is_lazy}
+        for i, weight in enumerate(weights):
+            weight._own, weight._home = None, (self, i)
+            self._views[i] = weight
+        self._join()
+        values_changed()
+        return self
+
+    def view(self, index: int) -> Weight:
+        """The Weight of one of the layers."""
+        view = self._views.get(index)
+        if view is None:
+            name = None if self._full_name is None else self.span.name(self._full_name, index)
+            view = Weight._from_static(self.template, None, name)
+            view._home = (self, index)
+            view = self._views.setdefault(index, view)
+        return view
+
+    def dissolve(self) -> None:
+        """Gives each Weight its own value back."""
+        for index, view in self._views.items():
+            leaf = self.leaf_of(index)
+            view._own = leaf.__jax_array__() if isinstance(leaf, StackSlice) else leaf
+        for view in self._views.values():
+            view._home = None
+        self._own, self._parts = None, {}
+        values_changed()
+
+    # -- the value
+
+    def _placeholder(self) -> Any:
+        leaf = self.template._blank()
+        if leaf is None:
+            return None
+        shape = (self.span.count, *leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._sharding)
+
+    @property
+    def _leaf(self) -> Any:
+        return self._own
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has a value for every layer."""
+        return self._own is not None and type(self._own) is not jax.ShapeDtypeStruct
+
+    def leaf_of(self, index: int) -> Any:
+        """What one of the Weights has as its leaf."""
+        if index in self._parts:
+            return self._parts[index]
+        if type(self._own) is jax.ShapeDtypeStruct:
+            return self.template._blank()
+        # A pytree may be rebuilt around anything, None and plain objects too.
+        return StackSlice(self._own, index) if hasattr(self._own, "shape") else self._own
+
+    def put(self, index: int, leaf: Any) -> None:
+        """Sets one Weight's leaf."""
+        if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
+            self._split()
+            self._parts.pop(index, None)
+        elif self.is_whole:
+            self._own = jnp.asarray(self._own).at[index].set(leaf)
+        else:
+            self._parts[index] = leaf
+            self._join()
+
+    def _put(self, leaf: Any) -> None:
+        """Sets all at once."""
+        self._own, self._parts = leaf, {}
+        values_changed()
+
+    def _split(self) -> None:
+        if self.is_whole:
+            self._parts = {i: self._own[i] for i in range(self.span.count)}
+            self._own = self._placeholder()
+
+    def _join(self) -> None:
+        if self._parts and len(self._parts) == self.span.count:
+            parts, self._parts = self._parts, {}
+            stack = jnp.stack([parts[i] for i in range(self.span.count)])
+            self._own = stack if self._sharding is None else jax.device_put(stack, self._sharding)
+
+    def __jax_array__(self) -> jax.Array:
+        """The stacked array: inside a Graph, what stands for it there."""
+        in_graph = weight_module.graph_value
+        standing = in_graph(self) if in_graph is not None else None
+        if standing is not None:
+            return standing
+        if not self.is_whole:
+            # Reads those that were allocated from a checkpoint; the first without any value raises.
+            for i in range(self.span.count):
+                self.view(i).__jax_array__()
+        return self._own
+
+    def _place(self, sharding: Any) -> None:
+        """Puts the values, or the placeholder, on a jax Sharding."""
+        self._sharding = self.template._sharding = sharding
+        if self.is_whole:
+            self._own = jax.device_put(self._own, sharding)
+        else:
+            self._own = self._placeholder()
+            self._parts = {i: jax.device_put(part, sharding) for i, part in self._parts.items()}
+        values_changed()
+
+    # -- as the holder of a Module's leaf
+
+    def _static(self) -> tuple[Any, ...]:
+        return (StackedWeight, self.span, self.template._static())
+
+    @classmethod
+    def _from_static(cls, stacked: StackedWeight, leaf: Any, name: str | None) -> StackedWeight:
+        """One like ``stacked`` around ``leaf``, which is not looked at."""
+        new = object.__new__(cls)
+        new.__dict__.update(stacked.__dict__, _own=leaf, _full_name=name, _views={}, _parts={})
+        return new
+
+    def __repr__(self) -> str:
+        return f"StackedWeight({self.span.count} x {self.template!r})"

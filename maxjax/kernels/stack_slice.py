@@ -1,0 +1,108 @@
+"""Floor 2. StackSlice: one layer's part of a stacked array, cut out only where it must be.
+
+A plain ``lax.scan`` over stacked weights copies each layer's weights out of the stack at
+every step. The body of an inference loop holds StackSlices instead: ``kernels.matmul``
+takes the stack and the index as they are, and everything else gets the array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class StackSlice:
+    """``stack[index]``, an array wherever one is wanted.
+
+    Args:
+        stack: An array ``[n, ...]``.
+        index: Which one: a number, or an integer scalar that may be traced.
+
+    It is a pytree of the two, has the shape and dtype of the slice, and works in jnp
+    functions, operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.kernels import StackSlice, matmul
+        >>> w = StackSlice(jnp.arange(12.0).reshape(3, 2, 2), 1)
+        >>> w.shape, float(jnp.sum(w))
+        ((2, 2), 22.0)
+        >>> print(matmul(jnp.ones(2), w))
+        [ 9. 13.]
+    """
+
+    __slots__ = ("stack", "index")
+
+    # NumPy arrays on the left of an operator leave it to us.
+    __array_priority__ = 1000
+
+    def __init__(self, stack: Any, index: Any):
+        self.stack, self.index = stack, index
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The slice's."""
+        return tuple(self.stack.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The element type."""
+        return self.stack.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of the slice's axes."""
+        return self.stack.ndim - 1
+
+    def __jax_array__(self) -> jax.Array:
+        if isinstance(self.index, int):
+            return jax.lax.index_in_dim(self.stack, self.index, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.__jax_array__(), dtype=dtype)
+
+    def __getitem__(self, key: Any) -> jax.Array:
+        return self.__jax_array__()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what JAX and NumPy ask to see whether it is there
+            raise AttributeError(name)
+        return getattr(self.__jax_array__(), name)
+
+    def __repr__(self) -> str:
+        return (
+            f"StackSlice({self.dtype}{list(self.shape)}, {self.index!r} of {self.stack.shape[0]})"
+        )
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = (jax.tree_util.GetAttrKey("stack"), jax.tree_util.GetAttrKey("index"))
+        return tuple(zip(keys, (self.stack, self.index), strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> StackSlice:
+        return cls(*children)
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_COMPARE, _UNARY = "lt le gt ge eq ne".split(), "neg pos abs invert".split()
+
+
+def _forward(name: str) -> Any:
+    def method(self: StackSlice, *operands: Any) -> Any:
+        return getattr(self.__jax_array__(), name)(*map(_plain, operands))
+
+    return method
+
+
+def _plain(operand: Any) -> Any:
+    return jnp.asarray(operand) if isinstance(operand, StackSlice) else operand
+
+
+for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARE, *_UNARY]:
+    setattr(StackSlice, f"__{_name}__", _forward(f"__{_name}__"))
+StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]
