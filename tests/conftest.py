@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _on_gpu(config):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["MAXJAX_COMPILE_CACHE"] = "0"  # the user's cache is not the tests' to fill
     import jax
 
     jax.config.update("jax_platforms", "cpu")

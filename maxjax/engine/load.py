@@ -15,6 +15,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
+from ..graph import compile_cache
 from ..graph.weights import Weights, load_weights
 from ..models import PretrainedModel, build, config_beside
 from .pooling import read_pooling
@@ -52,6 +53,7 @@ def load(
     """
     if mesh is not None:
         raise NotImplementedError("load(mesh=...) is not supported yet")
+    compile_cache.enable()
     wanted = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)
     path = _existing(path)

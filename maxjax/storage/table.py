@@ -8,7 +8,7 @@ which would die with the file. Below: files. Above: the formats, graph.weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -86,12 +86,17 @@ class TensorTable:
         return self.read_many([name])[name]
 
     def read_many(
-        self, names: Iterable[str] | None = None, *, threads: int | None = None
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        threads: int | None = None,
+        into: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Reads ``names`` (default: all) with parallel reads; the dict is in their order.
 
         Takes the memory of the arrays and at most ``threads`` × 16 MiB beside it. ``threads``
-        is by default the number of cores, at most 8.
+        is by default the number of cores, at most 8. ``into`` gives uint8 memory for some of
+        them, of exactly the size of the array and at any address.
 
         Raises:
             CheckpointTruncatedError: The file is shorter than it was.
@@ -102,7 +107,7 @@ class TensorTable:
         """
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
-        arrays, jobs = _plan(entries, self.files)
+        arrays, jobs = _plan(entries, self.files, into or {})
         _run(jobs, threads or min(8, _cores()))
         for number in {entry.file for entry in entries}:
             self.files[number].check_unchanged()
@@ -142,7 +147,7 @@ class _Job:
 
 
 def _plan(
-    entries: list[TensorEntry], files: list[OpenFile]
+    entries: list[TensorEntry], files: list[OpenFile], into: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], list[_Job]]:
     """The arrays, still empty, and the reads that fill them, in the order of the files."""
     arrays: dict[str, np.ndarray] = {}
@@ -154,8 +159,12 @@ def _plan(
         length = -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         if length > SMALL_BYTES or entry.dtype is DType.float4_e2m1fn:
             scale = 2 if entry.dtype is DType.float4_e2m1fn else 1
-            memory = _allocate(scale * entry.nbytes, entry, files)
+            given = into.get(entry.name)
+            memory = _allocate(scale * entry.nbytes, entry, files) if given is None else given
             jobs.extend(_blocks(entry, files[entry.file], memory))
+        elif entry.name in into:
+            memory = into[entry.name]
+            _append_small(jobs, entry, files[entry.file], memory)
         else:
             if used + length > len(slab):
                 nbytes = SLAB_BYTES if len(entries) > 1 else length

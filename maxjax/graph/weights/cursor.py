@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -61,8 +61,10 @@ class _Family:
             array = self.seen[name] = self.open_table().read(name)
         return array
 
-    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        return self.open_table().read_many(names)
+    def read_many(
+        self, names: list[str], *, into: Mapping[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        return self.open_table().read_many(names, into=into)
 
 
 class Weights:

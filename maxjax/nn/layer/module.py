@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from ...graph import compile_cache
 from ...graph.device import DeviceRef
 from ...graph.graph import Graph
 from ...graph.program import Model, Program, Trees
@@ -304,6 +305,7 @@ class Module(Layer, StateDict, ABC):
             [3. 3.]
         """
         del session
+        compile_cache.enable()
         title = name or type(self).__qualname__
         if specs and all(isinstance(spec, TensorType) for spec in specs):
             return Model(Graph(title, self, specs), weights, donate)

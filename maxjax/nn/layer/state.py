@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
 from ...graph.weight import Weight, structure_changed
-from ...graph.weights import Weights
-from .values import Fit, fit, materialise, same_content
+from ...graph.weights import Weights, read_all
+from .stack_values import plan
+from .values import Fit, fit, is_lazy, materialise, same_content
 
 
 class LoadResult(NamedTuple):
@@ -133,9 +134,18 @@ class StateDict:
             problems.append(match.verdict())
         if problems:
             raise _error(problems, state_dict)
-        arrays = materialise(fits)
-        for one, array in zip(fits, arrays, strict=True):
-            _store(one, array)
+        loads, single = plan(fits)
+        into = [pair for load in loads for pair in load.direct()]
+        lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
+        fresh = read_all(lazy, {id(data): memory for data, memory in into})
+        arrays = materialise(single, fresh)
+        stacks = [load.array() for load in loads]
+        for one, array in zip(single, arrays, strict=True):
+            one.weight._put(array)
+        for load, stack in zip(loads, stacks, strict=True):
+            load.stack._put(stack)
+        for one in fits:
+            _store(one)
         return LoadResult(match.missing, match.unexpected)
 
 
@@ -209,7 +219,8 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
     return jnp.zeros(leaf.shape, leaf.dtype, device=weight._sharding)
 
 
-def _store(one: Fit, array: Any) -> None:
+def _store(one: Fit) -> None:
+    """What else the weight takes from its value."""
     weight = one.weight
     before = weight._static()
     weight._dtype, weight._dims = one.dtype, one.dims
@@ -218,7 +229,6 @@ def _store(one: Fit, array: Any) -> None:
         weight._original = one.original
     if one.loaded_shape is not None:
         one.value.shape = Shape(one.dims)  # as MAX: the metadata says what the weight is
-    weight._put(array)
     weight._loaded_shape, weight._source = one.loaded_shape, None
     weight._finalise(one.name)
     if weight._static() != before:

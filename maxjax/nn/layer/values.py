@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -174,25 +174,47 @@ def _shape_of(value: Any) -> Sequence[int]:
 # -- the arrays themselves
 
 
-def materialise(fits: Sequence[Fit]) -> list[Any]:
-    """Reads, converts and places all values; nothing of a Module is changed by it.
+def is_lazy(one: Fit) -> bool:
+    """Whether its bytes are still on disk."""
+    return isinstance(one.value, WeightData) and not one.value.is_loaded
+
+
+def as_it_is(one: Fit) -> bool:
+    """Whether the bytes on disk are those the weight will have."""
+    data = one.value
+    target = jax.dtypes.canonicalize_dtype(one.dtype.np)
+    plain = not data._casts and not one.as_bytes and one.loaded_shape is None
+    return plain and data.dtype.np == target
+
+
+def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[Any]:
+    """Converts and places all values; nothing of a Module is changed by it.
+
+    Args:
+        fresh: By ``id`` of a value that was on disk, what was read of it.
 
     Raises:
         ValueError: An integer that does not fit the 32 bits JAX runs in.
         CheckpointError: A file that cannot be read.
     """
-    lazy = [
-        one.value for one in fits if isinstance(one.value, WeightData) and not one.value.is_loaded
-    ]
-    fresh = read_all(lazy)
+    remaining = dict(fresh)
     arrays = []
     for one in fits:
-        array = fresh.pop(id(one.value), None)
+        array = remaining.pop(id(one.value), None)
         owned = array is not None
-        if not owned:
-            array = _host_or_jax(one.value)
-        arrays.append(_place(one, _convert(one, array), owned))
+        array = one.value._cast(array) if owned else _host_or_jax(one.value)
+        arrays.append(_place(one, convert(one, array), owned))
     return arrays
+
+
+def host(one: Fit) -> np.ndarray:
+    """The converted value as an array of the host; read now if it is on disk."""
+    array = (
+        one.value._cast(read_all([one.value])[id(one.value)])
+        if is_lazy(one)
+        else _host_or_jax(one.value)
+    )
+    return np.asarray(convert(one, array))
 
 
 def _host_or_jax(value: Any) -> Any:
@@ -215,7 +237,8 @@ def _host_or_jax(value: Any) -> Any:
         return jax.dlpack.from_dlpack(value)
 
 
-def _convert(one: Fit, array: Any) -> Any:
+def convert(one: Fit, array: Any) -> Any:
+    """``array`` as the weight will have it, still where it is."""
     if one.as_bytes:
         return np.ascontiguousarray(array).view(np.uint8)
     if one.loaded_shape is not None:
