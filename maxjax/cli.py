@@ -267,7 +267,9 @@ def _env_arguments(parser: argparse.ArgumentParser) -> None:
 def env(options: argparse.Namespace) -> Iterable[str]:
     """Shows versions, devices and caches; warns when JAX silently runs on the CPU."""
     from .environment import environment
+    from .graph import compile_cache
 
+    compile_cache.enable()
     found = environment()
     for problem in found["problems"]:
         print(f"maxjax: warning: {problem}", file=sys.stderr)

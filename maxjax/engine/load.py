@@ -7,21 +7,24 @@ Everything is put together here: ``models.build`` makes the lazy Module, its own
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
-from ..graph import compile_cache
+from ..graph import Model, compile_cache
 from ..graph.weights import Weights, load_weights
 from ..models import PretrainedModel, build, config_beside
 from .pooling import read_pooling
 from .tokenizer import Tokenizer, load_tokenizer
 
 
+@overload
 def load(
     path: str | os.PathLike[str],
     *,
@@ -29,7 +32,27 @@ def load(
     reduce_dtype: Any = DType.float32,
     mesh: Any = None,
     config: Any = None,
-) -> tuple[PretrainedModel, Tokenizer | None]:
+    compile: None = None,
+) -> tuple[PretrainedModel, Tokenizer | None]: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = "auto",
+    reduce_dtype: Any = DType.float32,
+    mesh: Any = None,
+    config: Any = None,
+    compile: Sequence[Any],
+) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = "auto",
+    reduce_dtype: Any = DType.float32,
+    mesh: Any = None,
+    config: Any = None,
+    compile: Sequence[Any] | None = None,
+) -> Any:
     """Opens a checkpoint and loads its model.
 
     Args:
@@ -41,9 +64,12 @@ def load(
             ``"bfloat16"`` as well as ``dtype="bfloat16"`` everything is in 16 bits.
         mesh: Not supported yet.
         config: The content of ``config.json``, or the path of one, instead of that file.
+        compile: Specs as of ``Module.compile``, one for each argument of the model: a program
+            for them is compiled in another thread while the weights are read.
 
     Returns:
-        The model, and its tokenizer, which is None when the directory has none.
+        The model, and its tokenizer, which is None when the directory has none; with
+        ``compile`` the program as a third.
 
     Raises:
         CheckpointError: The checkpoint is missing, damaged or does not fit; the class
@@ -70,8 +96,14 @@ def load(
         tokenizer = load_tokenizer(directory)
         if pooling is not None:
             model.pooling = pooling
-        model.load_state_dict(weights, cast=wanted is not None)
-    return model, tokenizer
+        cast = wanted is not None
+        if compile is None:
+            model.load_state_dict(weights, cast=cast)
+            return model, tokenizer
+        with ThreadPoolExecutor(1, "maxjax-compile") as pool:
+            program = pool.submit(model.compile, *compile)
+            model.load_state_dict(weights, cast=cast)
+    return model, tokenizer, program.result()
 
 
 def _float_type(option: str, dtype: Any) -> DType:

@@ -86,9 +86,14 @@ class Binding:
         if there is None:
             there = jax.sharding.SingleDeviceSharding(_default_device())
         if not array.sharding.is_equivalent_to(there, array.ndim):
-            raise ValueError(f"weight '{name}' was on {there} when '{self._graph}' was compiled, and is on "
-                             f"{array.sharding} now: compile it again, or place it there")  # fmt: skip
+            raise ValueError(f"weight '{name}' was on {_shown(there)} when '{self._graph}' was compiled, and is on "
+                             f"{_shown(array.sharding)} now: compile it again, or place it there")  # fmt: skip
         return array
+
+
+def _shown(sharding: jax.sharding.Sharding) -> str:
+    devices = list(sharding.device_set)
+    return f"{devices[0].platform}:{devices[0].id}" if len(devices) == 1 else str(sharding)
 
 
 def _default_device() -> Any:

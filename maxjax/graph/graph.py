@@ -19,7 +19,9 @@ import numpy as np
 from jax.core import Tracer
 
 from ..kernels import StackSlice
+from . import subgraph as subgraph_module
 from . import weight as weight_module
+from .reroll import reroll
 from .stacked_weight import StackedWeight
 from .subgraph import LOOKUPS, Subgraph
 from .symbolic import naming, sizes_of
@@ -203,7 +205,7 @@ class Graph(metaclass=_Meta):
         finished = error is None and self._outputs is not None
         try:
             if finished:
-                self.jaxpr = writer.switch(self._outputs)
+                self.jaxpr = reroll(writer.switch(self._outputs))
         finally:
             if not writer.dead:
                 # However the block was left, the trace must not stay behind in this thread.
@@ -328,3 +330,4 @@ def _weights_by_name(names: list[str], templates: list[Weight]) -> list[Weight] 
 
 
 LOOKUPS.append(_weights_by_name)
+subgraph_module.is_writing = Graph.is_writing

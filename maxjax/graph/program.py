@@ -63,9 +63,16 @@ class Model:
         if all(kind.is_static for kind in graph.input_types):
             jitted = jax.jit(run, donate_argnums=positions)
             self._run: Any = jitted.lower(self._weights.types, *inputs).compile()
+            places = self._run.input_shardings[0][1:]
+            shapes: Any = [kind.shape for kind in inputs]
         else:
             exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
             self._run = jax.jit(exported.call, donate_argnums=positions)
+            placed = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
+            places = [placed[0] if placed else None] * len(inputs)
+            shapes = [None] * len(inputs)  # sizes are compared at each call
+        # What an input has to be: shape, dtype, and where the program wants what is committed.
+        self._wanted = list(zip(shapes, [kind.dtype for kind in inputs], places, strict=True))
 
     def execute(self, *args: Any) -> list[TensorValue]:
         """Runs it.
@@ -88,10 +95,14 @@ class Model:
             raise ValueError(f"Number of inputs ({len(args)}) does not match expected number "
                              f"({len(self.input_types)}) for model '{self.name}'")  # fmt: skip
         sizes: dict[str, int] = {}
-        arrays = [
-            _input(i, a, kind, sizes)
-            for i, (a, kind) in enumerate(zip(args, self.input_types, strict=True))
-        ]
+        arrays = []
+        for i, (value, (shape, dtype, there)) in enumerate(zip(args, self._wanted, strict=True)):
+            fits = isinstance(value, jax.Array) and value.shape == shape and value.dtype == dtype
+            if not fits:
+                value = _input(i, value, self.input_types[i], sizes)
+            if there is not None and getattr(value, "committed", False) and value.sharding != there:
+                value = jax.device_put(value, there)
+            arrays.append(value)
         return self._run(self._weights.values(), *arrays)
 
     def __call__(self, *args: Any) -> Any:
@@ -146,6 +157,8 @@ class Program(Model):
             ValueError: Arguments of another structure or type, or as for ``execute``.
         """
         leaves, tree = jax.tree.flatten(args)
+        if tree != self.in_tree:
+            leaves, tree = jax.tree.flatten(args, is_leaf=is_input)  # TensorValues as inputs
         if tree != self.in_tree:
             raise ValueError(
                 f"'{self.name}' was compiled for arguments of the structure {self.in_tree}, not {tree}"

@@ -8,6 +8,7 @@ name when it is called. The layer itself is left as it was.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import some
+from ..kernels import StackSlice
 from .shape import StaticDim
 from .symbolic import is_known, naming, sizes_of, to_dim
 from .tensor_type import TensorType
@@ -25,6 +27,8 @@ from .weight import Weight
 # Each tries to find the Weights of some names, given one like each: first the running
 # Modules' (put in front by their file), then the one of the Graph being written.
 LOOKUPS: list[Callable[[list[str], list[Weight]], list[Weight] | None]] = []
+# Set by the Graph's file: whether a Graph is being written.
+is_writing: Callable[[], bool] | None = None
 
 
 class Subgraph:
@@ -83,7 +87,21 @@ class Subgraph:
         """Runs it; see ``ops.call``."""
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         self._check(flat)
-        return [TensorValue(y) for y in self._run(self._weights(prefix), flat)]
+        chosen = self._weights(prefix)
+        homes = [weight._home for weight in chosen]
+        places = {home[1] for home in homes if home is not None}
+        if len(places) == 1 and is_writing is not None and is_writing():
+            # One layer of a LayerStack, in a Graph, which makes a loop of such calls (reroll.py).
+            stacked = tuple(home is not None for home in homes)
+            stacks = [home[0].__jax_array__() for home in homes if home is not None]
+            others = [
+                w.__jax_array__() for w, home in zip(chosen, homes, strict=True) if home is None
+            ]
+            place = np.int32(places.pop())
+            outputs = _call_at(self._target, self._in_tree, stacked, stacks, place, others, flat)
+        else:
+            outputs = self._run([weight.__jax_array__() for weight in chosen], flat)
+        return [TensorValue(y) for y in outputs]
 
     def _check(self, flat: list[Any]) -> None:
         if len(flat) != len(self.input_types):
@@ -98,11 +116,10 @@ class Subgraph:
                 raise ValueError(f"argument {i} of the call to {self.name} is {found.dtype} {found.shape!r}, "
                                  f"but it was built for {kind.dtype} {kind.shape!r}")  # fmt: skip
 
-    def _weights(self, prefix: str) -> list[Any]:
+    def _weights(self, prefix: str) -> list[Weight]:
         names = [prefix + name for name in self.placeholders]
         found = iter(self._find(names, prefix))
-        chosen = [slot if isinstance(slot, Weight) else next(found) for slot in self._slots]
-        return [weight.__jax_array__() for weight in chosen]
+        return [slot if isinstance(slot, Weight) else next(found) for slot in self._slots]
 
     def _find(self, names: list[str], prefix: str) -> list[Weight]:
         if not names:
@@ -176,6 +193,22 @@ def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> li
 
 
 _call = jax.jit(_run, static_argnums=(0, 1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call_at(
+    target: Any,
+    in_tree: Any,
+    stacked: tuple[bool, ...],
+    stacks: list[Any],
+    place: Any,
+    others: list[Any],
+    inputs: list[Any],
+) -> list[Any]:
+    """As ``_call``, with the weights of the layer at one place of the stacks."""
+    slices, plain = (StackSlice(stack, place) for stack in stacks), iter(others)
+    weights = [next(slices if is_stacked else plain) for is_stacked in stacked]
+    return _run(target, in_tree, weights, inputs)
 
 
 def is_input(x: Any) -> bool:

@@ -294,7 +294,11 @@ class Weight(TensorValue):
 
     @property
     def value(self) -> Any:
-        """The array, or None while the weight is lazy."""
+        """The array, or None while the weight is lazy; inside a Graph, what stands for it there."""
+        standing = graph_value(self) if graph_value is not None else None
+        return self._stored() if standing is None else standing
+
+    def _stored(self) -> Any:
         leaf = self._leaf
         if type(leaf) is StackSlice:
             return leaf.__jax_array__()

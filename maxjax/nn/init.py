@@ -5,10 +5,11 @@ from __future__ import annotations
 import fnmatch
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..graph.weight import Weight
 from .layer.module import Module
@@ -44,29 +45,69 @@ def init(
         >>> model.weight.value.shape
         (2, 3)
     """
-    plan: dict[str, tuple[Weight, Initializer]] = {}
-    for name, weight in _owners(model):
-        if weight[0]._is_lazy:
-            plan[name] = (weight[0], _choose(name, *weight, initializer))
-    shapes = {name: weight._leaf for name, (weight, _) in plan.items()}
-    for name, shape in shapes.items():
-        if shape is None:
+    plan: list[_Draw] = []
+    stacks: dict[int, _Draw] = {}
+    for name, (weight, layer) in _owners(model):
+        if not weight._is_lazy:
+            continue
+        if weight._leaf is None:
             raise ValueError(
-                f"weight '{name}' has symbolic dimensions {plan[name][0].shape!r}: load a value"
+                f"weight '{name}' has symbolic dimensions {weight.shape!r}: load a value"
             )
+        fill = _choose(name, weight, layer, initializer)
+        home = weight._home
+        known = None if home is None else stacks.get(id(home[0]))
+        if known is None or known.fill is not fill:
+            known = _Draw(fill, weight._leaf, [], [])
+            plan.append(known)
+            if home is not None:
+                stacks[id(home[0])] = known
+        known.names.append(name)
+        known.weights.append(weight)
 
-    def draw(key: jax.Array) -> dict[str, jax.Array]:
-        return {name: fn(jax.random.fold_in(key, zlib.crc32(name.encode())), shapes[name].shape, shapes[name].dtype)
-                for name, (_, fn) in plan.items()}  # fmt: skip
+    def draw(key: jax.Array) -> list[jax.Array]:
+        return [one.values(key) for one in plan]
 
-    where = {name: weight._sharding for name, (weight, _) in plan.items()}
-    values = jax.jit(draw, out_shardings=where)(key)
-    for name, value in values.items():
-        weight = plan[name][0]
-        weight._put(value)
-        weight._source = None
-        weight._finalise(name)
+    for one, values in zip(
+        plan, jax.jit(draw, out_shardings=[d.sharding for d in plan])(key), strict=True
+    ):
+        one.store(values)
     return model
+
+
+class _Draw(NamedTuple):
+    """What is drawn by one initializer at once: one weight, or those of layers of a stack."""
+
+    fill: Initializer
+    leaf: jax.ShapeDtypeStruct
+    names: list[str]
+    weights: list[Weight]
+
+    @property
+    def sharding(self) -> Any:
+        return self.weights[0]._sharding
+
+    def values(self, key: jax.Array) -> jax.Array:
+        """``[n, ...]`` for a stack: the very values each weight would have on its own."""
+
+        def one(code: Any) -> jax.Array:
+            return self.fill(jax.random.fold_in(key, code), self.leaf.shape, self.leaf.dtype)
+
+        codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
+        return one(codes[0]) if self.weights[0]._home is None else jax.vmap(one)(codes)
+
+    def store(self, values: jax.Array) -> None:
+        home = self.weights[0]._home
+        if home is None:
+            self.weights[0]._put(values)
+        elif len(self.weights) == home[0].span.count:
+            home[0]._put(values)
+        else:
+            for weight, value in zip(self.weights, values, strict=True):
+                weight._put(value)
+        for name, weight in zip(self.names, self.weights, strict=True):
+            weight._source = None
+            weight._finalise(name)
 
 
 def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module]]]:

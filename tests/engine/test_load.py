@@ -277,6 +277,28 @@ def test_dtypes_that_are_none(small, option, value):
         load(small, **{option: value})
 
 
+def test_compiled_while_it_is_read(small):
+    specs = [jax.ShapeDtypeStruct((1, 3), np.int32), jax.ShapeDtypeStruct((1, 3), np.int32)]
+    model, _, program = load(small, compile=specs)
+    mask = np.ones((1, 3), np.int32)
+    want, got = model(IDS, mask), program(IDS, mask)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cut_file_while_it_compiles(small):
+    file = small / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointTruncatedError):
+        load(small, compile=[jax.ShapeDtypeStruct((1, 3), np.int32)])
+
+
+def test_specs_that_do_not_go_with_the_model(small):
+    with pytest.raises((TypeError, ValueError)):
+        load(small, compile=[jax.ShapeDtypeStruct((1, 3), np.float32)] * 9)
+
+
 def test_a_mesh_is_not_supported_yet(small):
     with pytest.raises(NotImplementedError, match="mesh"):
         load(small, mesh=object())

@@ -179,7 +179,7 @@ class Cache:
     def __init__(self, structure: int, definition: Definition, weights: tuple[Any, ...]):
         self.structure, self.definition, self.weights = structure, definition, weights
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
-        self.refresh()
+        self.values, self.leaves = -1, ()
 
     def refresh(self) -> tuple[Any, ...]:
         """Collects the weights' leaves anew."""
@@ -286,6 +286,14 @@ def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
             module.__dict__["_mx_stacks"] = tuple(holders[i] for i in node.stacks)
     modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders)
     return modules[0]
+
+
+def known(module: Any) -> Cache:
+    """What is known of the structure below a Module; its leaves are not touched."""
+    cache = module._mx_cache
+    if cache is None or cache.structure != EPOCH.structure:
+        cache = vars(module)["_mx_cache"] = define(module)
+    return cache
 
 
 def flatten(module: Any) -> tuple[tuple[Any, ...], Definition]:

@@ -24,7 +24,7 @@ from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
 from ...graph.weight import Weight, structure_changed
 from . import hooks, running
-from .definition import Cache, Definition, Walk, flatten, flatten_with_keys, rebuild
+from .definition import Cache, Definition, Walk, flatten, flatten_with_keys, known, rebuild
 from .hooks import Layer
 from .state import StateDict
 from .static import freeze
@@ -368,14 +368,11 @@ class Module(Layer, StateDict, ABC):
     # -- pytree, copies, text
 
     def _mx_definition(self) -> tuple[Definition, tuple[Any, ...]]:
-        _, definition = flatten(self)
-        assert self._mx_cache is not None
-        return definition, self._mx_cache.weights
+        cache = known(self)
+        return cache.definition, cache.weights
 
     def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
-        flatten(self)
-        assert self._mx_cache is not None
-        return self._mx_cache.names(self)
+        return known(self).names(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mx_cache": None}

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...graph.value import TensorValue, unwrap
 from ...kernels import StackSlice
-from .definition import Definition, flatten, rebuild
+from .definition import Definition, rebuild
 from .per_layer import Layout, PerLayer
 
 
@@ -45,8 +45,8 @@ class _Static(NamedTuple):
 def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
     """Runs the stack as one loop; see ``LayerStack.scan``."""
     _policy(plan.remat)  # a wrong name is an error also where nothing is differentiated
-    _, definition = flatten(stack)
-    arrays = [holder.__jax_array__() for holder in stack._mx_cache.weights]
+    definition, holders = stack._mx_definition()
+    arrays = [holder.__jax_array__() for holder in holders]
     values = tuple(_per_layer(x, plan.layout) for x in xs)
     leaves, tree = jax.tree.flatten(dict(shared))
     dynamic = [leaf for leaf in leaves if _is_array(leaf)]
@@ -176,8 +176,7 @@ class _Body:
     """A layer that stands for all at its place of the pattern, and where its weights come from."""
 
     def __init__(self, layer: Any):
-        _, self.definition = flatten(layer)
-        self.holders = layer._mx_cache.weights
+        self.definition, self.holders = layer._mx_definition()
         self.stacks = [w._home[0]._leaf for w in self.holders if w._home is not None]
         self.leaves = [w._leaf for w in self.holders]
 

@@ -71,7 +71,7 @@ class StateDict:
                     )
                 weight._put(_zeros(name, weight))
             weight._finalise(name)
-            value = weight.value
+            value = weight._stored()
             shape = weight._loaded_shape
             values[name] = value if shape is None else value.reshape(shape)
         return values

@@ -1,0 +1,399 @@
+"""Floor 3. Loop rerolling: calls of one jitted layer in a row become one ``lax.scan``.
+
+A loop over the layers of a model is unrolled when it is traced: its jaxpr holds one call for
+each, and XLA takes as much longer to compile it. Where the calls differ in nothing but a layer
+index, which picks the layer's weights out of stacked ones, :func:`reroll` writes the loop again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def reroll(closed: Any, name: str = "_call_at") -> Any:
+    """The same program with each run of calls of the jitted function ``name`` as one loop.
+
+    The operands of a call are the stacked weights, then the layer's index as an int32 literal,
+    then the other inputs. Calls are a run if the weights are the same, the indices follow each
+    other, and each other input is an output of the call before, at the same place in all of
+    them, or does not depend on the run. What lies between them and neither has effects nor
+    feeds one of them is moved before the loop or after it.
+
+    Args:
+        closed: A ``jax.extend.core.ClosedJaxpr``.
+        name: What the jitted function is called.
+
+    Returns:
+        A ClosedJaxpr of the same inputs, outputs and constants; ``closed`` if it has no run.
+    """
+    jaxpr = closed.jaxpr
+    if sum(_is_call(equation, name) for equation in jaxpr.eqns) < 2:
+        return closed
+    merged = _Writer()
+    first: dict[Any, Any] = {}
+    for variable, const in zip(jaxpr.constvars, closed.consts, strict=True):
+        merged.rename([variable], [first.setdefault(_constant_key(const), variable)])
+    merged.write(jaxpr.eqns)
+    outputs = [merged.name(atom) for atom in jaxpr.outvars]
+    equations = _live(merged.equations, outputs)
+    runs = _runs(equations, name)
+    if not runs:
+        return closed
+    writer = _rolled(equations, outputs, runs)
+    outputs = [writer.name(atom) for atom in outputs]
+    equations = _live(writer.equations, outputs)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outputs))
+
+
+# -- finding runs
+
+
+class _Run:
+    """Calls one after the other, and what is fed by them."""
+
+    def __init__(self, place: int, call: Any):
+        self.calls, self.places = [call], [place]
+        self.carried: dict[int, int] = {}  # operand → which output of the call before it is
+        self.later: set[int] = set()  # where equations are that depend on a call
+        self._made = set(call.outvars)
+
+    def joins(self, place: int, call: Any) -> bool:
+        """Takes the call in if it is the next of the run."""
+        last = self.calls[-1]
+        position, index = _layer(last)
+        if not _same_function(last, call) or _layer(call) != (position, index + 1):
+            return False
+        operands = list(zip(last.invars, call.invars, strict=True))
+        if any(a is not b for a, b in operands[:position]):
+            return False
+        outputs = {variable: q for q, variable in enumerate(last.outvars)}
+        fed = {p: a for p, a in enumerate(call.invars) if not self._made.isdisjoint(_free([a]))}
+        carried = {p: outputs[a] for p, a in fed.items() if a in outputs}
+        if len(carried) < len(fed) or (len(self.calls) > 1 and carried != self.carried):
+            return False
+        if any(a.aval != b.aval for a, b in operands):
+            return False
+        self.calls.append(call)
+        self.places.append(place)
+        self.carried = carried
+        self._made.update(call.outvars)
+        return True
+
+    def passes(self, place: int, equation: Any) -> None:
+        """Notes an equation that is no call."""
+        if not self._made.isdisjoint(_free(equation.invars)):
+            self.later.add(place)
+            self._made.update(equation.outvars)
+
+
+def _runs(equations: Sequence[Any], name: str) -> list[_Run]:
+    runs: list[_Run] = []
+    run = None
+    for place, equation in enumerate(equations):
+        if equation.effects:
+            run = None  # nothing may move past it
+        elif _is_call(equation, name):
+            if run is None or not run.joins(place, equation):
+                run = _Run(place, equation)
+                runs.append(run)
+        elif run is not None:
+            run.passes(place, equation)
+    return [run for run in runs if len(run.calls) > 1]
+
+
+def _is_call(equation: Any, name: str) -> bool:
+    return (
+        _is_jit(equation)
+        and equation.params["name"] == name
+        and not equation.effects
+        and _layer(equation) is not None
+        and not _holds_stand_in(equation.params["jaxpr"])
+    )
+
+
+def _is_jit(equation: Any) -> bool:
+    return equation.primitive.name in ("jit", "pjit")
+
+
+def _layer(call: Any) -> Any:
+    """(which operand is the layer's index, the index); None if the first literal is none."""
+    for position, atom in enumerate(call.invars):
+        if _is_literal(atom):
+            fits = atom.aval.shape == () and atom.aval.dtype == np.int32
+            return (position, int(np.asarray(atom.val))) if fits else None
+    return None
+
+
+def _holds_stand_in(closed: Any) -> bool:
+    """Whether a constant in there has no memory: a weight, which none looks for in a scan."""
+    return any(
+        not isinstance(const, jax.Array) and np.ndim(const) and not any(np.asarray(const).strides)
+        for const in closed.consts
+    ) or any(_holds_stand_in(e.params["jaxpr"]) for e in closed.jaxpr.eqns if _is_jit(e))
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
+
+
+def _free(atoms: Iterable[Any]) -> list[Any]:
+    """The variables among them; a literal cannot even be hashed."""
+    return [atom for atom in atoms if not _is_literal(atom)]
+
+
+# -- what is the same
+
+
+def _atom_key(atom: Any) -> Any:
+    if not _is_literal(atom):
+        return atom
+    return atom.aval, np.asarray(atom.val).tobytes() if np.ndim(atom.val) == 0 else id(atom.val)
+
+
+def _constant_key(const: Any) -> Any:
+    """What two constants have in common that are the same memory."""
+    if isinstance(const, jax.Array):
+        return id(const)
+    array = np.asarray(const)
+    return array.ctypes.data, array.dtype, array.shape, array.strides
+
+
+def _equation_key(equation: Any) -> Any:
+    """What two equations have in common that give the same; None if that cannot be told."""
+    key = (
+        equation.primitive,
+        equation.ctx,
+        frozenset(equation.params.items()),
+        tuple(map(_atom_key, equation.invars)),
+        tuple((type(v), v.aval) for v in equation.outvars),  # a DropVar cannot be read
+    )
+    return None if equation.effects else key
+
+
+def _same_function(a: Any, b: Any) -> bool:
+    """Whether two calls are of one function: of the same jaxpr, or of one that computes the same.
+
+    It does if each of its equations is one of the other's, given the same inputs.
+    """
+    ours, theirs = a.params["jaxpr"], b.params["jaxpr"]
+    if a.ctx is not b.ctx or a.params | {"jaxpr": ours} != b.params | {"jaxpr": ours}:
+        return False
+    if ours is theirs:
+        return True
+    if list(map(_constant_key, ours.consts)) != list(map(_constant_key, theirs.consts)):
+        return False
+    if ours.in_avals != theirs.in_avals or ours.out_avals != theirs.out_avals:
+        return False
+    writer, (x, y) = _Writer(), (ours.jaxpr, theirs.jaxpr)
+    writer.rename((*y.constvars, *y.invars), (*x.constvars, *x.invars))
+    writer.write((*x.eqns, *y.eqns))
+    results = [[_atom_key(writer.name(atom)) for atom in jaxpr.outvars] for jaxpr in (x, y)]
+    return results[0] == results[1]
+
+
+# -- writing equations again
+
+
+class _Writer:
+    """Equations put down one after the other; one that is there already is not repeated."""
+
+    def __init__(self) -> None:
+        self.equations: list[Any] = []
+        self.makers: dict[Any, Any] = {}  # variable → the equation it is from
+        self._names: dict[Any, Any] = {}  # variable → what it is called here, if not the same
+        self._known: dict[Any, Any] = {}
+
+    def name(self, atom: Any) -> Any:
+        return atom if _is_literal(atom) else self._names.get(atom, atom)
+
+    def rename(self, variables: Iterable[Any], atoms: Iterable[Any]) -> None:
+        self._names.update(zip(variables, map(self.name, atoms), strict=True))
+
+    def renamed(self, equation: Any) -> Any:
+        return equation.replace(invars=[self.name(atom) for atom in equation.invars])
+
+    def write(self, equations: Iterable[Any]) -> None:
+        for equation in map(self.renamed, equations):
+            try:
+                known = self._known.setdefault(_equation_key(equation) or id(equation), equation)
+            except TypeError:  # a parameter that has no hash
+                known = equation
+            if known is not equation:
+                self.rename(equation.outvars, known.outvars)
+            else:
+                self.equations.append(equation)
+                self.makers.update(dict.fromkeys(equation.outvars, equation))
+
+
+def _live(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The equations that an output or an effect needs."""
+    needed = set(_free(outputs))
+    kept = []
+    for equation in reversed(equations):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            kept.append(equation)
+            needed.update(_free(equation.invars))
+    return kept[::-1]
+
+
+def _rolled(equations: Sequence[Any], outputs: Sequence[Any], runs: Sequence[_Run]) -> _Writer:
+    """The equations with the runs as loops."""
+    writer = _Writer()
+    reads = Counter(a for atoms in (*(e.invars for e in equations), outputs) for a in _free(atoms))
+    written = 0
+    for run in runs:
+        end = run.places[-1] + 1
+        later = [i for i in range(written, end) if i in run.later]
+        moved = {*run.places, *later}
+        writer.write(equations[i] for i in range(written, end) if i not in moved)
+        results = _results(run, equations[run.places[0] :], reads)
+        run.calls = [writer.renamed(call) for call in run.calls]
+        loop, operands = _loop(run, results, writer.makers)
+        if loop.consts or list(loop.out_avals) != [variable.aval for variable in results]:
+            writer.write(run.calls)  # a loop that would change a type; none is known
+        else:
+            writer.rename(loop.jaxpr.invars, operands)
+            writer.write(loop.jaxpr.eqns)
+            writer.rename(results, loop.jaxpr.outvars)
+        writer.write(equations[i] for i in later)
+        written = end
+    writer.write(equations[written:])
+    return writer
+
+
+def _results(run: _Run, after: Sequence[Any], reads: Counter) -> dict[Any, Any]:
+    """What else is read of a run: variable → (which output, of which call; None is of all).
+
+    Of all, since the outputs of the layers are often stacked, which is how a scan gives them.
+    """
+    rows = [call.outvars for call in run.calls]
+    columns = {column: q for q, column in enumerate(zip(*rows, strict=True))}
+    own = Counter(a for call in run.calls for a in _free(call.invars))
+    results: dict[Any, Any] = {}
+    for equation in after:
+        if equation.primitive.name == "stack" and equation.params["axis"] == 0:
+            q = columns.get(tuple(map(_atom_key, equation.invars)))
+            if q is not None:
+                results[equation.outvars[0]] = q, None
+                own.update(equation.invars)
+    for j, row in enumerate(rows):
+        results |= {v: (q, j) for q, v in enumerate(row) if reads[v] > own[v]}
+    return results
+
+
+# -- the loop
+
+
+def _loop(run: _Run, results: dict[Any, Any], makers: dict[Any, Any]) -> tuple[Any, list[Any]]:
+    """(the loop, from its operands to its results, as a ClosedJaxpr; the operands)."""
+    first, count, carried = run.calls[0], len(run.calls), run.carried
+    position, start = _layer(first)
+    columns = _columns(run, position, makers)
+    ends = {q: p for p, q in carried.items()}
+    # What only the last call is asked for is the final carry; all else is collected.
+    kept = {q for q, j in results.values() if j != count - 1 or q not in ends}
+    constant = {p: [atom] for p, atom in enumerate(first.invars) if p not in columns}
+    read = [*constant.values(), *(atoms for atoms, _ in columns.values())]
+    operands = list(dict.fromkeys(atom for atoms in read for atom in _free(atoms)))
+    layer = _as_function(first)
+
+    def loop(*arrays: Any) -> list[Any]:
+        known = dict(zip(operands, arrays, strict=True))
+
+        def values(atoms: list[Any]) -> list[Any]:
+            return [atom.val if _is_literal(atom) else known[atom] for atom in atoms]
+
+        def body(carry: Any, x: Any) -> Any:
+            given = shared | carry | x
+            made = layer(*(given[p] for p in sorted(given)))
+            return {p: made[q] for p, q in carried.items()}, {q: made[q] for q in kept}
+
+        shared = {p: values(atoms)[0] for p, atoms in constant.items()}
+        xs = {p: _column(values(atoms), at, count) for p, (atoms, at) in columns.items()}
+        xs[position] = jnp.arange(start, start + count, dtype=np.int32)
+        last, ys = lax.scan(body, {p: shared[p] for p in carried}, xs)
+        return [
+            ys[q] if j is None
+            else lax.index_in_dim(ys[q], j, keepdims=False) if q in kept
+            else last[ends[q]]
+            for q, j in results.values()
+        ]  # fmt: skip
+
+    return jax.make_jaxpr(loop)(*(variable.aval for variable in operands)), operands
+
+
+def _as_function(call: Any) -> Any:
+    """A call as a function of its operands."""
+    from jax.extend import core as jax_core  # takes a while to import, and only Graphs need it
+
+    inner = call.params["jaxpr"].jaxpr
+    part = inner.replace(
+        constvars=[], outvars=call.outvars, eqns=[call.replace(invars=inner.invars)],
+        debug_info=inner.debug_info.with_unknown_names(),
+    )  # fmt: skip
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(part, []))
+
+
+# -- operands that differ from call to call
+
+
+def _columns(run: _Run, position: int, makers: dict[Any, Any]) -> dict[int, Any]:
+    """Operand → ([an atom for each call], None) or ([the array whose rows they are], its first)."""
+    columns: dict[int, Any] = {}
+    for p, atoms in enumerate(zip(*(call.invars for call in run.calls), strict=True)):
+        if p == position or p in run.carried or len(set(map(_atom_key, atoms))) == 1:
+            continue
+        rows = [None if _is_literal(atom) else _row(atom, makers) for atom in atoms]
+        array, at = rows[0] or (None, 0)
+        whole = array and rows == [(array, at + j) for j in range(len(rows))]
+        columns[p] = ([array], at) if whole else (list(atoms), None)
+    return columns
+
+
+def _column(values: list[Any], at: int | None, count: int) -> Any:
+    if at is None:
+        return jnp.stack(values)
+    (array,) = values
+    return array if array.shape[0] == count else lax.slice_in_dim(array, at, at + count)
+
+
+def _row(variable: Any, makers: dict[Any, Any]) -> tuple[Any, int] | None:
+    """(array, i) if the variable is ``array[i]``."""
+    maker = makers.get(variable)
+    if maker is None or not maker.invars:
+        return None
+    kind, operand = maker.primitive.name, maker.invars[0]
+    if kind == "unstack" and maker.params["axis"] == 0:
+        return operand, maker.outvars.index(variable)
+    if kind == "gather":
+        return _gathered_row(maker, makers)
+    if kind not in ("squeeze", "reshape") or _is_literal(operand):
+        return None
+    sliced = makers.get(operand)
+    if sliced is None or sliced.primitive.name != "slice":
+        return None
+    (array,) = sliced.invars
+    # A slice as long as its array but along the first axis is all of it there.
+    fits = operand.aval.shape == (1, *array.aval.shape[1:]) == (1, *variable.aval.shape)
+    return (array, sliced.params["start_indices"][0]) if fits else None
+
+
+def _gathered_row(maker: Any, makers: dict[Any, Any]) -> tuple[Any, int] | None:
+    """The same of a gather, which is what indexing becomes where a size has a name."""
+    array, indices = maker.invars
+    index, numbers, size = makers.get(indices), maker.params["dimension_numbers"], array.aval.shape
+    if index is None or index.primitive.name != "broadcast_in_dim" or indices.aval.shape != (1,):
+        return None
+    if not numbers.collapsed_slice_dims == numbers.start_index_map == (0,):
+        return None
+    if maker.params["slice_sizes"] != (1, *size[1:]) or not _is_literal(index.invars[0]):
+        return None
+    at = int(np.asarray(index.invars[0].val))
+    return (array, at) if isinstance(size[0], int) and 0 <= at < size[0] else None
