@@ -8,16 +8,18 @@ again     the same program in a second process, with the compile cache. Wanted: 
 dispatch  calling a compiled Model with 290 weights against the raw executable. Wanted: 1.1.
 load      1 GB of weights from a safetensors file into a stack, against the same without one.
           Wanted: 1.1 times the time, and at most the largest tensor + 64 MB of memory more.
+calls     32 layers called by ops.call one after the other, as MAX has it: one loop inside
+          ``Module.compile``, n calls of one trace under ``jax.jit``.
 gradient  a step over 32 layers: kept against computed again, stacked against unrolled.
 
 Rounds are interleaved and each starts with another way; printed are medians and ratios.
 """
 
 import argparse
+import functools
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,9 +33,10 @@ os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_load import memory, start
 
 from maxjax import init, nn
-from maxjax.graph import DeviceRef, compile_cache
+from maxjax.graph import DeviceRef, compile_cache, ops
 
 CPU = DeviceRef.CPU()
 HEADS, WIDTH, INNER, TOKENS = 4, 128, 256, 32
@@ -262,6 +265,65 @@ def compile_times(depths, rounds, most_unrolled):
     )
 
 
+def max_times(python, depths):
+    """MAX, in a Python that has it, with an empty compile cache for each depth."""
+    for layers in depths:
+        with tempfile.TemporaryDirectory() as directory:
+            result = subprocess.run(
+                [python, str(Path(__file__).with_name("max_compile.py")), str(layers)],
+                env={**os.environ, "MODULAR_MAX_CACHE_DIR": directory},
+                check=True, capture_output=True, text=True,
+            )  # fmt: skip
+        found = json.loads(result.stdout.splitlines()[-1])
+        print(
+            f"MAX, {layers} layers: build {found['build']:.2f} s, compile {found['compile']:.1f} s"
+        )
+
+
+# --- calls ----------------------------------------------------------------------------------
+
+
+class Calls(Net):
+    """The blocks of Net by a subgraph of the first."""
+
+    def __call__(self, h):
+        sub = self.layers[0].build_subgraph("block", [h], weight_prefix="layers.0.")
+        for i in range(len(self.layers)):
+            h = ops.call(sub, h, prefix=f"layers.{i}.")[0].tensor
+        return h
+
+
+def calls(layers, rounds):
+    values = init(Net(layers), jax.random.key(0)).state_dict()
+    ways = {
+        "Module.compile of a LayerStack: one loop": (True, True),
+        "jax.jit of a LayerStack: n calls": (True, False),
+        "Module.compile of a LayerList: n calls": (False, True),
+    }
+    times = {name: ([], []) for name in ways}
+    for _ in range(rounds):
+        for name, (stacked, in_graph) in ways.items():
+            model = Calls(layers, stacked)
+            model.load_state_dict(values)
+            jax.clear_caches()
+            begin = time.perf_counter()
+            if in_graph:
+                program = model.compile(X)
+            else:
+                jitted = jax.jit(lambda m, x: m(x)).lower(model, X).compile()
+                program = functools.partial(jitted, model)
+            times[name][0].append(time.perf_counter() - begin)
+            program(X)
+            begin = time.perf_counter()
+            for _ in range(20):
+                y = program(X)
+            jax.block_until_ready(y)
+            times[name][1].append((time.perf_counter() - begin) / 20)
+    for name, (compiled, run) in times.items():
+        print(f"ops.call, {layers} layers, {name:42}: trace + lower + compile "
+              f"{statistics.median(compiled):6.3f} s, a run {statistics.median(run) * 1e3:6.2f} ms")  # fmt: skip
+
+
 # --- again ------------------------------------------------------------------------------------
 
 
@@ -370,7 +432,7 @@ def load(megabytes, rounds):
     extra = statistics.median(r["extra"] for r in results[1])
     total = layers * width * width * 4
     print(f"loading {total / 1e9:.2f} GB into a stack: {ratio:.2f} x the time without one (wanted: 1.1), "
-          f"{extra / 2**20:.0f} MiB of memory beside them (wanted: {width * width * 4 / 2**20 + 64:.0f})")  # fmt: skip
+          f"{extra:.0f} MiB of memory beside them (wanted: {width * width * 4 / 2**20 + 64:.0f})")  # fmt: skip
 
 
 def load_child(path, layers, width, stacked):
@@ -379,16 +441,14 @@ def load_child(path, layers, width, stacked):
     layers, width = int(layers), int(width)
     model = _Wide(layers, width, bool(int(stacked)))
     jnp.zeros(()).block_until_ready()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    start = time.perf_counter()
+    begin, resident = start()
     with load_weights(path) as weights:
         model.load_state_dict(weights)
     jax.block_until_ready(model)
-    took = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    last = model.layers[layers - 1].weight.value
-    assert last.shape == (width, width)
-    print(json.dumps({"seconds": took, "extra": after - before - layers * width * width * 4}))
+    took, peak = time.perf_counter() - begin, memory("VmHWM")
+    total = layers * width * width * 4 / 2**20
+    assert model.layers[layers - 1].weight.shape == [width, width]
+    print(json.dumps({"seconds": took, "extra": peak - resident - total}))
 
 
 # --- gradient ---------------------------------------------------------------------------------
@@ -418,7 +478,7 @@ def gradient(layers):
               f"off by {worst:.1e} of the largest (wanted: 1e-6)")  # fmt: skip
 
 
-PARTS = ("compile", "again", "dispatch", "load", "gradient")
+PARTS = ("compile", "calls", "again", "dispatch", "load", "gradient")
 
 
 def main() -> None:
@@ -431,6 +491,7 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="which; default: all")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--max", metavar="PYTHON", help="a Python that has MAX, to compare with")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
     quick = options.quick
@@ -438,6 +499,10 @@ def main() -> None:
     for part in options.parts or PARTS:
         if part == "compile":
             compile_times([2, 8] if quick else [2, 8, 32, 128], rounds, 8 if quick else 128)
+            if options.max:
+                max_times(options.max, [2] if quick else [2, 32])
+        elif part == "calls":
+            calls(4 if quick else 32, 1 if quick else min(rounds, 5))
         elif part == "again":
             again(4 if quick else 32, 1 if quick else min(rounds, 3))
         elif part == "dispatch":

@@ -1,11 +1,11 @@
-"""The README's Python runs as it is written, its blocks one after another."""
+"""The Python of the README and the docs runs as it is written, blocks one after another."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -13,12 +13,22 @@ def strict_jax() -> None:
     """A reader's program runs under JAX's defaults."""
 
 
-def test_the_readme_runs(minilm):
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 3
-    names = {"path": str(minilm)}
+def run_blocks(file, **names):
+    blocks = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
     for block in blocks:
-        exec(compile(block, str(README), "exec"), names)
+        exec(compile(block, str(file), "exec"), names)
+    return names
+
+
+def test_the_readme_runs(minilm):
+    names = run_blocks(ROOT / "README.md", path=str(minilm))
     assert names["query"].exists()
     assert names["out"].last_hidden_state.shape == (1, 8, 384)
     assert list(names["model"].state_dict()) == ["layers.0.weight", "layers.1.weight"]
+
+
+@pytest.mark.parametrize("page", ["compile-once", "export"])
+def test_the_docs_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(ROOT / "docs" / f"{page}.md")

@@ -227,6 +227,15 @@ def test_loaded_weights_are_arguments_not_constants():
     assert "lambda a:f32[1,3,3] b:f32[1,3,3]" in text
 
 
+def test_the_value_of_a_weight_is_an_argument_too():
+    w = weight(value=5)
+    program = Model(
+        Graph("g", lambda x: jax.lax.mul(x.value, w.value), [TensorType("float32", (3,), CPU)])
+    )
+    w.value = jnp.ones(3)
+    np.testing.assert_array_equal(program(np.full(3, 2, np.float32))[0], [2, 2, 2])
+
+
 def test_weights_without_axes_and_in_every_corner():
     w, s = weight(shape=(3, 3), value=2.0), weight("s", ())
 

@@ -253,6 +253,14 @@ def test_a_cast_on_the_way_from_disk(path):
     assert n.w.value.dtype == jnp.float16 and float(n.w[0, 0]) == 2
 
 
+def test_every_cast_on_the_way_rounds(tmp_path):
+    file = tmp_path / "m.safetensors"
+    safetensors.numpy.save_file({"w": np.full((2, 3), 1.001, np.float32)}, file)
+    m = Hold(w=weight())
+    m.load_state_dict({"w": load_weights(file).w.data().astype("bfloat16").astype("float32")})
+    np.testing.assert_array_equal(m.w.value, ONES)
+
+
 def test_a_file_that_changes_leaves_the_model_alone(path):
     m = Hold(a=Hold(w=weight()), b=Hold(w=weight()), n=weight((3,), "int64", "n"))
     m.load_state_dict(load_weights(path))
