@@ -26,6 +26,8 @@ def weight(name, *shape):
 
 
 class Block(Module):
+    """The block of bench_compile.py in MAX's ops."""
+
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = weight("norm1", WIDTH), weight("norm2", WIDTH)
@@ -53,6 +55,8 @@ class Block(Module):
 
 
 class Net(Module):
+    """n of them by a subgraph of the first."""
+
     def __init__(self, layers):
         super().__init__()
         self.layers = LayerList([Block() for _ in range(layers)])
