@@ -22,17 +22,21 @@ if _TYPE_CHECKING:
     from . import nn as nn
     from .dtype import DType as DType
     from .engine.embed import embed as embed
+    from .engine.export import export as export
+    from .engine.exported import load_exported as load_exported
     from .engine.load import load as load
     from .engine.tokenizer import load_tokenizer as load_tokenizer
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
     from .graph import Weight as Weight
+    from .graph.mesh import make_mesh as make_mesh
     from .graph.weights import WeightData as WeightData
     from .graph.weights import Weights as Weights
     from .graph.weights import load_weights as load_weights
     from .models import build as build
     from .nn import Layer as Layer
     from .nn import LayerList as LayerList
+    from .nn import LayerStack as LayerStack
     from .nn import Module as Module
     from .nn import Sequential as Sequential
     from .nn.init import init as init
@@ -46,17 +50,21 @@ _HOMES: dict[str, str | None] = {
     **dict.fromkeys(("dtype", "errors", "graph", "kernels", "models", "nn")),
     "DType": "dtype",
     "embed": "engine.embed",
+    "export": "engine.export",
+    "load_exported": "engine.exported",
     "load": "engine.load",
     "load_tokenizer": "engine.tokenizer",
     "CheckpointError": "errors",
     "DeviceRef": "graph",
     "Weight": "graph",
+    "make_mesh": "graph.mesh",
     "WeightData": "graph.weights",
     "Weights": "graph.weights",
     "load_weights": "graph.weights",
     "build": "models",
     "Layer": "nn",
     "LayerList": "nn",
+    "LayerStack": "nn",
     "Module": "nn",
     "Sequential": "nn",
     "init": "nn.init",

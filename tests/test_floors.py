@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
     # 0 words: what the rest is written in
     files("", "errors dtype driver") + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
-    files("storage/", "files sniff jsonscan jsontext table blocks")
+    files("storage/", "files durable sniff jsonscan jsontext table blocks")
     + files("storage/", "safetensors gguf pytorch npz shards index __init__"),
     # 2 kernels: arithmetic on values
     ["kernels/"],
@@ -45,7 +45,8 @@ FLOORS: list[list[str]] = [
     # 5 models: one file per family
     files("models/", "config family decoder llama qwen gemma bert __init__"),
     # 6 engine: programs that run
-    files("engine/", "pooling tokenizer load plan embed sample generate session __init__")
+    files("engine/", "pooling tokenizer load plan embed sample generate session")
+    + files("engine/", "signature jaxport export exported __init__")
     + ["checkpoint/", "interop/"],
     # 7 faces
     files("", "__init__ environment cli __main__ notebook"),

@@ -10,6 +10,9 @@ from .shape import Dim as Dim
 from .shape import Shape as Shape
 from .shape import StaticDim as StaticDim
 from .shape import SymbolicDim as SymbolicDim
+from .sharding import Segment as Segment
+from .sharding import Shardable as Shardable
+from .sharding import ShardingStrategy as ShardingStrategy
 from .tensor_type import TensorType as TensorType
 from .value import TensorValue as TensorValue
 from .weight import Weight as Weight

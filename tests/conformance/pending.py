@@ -1,7 +1,7 @@
 """The scenarios that wait for a later step of the plan, each by name."""
 
 STEPS = {
-    4: """sharding_predicates sharding_strategy_setter sharding_shapes
+    4: """sharding_strategy_setter sharding_shapes
     sharding_shards_as_attributes sharding_values forward_sharded_linear""",
     6: "gguf_allocate forward_dequantize_gguf_blocks",
 }
