@@ -20,6 +20,8 @@ from ..kernels import StackSlice
 from .device import DeviceRef
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
+from .sharding import Segment as Segment  # MAX has both here
+from .sharding import ShardingStrategy as ShardingStrategy
 from .transpose import WeightTranspose as WeightTranspose
 from .value import TensorValue
 
