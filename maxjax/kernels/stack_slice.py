@@ -20,7 +20,7 @@ class StackSlice:
 
     Args:
         stack: An array ``[n, ...]``.
-        index: Which one: a number, or an integer scalar that may be traced.
+        index: Which one, from 0: a number, or an integer scalar that may be traced.
 
     It is a pytree of the two, has the shape and dtype of the slice, and works in jnp
     functions, operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
@@ -61,7 +61,9 @@ class StackSlice:
     def __jax_array__(self) -> jax.Array:
         if isinstance(self.index, int):
             return jax.lax.index_in_dim(self.stack, self.index, keepdims=False)
-        return jax.lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(
+            self.stack, self.index, keepdims=False, allow_negative_indices=False
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.__jax_array__(), dtype=dtype)
