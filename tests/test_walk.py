@@ -25,7 +25,7 @@ def test_the_readme_runs(minilm):
     names = run_blocks(ROOT / "README.md", path=str(minilm))
     assert names["query"].exists()
     assert names["out"].last_hidden_state.shape == (1, 8, 384)
-    assert list(names["model"].state_dict()) == ["layers.0.weight", "layers.1.weight"]
+    assert list(names["model"].state_dict())[-1] == "layers.99.weight"
 
 
 @pytest.mark.parametrize("page", ["compile-once", "export"])
