@@ -320,15 +320,19 @@ def _different(given: Mapping[str, Any]) -> Iterator[str]:
 
 def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
     """Reads, converts and places what fits; one array for each leaf."""
-    loads: dict[int, StackLoad] = {}
+    stacked: dict[int, list[Fit]] = {}
     single: list[Fit] = []
     for i, leaf in enumerate(header.leaves):
         group = [fits[name] for name in names_in(leaf)]
         if isinstance(leaf, str) or any(map(_on_device, group)):
             single += group
         else:
-            span = Span("*", 0, 1, len(group))
-            loads[i] = StackLoad(StackedWeight(group[0].weight, span), group)
+            stacked[i] = group
+    taken = {id(one.value) for one in single}
+    loads = {
+        i: StackLoad(StackedWeight(group[0].weight, Span("*", 0, 1, len(group))), group, taken)
+        for i, group in stacked.items()
+    }
     into = [pair for load in loads.values() for pair in load.direct()]
     lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
     fresh = read_all(lazy, {id(data): memory for data, memory in into})

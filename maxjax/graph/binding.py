@@ -11,6 +11,7 @@ import numpy as np
 
 from ..driver import Buffer
 from ..errors import some
+from ..kernels import StackSlice
 from .graph import Entry, Graph
 from .weight import EPOCH, Weight
 from .weights import WeightData
@@ -84,11 +85,16 @@ class Binding:
         if not getattr(array, "committed", False):
             return array
         if there is None:
-            there = jax.sharding.SingleDeviceSharding(_default_device())
+            there = jax.sharding.SingleDeviceSharding(default_device())
         if not array.sharding.is_equivalent_to(there, array.ndim):
             raise ValueError(f"weight '{name}' was on {_shown(there)} when '{self._graph}' was compiled, and is on "
                              f"{_shown(array.sharding)} now: compile it again, or place it there")  # fmt: skip
         return array
+
+
+def _missing(name: str, registry: Mapping[str, Any] | None) -> str:
+    known = "" if registry is None else f"; it has {some(sorted(registry)) or 'nothing'}"
+    return f"Weight '{name}' is not in the weights registry{known}"
 
 
 def _shown(sharding: jax.sharding.Sharding) -> str:
@@ -96,7 +102,8 @@ def _shown(sharding: jax.sharding.Sharding) -> str:
     return f"{devices[0].platform}:{devices[0].id}" if len(devices) == 1 else str(sharding)
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """Where JAX puts what nobody placed."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
@@ -104,6 +111,7 @@ def _default_device() -> Any:
 def _placement(entry: Entry, fixed: Any) -> Any:
     """Where a weight is, or is to be; None where JAX is free to choose."""
     value = entry.weight._leaf if fixed is None else fixed
+    value = value.stack if type(value) is StackSlice else value
     return value.sharding if getattr(value, "committed", False) else entry.weight._sharding
 
 
@@ -129,7 +137,11 @@ def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | Non
                 "cannot say which is meant: call state_dict() on the model first, which names them"
             )
         value = registry.get(name)
-        values.append(_checked(name, entry, entry.find(name) if value is None else value))
+        if value is None:
+            value = entry.find(name)
+            if value is not None and value._is_lazy and value._source is None:
+                raise ValueError(_missing(name, registry))
+        values.append(_checked(name, entry, value))
     single = isinstance(entry.weight, Weight)
     return jax.device_put(values[0] if single else jnp.stack(values), entry.weight._sharding)
 

@@ -309,7 +309,8 @@ def _graph_value(weight: Any) -> Any:
     if not _CURRENT.stack:
         return None
     home = getattr(weight, "_home", None)
-    if home is not None:
+    below = weight_module.is_below
+    if home is not None and below is not None and below(home[0]):
         stack = _graph_value(home[0])
         return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
     leaf = weight._leaf

@@ -6,11 +6,14 @@ them, and has one pytree leaf for all n.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..kernels import StackSlice
 from . import weight as weight_module
@@ -46,25 +49,28 @@ class StackedWeight:
         span: Which layers they belong to.
     """
 
-    def __init__(self, template: Weight, span: Span):
+    def __init__(self, template: Weight, span: Span, parts: Mapping[int, Any] | None = None):
         self.template, self.span = Weight._from_static(template, None, None), span
         self._full_name: str | None = None
-        self._sharding: Any = template._sharding
-        self._views: dict[int, Weight] = {}
-        self._parts: dict[int, Any] = {}
+        self._sharding: Any = _with_layers(template._sharding)
+        # Weak: the Modules hold the Weights, and a cycle would keep arrays until it is collected.
+        self._views: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+        self._apart: list[Weight] = []
+        self._parts: dict[int, Any] = dict(parts or {})
         self._own: Any = self._placeholder()
+        self._join()
 
     @classmethod
     def of(cls, weights: Sequence[Weight], span: Span) -> StackedWeight:
-        """Of the layers' own Weights, which become views of it. They must be equal but in value."""
-        self = cls(weights[0], span)
-        self._parts = {i: w._leaf for i, w in enumerate(weights) if not w._is_lazy}
+        """Of the layers' own Weights, equal but in value; they are left as they are."""
+        return cls(weights[0], span, {i: w._leaf for i, w in enumerate(weights) if not w._is_lazy})
+
+    def adopt(self, weights: Sequence[Weight]) -> None:
+        """Makes the Weights it was made of views of it."""
         for i, weight in enumerate(weights):
             weight._own, weight._home = None, (self, i)
             self._views[i] = weight
-        self._join()
         values_changed()
-        return self
 
     def view(self, index: int) -> Weight:
         """The Weight of one of the layers."""
@@ -78,12 +84,12 @@ class StackedWeight:
 
     def dissolve(self) -> None:
         """Gives each Weight its own value back."""
-        for index, view in self._views.items():
-            leaf = self.leaf_of(index)
+        views = [self.view(i) for i in range(self.span.count)]
+        leaves = [self.leaf_of(i) for i in range(self.span.count)]
+        for view, leaf in zip(views, leaves, strict=True):
             view._own = leaf.__jax_array__() if isinstance(leaf, StackSlice) else leaf
-        for view in self._views.values():
             view._home = None
-        self._own, self._parts = None, {}
+        self._own, self._parts, self._apart = None, {}, views
         values_changed()
 
     # -- the value
@@ -115,30 +121,49 @@ class StackedWeight:
 
     def put(self, index: int, leaf: Any) -> None:
         """Sets one Weight's leaf."""
-        if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
-            self._split()
-            self._parts.pop(index, None)
-        elif self.is_whole:
-            self._own = jnp.asarray(self._own).at[index].set(leaf)
-        else:
-            self._parts[index] = leaf
-            self._join()
+        self.put_many({index: leaf})
+
+    def put_many(self, leaves: Mapping[int, Any]) -> None:
+        """Sets the leaves of some of the Weights; all of them or, if that fails, none."""
+        with _LOCK:
+            empty = any(v is None or type(v) is jax.ShapeDtypeStruct for v in leaves.values())
+            if self.is_whole and not empty:
+                places = np.array(list(leaves), np.int32)
+                new = jnp.stack([jnp.asarray(leaf) for leaf in leaves.values()])
+                self._own = jnp.asarray(self._own).at[places].set(new)
+                return
+            own, parts = self._own, self._parts
+            try:
+                self._split()
+                for index, leaf in leaves.items():
+                    if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
+                        self._parts.pop(index, None)
+                    else:
+                        self._parts[index] = leaf
+                self._join()
+            except BaseException:
+                self._own, self._parts = own, parts
+                raise
 
     def _put(self, leaf: Any) -> None:
         """Sets all at once."""
-        self._own, self._parts = leaf, {}
+        with _LOCK:
+            self._own, self._parts = leaf, {}
         values_changed()
 
     def _split(self) -> None:
+        """From here on ``_parts`` is a dict of this call's own."""
         if self.is_whole:
             self._parts = {i: self._own[i] for i in range(self.span.count)}
             self._own = self._placeholder()
+        else:
+            self._parts = dict(self._parts)
 
     def _join(self) -> None:
         if self._parts and len(self._parts) == self.span.count:
-            parts, self._parts = self._parts, {}
-            stack = jnp.stack([parts[i] for i in range(self.span.count)])
+            stack = jnp.stack([self._parts[i] for i in range(self.span.count)])
             self._own = stack if self._sharding is None else jax.device_put(stack, self._sharding)
+            self._parts = {}
 
     def __jax_array__(self) -> jax.Array:
         """The stacked array: inside a Graph, what stands for it there."""
@@ -146,6 +171,8 @@ class StackedWeight:
         standing = in_graph(self) if in_graph is not None else None
         if standing is not None:
             return standing
+        if self._apart:  # unstacked since then; a compiled program still asks for the stack
+            return jnp.stack([weight.__jax_array__() for weight in self._apart])
         if not self.is_whole:
             # Reads those that were allocated from a checkpoint; the first without any value raises.
             for i in range(self.span.count):
@@ -153,14 +180,23 @@ class StackedWeight:
         return self._own
 
     def _place(self, sharding: Any) -> None:
-        """Puts the values, or the placeholder, on a jax Sharding."""
-        self._sharding = self.template._sharding = sharding
+        """Puts the values, or the placeholder, on a jax Sharding of one layer's weight."""
+        self._declare(self.template, sharding)
+        self._sharding = _with_layers(sharding)
         if self.is_whole:
-            self._own = jax.device_put(self._own, sharding)
+            self._own = jax.device_put(self._own, self._sharding)
         else:
             self._own = self._placeholder()
             self._parts = {i: jax.device_put(part, sharding) for i, part in self._parts.items()}
         values_changed()
+
+    def _declare(self, like: Weight, sharding: Any) -> None:
+        """Takes what the Weights are declared as from one of them."""
+        # A new template: definitions and models rebuilt from them have the old one.
+        self.template = Weight._from_static(like, None, None)
+        self.template._sharding = sharding
+        for view in list(self._views.values()):
+            view._sharding = sharding
 
     # -- as the holder of a Module's leaf
 
@@ -171,8 +207,30 @@ class StackedWeight:
     def _from_static(cls, stacked: StackedWeight, leaf: Any, name: str | None) -> StackedWeight:
         """One like ``stacked`` around ``leaf``, which is not looked at."""
         new = object.__new__(cls)
-        new.__dict__.update(stacked.__dict__, _own=leaf, _full_name=name, _views={}, _parts={})
+        views = weakref.WeakValueDictionary[int, Weight]()
+        new.__dict__.update(
+            stacked.__dict__, _own=leaf, _full_name=name, _views=views, _parts={}, _apart=[]
+        )
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_views"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The views register themselves, as they are restored.
+        vars(self).update(state, _views=weakref.WeakValueDictionary())
 
     def __repr__(self) -> str:
         return f"StackedWeight({self.span.count} x {self.template!r})"
+
+
+def _with_layers(sharding: Any) -> Any:
+    """The sharding of a stack of weights that are each placed by ``sharding``."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+        return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+# One for all: what it guards is short.
+_LOCK = threading.RLock()

@@ -18,6 +18,7 @@ import numpy as np
 from ..dtype import DType
 from ..errors import some
 from ..kernels import StackSlice
+from . import weight as weight_module
 from .shape import StaticDim
 from .symbolic import is_known, naming, sizes_of, to_dim
 from .tensor_type import TensorType
@@ -88,7 +89,8 @@ class Subgraph:
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         self._check(flat)
         chosen = self._weights(prefix)
-        homes = [weight._home for weight in chosen]
+        below = weight_module.is_below
+        homes = [w._home if w._home and below and below(w._home[0]) else None for w in chosen]
         places = {home[1] for home in homes if home is not None}
         if len(places) == 1 and is_writing is not None and is_writing():
             # One layer of a LayerStack, in a Graph, which makes a loop of such calls (reroll.py).

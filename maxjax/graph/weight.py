@@ -59,6 +59,8 @@ def values_changed() -> None:
 
 # Set by the Module floor: the full name of a weight below the Module now running.
 running_name: Callable[[Weight], str | None] | None = None
+# Set by the Module floor: whether a StackedWeight is below the outermost running Module.
+is_below: Callable[[Any], bool] | None = None
 # Set by the Graph's file: what stands for a weight in the Graph being written, if any is.
 graph_value: Callable[[Any], Any] | None = None
 
@@ -201,6 +203,7 @@ class Weight(TensorValue):
 
     @name.setter
     def name(self, name: str) -> None:
+        self._refuse_in_stack("a name")
         self._local_name, self._full_name = name, None
         structure_changed()
 
@@ -258,6 +261,7 @@ class Weight(TensorValue):
 
     @quantization_encoding.setter
     def quantization_encoding(self, encoding: QuantizationEncoding | None) -> None:
+        self._refuse_in_stack("an encoding")
         self._quantization_encoding = encoding
         structure_changed()
 
@@ -268,6 +272,7 @@ class Weight(TensorValue):
 
     @align.setter
     def align(self, align: int | None) -> None:
+        self._refuse_in_stack("an alignment")
         self._align = align
         structure_changed()
 
@@ -278,6 +283,7 @@ class Weight(TensorValue):
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: Any) -> None:
+        self._refuse_in_stack("a strategy")
         self._sharding_strategy = strategy
         if strategy is not None:
             self._device = DeviceRef.CPU()
@@ -409,6 +415,11 @@ class Weight(TensorValue):
         encoding = self._quantization_encoding
         extra = f", {encoding}" if encoding is not None else ""
         return f"{type(self).__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._home is not None:
+            self._home[0]._views.setdefault(self._home[1], self)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

@@ -66,13 +66,15 @@ class StackSlice:
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.__jax_array__(), dtype=dtype)
+        return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
 
     def __getitem__(self, key: Any) -> jax.Array:
         return self.__jax_array__()[key]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what JAX and NumPy ask to see whether it is there
+        if (
+            name.startswith("__") or name in self.__slots__
+        ):  # what JAX and NumPy ask to see whether it is there
             raise AttributeError(name)
         return getattr(self.__jax_array__(), name)
 
@@ -92,6 +94,7 @@ class StackSlice:
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _COMPARE, _UNARY = "lt le gt ge eq ne".split(), "neg pos abs invert".split()
+_OTHERS = "iter len bool float int index complex round divmod rdivmod".split()
 
 
 def _forward(name: str) -> Any:
@@ -105,6 +108,6 @@ def _plain(operand: Any) -> Any:
     return jnp.asarray(operand) if isinstance(operand, StackSlice) else operand
 
 
-for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARE, *_UNARY]:
+for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARE, *_UNARY, *_OTHERS]:
     setattr(StackSlice, f"__{_name}__", _forward(f"__{_name}__"))
 StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]

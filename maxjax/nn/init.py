@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.weight import Weight
+from ..graph.stacked_weight import StackedWeight
+from ..graph.weight import Weight, values_changed
 from .layer.module import Module
 
 Initializer = Callable[..., jax.Array]
@@ -100,11 +101,13 @@ class _Draw(NamedTuple):
         home = self.weights[0]._home
         if home is None:
             self.weights[0]._put(values)
-        elif len(self.weights) == home[0].span.count:
-            home[0]._put(values)
         else:
-            for weight, value in zip(self.weights, values, strict=True):
-                weight._put(value)
+            places = [weight._home[1] for weight in self.weights if weight._home is not None]
+            if places == list(range(home[0].span.count)):
+                home[0]._put(values)
+            else:  # a tied weight comes where its owner is, or some have values
+                home[0].put_many(dict(zip(places, values, strict=True)))
+                values_changed()
         for name, weight in zip(self.names, self.weights, strict=True):
             weight._source = None
             weight._finalise(name)
@@ -150,7 +153,8 @@ def partition(
 
     Args:
         trainable: Name patterns as of the shell (``"layers.*.bias"``), or a function of
-            (full name, value); None takes every weight of a floating type.
+            (full name, value); None takes every weight of a floating type. The weights of a
+            LayerStack are one value; a function gets ``"layers.*.bias"`` as its name.
 
     Returns:
         Two Modules of the same kind, each with None where the other has the value:
@@ -168,12 +172,20 @@ def partition(
     """
     patterns = (trainable,) if isinstance(trainable, str) else trainable
 
+    names = _names(model)
+
     def chosen(name: str, value: Any) -> bool:
         if patterns is None:
             return jnp.issubdtype(value.dtype, jnp.floating)
         if callable(patterns):
             return bool(patterns(name, value))
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        found = {any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in names[name]}
+        if len(found) > 1:
+            raise ValueError(
+                f"partition({trainable!r}) takes some of the layers of a LayerStack and not others: "
+                f"{names[name][0]} and so on are one array. Take all of them, or unstack() first"
+            )
+        return found.pop()
 
     flags = jax.tree.map_with_path(
         lambda path, v: chosen(jax.tree_util.keystr(path, simple=True), v), model
@@ -181,6 +193,17 @@ def partition(
     ours = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
     theirs = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
     return ours, theirs
+
+
+def _names(model: Module) -> dict[str, list[str]]:
+    """For each leaf of the pytree, by its own name, those in a state dict."""
+    definition, holders = model._mx_definition()
+    return {
+        name: [holder.span.name(name, i) for i in range(holder.span.count)]
+        if isinstance(holder, StackedWeight)
+        else [name]
+        for name, holder in zip(definition.names, holders, strict=True)
+    }
 
 
 def merge(first: M, second: M) -> M:
@@ -192,7 +215,7 @@ def merge(first: M, second: M) -> M:
 
     def pick(path: Any, a: Any, b: Any) -> Any:
         if (a is None) == (b is None):
-            name = jax.tree_util.keystr(path, simple=True)
+            name = _names(first)[jax.tree_util.keystr(path, simple=True)][0]
             raise ValueError(
                 f"{'neither' if a is None else 'each'} half has a value for weight '{name}'"
             )

@@ -34,7 +34,9 @@ def weight(value=None, shape=(2,), dtype="float32"):
 def stack(held, span=ALL, **options):
     """A stack of Weights with these held, and the Weights."""
     weights = [weight(value, **options) for value in held]
-    return StackedWeight.of(weights, span), weights
+    made = StackedWeight.of(weights, span)
+    made.adopt(weights)
+    return made, weights
 
 
 # -- names

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from ...graph.weight import EPOCH, LEAF_CACHES, Weight
 from ...kernels import StackSlice
@@ -62,6 +63,8 @@ class Node(NamedTuple):
         statics: (attribute, key of the value), sorted.
         in_stack: Whether it is one of the layers of a LayerStack, or a part of one.
         stacks: Of a LayerStack: the leaf indices of its StackedWeights.
+        elsewhere: Of a LayerStack: (layer number, path in it, node index) of what the model
+            holds in another place too, of layers that others stand for.
     """
 
     kind: type
@@ -70,6 +73,7 @@ class Node(NamedTuple):
     statics: tuple[Any, ...]
     in_stack: bool
     stacks: tuple[int, ...]
+    elsewhere: tuple[tuple[int, str, int], ...]
 
 
 class Walk:
@@ -83,9 +87,11 @@ class Walk:
         modules: In walk order.
         prefixes: For each, the start of its weights' full names: "" or "a.b.".
         paths: For each, its attribute path; differs where a Module omits its own name.
-        in_stack: For each, whether it belongs to the one layer shown for all of a LayerStack.
+        in_stack: For each, whether it was met as a part of the one layer shown for all of a
+            LayerStack.
         places: (full name, attribute path, weight, marked shared) in walk order.
-        stacks: ids of the StackedWeights of the LayerStacks that were met.
+        stacked: Whether a LayerStack was met.
+        stacks: ids of the StackedWeights of those that were.
     """
 
     def __init__(self, root: Any, stacked: bool = False):
@@ -95,22 +101,25 @@ class Walk:
         self.in_stack = [False]
         self.index = {id(root): 0}
         self.places: list[tuple[str, str, Weight, bool]] = []
+        self.stacked = False
         self.stacks: set[int] = set()
         self._inner: list[bool] = []  # for each place, whether its module is in_stack
         for i, module in enumerate(self.modules):  # grows while it runs
             children = module._mx_children if stacked else module._mx_layers()
-            if stacked and module._mx_stacks:
+            is_stack = stacked and module._mx_is_stack
+            if is_stack:
+                self.stacked = True
                 self.stacks.update(map(id, module._mx_stacks))
-            self._visit(i, module, children)
+            self._visit(i, module, children, is_stack)
 
-    def _visit(self, number: int, module: Any, children: Any) -> None:
+    def _visit(self, number: int, module: Any, children: Any, is_stack: bool) -> None:
         prefix, path, inner = self.prefixes[number], self.paths[number], self.in_stack[number]
         weights = module._mx_weights
         for attr, local in module._mx_locals.items():
             place = (prefix + local, path + attr, weights[local], attr in module._mx_shared)
             self.places.append(place)
             self._inner.append(inner)
-        within = inner or bool(self.stacks and module._mx_stacks)
+        within = inner or is_stack
         for attr, child in children.items():
             if id(child) in self.index:
                 continue
@@ -185,6 +194,8 @@ class Cache:
         """Collects the weights' leaves anew."""
         values = EPOCH.values
         leaves = tuple(map(_array, self.weights))
+        if any(type(weight._leaf) is StackSlice for weight in self.weights):
+            return leaves  # slices are not kept: they are the stack once more
         self.leaves, self.values = leaves, values
         LEAF_CACHES.add(self)
         return leaves
@@ -192,7 +203,9 @@ class Cache:
     def names(self, root: Any) -> tuple[dict[str, Weight], dict[str, str]]:
         """The weights by the names of a state dict, and the other names of tied weights."""
         if self.table is None:
-            leaves = zip(self.definition.names, self.weights, self.definition.owned, strict=True)
+            leaves: Any = zip(
+                self.definition.names, self.weights, self.definition.owned, strict=True
+            )
             aliases = self.definition.aliases
             if self.definition.stacked:
                 _, leaves, aliases = Walk(root).owners()
@@ -203,14 +216,23 @@ class Cache:
 def _array(holder: Any) -> Any:
     """The leaf of a Weight; of one layer of a stack on its own, its slice."""
     leaf = holder._leaf
-    return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
+    if type(leaf) is not StackSlice:
+        return leaf
+    if isinstance(leaf.stack, Tracer):
+        return leaf.__jax_array__()
+    with jax.ensure_compile_time_eval():  # of no trace that happens to run
+        return leaf.__jax_array__()
 
 
 def define(root: Any) -> Cache:
     """Walks the tree below ``root``."""
     epoch = EPOCH.structure
     walk = Walk(root, stacked=True)
-    index, leaves, aliases = walk.owners()
+    try:
+        index, leaves, aliases = walk.owners()
+    except ValueError:
+        Walk(root).owners()  # the same error, with the names of a state dict
+        raise
     nodes = tuple(_node(i, walk, index) for i in range(len(walk.modules)))
     weights = tuple(weight for _, weight, _ in leaves)
     names = tuple(name for name, _, _ in leaves)
@@ -227,7 +249,7 @@ def define(root: Any) -> Cache:
         )
         definition.nodes = nodes
         definition.weights = tuple(type(w)._from_static(w, None, None) for w in weights)
-        definition.stacked = bool(walk.stacks)
+        definition.stacked = walk.stacked
         definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
@@ -247,9 +269,31 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
         tuple(weights),
         tuple((attr, walk.index[id(child)]) for attr, child in module._mx_children.items()),
         tuple(sorted(module._mx_statics.items(), key=_first)),
-        walk.in_stack[number],
+        walk.stacked and module._mx_in_stack,
         tuple(index[id(stack)] for stack in module._mx_stacks),
+        _elsewhere(module, walk),
     )
+
+
+def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
+    """What of the layers of a stack, but those that stand for all, the model holds in other places."""
+    if not stack._mx_is_stack:
+        return ()
+    if not any(
+        m._mx_in_stack and not inner for m, inner in zip(walk.modules, walk.in_stack, strict=True)
+    ):
+        return ()
+    found = []
+    for i, layer in sorted(vars(stack).get("_mx_made", {}).items()):
+        if layer in stack._mx_children.values():
+            continue
+        below = Walk(layer, stacked=True)
+        found += [
+            (i, path, walk.index[id(module)])
+            for module, path in zip(below.modules, below.paths, strict=True)
+            if module._mx_in_stack and id(module) in walk.index
+        ]
+    return tuple(found)
 
 
 def _first(item: tuple[str, Any]) -> str:
@@ -282,8 +326,12 @@ def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
         module.__dict__.update({attr: by_local[local] for attr, local, _, _, _ in node.weights})
         if node.in_stack:
             module.__dict__["_mx_in_stack"] = True
-        if node.stacks:
+        if node.kind._mx_is_stack:
             module.__dict__["_mx_stacks"] = tuple(holders[i] for i in node.stacks)
+            if node.elsewhere:
+                module.__dict__["_mx_elsewhere"] = {
+                    (i, path): modules[k] for i, path, k in node.elsewhere
+                }
     modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders)
     return modules[0]
 

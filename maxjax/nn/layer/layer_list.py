@@ -85,9 +85,14 @@ class LayerList(Module):
 
         Raises:
             ValueError: The layers differ; the message says in what.
+            TypeError: The list holds more than layers.
         """
         assert stacker is not None
-        return stacker(self.layers, period=period, first=first)
+        held = {*self._mx_children, *self._mx_locals, *self._mx_statics}
+        if more := sorted(name for name in held if not name.isdecimal()):
+            raise TypeError(f"this {type(self).__name__} holds more than layers ({', '.join(more)}): put the layers "
+                            "into a LayerList of their own and stack that")  # fmt: skip
+        return stacker(self.layers, period=period, first=first, list_class=type(self))
 
     def append(self, layer: Layer) -> None:
         """Adds a layer at the end."""

@@ -8,7 +8,7 @@ whose Weights are views, and state dicts say ``layers.3.weight``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...graph.stacked_weight import Span, StackedWeight
@@ -18,7 +18,8 @@ from .definition import Definition, Walk
 from .layer_list import LayerList
 from .module import Module
 from .per_layer import Layout, PerLayer
-from .scan import Plan, loop, scan
+from .running import RUNNING, run
+from .scan import Plan, loop, policy, scan
 
 
 class LayerStack(LayerList):
@@ -53,9 +54,19 @@ class LayerStack(LayerList):
     """
 
     _layout: Layout
+    _list_class: type[LayerList]
+    _mx_is_stack = True
 
-    def __init__(self, layers: Iterable[Module] = (), *, period: int | None = None, first: int = 0):
+    def __init__(
+        self,
+        layers: Iterable[Module] = (),
+        *,
+        period: int | None = None,
+        first: int = 0,
+        list_class: type[LayerList] = LayerList,
+    ):
         Module.__init__(self)
+        Module.__setattr__(self, "_list_class", list_class)
         found = list(layers)
         definitions = [_definition(i, layer) for i, layer in enumerate(found)]
         layout = _layout(found, definitions, period, first)
@@ -68,11 +79,14 @@ class LayerStack(LayerList):
             _stacks([layers[i] for i in layout.members(slot)], layout.span(slot), seen)
             for slot in range(layout.slots)
         ]
-        stacks: list[StackedWeight] = []
-        for slot, (shared, weights) in enumerate(plans):
-            stacks += [StackedWeight.of(group, layout.span(slot)) for group in weights]
+        groups = [(layout.span(k), group) for k, plan in enumerate(plans) for group in plan.weights]
+        # All are made before any layer is changed: JAX may refuse to put the values together.
+        stacks = [StackedWeight.of(group, span) for span, group in groups]
+        for stack, (_, group) in zip(stacks, groups, strict=True):
+            stack.adopt(group)
+        for slot, plan in enumerate(plans):
             for i in layout.members(slot):
-                _mark(layers[i], shared, True)
+                _mark(layers[i], plan.shared, True)
         vars(self).update(_mx_made=dict(enumerate(layers)), _mx_stacks=tuple(stacks))
         self._mx_children.clear()
         for i in layout.order():
@@ -83,18 +97,22 @@ class LayerStack(LayerList):
 
     def unstack(self) -> LayerList:
         """A LayerList of these layers, each with weights of its own again. Exact."""
-        layers, shared = self.layers, set[int]()
+        layers = self.layers
         for stack in self._mx_stacks:
             stack.dissolve()
         for layer in layers:
-            _mark(layer, shared, False)
+            _mark(layer, set(), False)
         # What is left here is a stack of nothing, which runs its layers one by one.
         layout = Layout(len(layers), len(layers), 1, 0)
         self._arrange(layers, layout)
-        return LayerList(layers)
+        return self._list_class(layers)
 
     def stack(self, *, period: int | None = None, first: int = 0) -> LayerStack:
         """Itself; to stack in another way, unstack first."""
+        if not self._layout.slots:  # it was unstacked
+            return LayerStack(self.layers, period=period, first=first, list_class=self._list_class)
+        if (period, first) == (None, 0):
+            return self
         if period not in (None, self._layout.period) or first != self._layout.first:
             raise ValueError(f"the layers are stacked already, as {self._layout}: unstack() first")
         return self
@@ -111,7 +129,8 @@ class LayerStack(LayerList):
                 span = self._layout.span(slot)
                 layer = self._mx_children[span.pattern]
                 place = (i - span.start) // span.step
-                made.setdefault(i, layer if place == 0 else _replica(layer, place))
+                held = vars(self).get("_mx_elsewhere", {})
+                made.setdefault(i, layer if place == 0 else _replica(layer, i, place, held))
         return made[i]
 
     @property
@@ -127,7 +146,7 @@ class LayerStack(LayerList):
         return self._layer(places) if isinstance(places, int) else [self._layer(k) for k in places]
 
     def __getattr__(self, name: str) -> Any:
-        if name.isdigit() and int(name) < len(self):
+        if name.isdecimal() and int(name) < len(self):
             return self._layer(int(name))
         raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
 
@@ -138,9 +157,13 @@ class LayerStack(LayerList):
         raise TypeError("the layers of a LayerStack cannot be changed: unstack() first")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.isdigit() or isinstance(value, (Module, Weight)):
+        if name.isdecimal() or isinstance(value, (Module, Weight)):
             raise TypeError(f"{type(self).__name__}.{name} cannot be set: unstack() first")
         super().__setattr__(name, value)
+
+    def replace_module(self, name: str, module: Module) -> None:
+        """Refuses: the layers are equal."""
+        self._renew([])
 
     def __repr__(self) -> str:
         return f"LayerStack({self._layout})"
@@ -161,7 +184,10 @@ class LayerStack(LayerList):
         """Runs the layers in order, as a LayerList: each gets what the one before returned."""
         if len(args) == 1 and not kwargs:
             return self.scan(args[0])
-        return super().__call__(*args, **kwargs)
+        outputs = self[0](*args, **kwargs)
+        for layer in self[1:]:
+            outputs = layer(outputs)
+        return outputs
 
     def scan(
         self,
@@ -197,7 +223,9 @@ class LayerStack(LayerList):
                 begins with one.
             ValueError: Something in ``xs`` is not for n layers; a weight has no value.
 
-        While hooks are installed the layers run one by one, so that hooks see each.
+        While hooks are installed the layers run one by one, so that hooks see each. Otherwise
+        the loop is a jitted function: what a layer reads besides its arguments, weights and
+        attributes (a global variable) is what it was when it was first traced.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -216,9 +244,16 @@ class LayerStack(LayerList):
         """
         if not isinstance(unroll, (int, bool)) or unroll < 0:
             raise ValueError(f"unroll is a number of steps or a bool, not {unroll!r}")
-        if hooks.token() is not None or not self._layout.slots:
-            return loop(self, carry, xs, shared, index)
-        return scan(self, Plan(self._layout, index, remat, unroll), carry, xs, shared)
+        plan = Plan(self._layout, index, policy(remat) if remat else None, unroll, type(unroll))
+        running = RUNNING.stack
+        if running and running[-1] is self:  # called by __call__
+            return _run(self, plan, carry, xs, shared)
+        return run(self, _run, (plan, carry, xs, shared), {})
+
+
+def _run(stack: LayerStack, plan: Plan, carry: Any, xs: Any, shared: Any) -> Any:
+    one_by_one = hooks.token() is not None or not stack._layout.slots
+    return (loop if one_by_one else scan)(stack, plan, carry, xs, shared)
 
 
 layer_list.stacker = LayerStack
@@ -334,21 +369,33 @@ def _mark(layer: Module, shared: set[int], in_stack: bool) -> None:
             vars(module)["_mx_in_stack"] = in_stack
 
 
-def _replica(layer: Module, place: int) -> Module:
-    """The layer at another place of the stack that ``layer`` is the first of."""
+def _replica(
+    layer: Module, number: int, place: int, held: Mapping[tuple[int, str], Module]
+) -> Module:
+    """The layer at another place of the stack that ``layer`` is the first of.
+
+    What the model ``held`` in other places, by layer number and path, is taken as it is.
+    """
     walk = Walk(layer, stacked=True)
-    made = {id(m): object.__new__(type(m)) if m._mx_in_stack else m for m in walk.modules}
-    for module in walk.modules:
-        if not module._mx_in_stack:
-            continue
+    own: list[tuple[Module, Module]] = []
+    made: dict[int, Module] = {}
+    for module, path in zip(walk.modules, walk.paths, strict=True):
+        new = held.get((number, path)) if module._mx_in_stack else module
+        if new is None:
+            new = object.__new__(type(module))
+            own.append((module, new))
+        made[id(module)] = new
+    for module, new in own:
         weights = {
             local: weight if weight._home is None else weight._home[0].view(place)
             for local, weight in module._mx_weights.items()
         }
         children = {attr: made[id(child)] for attr, child in module._mx_children.items()}
-        vars(made[id(module)]).update(vars(module))
-        vars(made[id(module)]).update(
-            children, _mx_weights=weights, _mx_children=children, _mx_cache=None,
+        vars(new).update(
+            {name: vars(module)[name] for name in module._mx_statics},
+            _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
+            _mx_shared=set(module._mx_shared), _mx_statics=dict(module._mx_statics), _mx_cache=None,
+            _mx_in_stack=True, **children,
             **{attr: weights[local] for attr, local in module._mx_locals.items()},
         )  # fmt: skip
     return made[id(layer)]

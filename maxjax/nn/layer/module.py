@@ -74,7 +74,8 @@ class Module(Layer, StateDict, ABC):
     _mx_cache: Cache | None
     # Of a layer of a LayerStack and what is in it: it cannot be changed alone.
     _mx_in_stack: bool = False
-    # Of a LayerStack: its StackedWeights.
+    # Whether it is a LayerStack, and then its StackedWeights.
+    _mx_is_stack: bool = False
     _mx_stacks: tuple[Any, ...] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any):
@@ -258,9 +259,7 @@ class Module(Layer, StateDict, ABC):
                 weight._refuse_in_stack("a placement")
         for holder in holders:
             holder._place(sharding)
-        for weight in self.raw_state_dict().values():
-            if weight._home is not None:
-                weight._place(sharding)
+        structure_changed()
         return self
 
     # -- graphs

@@ -98,7 +98,10 @@ class PerLayer:
             trees = [values[i] for i in layout.members(slot)]
             kinds = {str(jax.tree.map(jax.typeof, tree)) for tree in trees}
             if len(kinds) > 1:
-                raise ValueError(f"layers {layout.span(slot).pattern} are equal, but their values are not: "
+                numbers = ", ".join(map(str, layout.members(slot)[:3])) + ", …" * (
+                    layout.repeats > 3
+                )
+                raise ValueError(f"layers {numbers} are equal, but their values are not: "
                                  f"{' and '.join(sorted(kinds)[:2])}")  # fmt: skip
             slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
         rest = [values[i] for i in range(layout.count) if layout.slot_of(i) is None]
@@ -119,26 +122,24 @@ class PerLayer:
         layout = self.layout
         if layout.is_plain:
             return self.slots[0]
-        one = [
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), s)
-            for s in self.slots
-        ]
-        rest = [
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), r) for r in self.rest
-        ]
-        if any(kind != one[0] for kind in [*one, *rest]):
+        kinds = [_kind(tree, 1) for tree in self.slots] + [_kind(tree, 0) for tree in self.rest]
+        if any(kind != kinds[0] for kind in kinds):
             return self
 
         def join(*leaves: Any) -> Any:
             slots, rest = leaves[: layout.slots], leaves[layout.slots :]
+            ends = [jnp.expand_dims(a, 0) for a in rest]
+            if not slots:
+                return jnp.concatenate(ends)
             woven = jnp.stack(slots, 1)
             woven = woven.reshape((layout.slots * layout.repeats, *slots[0].shape[1:]))
-            ends = [jnp.expand_dims(a, 0) for a in rest]
             return jnp.concatenate([*ends[: layout.first], woven, *ends[layout.first :]])
 
         return jax.tree.map(join, *self.slots, *self.rest)
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int | slice) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(self.layout.count)[i]]
         i = range(self.layout.count)[i]
         slot = self.layout.slot_of(i)
         if slot is None:
@@ -166,3 +167,9 @@ class PerLayer:
         self = object.__new__(cls)
         (self.slots, self.rest), self.layout = children, layout
         return self
+
+
+def _kind(tree: Any, axes: int) -> Any:
+    """The structure of a tree, and the types of its leaves without their first ``axes``."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(a.shape[axes:], a.dtype) for a in leaves]

@@ -34,10 +34,19 @@ class _Names:
         return Walk(self.root)
 
     @functools.cached_property
+    def _stacked(self) -> Walk:
+        return Walk(self.root, stacked=True)
+
+    @functools.cached_property
     def scopes(self) -> dict[int, str]:
         """id(Module) → prefix, with one name for all equal layers of a LayerStack."""
-        walk = Walk(self.root, stacked=True)
+        walk = self._stacked
         return {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
+
+    @property
+    def stacks(self) -> set[int]:
+        """ids of the StackedWeights."""
+        return self._stacked.stacks
 
     @functools.cached_property
     def prefixes(self) -> dict[int, str]:
@@ -131,6 +140,13 @@ def running_name(weight: Weight) -> str | None:
 
 
 weight_module.running_name = running_name
+
+
+def _is_below(stack: Any) -> bool:
+    return bool(RUNNING.stack) and id(stack) in RUNNING.names_below(RUNNING.stack[0]).stacks
+
+
+weight_module.is_below = _is_below
 
 
 def running_weights(names: list[str], templates: list[Weight]) -> list[Weight] | None:

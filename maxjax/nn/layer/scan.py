@@ -9,7 +9,7 @@ differentiated from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...graph.value import TensorValue, unwrap
+from ...graph.weight import Weight
 from ...kernels import StackSlice
 from .definition import Definition, rebuild
 from .per_layer import Layout, PerLayer
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
     index: str | None
     remat: Any
     unroll: int | bool
+    unroll_type: type  # 1 and True are equal, and mean different things
 
 
 class _Static(NamedTuple):
@@ -38,19 +40,23 @@ class _Static(NamedTuple):
     definition: Definition
     plan: Plan
     tree: Any
-    constants: tuple[tuple[int, type, Any], ...]
+    constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
 
 
 def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
     """Runs the stack as one loop; see ``LayerStack.scan``."""
-    _policy(plan.remat)  # a wrong name is an error also where nothing is differentiated
     definition, holders = stack._mx_definition()
     arrays = [holder.__jax_array__() for holder in holders]
+    carry, xs, shared = _present((_plain(carry), xs, dict(shared)))
     values = tuple(_per_layer(x, plan.layout) for x in xs)
-    leaves, tree = jax.tree.flatten(dict(shared))
+    leaves, tree = jax.tree.flatten(shared)
     dynamic = [leaf for leaf in leaves if _is_array(leaf)]
-    constants = tuple((i, type(v), v) for i, v in enumerate(leaves) if not _is_array(v))
+    constants = tuple(
+        (i, type(v), repr(v) if isinstance(v, float) else None, v)  # 0.0 equals -0.0
+        for i, v in enumerate(leaves)
+        if not _is_array(v)
+    )
     keep = any(isinstance(x, PerLayer) for x in xs)
     static = _Static(definition, plan, tree, constants, keep)
     try:
@@ -65,21 +71,46 @@ def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
     return (carry, *outputs) if outputs else carry
 
 
-def loop(
-    stack: Any, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any], index: str | None
-) -> Any:
+def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
     """Runs the layers one by one, as hooks want them."""
-    layout: Layout = stack._layout
+    layout = plan.layout
+    carry = _plain(carry)
     values = [_per_layer(x, layout) for x in xs]
     collected = []
     for i, layer in enumerate(stack.layers):
-        numbered = {} if index is None else {index: jnp.int32(i)}
+        numbered = {} if plan.index is None else {plan.index: jnp.int32(i)}
         result = layer(carry, *(value[i] for value in values), **shared, **numbered)
         carry, outputs = _split(result, carry)
         collected.append(outputs)
+    _check_outputs(collected)
     keep = any(isinstance(x, PerLayer) for x in xs)
     outputs = _gather([PerLayer.of(list(y), layout) for y in zip(*collected, strict=True)], keep)
     return (carry, *outputs) if outputs else carry
+
+
+def _plain(carry: Any) -> Any:
+    """The carry without Weights: the next layer gets an array in any case."""
+    return jax.tree.map(
+        lambda v: v.__jax_array__() if isinstance(v, Weight) else v,
+        carry,
+        is_leaf=lambda v: isinstance(v, Weight),
+    )
+
+
+def _present(tree: Any) -> Any:
+    """Weights and Modules in it with the values they have here: inside a Graph, what stands for them."""
+
+    def present(value: Any) -> Any:
+        if isinstance(value, Weight):
+            return jax.tree.unflatten(jax.tree.structure(value), [value.__jax_array__()])
+        if not hasattr(value, "_mx_definition"):
+            return value
+        definition, holders = value._mx_definition()
+        return rebuild(definition, [holder.__jax_array__() for holder in holders])
+
+    return jax.tree.map(
+        present, tree, is_leaf=lambda v: isinstance(v, Weight) or hasattr(v, "_mx_definition")
+    )
 
 
 def _is_array(leaf: Any) -> bool:
@@ -128,15 +159,16 @@ def _loop(
 ) -> Any:
     plan, layout = static.plan, static.plan.layout
     stack = rebuild(static.definition, arrays)
-    constants = {i: value for i, _, value in static.constants}
+    constants = {i: value for i, _, _, value in static.constants}
     arrived = iter(dynamic)
     count = len(constants) + len(dynamic)
     leaves = [constants[i] if i in constants else next(arrived) for i in range(count)]
     step = partial(_step, jax.tree.unflatten(static.tree, leaves), plan.index)
+    run = step
+    if plan.remat is not None and not sliced:
+        kept = None if plan.remat is True else plan.remat
+        run = jax.checkpoint(step, policy=kept, prevent_cse=False, static_argnums=0)
     bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
-    run = step if plan.remat in (None, False) or sliced else jax.checkpoint(
-        step, policy=_policy(plan.remat), prevent_cse=False, static_argnums=0
-    )  # fmt: skip
     collected: dict[int, Any] = {}
 
     def alone(i: int, carry: Any) -> Any:
@@ -212,7 +244,8 @@ def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:
                 f"a layer of the stack got a carry of {_kind(old)} and returns one of {_kind(new)}; "
                 "all layers of a stack must have the same"
             )
-    return jax.tree.unflatten(jax.tree.structure(carry), map(jnp.asarray, leaves)), outputs
+    carry = jax.tree.unflatten(jax.tree.structure(carry), map(jnp.asarray, leaves))
+    return carry, jax.tree.map(jnp.asarray, outputs)
 
 
 def _bare(tree: Any) -> Any:
@@ -240,15 +273,23 @@ def _check_outputs(outputs: Sequence[tuple[Any, ...]]) -> None:
         )
 
 
-def _policy(remat: Any) -> Callable[..., Any] | None:
-    if remat in (None, False, True):
-        return None
-    if callable(remat):
+_POLICIES = (
+    "everything_saveable", "nothing_saveable", "dots_saveable", "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims",
+)  # fmt: skip
+
+
+def policy(remat: Any) -> Any:
+    """True for everything, or a policy by its name or as it is.
+
+    Raises:
+        ValueError: There is no such policy.
+    """
+    if remat is True or callable(remat):
         return remat
-    found = getattr(jax.checkpoint_policies, str(remat), None)
-    if found is None:
-        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith("_")]
+    if remat not in _POLICIES:
         raise ValueError(
-            f"remat={remat!r} is no policy of jax.checkpoint_policies; it has {', '.join(known)}"
+            f"remat={remat!r} is no policy of jax.checkpoint_policies: it is True, a function, or one of "
+            f"{', '.join(_POLICIES)}"
         )
-    return found
+    return getattr(jax.checkpoint_policies, remat)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
-from ...graph.weight import Weight, structure_changed
+from ...graph.weight import Weight, structure_changed, values_changed
 from ...graph.weights import Weights, read_all
 from .stack_values import plan
 from .values import Fit, fit, is_lazy, materialise, same_content
@@ -132,20 +132,20 @@ class StateDict:
                 fits.append(found)
         if strict and (match.missing or match.unexpected):
             problems.append(match.verdict())
-        if problems:
-            raise _error(problems, state_dict)
-        loads, single = plan(fits)
-        into = [pair for load in loads for pair in load.direct()]
-        lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
-        fresh = read_all(lazy, {id(data): memory for data, memory in into})
-        arrays = materialise(single, fresh)
-        stacks = [load.array() for load in loads]
-        for one, array in zip(single, arrays, strict=True):
-            one.weight._put(array)
-        for load, stack in zip(loads, stacks, strict=True):
-            load.stack._put(stack)
+        loads, single, unequal = plan(fits)
+        if problems or unequal:
+            raise _error([*problems, *unequal], state_dict)
+        with jax.ensure_compile_time_eval():  # the arrays belong to no trace that happens to run
+            into = [pair for load in loads for pair in load.direct()]
+            lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
+            fresh = read_all(lazy, {id(data): memory for data, memory in into})
+            arrays = materialise(single, fresh)
+            stacks = [load.array() for load in loads]
+            _put_all(single, arrays)
         for one in fits:
             _store(one)
+        for load, stack in zip(loads, stacks, strict=True):
+            load.store(stack)
         return LoadResult(match.missing, match.unexpected)
 
 
@@ -217,6 +217,20 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
             "its symbolic dimensions have no size before a value is loaded"
         )
     return jnp.zeros(leaf.shape, leaf.dtype, device=weight._sharding)
+
+
+def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
+    """Sets the values of single weights; those of one stack at once."""
+    parts: dict[int, tuple[Any, dict[int, Any]]] = {}
+    for one, array in zip(fits, arrays, strict=True):
+        home = one.weight._home
+        if home is None:
+            one.weight._put(array)
+        else:
+            parts.setdefault(id(home[0]), (home[0], {}))[1][home[1]] = array
+    for stack, leaves in parts.values():
+        stack.put_many(leaves)
+    values_changed()
 
 
 def _store(one: Fit) -> None:
