@@ -656,9 +656,17 @@ def scans(jaxpr):
 def kinds(equation):
     """(shapes of constants, of carries, of what is scanned) of a scan."""
     shapes = [atom.aval.shape for atom in equation.invars]
-    first = equation.params["num_consts"]
-    second = first + equation.params["num_carry"]
-    return shapes[:first], shapes[first:second], shapes[second:]
+    first, second = counts(equation)
+    return shapes[:first], shapes[first : first + second], shapes[first + second :]
+
+
+def counts(equation):
+    """How many constants and carries a scan has, as this JAX writes it down."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carries, _ = (len(list(part.vals)) for part in params["ft_in"].unpack())
+    return constants, carries
 
 
 def test_the_whole_stack_goes_into_the_loop():
@@ -683,7 +691,7 @@ def test_no_step_back_has_a_cotangent_as_large_as_the_stack(remat, kind):
         constants, carries, _ = kinds(equation)
         assert not any(shape[:1] == (7,) for shape in carries)
         assert (7, 4, 4) not in constants
-    given = loops[1].outvars[loops[1].params["num_carry"] :]
+    given = loops[1].outvars[counts(loops[1])[1] :]
     assert [v.aval.shape for v in given] == [(7, 4, 4)]
 
 
