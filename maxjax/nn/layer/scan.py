@@ -9,7 +9,7 @@ differentiated from outside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -159,15 +159,7 @@ def _loop(
 ) -> Any:
     plan, layout = static.plan, static.plan.layout
     stack = rebuild(static.definition, arrays)
-    constants = {i: value for i, _, _, value in static.constants}
-    arrived = iter(dynamic)
-    count = len(constants) + len(dynamic)
-    leaves = [constants[i] if i in constants else next(arrived) for i in range(count)]
-    step = partial(_step, jax.tree.unflatten(static.tree, leaves), plan.index)
-    run = step
-    if plan.remat is not None and not sliced:
-        kept = None if plan.remat is True else plan.remat
-        run = jax.checkpoint(step, policy=kept, prevent_cse=False, static_argnums=0)
+    run = _runner(static, sliced, dynamic)
     bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
     collected: dict[int, Any] = {}
 
@@ -205,6 +197,20 @@ def _loop(
         for m in range(len(outputs[0]))
     ]
     return carry, _gather(ys, static.keep)
+
+
+def _runner(static: _Static, sliced: bool, dynamic: Sequence[Any]) -> Callable[..., Any]:
+    """What runs one layer: (definition, leaves, number, carry, x) → (carry, outputs)."""
+    constants = {i: value for i, _, _, value in static.constants}
+    arrived = iter(dynamic)
+    count = len(constants) + len(dynamic)
+    leaves = [constants[i] if i in constants else next(arrived) for i in range(count)]
+    step = partial(_step, jax.tree.unflatten(static.tree, leaves), static.plan.index)
+    remat = static.plan.remat
+    if remat is None or sliced:
+        return step
+    kept = None if remat is True else remat
+    return jax.checkpoint(step, policy=kept, prevent_cse=False, static_argnums=0)
 
 
 class _Body:

@@ -17,7 +17,7 @@ from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
 from ...graph.weight import Weight, structure_changed, values_changed
 from ...graph.weights import Weights, read_all
-from .stack_values import plan
+from .stack_values import StackLoad, plan
 from .values import Fit, fit, is_lazy, materialise, same_content
 
 
@@ -135,17 +135,7 @@ class StateDict:
         loads, single, unequal = plan(fits)
         if problems or unequal:
             raise _error([*problems, *unequal], state_dict)
-        with jax.ensure_compile_time_eval():  # the arrays belong to no trace that happens to run
-            into = [pair for load in loads for pair in load.direct()]
-            lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
-            fresh = read_all(lazy, {id(data): memory for data, memory in into})
-            arrays = materialise(single, fresh)
-            stacks = [load.array() for load in loads]
-            _put_all(single, arrays)
-        for one in fits:
-            _store(one)
-        for load, stack in zip(loads, stacks, strict=True):
-            load.store(stack)
+        _load(fits, single, loads)
         return LoadResult(match.missing, match.unexpected)
 
 
@@ -217,6 +207,21 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
             "its symbolic dimensions have no size before a value is loaded"
         )
     return jnp.zeros(leaf.shape, leaf.dtype, device=weight._sharding)
+
+
+def _load(fits: list[Fit], single: list[Fit], loads: list[StackLoad]) -> None:
+    """Reads and converts everything, then stores it."""
+    with jax.ensure_compile_time_eval():  # the arrays belong to no trace that happens to run
+        into = [pair for load in loads for pair in load.direct()]
+        lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
+        fresh = read_all(lazy, {id(data): memory for data, memory in into})
+        arrays = materialise(single, fresh)
+        stacks = [load.array() for load in loads]
+        _put_all(single, arrays)
+    for one in fits:
+        _store(one)
+    for load, stack in zip(loads, stacks, strict=True):
+        load.store(stack)
 
 
 def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
