@@ -31,7 +31,7 @@ FLOORS: list[list[str]] = [
     # 3 graph: what a weight is and where it lives
     files(
         "graph/",
-        "mesh sharding symbolic tensor_type operators value transpose weight stacked_weight",
+        "mesh sharding symbolic tensor_type operators value transpose weight shard stacked_weight",
     )
     + ["graph/weights/"]
     + files("graph/", "subgraph reroll graph")

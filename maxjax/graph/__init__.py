@@ -10,6 +10,7 @@ from .shape import Dim as Dim
 from .shape import Shape as Shape
 from .shape import StaticDim as StaticDim
 from .shape import SymbolicDim as SymbolicDim
+from .shard import Shard as Shard
 from .sharding import Segment as Segment
 from .sharding import Shardable as Shardable
 from .sharding import ShardingStrategy as ShardingStrategy

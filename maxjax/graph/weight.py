@@ -59,6 +59,8 @@ def values_changed() -> None:
 
 # Set by the Module floor: the full name of a weight below the Module now running.
 running_name: Callable[[Weight], str | None] | None = None
+# Set by the file of shards: (weight, number, device) → the shard.
+make_shard: Callable[[Any, int, DeviceRef], Weight] | None = None
 # Set by the Module floor: whether a StackedWeight is below the outermost running Module.
 is_below: Callable[[Any], bool] | None = None
 # Set by the Graph's file: what stands for a weight in the Graph being written, if any is.
@@ -178,16 +180,22 @@ class Weight(TensorValue):
         """Everything about it that is not its value or full name; hashable."""
         dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in self._dims)
         return (
-            type(self), self._local_name, self._dtype, dims, self._device, self._quantization_encoding,
+            self._plain[0], self._local_name, self._dtype, dims, self._device, self._quantization_encoding,
             self._align, self._sharding_strategy, self._sharding, self._flags, self.shard_idx,
         )  # fmt: skip
+
+    @property
+    def _plain(self) -> tuple[type[Weight], dict[str, Any]]:
+        """The class and state that another Weight like it has."""
+        return type(self), vars(self)
 
     @classmethod
     def _from_static(cls, weight: Weight, leaf: Any, name: str | None) -> Weight:
         """A Weight like ``weight`` around ``leaf``, which is not looked at."""
-        new = object.__new__(type(weight))
+        kind, state = weight._plain
+        new = object.__new__(kind)
         new.__dict__.update(
-            weight.__dict__,
+            state,
             _own=leaf,
             _home=None,
             _full_name=name,
@@ -290,8 +298,26 @@ class Weight(TensorValue):
         structure_changed()
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
-        """Not there yet: one Weight per device, split by the sharding strategy."""
-        raise NotImplementedError(f"Weight.shard is not supported yet (weight '{self.name}')")
+        """One Weight for each device: views of its parts, by the sharding strategy.
+
+        Shapes need no value. The parts have no values of their own; the device is recorded.
+
+        Raises:
+            ValueError: There is no strategy, or this is a shard itself.
+            IndexError, ValueError, TypeError: The strategy does not fit the shape.
+
+        Example:
+            >>> from maxjax.graph import DeviceRef, ShardingStrategy, Weight
+            >>> w = Weight("w", "float32", (5, 2), DeviceRef.CPU(), sharding_strategy=ShardingStrategy.rowwise(2))
+            >>> w.shard([DeviceRef.GPU(0), DeviceRef.GPU(1)])
+            [Weight(w[0], DType.float32, [Dim(3), Dim(2)], gpu:0), Weight(w[1], DType.float32, [Dim(2), Dim(2)], gpu:1)]
+        """
+        if self.sharding_strategy is None:
+            raise ValueError(
+                f"Weight {self.name} cannot be sharded because no sharding strategy was specified."
+            )
+        assert make_shard is not None
+        return [make_shard(self, i, device) for i, device in enumerate(devices)]
 
     # -- the value
 
@@ -414,7 +440,7 @@ class Weight(TensorValue):
     def __repr__(self) -> str:
         encoding = self._quantization_encoding
         extra = f", {encoding}" if encoding is not None else ""
-        return f"{type(self).__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+        return f"{self._plain[0].__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

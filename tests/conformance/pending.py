@@ -1,8 +1,7 @@
 """The scenarios that wait for a later step of the plan, each by name."""
 
 STEPS = {
-    4: """sharding_strategy_setter sharding_shapes
-    sharding_shards_as_attributes sharding_values forward_sharded_linear""",
+    4: "forward_sharded_linear",
     6: "gguf_allocate forward_dequantize_gguf_blocks",
 }
 PENDING = {name: step for step, names in STEPS.items() for name in names.split()}

@@ -1,0 +1,95 @@
+"""Weight.shard: views of a Weight's parts."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.engine import InferenceSession
+from maxjax.graph import DeviceRef, Graph, Shardable, ShardingStrategy, TensorType, Weight, ops
+
+CPU = DeviceRef.CPU()
+VALUE = np.arange(10, dtype=np.float32).reshape(5, 2)
+
+
+def weight(strategy, value=VALUE, shape=(5, 2)):
+    w = Weight("w", "float32", shape, CPU, sharding_strategy=strategy)
+    if value is not None:
+        w.value = jnp.asarray(value)
+    return w
+
+
+def test_names_devices_and_shapes_need_no_value():
+    w = weight(ShardingStrategy.rowwise(2), None)
+    one, other = w.shard([DeviceRef.GPU(0), DeviceRef.GPU(1)])
+    assert (one.name, other.name, one.shard_idx, other.shard_idx) == ("w[0]", "w[1]", 0, 1)
+    assert one.shape == [3, 2] and other.shape == [2, 2] and other.device == DeviceRef.GPU(1)
+    assert other.value is None and isinstance(w, Shardable)
+    assert repr(one) == "Weight(w[0], DType.float32, [Dim(3), Dim(2)], gpu:0)"
+    with pytest.raises(ValueError, match="'w' has no value"):
+        one + 1
+
+
+def test_they_follow_the_weight():
+    w = weight(ShardingStrategy.rowwise(2), None)
+    one, other = w.shard([CPU] * 2)
+    for factor in (1, 2):
+        w.value = jnp.asarray(VALUE * factor)
+        np.testing.assert_array_equal(jnp.concatenate([one, other]), VALUE * factor)
+    x = jnp.ones((4, 2))
+    np.testing.assert_allclose(x @ other.T, x @ (2 * VALUE[3:]).T)
+
+
+def test_under_jit_and_grad():
+    w = weight(ShardingStrategy.rowwise(2))
+
+    def loss(w):
+        return (w.shard([CPU, CPU])[1] * 3).sum()
+
+    grad = jax.jit(jax.grad(loss))(w)
+    np.testing.assert_array_equal(grad.value, [[0, 0]] * 3 + [[3, 3]] * 2)
+
+
+def test_in_a_graph_the_whole_weight_is_one():
+    w = weight(ShardingStrategy.rowwise(2), None)
+    with Graph("g", input_types=[TensorType("float32", (2,), CPU)]) as graph:
+        parts = [s @ graph.inputs[0] for s in w.shard([CPU, CPU])]
+        graph.output(ops.concat(parts, 0))
+    assert [entry.names for entry in graph.entries] == [["w"]]
+    (got,) = InferenceSession().load(graph, weights_registry={"w": VALUE})(np.ones(2, np.float32))
+    np.testing.assert_allclose(got, VALUE.sum(1))
+
+
+def test_on_its_own_it_is_a_plain_leaf():
+    one, _ = weight(ShardingStrategy.rowwise(2)).shard([CPU, CPU])
+    doubled = jax.tree.map(lambda a: 2 * a, one)
+    assert type(doubled) is Weight and not hasattr(doubled, "host")
+    np.testing.assert_array_equal(doubled.value, 2 * VALUE[:3])
+    for again in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        np.testing.assert_array_equal(again.value, VALUE[:3])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "error", "says"),
+    [
+        (None, (5, 2), ValueError, "Weight w cannot be sharded"),
+        (ShardingStrategy.columnwise(2), (5,), IndexError, "no axis 1"),
+        (ShardingStrategy.rowwise(2), ("n", 2), TypeError, "no known size"),
+        (ShardingStrategy.tensor_parallel(2), (5, 2), NotImplementedError, "placeholder"),
+    ],
+)
+def test_what_cannot_be(strategy, shape, error, says):
+    with pytest.raises(error, match=says):
+        weight(strategy, None, shape).shard([CPU, CPU])
+
+
+def test_a_shard_is_neither_split_nor_set():
+    one, _ = weight(ShardingStrategy.rowwise(2)).shard([CPU, CPU])
+    with pytest.raises(ValueError, match="already sharded"):
+        one.shard([CPU])
+    for value in (jnp.ones((3, 2)), None):
+        with pytest.raises(ValueError, match="is a shard: set the value of 'w'"):
+            one.value = value
