@@ -43,6 +43,8 @@ from maxjax.graph.weights import WeightData, load_weights
 from maxjax.models import BertConfig, BertModel
 from maxjax.storage.files import Limits
 
+pytestmark = pytest.mark.slow
+
 CPU = DeviceRef.CPU()
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 

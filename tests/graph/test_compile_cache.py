@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from maxjax.graph import compile_cache
 
+pytestmark = pytest.mark.slow
+
 events = []
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
 

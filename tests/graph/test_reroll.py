@@ -10,6 +10,8 @@ from jax.extend import core as jax_core
 
 from maxjax.graph.reroll import reroll
 
+pytestmark = pytest.mark.slow
+
 N, D = 5, 3
 ROUND = np.random.default_rng(0)
 

@@ -49,6 +49,7 @@ def _same(got, want):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in ONE if hasattr(jnp, n)])
 def test_jnp_functions_of_one_array(name):
     fn, extra = getattr(jnp, name), EXTRA.get(name, ())
@@ -221,8 +222,3 @@ def test_bad_declarations():
         Weight("w", DType.float32, 3, CPU)
     with pytest.raises((ValueError, KeyError, TypeError)):
         Weight("w", "no such dtype", (3,), CPU)
-
-
-def test_sharding_comes_later():
-    with pytest.raises(NotImplementedError, match="shard"):
-        loaded().shard([CPU, CPU])

@@ -75,6 +75,7 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40)])
 def test_states_and_pooler(tmp_path, name, shape):

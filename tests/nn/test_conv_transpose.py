@@ -18,6 +18,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize("permute", [True, False])
 def test_conv_transpose(permute, options):

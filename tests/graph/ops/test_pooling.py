@@ -15,6 +15,7 @@ def last(function):
     return lambda x: function(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ceil_mode", [False, True])
 @pytest.mark.parametrize(("stride", "padding"), [(1, 0), ((2, 3), (1, 0)), (2, 1), (4, 1)])
 def test_pooling(stride, padding, ceil_mode):

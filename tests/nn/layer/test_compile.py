@@ -53,6 +53,7 @@ CACHES = np.zeros((3, 2, 4), np.float32)
 SPECS = (SPEC, jax.ShapeDtypeStruct((3, 2, 4), jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", ["numpy", "uncommitted", "committed", "elsewhere", "TensorValue"])
 def test_compiled_before_it_is_loaded(stacked, kind):
@@ -102,6 +103,7 @@ def test_placed_elsewhere_afterwards(stacked):
         program(X, CACHES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("first", ["compile", "load"])
 def test_placed_before(stacked, first):
