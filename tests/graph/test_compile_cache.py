@@ -15,6 +15,8 @@ import pytest
 
 from maxjax.graph import compile_cache
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = "jax*-jaxlib*/*-cache"
 PRELUDE = """
@@ -22,8 +24,6 @@ import importlib, json, logging, os, sys, threading, warnings
 import jax
 import jax.numpy as jnp
 from maxjax.graph import compile_cache
-
-pytestmark = pytest.mark.slow
 
 events = []
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
