@@ -34,7 +34,7 @@ FLOORS: list[list[str]] = [
         "mesh sharding symbolic tensor_type operators value transpose weight shard stacked_weight",
     )
     + ["graph/weights/"]
-    + files("graph/", "subgraph reroll graph")
+    + files("graph/", "subgraph jaxpr reroll graph")
     + ["graph/ops/"]
     + files("graph/", "compile_cache binding program __init__"),
     # 4 nn: the container calculus, then layers

@@ -23,9 +23,9 @@ from ..graph.device import DeviceRef
 from ..graph.stacked_weight import Span, StackedWeight
 from ..graph.value import TensorValue
 from ..graph.weight import Weight
-from ..graph.weights import WeightData, Weights, read_all
-from ..nn.layer.stack_values import StackLoad
-from ..nn.layer.values import Fit, fit, is_lazy, materialise, same_content
+from ..graph.weights import WeightData, Weights
+from ..nn.layer.stack_values import StackLoad, read
+from ..nn.layer.values import Fit, fit, is_lazy, same_content
 from ..storage.files import Limits
 from .jaxport import Header, names_in, open_program, platform_of, unreadable
 from .signature import Arguments, Kind, Path, cut
@@ -270,7 +270,7 @@ def _identity(arrays: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
 
 def _array(value: Any) -> Any:
     """What a mapping has under a name, None where it has nothing: a Weight may be unfilled."""
-    if isinstance(value, Weight) and value._is_lazy and value._source is None:
+    if isinstance(value, Weight) and value._is_missing:
         return None
     return value.__jax_array__() if isinstance(value, TensorValue) else value
 
@@ -333,14 +333,11 @@ def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
         i: StackLoad(StackedWeight(group[0].weight, Span("*", 0, 1, len(group))), group, taken)
         for i, group in stacked.items()
     }
-    into = [pair for load in loads.values() for pair in load.direct()]
-    lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
-    fresh = read_all(lazy, {id(data): memory for data, memory in into})
-    arrays = iter(materialise(single, fresh))
+    arrays, stacks = map(iter, read(single, list(loads.values())))
     values = []
     for i, leaf in enumerate(header.leaves):
         if i in loads:
-            values.append(loads[i].array())
+            values.append(next(stacks))
         elif isinstance(leaf, str):
             values.append(next(arrays))
         else:

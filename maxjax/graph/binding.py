@@ -11,7 +11,7 @@ import numpy as np
 
 from ..driver import Buffer
 from ..errors import some
-from ..kernels import StackSlice
+from ..kernels.stack_slice import whole
 from .graph import Entry, Graph
 from .weight import EPOCH, Weight
 from .weights import WeightData
@@ -48,10 +48,7 @@ class Binding:
             if fixed is not None or (wanted is not None and id(entry.weight) not in wanted):
                 continue
             if (name := _lazy_name(entry)) is not None:
-                known = (
-                    "" if registry is None else f"; it has {some(sorted(registry)) or 'nothing'}"
-                )
-                raise ValueError(f"Weight '{name}' is not in the weights registry{known}")
+                raise ValueError(_missing(name, registry))
 
     def values(self) -> Any:
         """One array for each weight.
@@ -110,8 +107,7 @@ def default_device() -> Any:
 
 def _placement(entry: Entry, fixed: Any) -> Any:
     """Where a weight is, or is to be; None where JAX is free to choose."""
-    value = entry.weight._leaf if fixed is None else fixed
-    value = value.stack if type(value) is StackSlice else value
+    value = whole(entry.weight._leaf) if fixed is None else fixed
     return value.sharding if getattr(value, "committed", False) else entry.weight._sharding
 
 
@@ -119,7 +115,7 @@ def _lazy_name(entry: Entry) -> str | None:
     for name in entry.names:
         weight = entry.find(name)
         assert weight is not None
-        if weight._is_lazy and weight._source is None:
+        if weight._is_missing:
             return name
     return None
 
@@ -139,7 +135,7 @@ def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | Non
         value = registry.get(name)
         if value is None:
             value = entry.find(name)
-            if value is not None and value._is_lazy and value._source is None:
+            if value is not None and value._is_missing:
                 raise ValueError(_missing(name, registry))
         values.append(_checked(name, entry, value))
     single = isinstance(entry.weight, Weight)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..kernels import StackSlice
+from ..kernels.stack_slice import StackSlice, whole
 from . import subgraph as subgraph_module
 from . import weight as weight_module
 from .reroll import reroll
@@ -313,8 +313,7 @@ def _graph_value(weight: Any) -> Any:
     if home is not None and below is not None and below(home[0]):
         stack = _graph_value(home[0])
         return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
-    leaf = weight._leaf
-    if isinstance(leaf.stack if type(leaf) is StackSlice else leaf, Tracer):
+    if isinstance(whole(weight._leaf), Tracer):
         return None
     return _CURRENT.stack[-1]._entry(weight).tracer()
 

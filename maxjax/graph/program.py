@@ -13,6 +13,7 @@ from ..driver import Buffer
 from ..dtype import DType
 from .binding import Binding
 from .graph import Graph
+from .jaxpr import as_function, is_jit, is_literal
 from .shape import StaticDim
 from .subgraph import is_input, type_of_input
 from .symbolic import naming
@@ -206,9 +207,8 @@ def _evaluate(
 ) -> list[Any]:
     """Runs a jaxpr with other constants; a jitted part that closes over a Weight is inlined."""
     if not any(_holds_weight(equation, by_address) for equation in jaxpr.eqns):
-        return _run(
-            jaxpr, jaxpr.eqns, (*jaxpr.constvars, *jaxpr.invars), jaxpr.outvars, (*consts, *args)
-        )
+        inputs = (*jaxpr.constvars, *jaxpr.invars)
+        return as_function(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)(*consts, *args)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for equation in jaxpr.eqns:
         if _holds_weight(equation, by_address):
@@ -217,35 +217,21 @@ def _evaluate(
             operands = [_read(atom, values) for atom in equation.invars]
             results = _evaluate(inner.jaxpr, held, operands, weights, by_address)
         else:
-            free = [atom for atom in equation.invars if not _is_literal(atom)]
+            free = [atom for atom in equation.invars if not is_literal(atom)]
             free = list(dict.fromkeys(free))
-            results = _run(jaxpr, [equation], free, equation.outvars, [values[v] for v in free])
+            part = as_function(jaxpr, [equation], free, equation.outvars)
+            results = part(*(values[v] for v in free))
         values.update(zip(equation.outvars, results, strict=True))
     return [_read(atom, values) for atom in jaxpr.outvars]
 
 
 def _read(atom: Any, values: dict[Any, Any]) -> Any:
-    return atom.val if _is_literal(atom) else values[atom]
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
-
-
-def _run(jaxpr: Any, equations: Any, inputs: Any, outputs: Any, args: Sequence[Any]) -> list[Any]:
-    """Some equations of a jaxpr as a function of their free variables."""
-    from jax.extend import core as jax_core  # takes a while to import, and only Graphs need it
-
-    part = jaxpr.replace(
-        constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(equations),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip
-    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(part, []))(*args)
+    return atom.val if is_literal(atom) else values[atom]
 
 
 def _holds_weight(equation: Any, by_address: dict[int, int]) -> bool:
     """Whether the equation is a jitted part that closes over a Weight, at any depth."""
-    if equation.primitive.name not in ("jit", "pjit"):
+    if not is_jit(equation):
         return False
     closed = equation.params["jaxpr"]
     return any(_address(const) in by_address for const in closed.consts) or any(

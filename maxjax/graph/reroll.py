@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .jaxpr import as_function, is_jit, is_literal
+
 
 def reroll(closed: Any, name: str = "_call_at") -> Any:
     """The same program with each run of calls of the jitted function ``name`` as one loop.
@@ -110,7 +112,7 @@ def _runs(equations: Sequence[Any], name: str) -> list[_Run]:
 
 def _is_call(equation: Any, name: str) -> bool:
     return (
-        _is_jit(equation)
+        is_jit(equation)
         and equation.params["name"] == name
         and not equation.effects
         and _layer(equation) is not None
@@ -118,14 +120,10 @@ def _is_call(equation: Any, name: str) -> bool:
     )
 
 
-def _is_jit(equation: Any) -> bool:
-    return equation.primitive.name in ("jit", "pjit")
-
-
 def _layer(call: Any) -> Any:
     """(which operand is the layer's index, the index); None if the first literal is none."""
     for position, atom in enumerate(call.invars):
-        if _is_literal(atom):
+        if is_literal(atom):
             fits = atom.aval.shape == () and atom.aval.dtype == np.int32
             return (position, int(np.asarray(atom.val))) if fits else None
     return None
@@ -136,23 +134,19 @@ def _holds_stand_in(closed: Any) -> bool:
     return any(
         not isinstance(const, jax.Array) and np.ndim(const) and not any(np.asarray(const).strides)
         for const in closed.consts
-    ) or any(_holds_stand_in(e.params["jaxpr"]) for e in closed.jaxpr.eqns if _is_jit(e))
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
+    ) or any(_holds_stand_in(e.params["jaxpr"]) for e in closed.jaxpr.eqns if is_jit(e))
 
 
 def _free(atoms: Iterable[Any]) -> list[Any]:
     """The variables among them; a literal cannot even be hashed."""
-    return [atom for atom in atoms if not _is_literal(atom)]
+    return [atom for atom in atoms if not is_literal(atom)]
 
 
 # -- what is the same
 
 
 def _atom_key(atom: Any) -> Any:
-    if not _is_literal(atom):
+    if not is_literal(atom):
         return atom
     return atom.aval, np.asarray(atom.val).tobytes() if np.ndim(atom.val) == 0 else id(atom.val)
 
@@ -211,7 +205,7 @@ class _Writer:
         self._known: dict[Any, Any] = {}
 
     def name(self, atom: Any) -> Any:
-        return atom if _is_literal(atom) else self._names.get(atom, atom)
+        return atom if is_literal(atom) else self._names.get(atom, atom)
 
     def rename(self, variables: Iterable[Any], atoms: Iterable[Any]) -> None:
         self._names.update(zip(variables, map(self.name, atoms), strict=True))
@@ -308,7 +302,7 @@ def _loop(run: _Run, results: dict[Any, Any], makers: dict[Any, Any]) -> tuple[A
         known = dict(zip(operands, arrays, strict=True))
 
         def values(atoms: list[Any]) -> list[Any]:
-            return [atom.val if _is_literal(atom) else known[atom] for atom in atoms]
+            return [atom.val if is_literal(atom) else known[atom] for atom in atoms]
 
         def body(carry: Any, x: Any) -> Any:
             given = shared | carry | x
@@ -331,14 +325,8 @@ def _loop(run: _Run, results: dict[Any, Any], makers: dict[Any, Any]) -> tuple[A
 
 def _as_function(call: Any) -> Any:
     """A call as a function of its operands."""
-    from jax.extend import core as jax_core  # takes a while to import, and only Graphs need it
-
     inner = call.params["jaxpr"].jaxpr
-    part = inner.replace(
-        constvars=[], outvars=call.outvars, eqns=[call.replace(invars=inner.invars)],
-        debug_info=inner.debug_info.with_unknown_names(),
-    )  # fmt: skip
-    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(part, []))
+    return as_function(inner, [call.replace(invars=inner.invars)], inner.invars, call.outvars)
 
 
 # -- operands that differ from call to call
@@ -350,7 +338,7 @@ def _columns(run: _Run, position: int, makers: dict[Any, Any]) -> dict[int, Any]
     for p, atoms in enumerate(zip(*(call.invars for call in run.calls), strict=True)):
         if p == position or p in run.carried or len(set(map(_atom_key, atoms))) == 1:
             continue
-        rows = [None if _is_literal(atom) else _row(atom, makers) for atom in atoms]
+        rows = [None if is_literal(atom) else _row(atom, makers) for atom in atoms]
         array, at = rows[0] or (None, 0)
         whole = array and rows == [(array, at + j) for j in range(len(rows))]
         columns[p] = ([array], at) if whole else (list(atoms), None)
@@ -374,7 +362,7 @@ def _row(variable: Any, makers: dict[Any, Any]) -> tuple[Any, int] | None:
         return operand, maker.outvars.index(variable)
     if kind == "gather":
         return _gathered_row(maker, makers)
-    if kind not in ("squeeze", "reshape") or _is_literal(operand):
+    if kind not in ("squeeze", "reshape") or is_literal(operand):
         return None
     sliced = makers.get(operand)
     if sliced is None or sliced.primitive.name != "slice":
@@ -393,7 +381,7 @@ def _gathered_row(maker: Any, makers: dict[Any, Any]) -> tuple[Any, int] | None:
         return None
     if not numbers.collapsed_slice_dims == numbers.start_index_map == (0,):
         return None
-    if maker.params["slice_sizes"] != (1, *size[1:]) or not _is_literal(index.invars[0]):
+    if maker.params["slice_sizes"] != (1, *size[1:]) or not is_literal(index.invars[0]):
         return None
     at = int(np.asarray(index.invars[0].val))
     return (array, at) if isinstance(size[0], int) and 0 <= at < size[0] else None

@@ -35,9 +35,7 @@ class Shard(Weight):
 
     @property
     def _leaf(self) -> Any:
-        if self.host._is_lazy and self.host._source is None:
-            return self._own
-        return self._sharding_strategy(self.host.__jax_array__(), self.shard_idx)
+        return self._own if self.host._is_missing else self.__jax_array__()
 
     @property
     def shape(self) -> Any:

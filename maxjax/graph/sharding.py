@@ -7,11 +7,11 @@ the same. Below: nothing but NumPy-like slicing. Above: ``Weight.shard``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 
 from .shape import StaticDim
@@ -64,19 +64,6 @@ class Segment:
         width = self.size // self.num_heads
         start, end = even_range(self.num_heads, i, n)
         return start * width, end * width
-
-
-class Split(Protocol):
-    """How a weight of some shape is cut: an axis, and ranges of it for each device."""
-
-    @property
-    def axis(self) -> int | None:
-        """The axis; None where every device gets everything."""
-        ...
-
-    def ranges(self, extent: int, i: int, n: int) -> list[Range]:
-        """What device ``i`` of ``n`` gets of an axis of this length."""
-        ...
 
 
 class _Ranges:
@@ -300,18 +287,15 @@ class ShardingStrategy:
 
     # -- what it is
 
-    def _is(self, *rules: Any) -> bool:
-        return any(self.shard == rule for rule in rules)
-
     @property
     def is_rowwise(self) -> bool:
         """Made by ``rowwise``."""
-        return self._is(Evenly(0, "rowwise"))
+        return self.shard == Evenly(0, "rowwise")
 
     @property
     def is_colwise(self) -> bool:
         """Made by ``columnwise``."""
-        return self._is(Evenly(1, "columnwise"))
+        return self.shard == Evenly(1, "columnwise")
 
     @property
     def is_axiswise(self) -> bool:
@@ -321,7 +305,7 @@ class ShardingStrategy:
     @property
     def is_replicate(self) -> bool:
         """Made by ``replicate``."""
-        return self._is(Whole())
+        return self.shard == Whole()
 
     @property
     def is_stacked_qkv(self) -> bool:
@@ -346,12 +330,12 @@ class ShardingStrategy:
     @property
     def is_tensor_parallel(self) -> bool:
         """Made by ``tensor_parallel``."""
-        return self._is(ByModule("tensor_parallel"))
+        return self.shard == ByModule("tensor_parallel")
 
     @property
     def is_expert_parallel(self) -> bool:
         """Made by ``expert_parallel``."""
-        return self._is(ByModule("expert_parallel"))
+        return self.shard == ByModule("expert_parallel")
 
     @property
     def sharded_axis(self) -> int | None:
@@ -373,8 +357,7 @@ class Shardable(Protocol):
         ...
 
 
-@functools.lru_cache(maxsize=4096)
-def shard_shape(strategy: ShardingStrategy, shape: tuple[int, ...], i: int) -> tuple[int, ...]:
+def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> tuple[int, ...]:
     """The shape of what device ``i`` gets of a weight of this shape; no values are needed.
 
     Raises:
@@ -382,8 +365,6 @@ def shard_shape(strategy: ShardingStrategy, shape: tuple[int, ...], i: int) -> t
         ValueError: The axis cannot be split in this way.
         NotImplementedError: The strategy is for whole layers.
     """
-    import jax
-
     return tuple(
         jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
     )

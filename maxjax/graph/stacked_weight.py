@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..kernels import StackSlice
-from . import weight as weight_module
-from .weight import Weight, values_changed
+from .weight import Weight, standing_for, values_changed
 
 
 class Span(NamedTuple):
@@ -48,6 +47,8 @@ class StackedWeight:
         template: A Weight without a value, like each of them.
         span: Which layers they belong to.
     """
+
+    _home = None  # it is a part of nothing
 
     def __init__(self, template: Weight, span: Span, parts: Mapping[int, Any] | None = None):
         self.template, self.span = Weight._from_static(template, None, None), span
@@ -131,6 +132,7 @@ class StackedWeight:
                 places = np.array(list(leaves), np.int32)
                 new = jnp.stack([jnp.asarray(leaf) for leaf in leaves.values()])
                 self._own = jnp.asarray(self._own).at[places].set(new)
+                values_changed()
                 return
             own, parts = self._own, self._parts
             try:
@@ -144,6 +146,7 @@ class StackedWeight:
             except BaseException:
                 self._own, self._parts = own, parts
                 raise
+            values_changed()
 
     def _put(self, leaf: Any) -> None:
         """Sets all at once."""
@@ -167,8 +170,7 @@ class StackedWeight:
 
     def __jax_array__(self) -> jax.Array:
         """The stacked array: inside a Graph, what stands for it there."""
-        in_graph = weight_module.graph_value
-        standing = in_graph(self) if in_graph is not None else None
+        standing = standing_for(self)
         if standing is not None:
             return standing
         if self._apart:  # unstacked since then; a compiled program still asks for the stack

@@ -67,6 +67,11 @@ is_below: Callable[[Any], bool] | None = None
 graph_value: Callable[[Any], Any] | None = None
 
 
+def standing_for(weight: Any) -> Any:
+    """What stands for a Weight or a StackedWeight in the Graph being written; None outside of one."""
+    return None if graph_value is None else graph_value(weight)
+
+
 class Weight(TensorValue):
     """A named tensor of a model, lazy until a value is loaded.
 
@@ -172,9 +177,9 @@ class Weight(TensorValue):
         """Every change of the leaf goes through here: Modules cache the lists of their leaves."""
         if self._home is None:
             self._own = leaf
+            values_changed()
         else:
             self._home[0].put(self._home[1], leaf)
-        values_changed()
 
     def _static(self) -> tuple[Any, ...]:
         """Everything about it that is not its value or full name; hashable."""
@@ -327,9 +332,14 @@ class Weight(TensorValue):
         return leaf is None or type(leaf) is jax.ShapeDtypeStruct
 
     @property
+    def _is_missing(self) -> bool:
+        """Whether it has neither a value nor data of a checkpoint to read."""
+        return self._source is None and self._is_lazy
+
+    @property
     def value(self) -> Any:
         """The array, or None while the weight is lazy; inside a Graph, what stands for it there."""
-        standing = graph_value(self) if graph_value is not None else None
+        standing = standing_for(self)
         return self._stored() if standing is None else standing
 
     def _stored(self) -> Any:
@@ -373,7 +383,7 @@ class Weight(TensorValue):
             structure_changed()
 
     def __jax_array__(self) -> jax.Array:
-        standing = graph_value(self) if graph_value is not None else None
+        standing = standing_for(self)
         if standing is not None:
             return standing
         leaf = self._leaf

@@ -72,9 +72,8 @@ class StackSlice:
         return self.__jax_array__()[key]
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or name in self.__slots__
-        ):  # what JAX and NumPy ask to see whether it is there
+        # What JAX, NumPy and copying ask for to see whether it is there.
+        if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         return getattr(self.__jax_array__(), name)
 
@@ -111,3 +110,8 @@ def _plain(operand: Any) -> Any:
 for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARE, *_UNARY, *_OTHERS]:
     setattr(StackSlice, f"__{_name}__", _forward(f"__{_name}__"))
 StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def whole(leaf: Any) -> Any:
+    """The stack that a leaf is a slice of; any other leaf itself."""
+    return leaf.stack if type(leaf) is StackSlice else leaf

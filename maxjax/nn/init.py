@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph.stacked_weight import StackedWeight
-from ..graph.weight import Weight, values_changed
+from ..graph.weight import Weight
 from .layer.module import Module
 
 Initializer = Callable[..., jax.Array]
@@ -107,7 +107,6 @@ class _Draw(NamedTuple):
                 home[0]._put(values)
             else:  # a tied weight comes where its owner is, or some have values
                 home[0].put_many(dict(zip(places, values, strict=True)))
-                values_changed()
         for name, weight in zip(self.names, self.weights, strict=True):
             weight._source = None
             weight._finalise(name)

@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 
 from ...graph.weight import EPOCH, LEAF_CACHES, Weight
-from ...kernels import StackSlice
+from ...kernels.stack_slice import StackSlice, whole
 from .hooks import token
 
 
@@ -183,19 +183,21 @@ def _duplicate(name: str, first: str, second: str) -> str:
 class Cache:
     """What a Module keeps of its last walk: for which epochs it holds, and what it found."""
 
-    __slots__ = ("structure", "definition", "weights", "values", "leaves", "table", "__weakref__")
+    __slots__ = (
+        "structure", "definition", "weights", "sliced", "values", "leaves", "table", "__weakref__",
+    )  # fmt: skip
 
     def __init__(self, structure: int, definition: Definition, weights: tuple[Any, ...]):
         self.structure, self.definition, self.weights = structure, definition, weights
+        # Whether leaves are slices of stacks: they are kept as such, and cut when wanted.
+        self.sliced = any(weight._home is not None for weight in weights)
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.values, self.leaves = -1, ()
 
     def refresh(self) -> tuple[Any, ...]:
         """Collects the weights' leaves anew."""
         values = EPOCH.values
-        leaves = tuple(map(_array, self.weights))
-        if any(type(weight._leaf) is StackSlice for weight in self.weights):
-            return leaves  # slices are not kept: they are the stack once more
+        leaves = tuple(weight._leaf for weight in self.weights)
         self.leaves, self.values = leaves, values
         LEAF_CACHES.add(self)
         return leaves
@@ -213,9 +215,8 @@ class Cache:
         return self.table
 
 
-def _array(holder: Any) -> Any:
-    """The leaf of a Weight; of one layer of a stack on its own, its slice."""
-    leaf = holder._leaf
+def _array(leaf: Any) -> Any:
+    """The leaf as an array, where it is a slice of a stack: of one of its layers on its own."""
     if type(leaf) is not StackSlice:
         return leaf
     if isinstance(leaf.stack, Tracer):
@@ -353,7 +354,16 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Definition]:
     leaves = cache.leaves
     if cache.values != EPOCH.values:
         leaves = cache.refresh()
+    if cache.sliced:
+        leaves = tuple(map(_array, leaves))
     return leaves, cache.definition
+
+
+def held(module: Any) -> list[Any]:
+    """What the weights hold: the leaves, with the whole stack for a slice of one."""
+    cache = known(module)
+    leaves = cache.leaves
+    return list(map(whole, leaves if cache.values == EPOCH.values else cache.refresh()))
 
 
 def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Definition]:

@@ -151,11 +151,15 @@ class LayerList(Module):
         Raises:
             IndexError: The list is empty.
         """
-        layers: list[Callable[..., Any]] = self.layers
-        outputs = layers[0](*args, **kwargs)
-        for layer in layers[1:]:
-            outputs = layer(outputs)
-        return outputs
+        return in_turn(self.layers, args, kwargs)
+
+
+def in_turn(layers: list[Callable[..., Any]], args: tuple, kwargs: dict) -> Any:
+    """What the last layer gives; the first gets the arguments, each other one what came before."""
+    outputs = layers[0](*args, **kwargs)
+    for layer in layers[1:]:
+        outputs = layer(outputs)
+    return outputs
 
 
 class Sequential(LayerList):

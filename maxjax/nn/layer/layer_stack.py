@@ -184,10 +184,7 @@ class LayerStack(LayerList):
         """Runs the layers in order, as a LayerList: each gets what the one before returned."""
         if len(args) == 1 and not kwargs:
             return self.scan(args[0])
-        outputs = self[0](*args, **kwargs)
-        for layer in self[1:]:
-            outputs = layer(outputs)
-        return outputs
+        return layer_list.in_turn(self.layers, args, kwargs)
 
     def scan(
         self,

@@ -45,6 +45,11 @@ class Layout(NamedTuple):
         """The place of layer ``i`` in the pattern; None of one that runs on its own."""
         return (i - self.first) % self.period if self.first <= i < self.end else None
 
+    @property
+    def alone(self) -> list[int]:
+        """The layers that run on their own."""
+        return [i for i in range(self.count) if self.slot_of(i) is None]
+
     def members(self, slot: int) -> range:
         """The layers at one place of the pattern."""
         return range(self.first + slot, self.end, self.period)
@@ -104,8 +109,7 @@ class PerLayer:
                 raise ValueError(f"layers {numbers} are equal, but their values are not: "
                                  f"{' and '.join(sorted(kinds)[:2])}")  # fmt: skip
             slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
-        rest = [values[i] for i in range(layout.count) if layout.slot_of(i) is None]
-        return cls(slots, rest, layout)
+        return cls(slots, [values[i] for i in layout.alone], layout)
 
     @classmethod
     def split(cls, tree: Any, layout: Layout) -> PerLayer:
@@ -114,8 +118,8 @@ class PerLayer:
             jax.tree.map(lambda a, s=slot: a[layout.first + s : layout.end : layout.period], tree)
             for slot in range(layout.slots)
         ]
-        own = [i for i in range(layout.count) if layout.slot_of(i) is None]
-        return cls(slots, [jax.tree.map(lambda a, i=i: a[i], tree) for i in own], layout)
+        rest = [jax.tree.map(lambda a, i=i: a[i], tree) for i in layout.alone]
+        return cls(slots, rest, layout)
 
     def merged(self) -> Any:
         """One tree of arrays ``[n, ...]``, or itself where layers have trees of different shapes."""

@@ -19,7 +19,7 @@ from ...graph import weight as weight_module
 from ...graph.graph import Graph
 from ...graph.subgraph import LOOKUPS
 from ...graph.weight import EPOCH, Weight
-from .definition import Walk, flatten
+from .definition import Walk, held
 
 
 class _Names:
@@ -106,7 +106,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
 
 
 def _is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
-    if any(isinstance(leaf, Tracer) for leaf in flatten(module)[0]):
+    if any(isinstance(value, Tracer) for value in held(module)):
         return True
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
 
@@ -163,12 +163,12 @@ LOOKUPS.insert(0, running_weights)
 
 def _warn_if_captured(module: Any) -> None:
     """Weights that are constants of a traced program go stale without a word."""
-    leaves = flatten(module)[0]
     if Graph.is_writing():
         return  # there they are arguments of the program
-    if ("captured", type(module)) in _WARNED or any(isinstance(leaf, Tracer) for leaf in leaves):
+    values = held(module)
+    if ("captured", type(module)) in _WARNED or any(isinstance(v, Tracer) for v in values):
         return
-    if not any(isinstance(leaf, jax.Array) for leaf in leaves):
+    if not any(isinstance(value, jax.Array) for value in values):
         return
     # Under jit even a new constant is a tracer; under an eager vmap or grad it is not.
     if isinstance(jax.numpy.zeros(()), Tracer):

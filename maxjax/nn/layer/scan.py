@@ -78,9 +78,8 @@ def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
     values = [_per_layer(x, layout) for x in xs]
     collected = []
     for i, layer in enumerate(stack.layers):
-        numbered = {} if plan.index is None else {plan.index: jnp.int32(i)}
-        result = layer(carry, *(value[i] for value in values), **shared, **numbered)
-        carry, outputs = _split(result, carry)
+        x = [value[i] for value in values]
+        carry, outputs = _call(layer, shared, plan.index, jnp.int32(i), carry, x)
         collected.append(outputs)
     _check_outputs(collected)
     keep = any(isinstance(x, PerLayer) for x in xs)
@@ -230,7 +229,12 @@ class _Body:
 def _step(
     shared: Mapping[str, Any], index: str | None, definition: Definition, leaves: Any, i: Any, carry: Any, x: Any
 ) -> Any:  # fmt: skip
-    layer = rebuild(definition, leaves)
+    return _call(rebuild(definition, leaves), shared, index, i, carry, x)
+
+
+def _call(
+    layer: Any, shared: Mapping[str, Any], index: str | None, i: Any, carry: Any, x: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...]]:
     numbered = {} if index is None else {index: i}
     return _split(layer(carry, *x, **shared, **numbered), carry)
 

@@ -17,8 +17,9 @@ import numpy as np
 from ...graph.binding import default_device
 from ...graph.shape import StaticDim
 from ...graph.stacked_weight import StackedWeight
+from ...graph.weights import read_all
 from ...storage.files import aligned_empty
-from .values import Fit, as_it_is, host, is_lazy
+from .values import Fit, as_it_is, host, is_lazy, materialise
 
 
 class StackLoad:
@@ -101,6 +102,19 @@ def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
     taken = {id(one.value) for one in single}
     loads = [] if problems else [StackLoad(stack, group, taken) for stack, group in whole]
     return loads, single, problems
+
+
+def read(single: Sequence[Fit], loads: Sequence[StackLoad]) -> tuple[list[Any], list[jax.Array]]:
+    """The arrays of single values and of stacks: read in parallel, converted and placed.
+
+    Raises:
+        ValueError: An integer that does not fit the 32 bits JAX runs in.
+        CheckpointError: A file that cannot be read.
+    """
+    into = [pair for load in loads for pair in load.direct()]
+    lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
+    fresh = read_all(lazy, {id(data): memory for data, memory in into})
+    return materialise(single, fresh), [load.array() for load in loads]
 
 
 def _has_sizes(one: Fit) -> bool:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
-from ...graph.weight import Weight, structure_changed, values_changed
-from ...graph.weights import Weights, read_all
-from .stack_values import StackLoad, plan
-from .values import Fit, fit, is_lazy, materialise, same_content
+from ...graph.weight import Weight, structure_changed
+from ...graph.weights import Weights
+from .stack_values import StackLoad, plan, read
+from .values import Fit, fit, same_content
 
 
 class LoadResult(NamedTuple):
@@ -212,11 +212,7 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
 def _load(fits: list[Fit], single: list[Fit], loads: list[StackLoad]) -> None:
     """Reads and converts everything, then stores it."""
     with jax.ensure_compile_time_eval():  # the arrays belong to no trace that happens to run
-        into = [pair for load in loads for pair in load.direct()]
-        lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
-        fresh = read_all(lazy, {id(data): memory for data, memory in into})
-        arrays = materialise(single, fresh)
-        stacks = [load.array() for load in loads]
+        arrays, stacks = read(single, loads)
         _put_all(single, arrays)
     for one in fits:
         _store(one)
@@ -235,7 +231,6 @@ def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
             parts.setdefault(id(home[0]), (home[0], {}))[1][home[1]] = array
     for stack, leaves in parts.values():
         stack.put_many(leaves)
-    values_changed()
 
 
 def _store(one: Fit) -> None:
