@@ -22,16 +22,16 @@ def files(folder: str, names: str) -> list[str]:
 
 FLOORS: list[list[str]] = [
     # 0 words: what the rest is written in
-    files("", "errors dtype driver") + files("graph/", "dim shape device quantization"),
+    files("", "errors distributed dtype driver") + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
-    files("storage/", "files durable sniff jsonscan jsontext table blocks")
+    files("storage/", "files durable sniff jsonscan jsontext table blocks regions")
     + files("storage/", "safetensors gguf pytorch npz shards index __init__"),
     # 2 kernels: arithmetic on values
     ["kernels/"],
     # 3 graph: what a weight is and where it lives
     files(
         "graph/",
-        "mesh sharding symbolic tensor_type operators value transpose weight shard stacked_weight",
+        "mesh sharding placement symbolic tensor_type operators value transpose weight shard stacked_weight",
     )
     + ["graph/weights/"]
     + files("graph/", "subgraph jaxpr reroll graph")
@@ -43,13 +43,13 @@ FLOORS: list[list[str]] = [
     + files("nn/", "rope_scaling rotary_embedding attention mlp moe transformer")
     + files("nn/", "kv_cache conv conv_transpose __init__"),
     # 5 models: one file per family
-    files("models/", "config family decoder llama qwen gemma bert __init__"),
+    files("models/", "config names family decoder llama qwen gemma bert __init__"),
     # 6 engine: programs that run
-    files("engine/", "pooling tokenizer load plan embed sample generate session")
+    files("engine/", "pooling tokenizer load footprint planned plan embed sample generate session")
     + files("engine/", "signature jaxport export exported __init__")
     + ["checkpoint/", "interop/"],
     # 7 faces
-    files("", "__init__ environment cli __main__ notebook"),
+    files("", "__init__ environment cli_plan cli __main__ notebook"),
 ]
 JUNK_DRAWERS = {"utils.py", "common.py", "base.py", "helpers.py"}
 # Never at run time: the oracles of the tests, and everything that runs code out of a file.

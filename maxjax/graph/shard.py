@@ -33,6 +33,12 @@ class Shard(Weight):
         )
         self.shard_idx = i
 
+    def of(self, host: Weight | None) -> Shard:
+        """The same part of another Weight."""
+        new = object.__new__(Shard)
+        vars(new).update(vars(self), host=host)
+        return new
+
     @property
     def _leaf(self) -> Any:
         return self._own if self.host._is_missing else self.__jax_array__()

@@ -7,6 +7,7 @@ the same. Below: nothing but NumPy-like slicing. Above: ``Weight.shard``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -74,6 +75,13 @@ class _Ranges:
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         raise NotImplementedError
 
+    def units(self, extent: int) -> int:
+        """How many equal parts may go to different devices: a mesh axis has to divide it."""
+        return extent
+
+    # What the units are, for people.
+    unit = "values"
+
     def __call__(self, weight: Any, i: int, n: int) -> Any:
         if self.axis is None:
             return weight
@@ -133,6 +141,10 @@ class StackedQkv(_Ranges):
     num_heads: int
     head_dim: int
     axis = 0
+    unit = "heads"
+
+    def units(self, extent: int) -> int:
+        return self.num_heads
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         third, rest = divmod(extent, 3)
@@ -153,6 +165,10 @@ class HeadAware(_Ranges):
     num_heads: int
     head_dim: int
     axis = 1
+    unit = "heads"
+
+    def units(self, extent: int) -> int:
+        return self.num_heads
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         start, end = Segment.head_aware(self.num_heads, self.head_dim).shard_range(i, n)
@@ -172,6 +188,10 @@ class GateUp(_Ranges):
     """Two halves of one axis, each split evenly."""
 
     axis: int
+    unit = "values in each half"
+
+    def units(self, extent: int) -> int:
+        return extent // 2
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         half, rest = divmod(extent, 2)
@@ -187,6 +207,10 @@ class Segmented(_Ranges):
 
     axis: int
     segments: tuple[Segment, ...]
+    unit = "heads or values that all segments have in common"
+
+    def units(self, extent: int) -> int:
+        return math.gcd(*(segment.num_heads or segment.size for segment in self.segments))
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         total = sum(segment.size for segment in self.segments)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..kernels import StackSlice
+from .placement import put
 from .weight import Weight, standing_for, values_changed
 
 
@@ -165,7 +166,7 @@ class StackedWeight:
     def _join(self) -> None:
         if self._parts and len(self._parts) == self.span.count:
             stack = jnp.stack([self._parts[i] for i in range(self.span.count)])
-            self._own = stack if self._sharding is None else jax.device_put(stack, self._sharding)
+            self._own = stack if self._sharding is None else put(stack, self._sharding)
             self._parts = {}
 
     def __jax_array__(self) -> jax.Array:
@@ -181,15 +182,15 @@ class StackedWeight:
                 self.view(i).__jax_array__()
         return self._own
 
-    def _place(self, sharding: Any) -> None:
+    def _place(self, sharding: Any, why: str = "") -> None:
         """Puts the values, or the placeholder, on a jax Sharding of one layer's weight."""
+        whole, name = _with_layers(sharding), self._full_name or self.template.name
+        own = put(self._own, whole, name) if self.is_whole else None
+        parts = {i: put(part, sharding, name) for i, part in self._parts.items()}
         self._declare(self.template, sharding)
-        self._sharding = _with_layers(sharding)
-        if self.is_whole:
-            self._own = jax.device_put(self._own, self._sharding)
-        else:
-            self._own = self._placeholder()
-            self._parts = {i: jax.device_put(part, sharding) for i, part in self._parts.items()}
+        self.template._why = why
+        self._sharding, self._parts = whole, parts
+        self._own = self._placeholder() if own is None else own
         values_changed()
 
     def _declare(self, like: Weight, sharding: Any) -> None:

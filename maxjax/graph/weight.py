@@ -18,6 +18,7 @@ import numpy as np
 from ..dtype import DType
 from ..kernels import StackSlice
 from .device import DeviceRef
+from .placement import as_used, put
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
 from .sharding import Segment as Segment  # MAX has both here
@@ -129,6 +130,7 @@ class Weight(TensorValue):
         self._align = align
         self._sharding_strategy = sharding_strategy
         self._sharding: Any = None
+        self._why = ""  # it is placed so
         self._flags = (_placeholder, _has_alias)
         self._original: tuple[DType, Shape] | None = None
         self._loaded_shape: tuple[int, ...] | None = None
@@ -324,6 +326,11 @@ class Weight(TensorValue):
         assert make_shard is not None
         return [make_shard(self, i, device) for i, device in enumerate(devices)]
 
+    @property
+    def sharding(self) -> Any:
+        """The jax Sharding it is on, or will be loaded to; None where JAX is free to choose."""
+        return self._sharding if self._home is None else self._home[0].template._sharding
+
     # -- the value
 
     @property
@@ -376,7 +383,7 @@ class Weight(TensorValue):
         other = jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np
         if other:
             self._refuse_in_stack("another dtype")
-        self._put(value)
+        self._put(put(value, self._sharding) if self._sharding is not None else value)
         self._loaded_shape = None
         if other:
             self._dtype = dtype
@@ -391,7 +398,8 @@ class Weight(TensorValue):
             if self._source is None:
                 raise ValueError(self._no_value())
             leaf = self._read_source()
-        return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
+        array = leaf.__jax_array__() if type(leaf) is StackSlice else leaf
+        return array if self._sharding is None else as_used(array, self._dims, self._sharding)
 
     def _read_source(self) -> jax.Array:
         """Reads the data this weight was allocated from; it is its value from then on."""
@@ -399,7 +407,7 @@ class Weight(TensorValue):
             self._source
         )  # a copy: JAX on a CPU would share memory the user can write to
         with jax.ensure_compile_time_eval():
-            value = jax.device_put(host, self._sharding)
+            value = put(host, self._sharding)
             self._put(value)
         self._source = None
         return value
@@ -411,11 +419,14 @@ class Weight(TensorValue):
             "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
         )
 
-    def _place(self, sharding: Any) -> None:
+    def _place(self, sharding: Any, why: str = "") -> None:
         """Puts the value, or the placeholder, on a jax Sharding; a stack places its own."""
-        self._sharding = sharding
-        if self._home is None and not self._is_lazy:
-            self._put(jax.device_put(self._own, sharding))
+        moved = (
+            None if self._home is not None or self._is_lazy else put(self._own, sharding, self.name)
+        )
+        self._sharding, self._why = sharding, why
+        if moved is not None:
+            self._put(moved)
         elif self._home is None:
             self._empty()
         structure_changed()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType, promote
+from . import explicit
 
 
 def matmul(x: Any, w: Any) -> jax.Array:
@@ -47,8 +48,12 @@ def matmul(x: Any, w: Any) -> jax.Array:
     # A bare bf16 -> bf16 product rounds inside the sum on some backends.
     narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
     contraction = (((x.ndim - 1,), (1,)), ((), ()))
+    mesh = explicit.mesh_of(x, w)
+    out = None
+    if mesh is not None:
+        out = explicit.sharding(mesh, explicit.entries(x)[:-1] + explicit.entries(w)[:1])
     y = jax.lax.dot_general(
-        x, w, contraction, preferred_element_type=jnp.float32 if narrow else dtype
+        x, w, contraction, preferred_element_type=jnp.float32 if narrow else dtype, out_sharding=out
     )
     return y.astype(dtype) if narrow else y
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from ..dtype import DType, promote
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.device import DeviceRef
+from ..graph.sharding import Segment, ShardingStrategy
 from ..nn.activation import ACTIVATIONS
 from ..nn.attention import attention
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear
+from ..nn.linear import Linear, linear_rules
 from ..nn.norm import LayerNorm
 from .config import ModelConfig, setting
 from .family import Family, PretrainedModel
@@ -107,6 +108,11 @@ class BertEmbeddings(Module):
         self.token_type_embeddings = table(config.type_vocab_size)
         self.LayerNorm = types.norm(config)
 
+    def sharding_rules(self) -> dict[str, Any]:
+        """Positions and token types are small; the words' table knows its own."""
+        whole = ShardingStrategy.replicate(1)
+        return {f"{name}_embeddings.weight": whole for name in ("position", "token_type")}
+
     def __call__(self, input_ids: Any, token_type_ids: Any, position_ids: Any) -> jax.Array:
         words = self.word_embeddings(input_ids)  # [B, T, E]
         kinds = self.token_type_embeddings(token_type_ids)  # [B, T, E]
@@ -128,6 +134,14 @@ class BertSelfAttention(Module):
         self.query = types.linear(size, size)
         self.key = types.linear(size, size)
         self.value = types.linear(size, size)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """By whole heads."""
+        segment = Segment.head_aware(
+            self.num_heads, int(self.query.weight.shape[0]) // self.num_heads
+        )
+        rows = ShardingStrategy.segmented(1, 0, [segment])
+        return linear_rules("query", rows) | linear_rules("key", rows) | linear_rules("value", rows)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         def heads(linear: Linear) -> jax.Array:
@@ -160,6 +174,12 @@ class BertAttention(Module):
         self.self = BertSelfAttention(config, types)
         self.output = BertResidual(config.hidden_size, config, types)
 
+    def sharding_rules(self) -> dict[str, Any]:
+        """The columns that belong to a device's heads."""
+        heads, size = self.self.num_heads, int(self.output.dense.weight.shape[1])
+        columns = ShardingStrategy.head_aware_columnwise(1, heads, size // heads)
+        return linear_rules("output.dense", columns)
+
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         return self.output(self.self(x, mask), x)
 
@@ -184,6 +204,11 @@ class BertLayer(Module):
         self.attention = BertAttention(config, types)
         self.intermediate = BertIntermediate(config, types)
         self.output = BertResidual(config.intermediate_size, config, types)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """The wide middle is split."""
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return linear_rules("intermediate.dense", rows) | linear_rules("output.dense", columns)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         x = self.attention(x, mask)

@@ -18,7 +18,10 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
+from ..graph.placement import parts
+from ..graph.sharding import Segment, ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
+from ..kernels import explicit
 from .layer import Module
 from .linear import Linear
 from .norm import RMSNorm
@@ -63,6 +66,23 @@ def attention(
     _check(query, key, value)
     dtype = DType.of(softmax_dtype).np
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if mask is not None:
+        mask = _mask_4d(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+    mesh = explicit.mesh_of(query, key, value)
+    if mesh is None:
+        return _attention(query, key, value, mask, scale, dtype)
+
+    def run(query: Any, key: Any, value: Any, *masks: Any) -> jax.Array:
+        return _attention(query, key, value, masks[0] if masks else None, scale, dtype)
+
+    masks = () if mask is None else (mask,)
+    run = explicit.automatic(run, mesh, explicit.entries(query))
+    return run(query, key, value, *masks)
+
+
+def _attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, scale: float, dtype: Any
+) -> jax.Array:
     # Heads first, then products over whole matrices, then the division, of D numbers for each
     # query and not of S: on a CPU 2 to 4 times faster than the obvious einsums and softmax.
     q, k, v = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key, value))  # [B, H|K, T|S, D]
@@ -75,7 +95,7 @@ def attention(
     scores = scores.reshape(batch, heads, length, keys) * scale
     if mask is not None:
         # Not -inf: a row with nothing to see would become NaN.
-        scores = jnp.where(_mask_4d(mask, scores.shape), scores, jnp.finfo(dtype).min)
+        scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
     lowest = jnp.finfo(dtype).min  # where there is no key at all
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=lowest)
     largest = jax.lax.stop_gradient(largest)
@@ -119,6 +139,26 @@ def _mask_4d(mask: Any, scores: tuple[int, ...]) -> jax.Array:
             "it is [B, S], [B, T, S] or [B, H or 1, T or 1, S]"
         )
     return mask
+
+
+def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -> dict[str, Any]:
+    """Sharding rules of attention: by whole heads, over the ``model`` axis.
+
+    Args:
+        qkv: The StackedLinear of queries, keys and values, at the attribute path ``at``.
+        heads, kv_heads, width: H, K and D.
+    """
+    segments = [Segment.head_aware(n, width) for n in (heads, kv_heads, kv_heads)]
+    columns = ShardingStrategy.head_aware_columnwise(1, heads, width)
+    rules = {"o_proj.weight": columns, "o_proj.bias": ShardingStrategy.replicate(1)}
+    if qkv.stacked:
+        rows = {"": ShardingStrategy.segmented(1, 0, segments)}
+    else:
+        rows = {f"{name}.": ShardingStrategy.segmented(1, 0, [segment])
+                for name, segment in zip(qkv.names, segments, strict=True)}  # fmt: skip
+    for name, rule in rows.items():
+        rules[f"{at}{name}weight"] = rules[f"{at}{name}bias"] = rule
+    return rules
 
 
 # --- a layer of it --------------------------------------------------------------------------
@@ -226,6 +266,12 @@ class AttentionWithRope(Module):
         )  # fmt: skip
         self.o_proj = linear_cls(in_dim=q_dim, out_dim=hidden_size, dtype=dtype, device=device)
 
+    def sharding_rules(self) -> dict[str, Any]:
+        """Queries, keys and values by whole heads, and the columns of ``o_proj`` likewise."""
+        return heads_rules(
+            self.qkv_proj, self.n_heads, self.num_key_value_heads, self.head_dim, "qkv_proj."
+        )
+
     def __call__(
         self, x: Any, mask: Any = None, positions: Any = None, freqs_cis: Any = None
     ) -> Any:
@@ -248,6 +294,9 @@ class AttentionWithRope(Module):
         q, k, v = self._projected(TensorValue(tokens) if wraps(x) else tokens)
         cos, sin = self._cos_sin(positions, tokens.shape[1], freqs_cis)
         q, k = (rotate(a, cos, sin, interleaved=self.rope.interleaved) for a in (q, k))
+        if self.num_key_value_heads % parts(self.o_proj.weight, 1):
+            # Too few heads of keys to split: every device has all, and takes those of its queries.
+            k, v = (jnp.repeat(a, self.n_heads // self.num_key_value_heads, axis=2) for a in (k, v))
         y = attention(q, k, v, self._sees(mask, q, k), scale=self.scale)  # [B, T, H, D]
         y = y.reshape(*array.shape[:-1], self.n_heads * self.head_dim)
         return self.o_proj(TensorValue(y) if wraps(x) else y)
@@ -256,7 +305,7 @@ class AttentionWithRope(Module):
         """Queries ``[B, T, H, D]``, keys and values ``[B, T, K, D]``."""
         q, k, v = (
             part.reshape(*part.shape[:-1], part.shape[-1] // self.head_dim, self.head_dim)
-            for part in self.qkv_proj.split(self.qkv_proj(x))
+            for part in self.qkv_proj.apart(x)
         )
         return [self.q_norm(q), self.k_norm(k), v] if self.use_qk_norm else [q, k, v]
 

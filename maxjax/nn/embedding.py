@@ -5,16 +5,21 @@ Below: Module, Weight. Above: the model families.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
+from ..graph.placement import Split, last_axis_whole
 from ..graph.quantization import QuantizationEncoding
+from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, wraps
 from ..graph.weight import Weight
+from ..kernels import embed
 from .layer import Module
+from .layer.sharded import sharded
 
 _NORMAL = jax.nn.initializers.normal(0.02)
 
@@ -70,8 +75,30 @@ class Embedding(Module):
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
             raise TypeError(f"an Embedding is looked up by integers, not {rows.dtype}")
-        y = jnp.take(jnp.asarray(self.weight), rows, axis=0, mode="fill")
+        y = last_axis_whole(embed(self.weight, rows), self.weight)
         return TensorValue(y) if wraps(indices) else y
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """By rows, which are the vocabulary; by columns where it does not divide."""
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return {"weight": Split(rows, instead=columns)}
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """The table's."""
+        return self.weight.sharding_strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        self.weight.sharding_strategy = strategy
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
+        """One Embedding for each device, of the shards of the table.
+
+        Raises:
+            ValueError: There is no strategy.
+        """
+        return sharded(self, devices)
 
     def initializer(self, name: str) -> Any:
         """Normal with standard deviation 0.02."""

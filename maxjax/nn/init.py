@@ -86,7 +86,8 @@ class _Draw(NamedTuple):
 
     @property
     def sharding(self) -> Any:
-        return self.weights[0]._sharding
+        home = self.weights[0]._home
+        return self.weights[0].sharding if home is None else home[0]._sharding
 
     def values(self, key: jax.Array) -> jax.Array:
         """``[n, ...]`` for a stack: the very values each weight would have on its own."""

@@ -6,6 +6,7 @@ Above: nearly everything.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,14 @@ import jax.numpy as jnp
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.placement import TENSOR, Split
 from ..graph.quantization import QuantizationEncoding
+from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, wraps
 from ..graph.weight import Weight
 from ..kernels import matmul
 from .layer import Module
+from .layer.sharded import sharded
 
 # Over the last axis, which is the fan-in of a weight [out, in].
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -94,9 +98,58 @@ class Linear(Module):
             y = add_bias(y, self.bias)
         return TensorValue(y) if wraps(x) else y
 
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """The weight's. Set, it is the bias's too where that is split with the rows."""
+        return self.weight.sharding_strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        self.weight.sharding_strategy = strategy
+        if self.bias is not None:
+            self.bias.sharding_strategy = bias_strategy(strategy)
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
+        """One Linear for each device, of the shards of its weights.
+
+        Split by columns, only the first has the bias: their results are to be summed.
+
+        Raises:
+            ValueError: There is no strategy.
+
+        Example:
+            >>> from maxjax.graph import ShardingStrategy
+            >>> layer = Linear(4, 3, "float32", DeviceRef.CPU(), has_bias=True)
+            >>> layer.sharding_strategy = ShardingStrategy.columnwise(2)
+            >>> [list(part.raw_state_dict()) for part in layer.shard([DeviceRef.CPU()] * 2)]
+            [['weight[0]', 'bias[0]'], ['weight[1]']]
+        """
+        found = sharded(self, devices)
+        strategy = self.sharding_strategy
+        summed = strategy is not None and strategy.sharded_axis not in (0, None)
+        for part in found[1:] if summed else ():
+            part.bias = None
+        return found
+
     def initializer(self, name: str) -> Any:
         """Weights normal with variance 1/in_dim, bias zero."""
         return jax.nn.initializers.zeros if name.endswith("bias") else _LECUN_NORMAL
+
+
+def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:
+    """The strategy of the bias of a Linear whose weight has ``strategy``."""
+    n = strategy.num_devices
+    return strategy if strategy.sharded_axis == 0 else ShardingStrategy.replicate(n)
+
+
+def linear_rules(
+    path: str, strategy: ShardingStrategy, over: Sequence[str] = TENSOR
+) -> dict[str, Any]:
+    """Sharding rules of the Linear at an attribute path, split by ``strategy``."""
+    return {
+        f"{path}.weight": Split(strategy, tuple(over)),
+        f"{path}.bias": Split(bias_strategy(strategy), tuple(over)),
+    }
 
 
 def add_bias(y: jax.Array, bias: Any) -> jax.Array:

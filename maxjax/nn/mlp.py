@@ -5,7 +5,7 @@ Below: Linear, the activations. Above: TransformerBlock, MoE, the model families
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
 from ..graph.quantization import QuantizationEncoding
+from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from .activation import activation
 from .layer import Module
-from .linear import Linear
+from .layer.sharded import sharded, tensor_parallel
+from .linear import Linear, linear_rules
 
 
 class MLP(Module):
@@ -76,6 +78,41 @@ class MLP(Module):
         self.gate_proj = linear(hidden_dim, feed_forward_length)
         self.down_proj = linear(feed_forward_length, hidden_dim)
         self.up_proj = linear(hidden_dim, feed_forward_length)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Gate and up by rows, down by columns: one sum over the devices at the end."""
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return (
+            linear_rules("gate_proj", rows)
+            | linear_rules("up_proj", rows)
+            | linear_rules("down_proj", columns)
+        )
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """How it is split: tensor_parallel or replicate; None: nothing was said.
+
+        Raises:
+            ValueError: Setting any other.
+        """
+        down = self.down_proj.sharding_strategy
+        if down is None or down.is_replicate:
+            return down
+        return ShardingStrategy.tensor_parallel(down.num_devices)
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        rows, columns = tensor_parallel(self, strategy)
+        self.gate_proj.sharding_strategy = self.up_proj.sharding_strategy = rows
+        self.down_proj.sharding_strategy = columns
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
+        """One MLP for each device, of the shards of its weights; their results are to be summed.
+
+        Raises:
+            ValueError: There is no strategy.
+        """
+        return sharded(self, devices)
 
     def __call__(self, x: Any) -> Any:
         """``[..., hidden_dim]`` → the same shape, a TensorValue for a TensorValue."""

@@ -8,17 +8,22 @@ Shapes: N tokens, E features, X experts of F features between, k experts for eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.placement import EXPERTS, axis_of, is_manual, mesh_of, on_mesh, split_over
+from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
+from ..kernels import explicit
 from .layer import LayerList, Module
-from .linear import Linear
+from .linear import Linear, linear_rules
 from .mlp import MLP, gated
 
 # What becomes of the scores [..., X]: (all of them, the k highest) → shares [..., k].
@@ -160,6 +165,7 @@ class MoE(Module):
 
         if has_shared_experts:
             self.shared_experts = mlp(shared_mlp_cls or mlp_cls, shared_experts_dim)
+        self._strategy: ShardingStrategy | None = None
         self.experts = LayerList([mlp(mlp_cls, moe_dim) for _ in range(num_experts)])
 
     @property
@@ -176,28 +182,81 @@ class MoE(Module):
     def __call__(self, x: Any) -> Any:
         """``[..., E]`` → the same shape and dtype, a TensorValue for a TensorValue."""
         array = unwrap(x)
+        mesh = explicit.mesh_of(array, *jax.tree.leaves(self))
+        if mesh is None:
+            y = self._mixed(array)
+        else:
+            place = explicit.entries(array)
+            y = explicit.automatic(lambda m, a: m._mixed(a), mesh, place)(self, array)
+        return TensorValue(y) if wraps(x) else y
+
+    def _mixed(self, array: jax.Array) -> jax.Array:
         tokens = array.reshape(-1, array.shape[-1])  # [N, E]
-        chosen, shares = map(unwrap, self.gate(TensorValue(tokens) if wraps(x) else tokens))
+        chosen, shares = map(unwrap, self.gate(tokens))
         run = self._sorted if _are_plain(self.experts) else self._one_by_one
         y = run(tokens, chosen, shares.astype(jnp.float32))  # [N, E] in float32
         if self.has_shared_experts:
             y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
-        y = y.astype(array.dtype).reshape(array.shape)
-        return TensorValue(y) if wraps(x) else y
+        return y.astype(array.dtype).reshape(array.shape)
 
     def _sorted(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
         """Each expert's tokens as neighbouring rows of one matrix."""
-        count, k = chosen.shape
-        order = jnp.argsort(chosen.reshape(-1))  # [N k], stable
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.num_experts).astype(jnp.int32)
-        rows = x[order // k]  # [N k, E]
-        both = _ragged_matmul(rows, self.gate_up_proj.value, sizes)  # [N k, 2 F]
-        gate, up = jnp.split(both, 2, axis=-1)
-        h = gated(gate, up, self.experts[0].activation_function, 0.0)
-        y = _ragged_matmul(h, self.down_proj.value, sizes)  # [N k, E]
-        # Back to the order of the tokens by a gather: sums in a fixed order on every device.
-        y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
-        return jnp.sum(y * shares[..., None], axis=1)
+        pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self.experts]
+        both = jnp.stack([jnp.stack(pair) for pair in pairs])  # [X, 2, F, E]
+        down = self.down_proj.value  # [X, E, F]
+        kind = self.experts[0].activation_function
+        mesh, axes = self._split()
+        if mesh is None:
+            return _mixture(x, chosen, shares, both, down, kind)
+        rows = _rows(mesh, axes, x.shape[0])
+
+        def local(x: Any, chosen: Any, shares: Any, both: Any, down: Any) -> jax.Array:
+            y = _mixture(x, chosen, shares, both, down, kind)
+            return jax.lax.psum(y, axes) if axes else y
+
+        # Each device sorts the tokens that it has, and works on its part of every expert.
+        specs = (P(rows), P(rows), P(rows), P(None, None, axes), P(None, None, axes))
+        return on_mesh(local, mesh, specs, P(rows))(x, chosen, shares, both, down)
+
+    def _split(self) -> tuple[Any, tuple[str, ...]]:
+        """The mesh of the experts, and its axes that their inner features are split over."""
+        maps = [(m.weight, axis) for e in self.experts
+                for m, axis in ((e.gate_proj, 0), (e.up_proj, 0), (e.down_proj, 1))]  # fmt: skip
+        mesh = mesh_of([weight.sharding for weight, _ in maps])
+        fsdp = None if mesh is None else axis_of(mesh, "fsdp")  # over which weights are gathered
+        found = {tuple(name for name in split_over(weight, axis) if name != fsdp) for weight, axis in maps}  # fmt: skip
+        if mesh is None or len(found) != 1 or any(map(is_manual, mesh.axis_names)):
+            return None, ()
+        return mesh, found.pop()
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Every expert's inner features over the axes ``expert`` and ``model`` together.
+
+        So all devices have the same work, whatever experts the tokens choose.
+        """
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        rules = linear_rules("gate.gate_score", ShardingStrategy.replicate(1))
+        for i in range(len(self.experts)):
+            for name in ("gate_proj", "up_proj"):
+                rules |= linear_rules(f"experts.{i}.{name}", rows, EXPERTS)
+            rules |= linear_rules(f"experts.{i}.down_proj", columns, EXPERTS)
+        return rules
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """As it was set: expert_parallel, tensor_parallel or replicate."""
+        return self._strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        n = strategy.num_devices
+        inner = ShardingStrategy.tensor_parallel(n) if strategy.is_expert_parallel else strategy
+        for expert in self.experts:
+            expert.sharding_strategy = inner
+        if self.has_shared_experts:
+            self.shared_experts.sharding_strategy = inner
+        self.gate.gate_score.sharding_strategy = ShardingStrategy.replicate(n)
+        self._strategy = strategy
 
     def _one_by_one(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
         """Every expert over every token, with share 0 where it was not chosen."""
@@ -206,6 +265,40 @@ class MoE(Module):
             share = jnp.sum(jnp.where(chosen == i, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
             total = total + unwrap(expert(x)).astype(jnp.float32) * share
         return total
+
+
+def _mixture(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, both: jax.Array, down: jax.Array, kind: str
+) -> jax.Array:
+    """The sum over a token's experts: ``[N, E]`` → ``[N, E]`` in float32.
+
+    Args:
+        chosen, shares: ``[N, k]``.
+        both, down: Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``.
+        kind: The activation function.
+    """
+    count, k = chosen.shape
+    experts, _, inner, width = both.shape
+    order = jnp.argsort(chosen.reshape(-1))  # [N k], stable
+    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
+    rows = x[order // k]  # [N k, E]
+    h = _ragged_matmul(rows, both.reshape(experts, 2 * inner, width), sizes)  # [N k, 2 F]
+    gate, up = jnp.split(h, 2, axis=-1)
+    y = _ragged_matmul(gated(gate, up, kind, 0.0), down, sizes)  # [N k, E]
+    # Back to the order of the tokens by a gather: sums in a fixed order on every device.
+    y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
+    return jnp.sum(y * shares[..., None], axis=1)
+
+
+def _rows(mesh: Any, taken: Sequence[str], count: int) -> tuple[str, ...]:
+    """The axes of the mesh that the tokens are split over: those of a batch that divide them."""
+    rows: tuple[str, ...] = ()
+    for kind in ("data", "fsdp", "seq"):
+        axis = axis_of(mesh, kind)
+        size = math.prod(mesh.shape[name] for name in rows)
+        if axis is not None and axis not in taken and count % (size * mesh.shape[axis]) == 0:
+            rows = (*rows, axis)
+    return rows
 
 
 def _are_plain(experts: LayerList) -> bool:

@@ -8,7 +8,7 @@ a TensorValue.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,47 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
+from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, wraps
 from ..graph.weight import Weight
 from .layer import Module
+from .layer.sharded import sharded
 
 
-class LayerNorm(Module):
+class _Norm(Module):
+    """What the norms with weights share: they are whole on every device."""
+
+    weight: Any
+    bias: Any = None
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """The weight's.
+
+        Raises:
+            ValueError: Setting any but ``replicate``.
+        """
+        return None if self.weight is None else self.weight.sharding_strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        if not strategy.is_replicate:
+            raise ValueError(f"{type(self).__name__} is whole on every device: only "
+                             "ShardingStrategy.replicate can be its strategy")  # fmt: skip
+        for weight in (self.weight, self.bias):
+            if weight is not None:
+                weight.sharding_strategy = strategy
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
+        """One norm for each device.
+
+        Raises:
+            ValueError: There is no strategy.
+        """
+        return sharded(self, devices)
+
+
+class LayerNorm(_Norm):
     """``(x - mean) / √(variance + eps) · weight + bias`` over the last axis.
 
     Args (in MAX's order):
@@ -82,7 +117,7 @@ class LayerNorm(Module):
         return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
 
 
-class RMSNorm(Module):
+class RMSNorm(_Norm):
     """``x / √(mean(x²) + eps) · (weight + weight_offset)`` over the last axis.
 
     Args (in MAX's order):
@@ -179,7 +214,7 @@ class ConstantLayerNorm(Module):
         return _like(x, y.astype(array.dtype))
 
 
-class GroupNorm(Module):
+class GroupNorm(_Norm):
     """Normalises groups of channels together with all places (Y. Wu, K. He, arXiv:1803.08494).
 
     Args (in MAX's order):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight import Weight
-from ..kernels import matmul
+from ..kernels import explicit, matmul
 from .layer import Module
 from .linear import Linear, add_bias
 
@@ -107,16 +107,31 @@ class StackedLinear(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, the maps in the order of their names."""
-        if not self.stacked:
-            # One product for each map, and no copy of the weights.
-            y = jnp.concatenate([unwrap(getattr(self, n)(x)) for n in self.names], axis=-1)
-        else:
-            weight = self.weight if self.clip_weight is None else self.stacked_weight
-            y = matmul(x, weight)
-            y = y if self.bias is None else add_bias(y, self.bias)
+        y = self._product(x) if self.stacked else _side_by_side(self.apart(x))
         return TensorValue(y) if wraps(x) else y
+
+    def apart(self, x: Any) -> list[jax.Array]:
+        """What a call gives, as the maps' own results: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
+        if self.stacked:
+            return self.split(self._product(x))
+        # One product for each map, and no copy of the weights.
+        return [unwrap(getattr(self, name)(x)) for name in self.names]
+
+    def _product(self, x: Any) -> jax.Array:
+        weight = self.weight if self.clip_weight is None else self.stacked_weight
+        y = matmul(x, weight)
+        return y if self.bias is None else add_bias(y, self.bias)
 
     def split(self, y: Any) -> list[jax.Array]:
         """The result of a call as the maps' own results, ``[..., out_dim]`` each."""
         ends = [sum(self.out_dims[: i + 1]) for i in range(len(self.out_dims) - 1)]
         return jnp.split(unwrap(y), ends, axis=-1)
+
+
+def _side_by_side(results: list[jax.Array]) -> jax.Array:
+    mesh = explicit.mesh_of(*results)
+    if mesh is None:
+        return jnp.concatenate(results, axis=-1)
+    # One may be split over the mesh and another not: neither is right for both.
+    wanted = [*explicit.entries(results[0])[:-1], ()]
+    return explicit.automatic(lambda *r: jnp.concatenate(r, axis=-1), mesh, wanted)(*results)

@@ -2,15 +2,16 @@
 
 Every format's parser gives one of these: validated entries and open files, no data yet.
 Reading is positioned reads, in parallel, into aligned memory of our own; never a mapping,
-which would die with the file. Below: files. Above: the formats, graph.weights.
+which would die with the file. Below: files. Above: regions, the formats, graph.weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,8 @@ class TensorTable:
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
         arrays, jobs = _plan(entries, self.files, into or {})
-        _run(jobs, threads or min(8, _cores()))
+        nbytes = sum(view.nbytes for job in jobs for view in job.views)
+        run_jobs(_read, jobs, nbytes, threads)
         for number in {entry.file for entry in entries}:
             self.files[number].check_unchanged()
         return {entry.name: arrays[entry.name] for entry in entries}
@@ -217,16 +219,16 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _run(jobs: list[_Job], threads: int) -> None:
-    total = sum(view.nbytes for job in jobs for view in job.views)
-    if threads <= 1 or total < PARALLEL_BYTES:
-        for job in jobs:
-            _read(job)
-        return
+def run_jobs(
+    read: Callable[[Any], Any], jobs: Sequence[Any], nbytes: int, threads: int | None = None
+) -> list[Any]:
+    """What ``read`` gives for each job, in order; in threads (``read_many``'s) for many bytes."""
+    threads = threads or min(8, _cores())
+    if threads <= 1 or nbytes < PARALLEL_BYTES or len(jobs) < 2:
+        return [read(job) for job in jobs]
     with ThreadPoolExecutor(min(threads, len(jobs)), "maxjax-read") as pool:
         try:
-            for _ in pool.map(_read, jobs):
-                pass
+            return list(pool.map(read, jobs))
         except BaseException:  # an interrupt too: what has not begun shall not
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -242,20 +244,21 @@ def _read(job: _Job) -> None:
     if got < wanted:
         # Rare: the file ended, or the system gave part. Again one by one, to know which.
         for entry, view in zip(job.entries, views, strict=True):
-            _fill(job, entry, view)
+            fill(job.file, entry, job.start, view)
     for entry, view in zip(job.entries, job.views, strict=True):
         if entry.dtype is DType.bool:
-            _check_booleans(job, entry, view)
+            check_bool(job.file, entry, job.start, view)
 
 
-def _fill(job: _Job, entry: TensorEntry, view: memoryview) -> None:
+def fill(file: OpenFile, entry: TensorEntry, start: int, view: memoryview) -> None:
+    """Fills ``view`` with the tensor's bytes from its byte ``start`` on."""
     try:
-        job.file.pread_into(view, entry.offset + job.start, tensor=entry.name)
+        file.pread_into(view, entry.offset + start, tensor=entry.name)
     except CheckpointTruncatedError:
         end = entry.offset + entry.nbytes
         raise CheckpointTruncatedError(
             "the file became shorter while it was being read",
-            path=job.file.path,
+            path=file.path,
             tensor=entry.name,
             offset=entry.offset,
             expected=f"{entry.nbytes} bytes up to byte {end}",
@@ -265,26 +268,30 @@ def _fill(job: _Job, entry: TensorEntry, view: memoryview) -> None:
 
 
 def _read_float4(job: _Job) -> None:
-    """Two values a byte, the first in the low four bits; one value a byte in memory.
+    (values,) = job.views
+    packed = aligned_empty(len(values) // 2)
+    fill(job.file, job.entries[0], job.start, memoryview(packed))
+    unpack_float4(packed, values)
+
+
+def unpack_float4(packed: np.ndarray, values: np.ndarray) -> None:
+    """Two values a byte, the first in the low four bits; one value a byte in ``values``.
 
     That is the order of PyTorch's float4_e2m1fn_x2 and of the OCP microscaling formats.
     """
-    (values,) = job.views
-    packed = aligned_empty(len(values) // 2)
-    _fill(job, job.entries[0], memoryview(packed))
     np.bitwise_and(packed, 15, out=values[0::2])
     np.right_shift(packed, 4, out=values[1::2])
 
 
-def _check_booleans(job: _Job, entry: TensorEntry, view: np.ndarray) -> None:
-    """A boolean that is neither 0 nor 1 would compute wrong results in silence."""
+def check_bool(file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray) -> None:
+    """Of ``view``, read at byte ``start``: another value would compute wrong results in silence."""
     if view.size and view.max() > 1:
         index = int((view > 1).argmax())
         raise CheckpointFormatError(
             "data: a boolean must be 0 or 1",
-            path=job.file.path,
+            path=file.path,
             tensor=entry.name,
-            offset=entry.offset + job.start + index,
+            offset=entry.offset + start + index,
             expected="0 or 1",
             found=int(view[index]),
         )

@@ -10,6 +10,7 @@ import pytest
 
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, Shardable, ShardingStrategy, TensorType, Weight, ops
+from maxjax.nn import Module
 
 CPU = DeviceRef.CPU()
 VALUE = np.arange(10, dtype=np.float32).reshape(5, 2)
@@ -93,3 +94,54 @@ def test_a_shard_is_neither_split_nor_set():
     for value in (jnp.ones((3, 2)), None):
         with pytest.raises(ValueError, match="is a shard: set the value of 'w'"):
             one.value = value
+
+
+class Split(Module):
+    """Holds the parts of its weight as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = weight(ShardingStrategy.rowwise(2))
+        self.one, self.other = self.w.shard([CPU, CPU])
+
+    def __call__(self, x):
+        return x @ self.one.T, x @ self.other.T
+
+
+class Lone(Module):
+    """Holds a part of a weight that belongs to nobody below it."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def __call__(self, x):
+        return x @ self.part.T
+
+
+def test_as_attributes_they_follow_their_weight_through_jit_and_tree_map():
+    model, x = Split(), jnp.ones((3, 2))
+    assert list(model.raw_state_dict()) == ["w"] and len(jax.tree.leaves(model)) == 1
+    for m in (model, jax.tree.map(lambda a: 2 * a, model), copy.deepcopy(model)):
+        factor = float(m.w.value[0, 1])
+        for got, rows in zip(jax.jit(lambda m, x: m(x))(m, x), (VALUE[:3], VALUE[3:]), strict=True):
+            np.testing.assert_allclose(got, factor * np.ones((3, 2)) @ rows.T)
+    grads = jax.grad(lambda m: m(x)[1].sum())(model)
+    np.testing.assert_array_equal(grads.w.value, [[0, 0]] * 3 + [[3, 3]] * 2)
+
+
+def test_without_its_weight_a_shard_is_a_value_like_another():
+    part = weight(ShardingStrategy.rowwise(2)).shard([CPU, CPU])[1]
+    model, x = Lone(part), jnp.ones((1, 2))
+    assert list(model.raw_state_dict()) == ["w[1]"]
+    np.testing.assert_array_equal(model.state_dict()["w[1]"], VALUE[3:])
+    doubled = jax.tree.map(lambda a: 2 * a, model)
+    np.testing.assert_allclose(
+        jax.jit(lambda m, x: m(x))(doubled, x), 2 * np.ones((1, 2)) @ VALUE[3:].T
+    )
+    assert list(doubled.raw_state_dict()) == ["w[1]"]
+    assert jax.tree.structure(jax.tree.map(lambda a: a, doubled)) == jax.tree.structure(doubled)
+    with pytest.raises(ValueError, match="is a shard: set the value of 'w'"):
+        model.load_state_dict({"w[1]": VALUE[3:]})
+    model.part = None
+    assert not model.raw_state_dict()

@@ -17,6 +17,7 @@ import numpy as np
 from ...dtype import DType
 from ...errors import closest
 from ...storage import TensorTable, open_checkpoint
+from ...storage.regions import Part, read_parts
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..shape import Shape
@@ -65,6 +66,13 @@ class _Family:
         self, names: list[str], *, into: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
         return self.open_table().read_many(names, into=into)
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        return read_parts(self.open_table(), parts)
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        entry = self.open_table().entries[name]
+        return entry.dtype.np, entry.shape
 
 
 class Weights:

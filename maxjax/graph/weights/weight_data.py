@@ -6,7 +6,7 @@ pair of types (:func:`cast_array`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 
 from ...driver import Buffer
 from ...dtype import DType
+from ...storage.regions import Part
 from ..quantization import QuantizationEncoding
 from ..shape import Shape
 
@@ -29,6 +30,14 @@ class Source(Protocol):
         self, names: list[str], *, into: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
         """Several at once."""
+        ...
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Rectangles of some, into the memory for each."""
+        ...
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor on the disk."""
         ...
 
 
@@ -106,6 +115,18 @@ class WeightData:
         for dtype in self._casts:
             array = cast_array(array, dtype)
         return array
+
+    @property
+    def _stored_dtype(self) -> np.dtype:
+        """What it is on the disk, before its casts."""
+        return self.dtype.np if self._source is None else self._source.stored(self.name)[0]
+
+    @property
+    def _is_as_stored(self) -> bool:
+        """Whether it is on the disk, and there in the shape that its metadata has."""
+        if self._source is None or self.is_loaded:
+            return False
+        return self._source.stored(self.name)[1] == tuple(self.shape)
 
     def astype(self, dtype: Any) -> WeightData:
         """The data in another element type; itself when it has that type already.

@@ -31,10 +31,12 @@ class Definition:
         weights: A Weight or StackedWeight without value per leaf, to copy from.
         statics: The static values of each node.
         stacked: Whether there is a StackedWeight among them.
+        shards: For each node, attribute → what to make its shard from.
     """
 
     __slots__ = (
-        "key", "names", "owned", "aliases", "nodes", "weights", "statics", "stacked", "__weakref__",
+        "key", "names", "owned", "aliases", "nodes", "weights", "statics", "stacked", "shards",
+        "__weakref__",
     )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -65,6 +67,8 @@ class Node(NamedTuple):
         stacks: Of a LayerStack: the leaf indices of its StackedWeights.
         elsewhere: Of a LayerStack: (layer number, path in it, node index) of what the model
             holds in another place too, of layers that others stand for.
+        shards: (attribute, index of the leaf it is a part of, place in a stack or None, what
+            it is); of one whose Weight is not below the root, -1 in the place of the last.
     """
 
     kind: type
@@ -74,6 +78,7 @@ class Node(NamedTuple):
     in_stack: bool
     stacks: tuple[int, ...]
     elsewhere: tuple[tuple[int, str, int], ...]
+    shards: tuple[tuple[str, int, int | None, Any], ...]
 
 
 class Walk:
@@ -92,6 +97,7 @@ class Walk:
         places: (full name, attribute path, weight, marked shared) in walk order.
         stacked: Whether a LayerStack was met.
         stacks: ids of the StackedWeights of those that were.
+        shards: (attribute path, shard) of those held as attributes.
     """
 
     def __init__(self, root: Any, stacked: bool = False):
@@ -103,6 +109,7 @@ class Walk:
         self.places: list[tuple[str, str, Weight, bool]] = []
         self.stacked = False
         self.stacks: set[int] = set()
+        self.shards: list[tuple[str, Weight]] = []
         self._inner: list[bool] = []  # for each place, whether its module is in_stack
         for i, module in enumerate(self.modules):  # grows while it runs
             children = module._mx_children if stacked else module._mx_layers()
@@ -119,6 +126,7 @@ class Walk:
             place = (prefix + local, path + attr, weights[local], attr in module._mx_shared)
             self.places.append(place)
             self._inner.append(inner)
+        self.shards += [(path + attr, shard) for attr, shard in module._mx_shards.items()]
         within = inner or is_stack
         for attr, child in children.items():
             if id(child) in self.index:
@@ -164,12 +172,24 @@ class Walk:
             taken[name] = path
             index[id(holders[position])] = len(leaves)
             leaves.append((name, holders[position], not shared))
+        for path, shard in self.shards:
+            # Without the Weight it is a part of, a shard is a value like another.
+            if id(self.holder(_host(shard))) not in index and id(shard) not in index:
+                name = path if shard.name in taken else shard.name
+                taken[name] = path
+                index[id(shard)] = len(leaves)
+                leaves.append((name, shard, True))
         aliases = {}
         for holder, (name, _, _, shared) in zip(holders, self.places, strict=True):
             true_name = leaves[index[id(holder)]][0]
             if not shared and name != true_name and name not in taken:
                 aliases[name] = true_name
         return index, leaves, aliases
+
+
+def _host(shard: Any) -> Weight:
+    """The Weight that a shard is a part of; itself, for one that lost it when it was rebuilt."""
+    return getattr(shard, "host", shard)
 
 
 def _duplicate(name: str, first: str, second: str) -> str:
@@ -251,6 +271,10 @@ def define(root: Any) -> Cache:
         definition.nodes = nodes
         definition.weights = tuple(type(w)._from_static(w, None, None) for w in weights)
         definition.stacked = walk.stacked
+        definition.shards = tuple(
+            {a: shard.of(None) for a, shard in m._mx_shards.items() if hasattr(shard, "host")}
+            for m in walk.modules
+        )
         definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
@@ -273,7 +297,19 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
         walk.stacked and module._mx_in_stack,
         tuple(index[id(stack)] for stack in module._mx_stacks),
         _elsewhere(module, walk),
+        tuple(_part(attr, shard, walk, index) for attr, shard in module._mx_shards.items()),
     )
+
+
+def _part(
+    attr: str, shard: Any, walk: Walk, index: dict[int, int]
+) -> tuple[str, int, int | None, Any]:
+    host = _host(shard)
+    holder = walk.holder(host)
+    if id(holder) not in index:
+        return attr, index[id(shard)], None, -1
+    place = None if host._home is None or holder is host else host._home[1]
+    return attr, index[id(holder)], place, shard._static()
 
 
 def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
@@ -333,6 +369,14 @@ def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
                 module.__dict__["_mx_elsewhere"] = {
                     (i, path): modules[k] for i, path, k in node.elsewhere
                 }
+    for module, node, shards in zip(modules, definition.nodes, definition.shards, strict=True):
+        if node.shards:
+            made = {
+                attr: holders[i] if what == -1
+                else shards[attr].of(holders[i] if place is None else holders[i].view(place))
+                for attr, i, place, what in node.shards
+            }  # fmt: skip
+            module.__dict__.update(made, _mx_shards=made)
     modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders)
     return modules[0]
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 
+from ...errors import UserInputError
 from ...graph import compile_cache
-from ...graph.device import DeviceRef
 from ...graph.graph import Graph
 from ...graph.program import Model, Program, Trees
 from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
 from ...graph.weight import Weight, structure_changed
-from . import hooks, running
+from . import hooks, placing, running
 from .definition import Cache, Definition, Walk, flatten, flatten_with_keys, known, rebuild
 from .hooks import Layer
 from .state import StateDict
@@ -72,6 +72,8 @@ class Module(Layer, StateDict, ABC):
     _mx_shared: set[str]
     _mx_statics: dict[str, Any]
     _mx_cache: Cache | None
+    # Attribute → shard of a Weight, which may be anywhere.
+    _mx_shards: Mapping[str, Weight] = MappingProxyType({})
     # Of a layer of a LayerStack and what is in it: it cannot be changed alone.
     _mx_in_stack: bool = False
     # Whether it is a LayerStack, and then its StackedWeights.
@@ -122,8 +124,9 @@ class Module(Layer, StateDict, ABC):
             if name not in self._mx_children:  # a replaced child keeps its place in the order
                 self._forget(name)
             self._mx_children[name] = value
-        elif isinstance(value, Weight):  # a shard is never a parameter
+        elif isinstance(value, Weight):  # a shard: no parameter beside the weight it is a part of
             self._forget(name)
+            vars(self)["_mx_shards"] = {**self._mx_shards, name: value}
         else:
             value, key = freeze(value, f"{type(self).__name__}.{name}")
             if name in self._mx_statics and self._mx_statics[name] == key:
@@ -159,6 +162,8 @@ class Module(Layer, StateDict, ABC):
             del self._mx_locals[name]
             if local not in self._mx_locals.values():
                 del self._mx_weights[local]
+        if name in self._mx_shards:
+            vars(self)["_mx_shards"] = {a: w for a, w in self._mx_shards.items() if a != name}
         self._mx_shared.discard(name)
         self._mx_statics.pop(name, None)
         self._mx_children.pop(name, None)
@@ -209,6 +214,16 @@ class Module(Layer, StateDict, ABC):
         (key, shape, dtype) as in ``jax.nn.initializers``, or None for the default."""
         return None
 
+    def sharding_rules(self) -> Mapping[str, Any]:
+        """How weights below are split over a mesh where nobody says otherwise.
+
+        Returns:
+            Attribute path below this Module (``"q_proj.weight"``) → a ShardingStrategy, whose
+            number of devices does not count, a ``graph.placement.Split`` or a PartitionSpec.
+            What an outer Module says of a weight goes before what an inner one says.
+        """
+        return {}
+
     # -- the tree
 
     def named_modules(self) -> Iterable[tuple[str, Module]]:
@@ -229,37 +244,46 @@ class Module(Layer, StateDict, ABC):
             raise KeyError(f"'{type(self).__name__}' has no child module '{name}'")
         setattr(self, name, module)
 
-    def to(self, *devices: Any, sharding_strategy: Any = None) -> Module:
-        """Places every weight below on one device: values now, placeholders when they are loaded.
+    def to(
+        self,
+        *devices: Any,
+        sharding_strategy: Any = None,
+        rules: Mapping[str, Any] | None = None,
+        memory_kind: str | None = None,
+    ) -> Module:
+        """Places every weight below: values now, placeholders when they are loaded.
 
         Args:
-            devices: One DeviceRef, jax.Device or jax Sharding.
+            devices: A mesh; or one DeviceRef, jax.Device or jax Sharding; or several devices,
+                with a ``sharding_strategy``. On a mesh every weight goes where its own
+                strategy, or the rules of the layers above it, say (``sharding_rules``).
+            sharding_strategy: One for all weights: ``ShardingStrategy.tensor_parallel(n)`` and
+                ``expert_parallel(n)`` mean those of the layers, others are for each weight.
+            rules: For a mesh: pattern of full names (``*`` for anything) → PartitionSpec,
+                ShardingStrategy or None for whole; the first that fits goes before all else.
+            memory_kind: Which memory of the devices, as ``"pinned_host"``: weights there
+                come to the device when they are used.
 
         Returns:
             The Module itself.
 
         Raises:
-            ValueError: No device, or several without a sharding strategy.
-            NotImplementedError: Several devices, a mesh or a sharding strategy: not supported yet.
+            UserInputError: No device, or several without a strategy; a mesh without an axis
+                that is asked for; a strategy or spec that does not fit a weight.
+            NotImplementedError: A strategy that is a function, on a mesh.
+            OutOfMemoryError: A device cannot hold its part.
+
+        Example:
+            >>> import maxjax
+            >>> from maxjax import nn
+            >>> from maxjax.graph import DeviceRef
+            >>> mlp = nn.MLP("float32", None, 4, 8, [DeviceRef.CPU()]).to(maxjax.make_mesh(model=1))
+            >>> mlp.gate_proj.weight.sharding.spec
+            PartitionSpec(None, None)
         """
         if not devices:
-            raise ValueError(f"{type(self).__name__}.to() needs a device")
-        if isinstance(devices[0], jax.sharding.Mesh):
-            raise NotImplementedError("Module.to(mesh) is not supported yet: one device only")
-        if len(devices) > 1 and sharding_strategy is None:
-            raise ValueError(f"{len(devices)} devices need a sharding_strategy")
-        if len(devices) > 1 or sharding_strategy is not None:
-            raise NotImplementedError(
-                "placing a Module on several devices is not supported yet: one device only"
-            )
-        sharding = _sharding(next(iter(devices)))
-        holders = self._mx_definition()[1]
-        for weight in holders:
-            if isinstance(weight, Weight):
-                weight._refuse_in_stack("a placement")
-        for holder in holders:
-            holder._place(sharding)
-        structure_changed()
+            raise UserInputError(f"{type(self).__name__}.to() needs a device or a mesh")
+        placing.place_on(self, devices, sharding_strategy, rules, memory_kind)
         return self
 
     # -- graphs
@@ -387,18 +411,6 @@ class Module(Layer, StateDict, ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._mx_children)} layers, {len(self._mx_weights)} weights)"
-
-
-def _sharding(device: Any) -> jax.sharding.Sharding:
-    if isinstance(device, jax.sharding.Sharding):
-        return device
-    if isinstance(device, DeviceRef):
-        device = device.to_jax()
-    if not isinstance(device, jax.Device):
-        raise TypeError(
-            f"Module.to() takes a DeviceRef, a jax.Device or a jax Sharding, not {type(device).__name__}"
-        )
-    return jax.sharding.SingleDeviceSharding(device)
 
 
 def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[str, Module]]:

@@ -6,6 +6,7 @@ array is made on the device and filled layer by layer, with one layer in host me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,11 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...graph.binding import default_device
+from ...graph.placement import put
 from ...graph.shape import StaticDim
 from ...graph.stacked_weight import StackedWeight
 from ...graph.weights import read_all
-from ...storage.files import aligned_empty
-from .values import Fit, as_it_is, host, is_lazy, materialise
+from ...graph.weights.pieces import (
+    assemble,
+    boxes,
+    fill,
+    is_host,
+    is_spread,
+    memory_for,
+    read_pieces,
+    sizes,
+    slices,
+)
+from ...graph.weights.weight_data import WeightData
+from ...storage.regions import Box
+from .values import Fit, as_it_is, host, in_pieces, is_lazy, materialise, pieces
 
 
 class StackLoad:
@@ -34,45 +48,81 @@ class StackLoad:
     def __init__(self, stack: StackedWeight, fits: Sequence[Fit], taken: set[int]):
         self.stack, self.fits = stack, fits
         first = fits[0]
-        dtype = jax.dtypes.canonicalize_dtype(first.dtype.np)
-        self._kind = jax.ShapeDtypeStruct((len(fits), *map(int, first.dims)), dtype)
-        self._sharding = stack._sharding or _committed(fits)
-        self._read: dict[int, Any] = {}
-        self._memory: np.ndarray | None = None
-        if not _on_host(self._sharding):
+        self._dtype = jax.dtypes.canonicalize_dtype(first.dtype.np)
+        self._layer = tuple(map(int, first.dims))
+        self._target = stack._sharding or _committed(fits)  # None leaves the place to JAX
+        self._sharding = self._target or jax.sharding.SingleDeviceSharding(default_device())
+        # Of one layer's weight.
+        self._placed = stack.template._sharding or self._sharding
+        self._read: set[int] = set()
+        self._memory: dict[Box, np.ndarray] = {}
+        if not is_host(self._sharding):
             return
-        nbytes = self._kind.size * self._kind.dtype.itemsize
-        try:
-            self._memory = aligned_empty(nbytes)
-        except MemoryError as error:
-            raise MemoryError(
-                f"the host has no {nbytes} bytes for the weights '{first.name}' of {len(fits)} layers"
-            ) from error
+        for box in boxes(self._placed, self._layer):
+            nbytes = len(fits) * math.prod(sizes(box)) * self._dtype.itemsize
+            self._memory[box] = memory_for(
+                nbytes, f"the weights '{first.name}' of {len(fits)} layers"
+            )
         for i, one in enumerate(fits):
-            if is_lazy(one) and as_it_is(one) and id(one.value) not in taken:
+            if (
+                is_lazy(one)
+                and as_it_is(one)
+                and one.value._is_as_stored
+                and id(one.value) not in taken
+            ):
                 taken.add(id(one.value))
-                self._read[i] = one.value
+                self._read.add(i)
 
-    def direct(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """What is to be read from disk as it is: (WeightData, the memory it goes to)."""
-        if self._memory is not None:
-            places = np.split(self._memory, len(self.fits))
-            yield from ((data, places[i]) for i, data in self._read.items())
+    def direct(self) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
+        """What is to be read from disk as it is: data, the part of it, and the memory it goes to."""
+        for box, memory in self._memory.items():
+            places = np.split(memory, len(self.fits))
+            yield from ((self.fits[i].value, box, places[i]) for i in sorted(self._read))
 
     def array(self) -> jax.Array:
         """The stacked array, once what :meth:`direct` gave has been read."""
         others = [i for i in range(len(self.fits)) if i not in self._read]
-        if self._memory is not None:
+        shape = (len(self.fits), *self._layer)
+        if is_host(self._sharding):
             # JAX on a CPU keeps aligned memory; nobody else has seen this.
-            whole = self._memory.view(self._kind.dtype).reshape(self._kind.shape)
+            layers = {
+                box: memory.view(self._dtype).reshape(len(self.fits), *sizes(box))
+                for box, memory in self._memory.items()
+            }
             for i in others:
-                whole[i] = host(self.fits[i])
-            return jax.device_put(whole, self._sharding)
-        stack = jnp.zeros(self._kind.shape, self._kind.dtype, device=self._sharding)
-        layer = self.stack.template._sharding or self._sharding
-        for i in others:
-            stack = _insert(stack, jax.device_put(host(self.fits[i]), layer), i)
+                self._copy(i, layers)
+            whole = {((0, len(self.fits)), *box): array for box, array in layers.items()}
+            if not is_spread(self._target):
+                (array,) = whole.values()
+                return put(array, self._target, self.fits[0].name)
+            return assemble(self.fits[0].name, shape, self._target, whole)
+        stack = jnp.zeros(shape, self._dtype, device=self._target)
+        for i, layer in zip(others, self._layers(others), strict=True):
+            stack = _insert(stack, layer, i)
         return stack
+
+    def _copy(self, i: int, layers: dict[Box, np.ndarray]) -> None:
+        """Puts the value of a layer that is not read as it is into its place."""
+        one = self.fits[i]
+        if in_pieces(one):
+            asked = pieces(one)
+            memory = asked.empty()
+            fill([(one.value, box, into) for box, into in memory.items()])
+            found = asked.converted(memory)
+        else:
+            value = host(one)
+            found = {box: value[slices(box)] for box in layers}
+        for box, array in layers.items():
+            array[i] = found[box]
+
+    def _layers(self, others: Sequence[int]) -> Iterator[jax.Array]:
+        """The layers' arrays where they are to be, one after the other."""
+        for i in others:
+            one = self.fits[i]
+            if in_pieces(one):
+                yield from read_pieces([pieces(one)])
+            else:
+                yield put(host(one), self.stack.template._sharding or self._target, one.name)
 
     def store(self, array: jax.Array) -> None:
         """Makes it the value, and what the weights were loaded as the declaration of all."""
@@ -111,10 +161,9 @@ def read(single: Sequence[Fit], loads: Sequence[StackLoad]) -> tuple[list[Any], 
         ValueError: An integer that does not fit the 32 bits JAX runs in.
         CheckpointError: A file that cannot be read.
     """
-    into = [pair for load in loads for pair in load.direct()]
-    lazy = [one.value for one in single if is_lazy(one)] + [data for data, _ in into]
-    fresh = read_all(lazy, {id(data): memory for data, memory in into})
-    return materialise(single, fresh), [load.array() for load in loads]
+    fill([part for load in loads for part in load.direct()])
+    lazy = [one.value for one in single if is_lazy(one) and not in_pieces(one)]
+    return materialise(single, read_all(lazy)), [load.array() for load in loads]
 
 
 def _has_sizes(one: Fit) -> bool:
@@ -126,12 +175,6 @@ def _committed(fits: Sequence[Fit]) -> Any:
     found = [one.value.sharding if getattr(one.value, "committed", False) else None for one in fits]
     single = isinstance(found[0], jax.sharding.SingleDeviceSharding)
     return found[0] if single and all(sharding == found[0] for sharding in found) else None
-
-
-def _on_host(sharding: Any) -> bool:
-    """Whether the array will be in host memory that JAX takes over without a copy."""
-    devices = [default_device()] if sharding is None else list(sharding.device_set)
-    return len(devices) == 1 and devices[0].platform == "cpu"
 
 
 @partial(jax.jit, donate_argnums=0)

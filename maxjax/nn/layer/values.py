@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ import numpy as np
 
 from ...driver import Buffer, DLPackArray
 from ...dtype import DType
+from ...graph.placement import put
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Dim, Shape, StaticDim
 from ...graph.weight import Weight
 from ...graph.weights import WeightData, read_all
+from ...graph.weights.pieces import Pieces, assemble, boxes, is_spread, read_pieces, slices
 
 
 @dataclasses.dataclass
@@ -187,11 +190,25 @@ def as_it_is(one: Fit) -> bool:
     return plain and data.dtype.np == target
 
 
+def in_pieces(one: Fit) -> bool:
+    """Whether each device's piece is read by itself: of what is on disk and goes to several."""
+    if not is_spread(one.weight.sharding) or not is_lazy(one):
+        return False
+    return not one.as_bytes and one.loaded_shape is None and one.value._is_as_stored
+
+
+def pieces(one: Fit) -> Pieces:
+    """What is read of it."""
+    target = jax.dtypes.canonicalize_dtype(one.dtype.np)
+    return Pieces(one.value, one.name, one.weight.sharding, target, partial(convert, one))
+
+
 def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[Any]:
     """Converts and places all values; nothing of a Module is changed by it.
 
     Args:
-        fresh: By ``id`` of a value that was on disk, what was read of it.
+        fresh: By ``id`` of a value that was on disk, what was read of it. What is read
+            in pieces is read now.
 
     Raises:
         ValueError: An integer that does not fit the 32 bits JAX runs in.
@@ -199,7 +216,11 @@ def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[An
     """
     remaining = dict(fresh)
     arrays = []
+    spread = read_pieces(pieces(one) for one in fits if in_pieces(one))
     for one in fits:
+        if in_pieces(one):
+            arrays.append(next(spread))
+            continue
         array = remaining.pop(id(one.value), None)
         owned = array is not None
         array = one.value._cast(array) if owned else _host_or_jax(one.value)
@@ -264,9 +285,14 @@ def _place(one: Fit, array: Any, owned: bool) -> jax.Array:
     JAX on a CPU keeps aligned NumPy memory instead of copying it: right for memory that
     only we have seen, and a trap for an array somebody may write to later.
     """
+    sharding = one.weight.sharding
+    if isinstance(array, np.ndarray) and is_spread(sharding):
+        whole, parts = array, boxes(sharding, array.shape)
+        copies = {box: np.array(whole[slices(box)], copy=True, order="C") for box in parts}
+        return assemble(one.name, whole.shape, sharding, copies)
     if isinstance(array, np.ndarray) and not owned:
         array = np.array(array, copy=True, order="C")
-    return jax.device_put(array, one.weight._sharding)
+    return put(array, sharding, one.name)
 
 
 def same_content(a: Any, b: Any) -> bool:

@@ -462,11 +462,9 @@ def test_to_places_values_and_placeholders():
     assert zeros.devices() == {jax.devices()[1]}
 
 
-def test_to_what_is_not_there_yet():
+def test_to_nowhere():
     with pytest.raises(ValueError, match="sharding_strategy"):
         Pair().to(CPU, CPU)
-    with pytest.raises(NotImplementedError, match="mesh"):
-        Pair().to(jax.make_mesh((2,), ("model",)))
     with pytest.raises(TypeError, match="str"):
         Pair().to("cpu")
     with pytest.raises(ValueError):

@@ -14,7 +14,7 @@ from maxjax import load_weights
 from maxjax.driver import Buffer
 from maxjax.errors import CheckpointError
 from maxjax.graph import Weight
-from maxjax.graph.weights import WeightData
+from maxjax.graph.weights import WeightData, pieces
 from maxjax.nn import LayerList, Module
 from maxjax.nn.layer import stack_values
 from tests.nn.layer.test_layer_stack import (
@@ -39,7 +39,7 @@ from tests.nn.layer.test_layer_stack import (
 def where(request, monkeypatch):
     """Both ways of making the stacked array."""
     if request.param == "device":
-        monkeypatch.setattr(stack_values, "_on_host", lambda stack: False)
+        monkeypatch.setattr(stack_values, "is_host", lambda sharding: False)
     return request.param
 
 
@@ -394,7 +394,7 @@ def test_without_memory_for_all_layers(monkeypatch):
 
     stack = fill(linears(3).stack())
     held = jax.tree.leaves(stack)[0]
-    monkeypatch.setattr(stack_values, "aligned_empty", none)
+    monkeypatch.setattr(pieces, "aligned_empty", none)
     with pytest.raises(MemoryError, match=r"no 192 bytes for the weights '0\.weight' of 3 layers"):
         fill(stack, 1)
     assert jax.tree.leaves(stack)[0] is held

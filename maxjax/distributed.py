@@ -1,0 +1,300 @@
+"""Floor 0. Several processes as one program: `jax.distributed`, with its failures explained.
+
+Everything here is JAX's coordination service; this file chooses its timeouts, refuses what would
+hang or crash inside it, and names the peer that is gone. Above: programs call it themselves;
+loading and saving run inside :func:`watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import operator
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .errors import PeerLostError, UserInputError
+
+RETRY_SECONDS = 0.2
+# What JAX's errors say when another process does not answer: Gloo moves arrays between CPUs, the
+# codes are the coordination service's. With "enforce fail" the processes ran different programs.
+_LOST = re.compile(r"\bGloo [\w ]+ failed: (?!.*enforce)|\b(UNAVAILABLE|DEADLINE_EXCEEDED): ")
+# Where they name process ids: "Task 3 heartbeat timeout", or one id a line.
+_ONE_ID = re.compile(r"\bTask (\d+) heartbeat timeout")
+_IDS = re.compile(r"(?:stopped sending heartbeats\)|timed out task names):\s*\n((?:\d+\n)+)")
+
+# (process_id, num_processes) as given to initialize; JAX itself knows them only privately, or
+# after it has started the devices, which may hang once a peer is gone.
+_world: tuple[int, int] | None = None
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    initialization_timeout: int = 60,
+    heartbeat_timeout: int = 20,
+    shutdown_timeout: int = 30,
+) -> None:
+    """Makes this process one of several that share one set of devices: `jax.distributed`.
+
+    Each process calls it once, before anything that starts JAX's devices. Afterwards
+    ``jax.devices()`` are those of all processes and ``jax.local_devices()`` those of this one.
+
+    Args:
+        coordinator_address: "host:port" (IPv6: "[address]:port") at which process 0 listens, the
+            same in all processes. None is ``$JAX_COORDINATOR_ADDRESS``. At a loopback address
+            only processes of this machine can reach it; otherwise it listens on all interfaces,
+            and whoever reaches the port is trusted.
+        num_processes: How many there are.
+        process_id: Which one this is: 0 to ``num_processes - 1``.
+        local_device_ids: The GPUs this process may use; None is all of them.
+        initialization_timeout: Whole seconds to wait for the coordinator and the other processes.
+        heartbeat_timeout: Whole seconds without a sign of life, after which a process is taken
+            for dead and JAX ends all others.
+        shutdown_timeout: Whole seconds that a process that is done waits for the others; then
+            JAX ends all of them, also those still at work.
+
+    On Slurm, Open MPI, Kubernetes and TPUs JAX finds out those of the first four that are None.
+
+    Raises:
+        UserInputError: No "host:port", a host name that is a loopback address on this machine, a
+            port that is taken, an id out of range, or a timeout that is no positive whole number.
+        RuntimeError: Called a second time, or after JAX has started its devices.
+        PeerLostError: Nobody listens at the coordinator's address within
+            ``initialization_timeout`` (in processes other than 0, where both are given). If a
+            process registers with none, or another one never comes, JAX leaves no such way: it
+            prints the reason and ends this process (SIGABRT) up to 6 s after the timeout.
+
+    Example:
+        >>> initialize("localhost:1234", num_processes=2, process_id=2)
+        Traceback (most recent call last):
+        maxjax.errors.UserInputError: process_id is 2; it must be 0 to 1. ...
+    """
+    global _world
+    import jax
+
+    num_processes, process_id = _checked_ids(num_processes, process_id)
+    patience = _whole("initialization_timeout", initialization_timeout, 1)
+    heartbeat_timeout = _whole("heartbeat_timeout", heartbeat_timeout, 1)
+    shutdown_timeout = _whole("shutdown_timeout", shutdown_timeout, 1)
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    host, port = _host_and_port(address) if address else ("", 0)
+    if host and num_processes != 1:
+        _check_meaning(host, port)
+    if jax.distributed.is_initialized():
+        raise RuntimeError("this process has called initialize before. Call it once.")
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if host and process_id == 0 and bind is None:
+        bind = _place_to_listen(host, port)
+    elif host and process_id:
+        patience = _wait_for_coordinator(host, port, patience)
+    _start(
+        coordinator_address=address,
+        num_processes=num_processes,
+        process_id=process_id,
+        local_device_ids=local_device_ids,
+        initialization_timeout=patience,
+        heartbeat_timeout_seconds=heartbeat_timeout,
+        shutdown_timeout_seconds=shutdown_timeout,
+        coordinator_bind_address=bind,
+    )
+    _world = None if process_id is None or num_processes is None else (process_id, num_processes)
+
+
+@contextlib.contextmanager
+def watch(phase: str) -> Iterator[None]:
+    """A block in which a JAX error that means "a peer is gone" becomes a PeerLostError.
+
+    Args:
+        phase: What the block does, for the message: "loading the weights".
+
+    Only errors that reach Python in the block count: JAX computes in the background, so read
+    results (``jax.block_until_ready``) inside. Other errors pass through, and in a program of one
+    process all do. Where JAX sees first that the peer is gone, it ends this process instead, at
+    the latest about a second after ``heartbeat_timeout``; if process 0 is gone, mostly at once.
+
+    Raises:
+        PeerLostError: Another process closed its connection or did not answer. The message has
+            the phase, the process's id where it is known, and the first line of JAX's error, which
+            is the ``__cause__``. This process cannot go on: let it end.
+
+    Example:
+        >>> with watch("adding"):
+        ...     print(1 + 1)
+        2
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
+        if not _means_lost(error):
+            raise
+        reason = next(iter(str(error).splitlines()), "")[:300]
+        raise PeerLostError(
+            f"{phase}: {_who(str(error))} is gone or does not answer ({reason}). "
+            "Its own output says why; start all processes again."
+        ) from error
+
+
+def _checked_ids(
+    num_processes: int | None, process_id: int | None
+) -> tuple[int | None, int | None]:
+    count = None if num_processes is None else _whole("num_processes", num_processes, 1)
+    number = None if process_id is None else _whole("process_id", process_id, 0)
+    if count is not None and number is not None and number >= count:
+        raise UserInputError(
+            f"process_id is {number}; it must be 0 to {count - 1}. "
+            f"Each of the {count} processes has an id of its own, counted from 0."
+        )
+    return count, number
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """``value`` as an int; UserInputError unless it is a whole number of at least ``least``."""
+    try:
+        whole = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = least - 1
+    if whole < least:
+        raise UserInputError(f"{name} is {value!r}; it must be a whole number, {least} or more.")
+    return whole
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of "host:port", an IPv6 address without its brackets."""
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if not colon or not host or re.search(r"[\s/\[\]]", host) or (":" in host and not bracketed):
+        raise UserInputError(
+            f"coordinator_address is {address!r}; it must be like 'node0:1234', '10.0.0.1:1234' "
+            "or '[fd00::1]:1234'."
+        )
+    if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
+        raise UserInputError(f"coordinator_address is {address!r}; its port must be 1 to 65535.")
+    return host, int(port)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that ``text`` spells out, or None where it is a name."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _on_this_machine(host: str) -> bool:
+    """Whether ``host`` says openly that it is a loopback address."""
+    address = _address(host)
+    return address.is_loopback if address else host.lower() == "localhost"
+
+
+def _check_meaning(host: str, port: int) -> None:
+    """Refuses a host that is here something else than for the other machines.
+
+    Many installations write "127.0.1.1 node0" into node0's /etc/hosts: there, node0 is an address
+    at which every machine finds only itself. Whether there are other machines cannot be known,
+    so what to write is for the user to say; a plain loopback address says it.
+    """
+    address = _address(host)
+    if _on_this_machine(host) or (address and not address.is_unspecified):
+        return
+    found = [host]
+    if address is None:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise UserInputError(f"coordinator {host!r} is no host name: {error}") from error
+        except OSError:
+            return  # it may be entered later; _wait_for_coordinator and JAX try it again
+        found = [str(info[4][0]) for info in infos]
+        if not all(_on_this_machine(one) for one in found):
+            return
+    raise UserInputError(
+        f"coordinator {host!r} is {found[0]} on this machine, where no other machine can reach it. "
+        f"Write 127.0.0.1:{port} if all processes run on this machine, otherwise the address by "
+        "which the others reach process 0."
+    )
+
+
+def _place_to_listen(host: str, port: int) -> str | None:
+    """Where the coordinator listens: with a loopback address there, None for JAX's default.
+
+    JAX would listen on all interfaces for a loopback address as well; its service asks nobody
+    who they are. And a port that is taken ends JAX 0.10.2 by a segmentation fault.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    local = _on_this_machine(host)
+    try:
+        socket.create_server((host if local else "", port), family=family).close()
+    except OSError as error:
+        raise UserInputError(
+            f"port {port} cannot be opened for the coordinator ({error.strerror or error}). "
+            "Choose another one, the same for all processes."
+        ) from error
+    return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if local else None
+
+
+def _wait_for_coordinator(host: str, port: int, timeout: int) -> int:
+    """Returns when somebody listens there: the seconds that are left, at least 1.
+
+    JAX waits for its coordinator too, but at the end of its patience it aborts the process.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), RETRY_SECONDS)
+            socket.create_connection((host, port), timeout=left).close()
+            return max(1, math.ceil(deadline - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() + RETRY_SECONDS >= deadline:
+                raise PeerLostError(
+                    f"process 0 (the coordinator) does not listen at {host} port {port} after "
+                    f"{timeout} s ({error.strerror or error}). Start it, or correct the address."
+                ) from error
+        time.sleep(RETRY_SECONDS)
+
+
+def _start(**arguments: Any) -> None:
+    import jax
+
+    try:
+        jax.distributed.initialize(**arguments)
+    except (ValueError, TypeError) as error:
+        raise UserInputError(
+            f"JAX cannot start as one of several processes: {error} Outside of Slurm, Open MPI, "
+            "Kubernetes and TPUs give coordinator_address, num_processes and process_id."
+        ) from error
+    except RuntimeError as error:
+        if "must be called before" not in str(error):
+            raise
+        raise RuntimeError(
+            "initialize comes too late: JAX has started its devices in this process. Call it "
+            "before the first jax.devices(), array or computation."
+        ) from error
+
+
+def _means_lost(error: Exception) -> bool:
+    import jax
+
+    if isinstance(error, PeerLostError) or not jax.distributed.is_initialized():
+        return False
+    return bool(_LOST.search(str(error))) and not (_world and _world[1] == 1)
+
+
+def _who(text: str) -> str:
+    """The process that an error is about, as far as it or arithmetic tells."""
+    ids = [*_ONE_ID.findall(text), *(one for run in _IDS.findall(text) for one in run.split())]
+    if not ids and _world and _world[1] == 2:
+        ids = [str(1 - _world[0])]  # of two there is only the other one
+    if not ids:
+        return "another process"
+    return f"process {', '.join(sorted(set(ids), key=int))}"

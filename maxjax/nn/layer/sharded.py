@@ -1,0 +1,58 @@
+"""Floor 4. A layer as several, one for each device: what ``shard`` of the layers gives.
+
+MAX's way of splitting: each part is a layer of its own around the shards of the weights,
+and the caller puts the results together. On a mesh none of it is needed (``Module.to``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...graph.device import DeviceRef
+from ...graph.sharding import ShardingStrategy
+from .definition import Walk
+
+
+def sharded(module: Any, devices: Iterable[DeviceRef]) -> list[Any]:
+    """One copy of the layer for each device, with the shards of its weights for weights.
+
+    Raises:
+        ValueError: A weight has no strategy, or is a shard itself.
+    """
+    devices = list(devices)
+    walk = Walk(module)
+    shards = {id(weight): weight.shard(devices) for _, _, weight, _ in walk.places}
+    return [_copy(walk, shards, i) for i in range(len(devices))]
+
+
+def _copy(walk: Walk, shards: dict[int, list[Any]], i: int) -> Any:
+    made = {id(module): object.__new__(type(module)) for module in walk.modules}
+    for module in walk.modules:
+        new = made[id(module)]
+        statics = {name: vars(module)[name] for name in module._mx_statics}
+        vars(new).update(statics, _mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
+                         _mx_statics=dict(module._mx_statics), _mx_cache=None)  # fmt: skip
+        for attr, child in module._mx_children.items():
+            setattr(new, attr, made[id(child)])
+        for attr, local in module._mx_locals.items():
+            setattr(new, attr, shards[id(module._mx_weights[local])][i])
+    return made[id(walk.modules[0])]
+
+
+def tensor_parallel(
+    module: Any, strategy: ShardingStrategy
+) -> tuple[ShardingStrategy, ShardingStrategy]:
+    """What a strategy for a whole layer is for its first and for its last product.
+
+    Raises:
+        ValueError: It is neither tensor_parallel nor replicate.
+    """
+    n = strategy.num_devices
+    if strategy.is_replicate:
+        return strategy, strategy
+    if not strategy.is_tensor_parallel:
+        raise ValueError(
+            f"{type(module).__name__} takes ShardingStrategy.tensor_parallel or replicate"
+        )
+    return ShardingStrategy.rowwise(n), ShardingStrategy.columnwise(n)

@@ -1,0 +1,139 @@
+"""One process of several: `distributed_worker.py SCENARIO PORT PROCESSES ID HEARTBEAT DIRECTORY`.
+
+Started by tests/test_distributed.py. What it finds goes to DIRECTORY/ID.jsonl, one JSON object a
+line, because gloo prints on stdout. A scenario is a function below; it gets `tell`, which writes
+such a line.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxjax import distributed
+from maxjax.errors import PeerLostError
+
+Tell = Callable[..., None]
+LOCAL_DEVICES = 4
+SHUTDOWN_SECONDS = 5
+
+
+def matmul(tell: Tell) -> None:
+    """A contraction over an axis that the processes share, each having made only its own part."""
+    mesh = Mesh(np.array(jax.devices()), ("k",))
+    left = np.arange(16.0 * 32, dtype=np.float32).reshape(16, 32) % 7
+    right = np.arange(32.0 * 8, dtype=np.float32).reshape(32, 8) % 5
+    asked = []
+
+    def part(array: np.ndarray, axis: int) -> Callable[[Any], np.ndarray]:
+        def read(index):
+            asked.append([axis, *index[axis].indices(array.shape[axis])[:2]])
+            return array[index]
+
+        return read
+
+    def placed(array: np.ndarray, axis: int) -> jax.Array:
+        spec = PartitionSpec(*("k" if one == axis else None for one in range(2)))
+        return jax.make_array_from_callback(
+            array.shape, NamedSharding(mesh, spec), part(array, axis)
+        )
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    program = jax.jit(jnp.matmul, out_shardings=everywhere)
+    with distributed.watch("multiplying"):
+        arguments = placed(left, 1), placed(right, 0)
+        compiled = program.lower(*arguments).compile()
+        mine = np.asarray(compiled(*arguments).addressable_data(0))
+        gathered = multihost_utils.process_allgather(mine)
+    tell(
+        devices=[len(jax.devices()), len(jax.local_devices())],
+        asked=sorted(asked),
+        reduces="all-reduce" in compiled.as_text(),
+        right=np.array_equal(mine, left @ right),
+        equal=[np.array_equal(one, mine) for one in gathered],
+    )
+    try:
+        distributed.initialize("127.0.0.1:1", 2, 0)
+    except RuntimeError as error:
+        tell(again=str(error))
+
+
+def gather(tell: Tell) -> None:
+    """Collectives without end."""
+    step = 0
+    while True:
+        multihost_utils.process_allgather(np.arange(3.0) + step)
+        step += 1
+        if step == 3:
+            tell(ready=True)
+
+
+def compute(tell: Tell) -> None:
+    """Arithmetic on this process's devices, without end."""
+    multihost_utils.process_allgather(np.arange(3.0))
+    square = jax.jit(lambda x: x @ x / 400)
+    x = jnp.ones((400, 400))
+    tell(ready=True)
+    while True:
+        x = square(x).block_until_ready()
+
+
+def sleep(tell: Tell) -> None:
+    """Nothing at all: Python sleeps."""
+    multihost_utils.process_allgather(np.arange(3.0))
+    tell(ready=True)
+    time.sleep(600)
+
+
+def own_error(tell: Tell) -> None:
+    """Process 1 fails by itself, while process 0 waits for it in a collective."""
+    multihost_utils.process_allgather(np.arange(3.0))
+    tell(ready=True)
+    if jax.process_index() == 1:
+        raise KeyError("an error of its own")
+    multihost_utils.process_allgather(np.arange(3.0))
+
+
+SCENARIOS = {
+    scenario.__name__: scenario for scenario in (matmul, gather, compute, sleep, own_error)
+}
+
+
+def main() -> None:
+    scenario, port, processes, process_id, heartbeat, directory = sys.argv[1:]
+    results = Path(directory, f"{process_id}.jsonl")
+
+    def tell(**facts: Any) -> None:
+        with results.open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", LOCAL_DEVICES)
+    distributed.initialize(
+        f"127.0.0.1:{port}",
+        int(processes),
+        int(process_id),
+        heartbeat_timeout=int(heartbeat),
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    try:
+        with distributed.watch(scenario):
+            SCENARIOS[scenario](tell)
+    except PeerLostError as error:
+        tell(lost=str(error))
+        raise
+
+
+if __name__ == "__main__":
+    main()
