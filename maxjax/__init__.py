@@ -14,6 +14,7 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
+    from . import distributed as distributed
     from . import dtype as dtype
     from . import errors as errors
     from . import graph as graph
@@ -25,6 +26,7 @@ if _TYPE_CHECKING:
     from .engine.export import export as export
     from .engine.exported import load_exported as load_exported
     from .engine.load import load as load
+    from .engine.plan import plan as plan
     from .engine.tokenizer import load_tokenizer as load_tokenizer
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
@@ -47,12 +49,13 @@ if _TYPE_CHECKING:
 
 # Where each name lives; None is a submodule. tests/test_facade.py holds it to the list above.
 _HOMES: dict[str, str | None] = {
-    **dict.fromkeys(("dtype", "errors", "graph", "kernels", "models", "nn")),
+    **dict.fromkeys(("distributed", "dtype", "errors", "graph", "kernels", "models", "nn")),
     "DType": "dtype",
     "embed": "engine.embed",
     "export": "engine.export",
     "load_exported": "engine.exported",
     "load": "engine.load",
+    "plan": "engine.plan",
     "load_tokenizer": "engine.tokenizer",
     "CheckpointError": "errors",
     "DeviceRef": "graph",

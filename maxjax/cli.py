@@ -1,10 +1,10 @@
-"""Floor 7. The command line: ``maxjax inspect``, ``maxjax embed``, ``maxjax env``.
+"""Floor 7. The command line: ``maxjax inspect``, ``maxjax plan``, ``maxjax embed``, ``maxjax env``.
 
 The result goes to stdout and nothing else does; an error is one line on stderr
-(``--debug`` shows the traceback). Exit codes: 0 done, 1 failed, 2 wrong usage,
-130 interrupted, 141 the reader of stdout went away. Each command does all that can fail
-before it returns the lines to print, so a failure leaves stdout empty. Everything heavy
-is imported inside the command that needs it.
+(``--debug`` shows the traceback). Exit codes: 0 done, 1 failed (or planned, and it does not
+fit), 2 wrong usage, 130 interrupted, 141 the reader of stdout went away. Each command does all
+that can fail before it returns the lines to print, so a failure leaves stdout empty. Everything
+heavy is imported inside the command that needs it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .cli_plan import plan, plan_arguments
 from .errors import CheckpointError, UnsupportedModelError, UserInputError
 
 # What a user can meet without a defect in maxjax: the message alone says enough.
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"maxjax: {_explain(error)}", file=sys.stderr)
         return 1
-    return 0
+    return getattr(options, "code", 0)
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, run, text in (
         ("inspect", inspect, "list the tensors of a checkpoint; reads headers only"),
+        ("plan", plan, "what a checkpoint takes on the devices of a mesh; reads headers only"),
         ("embed", embed, "embed texts; one JSON line for each, or a .npy file"),
         ("env", env, "show versions, devices and caches"),
     ):
@@ -295,4 +297,7 @@ def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
     yield from (f"  {line}" for line in _columns(rows, right=set()))
 
 
-_ARGUMENTS = {"inspect": _inspect_arguments, "embed": _embed_arguments, "env": _env_arguments}
+_ARGUMENTS = {
+    "inspect": _inspect_arguments, "plan": plan_arguments, "embed": _embed_arguments,
+    "env": _env_arguments,
+}  # fmt: skip

@@ -19,8 +19,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import maxjax
 from maxjax import distributed
 from maxjax.errors import PeerLostError
+from maxjax.storage.files import OpenFile
+from tests import distributed_model as models
 
 Tell = Callable[..., None]
 LOCAL_DEVICES = 4
@@ -103,8 +106,45 @@ def own_error(tell: Tell) -> None:
     multihost_utils.process_allgather(np.arange(3.0))
 
 
+def load(tell: Tell) -> None:
+    """A model on a mesh of both processes' devices: each reads its own bytes, and they agree."""
+    directory = Path(sys.argv[-1])
+    read = []
+    scatter = OpenFile.pread_some
+
+    def counted(self: OpenFile, *args: Any, **options: Any) -> int:
+        read.append(scatter(self, *args, **options))
+        return read[-1]
+
+    OpenFile.pread_some = counted
+    x = np.load(directory / "x.npy")
+    for name in ("list", "stack"):
+        read.clear()
+        mesh = maxjax.make_mesh(model=len(jax.devices()))
+        model = models.Network(name == "stack").to(mesh)
+        with maxjax.load_weights(directory / "model.safetensors") as weights:
+            model.load_state_dict(weights)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        whole = jax.make_array_from_callback(x.shape, everywhere, lambda part: x[part])
+        y = jax.jit(lambda m, x: m(x), out_shardings=everywhere)(model, whole)
+        mine = np.asarray(y.addressable_data(0))
+        gathered = multihost_utils.process_allgather(mine)
+        np.save(directory / f"{name}-{jax.process_index()}.npy", mine)
+        tell(**{name: sum(read), f"{name} equal": [np.array_equal(one, mine) for one in gathered]})
+    parts = [
+        leaf.addressable_shards[0].data.nbytes / leaf.nbytes for leaf in jax.tree.leaves(model)
+    ]
+    drawn = maxjax.init(models.Network().to(mesh), jax.random.key(0))
+    total = jax.jit(lambda m: sum(w.sum() for w in jax.tree.leaves(m)), out_shardings=everywhere)
+    tell(parts=parts, drawn=float(np.asarray(total(drawn).addressable_data(0))))
+    model.load_state_dict(
+        {k: np.zeros(w.shape, np.float32) for k, w in model.raw_state_dict().items()}
+    )
+    tell(zeros=float(np.asarray(total(model).addressable_data(0))))
+
+
 SCENARIOS = {
-    scenario.__name__: scenario for scenario in (matmul, gather, compute, sleep, own_error)
+    scenario.__name__: scenario for scenario in (matmul, load, gather, compute, sleep, own_error)
 }
 
 

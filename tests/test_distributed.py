@@ -16,11 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import maxjax
 from maxjax import distributed
 from maxjax.errors import PeerLostError, UserInputError
 
+from .distributed_model import Network
 from .distributed_worker import SHUTDOWN_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,6 +238,29 @@ def test_two_processes_multiply(tmp_path):
             assert told["asked"] == [[axis, *rows] for axis in (0, 1) for rows in own]
             assert told["reduces"] and told["right"] and told["equal"] == [True, True]
             assert "has called initialize before" in told["again"]
+
+
+def test_two_processes_load_a_model(tmp_path):
+    model = maxjax.init(Network(), jax.random.key(0))
+    values = {name: np.asarray(array) for name, array in model.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    nbytes = sum(array.nbytes for array in values.values())
+    total = sum(float(array.sum(dtype=np.float64)) for array in values.values())
+    with workers("load", tmp_path) as both:
+        for number, worker in enumerate(both):
+            assert worker.process.wait(START_SECONDS) == 0, worker.log()
+            told = worker.told()
+            for name in ("list", "stack"):
+                assert nbytes / 2 <= told[name] <= 0.51 * nbytes
+                assert told[f"{name} equal"] == [True, True]
+                np.testing.assert_allclose(
+                    np.load(tmp_path / f"{name}-{number}.npy"), model(x), atol=1e-5
+                )
+            assert told["parts"] == [1 / 8] * 3
+            np.testing.assert_allclose(told["drawn"], total, rtol=1e-4)
+            assert told["zeros"] == 0.0
 
 
 # --- the end of a peer --------------------------------------------------------------------

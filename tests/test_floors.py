@@ -39,7 +39,7 @@ FLOORS: list[list[str]] = [
     + files("graph/", "compile_cache binding program __init__"),
     # 4 nn: the container calculus, then layers
     ["nn/layer/"]
-    + files("nn/", "hooks stack init activation identity linear stacked_linear embedding norm")
+    + files("nn/", "hooks stack init activation identity linear stacked_linear embedding parallel norm")
     + files("nn/", "rope_scaling rotary_embedding attention mlp moe transformer")
     + files("nn/", "kv_cache conv conv_transpose __init__"),
     # 5 models: one file per family

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..errors import UnsupportedModelError, UserInputError
+from ..graph.placement import batch_axes, mesh_of, put
 from .pooling import Pooling, pool
 from .tokenizer import Tokenizer, Tokens
 
@@ -65,10 +67,15 @@ def embed(
     rows = _rows(tokenizer, texts, pooling, limit, truncate)
     _check_ids(model, rows)
     run = partial(_encode, model, modes=pooling.modes, normalize=normalize)
+    mesh = mesh_of([getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)])
     pending = []
     for batch in batches([len(row.ids) for row in rows], batch_size, limit):
         members = [rows[i] for i in batch.members]
-        pending.append((batch.members, run(tokenizer.pad(members, batch.length, batch.count))))
+        padded = tokenizer.pad(members, batch.length, batch.count)
+        if mesh is not None:  # each device works on its part of the batch
+            split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, batch.count)))
+            padded = jax.tree.map(partial(put, sharding=split), padded)
+        pending.append((batch.members, run(padded)))
     if not rows:
         width = jax.eval_shape(run, tokenizer.pad([], _LEAST_LENGTH, 1)).shape[1]
         return np.zeros((0, width), np.float32)

@@ -62,7 +62,7 @@ def load(
             keeps the checkpoint's.
         reduce_dtype: What norms, softmax and pooling are computed in. With
             ``"bfloat16"`` as well as ``dtype="bfloat16"`` everything is in 16 bits.
-        mesh: Not supported yet.
+        mesh: Where the weights go (``make_mesh``): each device's part is read by itself.
         config: The content of ``config.json``, or the path of one, instead of that file.
         compile: Specs as of ``Module.compile``, one for each argument of the model: a program
             for them is compiled in another thread while the weights are read.
@@ -77,8 +77,6 @@ def load(
         UnsupportedModelError: It is of an architecture that maxjax does not have.
         UserInputError: ``dtype`` or ``reduce_dtype`` is no float type.
     """
-    if mesh is not None:
-        raise NotImplementedError("load(mesh=...) is not supported yet")
     compile_cache.enable()
     wanted = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)
@@ -93,6 +91,8 @@ def load(
         if wanted is None:
             _refuse_float64(weights)
         model = build(weights, config, wanted, reduce_dtype=reduce)
+        if mesh is not None:
+            model.to(mesh)
         tokenizer = load_tokenizer(directory)
         if pooling is not None:
             model.pooling = pooling

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from ..errors import UserInputError
+
 # What an axis is called elsewhere → its name here.
 ALIASES = {
     "dp": "data", "batch": "data", "tp": "model", "tensor": "model", "mp": "model",
@@ -42,7 +44,7 @@ def make_mesh(
             understood.
 
     Raises:
-        ValueError: No axis, a size that is not positive, two axes of one name, or more
+        UserInputError: No axis, a size that is not positive, two axes of one name, or more
             devices than there are.
 
     Example:
@@ -51,17 +53,17 @@ def make_mesh(
         {'data': 1, 'model': 1}
     """
     if not sizes:
-        raise ValueError(
+        raise UserInputError(
             f"make_mesh() needs the size of an axis, as make_mesh(model=2); axes are {', '.join(AXES)}"
         )
     names = [axis_name(name) for name in sizes]
     if len(set(names)) < len(names):
-        raise ValueError(f"make_mesh(): {', '.join(sizes)} name one axis twice")
+        raise UserInputError(f"make_mesh(): {', '.join(sizes)} name one axis twice")
     there = list(jax.devices() if devices is None else devices)
     counts = _counts(sizes, len(there))
     needed = math.prod(counts)
     if needed > len(there):
-        raise ValueError(
+        raise UserInputError(
             f"make_mesh({_shown(sizes)}) needs {needed} devices, and there are {len(there)}: {_kinds(there)}"
         )
     types = axis_types if isinstance(axis_types, (tuple, list)) else [axis_types] * len(names)
@@ -73,13 +75,13 @@ def make_mesh(
 def _counts(sizes: dict[str, int], available: int) -> list[int]:
     counts = list(sizes.values())
     if any(type(n) is not int or (n < 1 and n != -1) for n in counts) or counts.count(-1) > 1:
-        raise ValueError(
+        raise UserInputError(
             f"make_mesh({_shown(sizes)}): a size is a positive number, or -1 for one of them"
         )
     if -1 in counts:
         others = math.prod(n for n in counts if n != -1)
         if available % others:
-            raise ValueError(
+            raise UserInputError(
                 f"make_mesh({_shown(sizes)}): {available} devices are no multiple of {others}"
             )
         counts[counts.index(-1)] = available // others

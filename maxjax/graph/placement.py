@@ -96,8 +96,8 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
         >>> import jax, maxjax
         >>> from maxjax.graph import ShardingStrategy
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("fsdp", "model"))
-        >>> place("w", (8, 6), ShardingStrategy.rowwise(1), mesh).spec
-        PartitionSpec('model', 'fsdp')
+        >>> tuple(place("w", (8, 6), ShardingStrategy.rowwise(1), mesh).spec)
+        ('model', 'fsdp')
         >>> place("w", (9, 6), ShardingStrategy.rowwise(1), mesh).why
         'the 9 values of axis 0 do not divide by model=4; axis 1 over fsdp=2'
     """
@@ -335,6 +335,23 @@ def split_over(weight: Any, axis: int) -> tuple[str, ...]:
         return ()
     entry = where.spec[axis]
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -> tuple[str, ...]:
+    """The axes of a mesh that ``count`` rows of a batch are split over: those that divide them.
+
+    Example:
+        >>> import jax
+        >>> batch_axes(jax.sharding.AbstractMesh((2, 3, 2), ("data", "model", "fsdp")), 6)
+        ('data',)
+    """
+    found: tuple[str, ...] = ()
+    for kind in kinds:
+        axis = axis_of(mesh, kind)
+        n = math.prod(mesh.shape[name] for name in found)
+        if axis is not None and count % (n * mesh.shape[axis]) == 0:
+            found = (*found, axis)
+    return found
 
 
 def last_axis_whole(array: jax.Array, weight: Any) -> jax.Array:

@@ -80,7 +80,7 @@ class _Ranges:
         return extent
 
     # What the units are, for people.
-    unit = "values"
+    unit: Any = "values"
 
     def __call__(self, weight: Any, i: int, n: int) -> Any:
         if self.axis is None:
@@ -207,10 +207,15 @@ class Segmented(_Ranges):
 
     axis: int
     segments: tuple[Segment, ...]
-    unit = "heads or values that all segments have in common"
 
     def units(self, extent: int) -> int:
         return math.gcd(*(segment.num_heads or segment.size for segment in self.segments))
+
+    @property
+    def unit(self) -> str:
+        """What a device gets a whole number of."""
+        heads = all(segment.num_heads for segment in self.segments)
+        return "heads" if heads else "parts that all segments fall into"
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         total = sum(segment.size for segment in self.segments)

@@ -29,6 +29,8 @@ from .norm import ConstantLayerNorm as ConstantLayerNorm
 from .norm import GroupNorm as GroupNorm
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
+from .parallel import ColumnParallelLinear as ColumnParallelLinear
+from .parallel import VocabParallelEmbedding as VocabParallelEmbedding
 from .rotary_embedding import DynamicRotaryEmbedding as DynamicRotaryEmbedding
 from .rotary_embedding import LinearScalingParams as LinearScalingParams
 from .rotary_embedding import Llama3RopeScalingParams as Llama3RopeScalingParams

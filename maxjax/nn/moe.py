@@ -8,7 +8,6 @@ Shapes: N tokens, E features, X experts of F features between, k experts for eac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
-from ..graph.placement import EXPERTS, axis_of, is_manual, mesh_of, on_mesh, split_over
+from ..graph.placement import EXPERTS, axis_of, batch_axes, is_manual, mesh_of, on_mesh, split_over
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..kernels import explicit
@@ -208,7 +207,7 @@ class MoE(Module):
         mesh, axes = self._split()
         if mesh is None:
             return _mixture(x, chosen, shares, both, down, kind)
-        rows = _rows(mesh, axes, x.shape[0])
+        rows = batch_axes(mesh, x.shape[0], ("data", "fsdp", "seq"))
 
         def local(x: Any, chosen: Any, shares: Any, both: Any, down: Any) -> jax.Array:
             y = _mixture(x, chosen, shares, both, down, kind)
@@ -288,17 +287,6 @@ def _mixture(
     # Back to the order of the tokens by a gather: sums in a fixed order on every device.
     y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
     return jnp.sum(y * shares[..., None], axis=1)
-
-
-def _rows(mesh: Any, taken: Sequence[str], count: int) -> tuple[str, ...]:
-    """The axes of the mesh that the tokens are split over: those of a batch that divide them."""
-    rows: tuple[str, ...] = ()
-    for kind in ("data", "fsdp", "seq"):
-        axis = axis_of(mesh, kind)
-        size = math.prod(mesh.shape[name] for name in rows)
-        if axis is not None and axis not in taken and count % (size * mesh.shape[axis]) == 0:
-            rows = (*rows, axis)
-    return rows
 
 
 def _are_plain(experts: LayerList) -> bool:

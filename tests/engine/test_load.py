@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from maxjax.dtype import DType
+from maxjax.engine.embed import embed
 from maxjax.engine.load import load
 from maxjax.engine.pooling import Pooling
 from maxjax.errors import (
@@ -23,6 +24,7 @@ from maxjax.errors import (
     UnsupportedModelError,
     UserInputError,
 )
+from maxjax.graph.mesh import make_mesh
 from maxjax.models import BertConfig, BertModel
 
 SIZES = {
@@ -299,6 +301,27 @@ def test_specs_that_do_not_go_with_the_model(small):
         load(small, compile=[jax.ShapeDtypeStruct((1, 3), np.float32)] * 9)
 
 
-def test_a_mesh_is_not_supported_yet(small):
-    with pytest.raises(NotImplementedError, match="mesh"):
+def test_onto_a_mesh(small):
+    model, tokenizer = load(small)
+    placed, _ = load(small, mesh=make_mesh(data=2, model=4))
+    assert len(placed.embeddings.word_embeddings.weight.value.sharding.device_set) == 8
+    for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(placed), strict=True):
+        np.testing.assert_array_equal(one, other)
+    texts = ["one", "two words", "three of them"]
+    np.testing.assert_allclose(
+        embed(placed, tokenizer, texts), embed(model, tokenizer, texts), atol=1e-5
+    )
+
+
+def test_compiled_for_a_mesh_while_it_is_read(small):
+    ids = jax.ShapeDtypeStruct(IDS.shape, np.int32)
+    mesh = make_mesh(model=2)
+    model, _, program = load(small, mesh=mesh, compile=[ids])
+    np.testing.assert_allclose(
+        program(IDS).last_hidden_state, model(IDS).last_hidden_state, atol=1e-5
+    )
+
+
+def test_onto_something_else(small):
+    with pytest.raises(TypeError, match="or a mesh, not object"):
         load(small, mesh=object())

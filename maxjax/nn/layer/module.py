@@ -278,8 +278,8 @@ class Module(Layer, StateDict, ABC):
             >>> from maxjax import nn
             >>> from maxjax.graph import DeviceRef
             >>> mlp = nn.MLP("float32", None, 4, 8, [DeviceRef.CPU()]).to(maxjax.make_mesh(model=1))
-            >>> mlp.gate_proj.weight.sharding.spec
-            PartitionSpec(None, None)
+            >>> tuple(mlp.gate_proj.weight.sharding.spec)
+            (None, None)
         """
         if not devices:
             raise UserInputError(f"{type(self).__name__}.to() needs a device or a mesh")

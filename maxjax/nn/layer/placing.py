@@ -122,6 +122,10 @@ def plan_places(
         places.setdefault(id(walk.holder(weight)), []).append((name, path, weight))
     found = []
     for name, holder, _ in leaves:
+        if id(holder) not in places:
+            raise UserInputError(
+                f"weight '{name}' is a shard: place the Weight that it is a part of"
+            )
         where = places[id(holder)]
         template = holder.template if isinstance(holder, StackedWeight) else holder
         shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template._dims)

@@ -17,6 +17,7 @@ from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
 from ...graph.weight import Weight, structure_changed
 from ...graph.weights import Weights
+from .room import check_room
 from .stack_values import StackLoad, plan, read
 from .values import Fit, fit, same_content
 
@@ -104,6 +105,7 @@ class StateDict:
         Raises:
             ValueError: Anything does not fit; the message lists all of it. For a Weights
                 cursor it is a CheckpointMismatchError, which names the file.
+            OutOfMemoryError: The devices, or the host, cannot hold it.
 
         Example:
             >>> import numpy as np
@@ -135,6 +137,7 @@ class StateDict:
         loads, single, unequal = plan(fits)
         if problems or unequal:
             raise _error([*problems, *unequal], state_dict)
+        check_room(self, fits)
         _load(fits, single, loads)
         return LoadResult(match.missing, match.unexpected)
 
