@@ -31,7 +31,7 @@ FLOORS: list[list[str]] = [
     # 3 graph: what a weight is and where it lives
     files(
         "graph/",
-        "mesh sharding placement symbolic tensor_type operators value transpose weight shard stacked_weight",
+        "mesh sharding layout placement symbolic tensor_type operators value transpose weight shard stacked_weight",
     )
     + ["graph/weights/"]
     + files("graph/", "subgraph jaxpr reroll graph")

@@ -28,7 +28,7 @@ def test_the_readme_runs(minilm):
     assert list(names["model"].state_dict())[-1] == "layers.99.weight"
 
 
-@pytest.mark.parametrize("page", ["compile-once", "export"])
+@pytest.mark.parametrize("page", ["compile-once", "export", "placement"])
 def test_the_docs_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(ROOT / "docs" / f"{page}.md")

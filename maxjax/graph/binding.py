@@ -70,7 +70,7 @@ class Binding:
         if (lazy := _lazy_name(entry)) is not None:
             raise ValueError(f"weight '{lazy}' has no value: '{self._graph}' is compiled, but its weights are not "
                              "loaded yet (load_state_dict(), or maxjax.init())")  # fmt: skip
-        array, name = entry.weight.__jax_array__(), entry.names[0]
+        array, name = entry.weight._array(), entry.names[0]
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)
         if array.shape != kind.shape or array.dtype != kind.dtype:
@@ -108,7 +108,7 @@ def default_device() -> Any:
 def _placement(entry: Entry, fixed: Any) -> Any:
     """Where a weight is, or is to be; None where JAX is free to choose."""
     value = whole(entry.weight._leaf) if fixed is None else fixed
-    return value.sharding if getattr(value, "committed", False) else entry.weight._sharding
+    return value.sharding if getattr(value, "committed", False) else _declared(entry)
 
 
 def _lazy_name(entry: Entry) -> str | None:
@@ -139,7 +139,14 @@ def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | Non
                 raise ValueError(_missing(name, registry))
         values.append(_checked(name, entry, value))
     single = isinstance(entry.weight, Weight)
-    return jax.device_put(values[0] if single else jnp.stack(values), entry.weight._sharding)
+    kept = [entry.template._arranged(value) for value in values]
+    return jax.device_put(kept[0] if single else jnp.stack(kept), _declared(entry))
+
+
+def _declared(entry: Entry) -> Any:
+    """Where what is stored of a weight is to be."""
+    weight = entry.weight
+    return weight._leaf_sharding if isinstance(weight, Weight) else weight._sharding
 
 
 def _checked(name: str, entry: Entry, value: Any) -> Any:
@@ -148,6 +155,8 @@ def _checked(name: str, entry: Entry, value: Any) -> Any:
     array = array if isinstance(array, jax.Array) else np.array(array)
     wanted = entry.stand_in.dtype
     shape = entry.shape if isinstance(entry.weight, Weight) else entry.shape[1:]
+    if entry.template._layout is not None:
+        shape = tuple(int(d) for d in entry.template._dims)
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
                          f"but the graph wants {wanted} {shape}")  # fmt: skip

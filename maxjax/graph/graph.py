@@ -68,6 +68,7 @@ class Entry:
             self.names = [_name_of(weight.view(i)) for i in range(weight.span.count)]
         else:
             kept, self.names = weight, [_name_of(weight)]
+        self.template: Weight = kept
         leaf = weight._leaf
         self.shape = tuple(map(int, kept.shape)) if leaf is None else tuple(leaf.shape)
         dtype = jax.dtypes.canonicalize_dtype(kept.dtype.np)

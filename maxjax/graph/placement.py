@@ -19,8 +19,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..errors import OutOfMemoryError, UserInputError
+from .layout import DeviceMajor
 from .mesh import AXES, axis_name
-from .sharding import ByModule, ShardingStrategy, _Ranges
+from .sharding import ByModule, Segmented, ShardingStrategy, _Ranges
 
 TENSOR, EXPERTS = ("model",), ("expert", "model")
 
@@ -32,11 +33,14 @@ class Split(NamedTuple):
         strategy: How the weight is split; ``num_devices`` is not looked at.
         over: Kinds of axes, of which those the mesh has are taken together.
         instead: What to try where the sizes do not divide.
+        by_device: Whether the layer works with rows in the order of the devices
+            (:class:`DeviceMajor`); the strategy is then ``segmented`` on axis 0.
     """
 
     strategy: ShardingStrategy
     over: tuple[str, ...] = TENSOR
     instead: ShardingStrategy | None = None
+    by_device: bool = False
 
 
 class Placed(NamedTuple):
@@ -45,10 +49,12 @@ class Placed(NamedTuple):
     Attributes:
         spec: For each axis of the weight, the axes of the mesh that it is split over.
         why: One phrase for people.
+        layout: How the rows are stored, where not in their own order.
     """
 
     spec: PartitionSpec
     why: str
+    layout: DeviceMajor | None = None
 
 
 def axis_of(mesh: Any, kind: str) -> str | None:
@@ -113,7 +119,8 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
         reasons.append(_fully(shape, fsdp, mesh.shape[fsdp], entries))
     if split is None and not any(reasons):
         reasons.append("no strategy")
-    return Placed(_spec(entries), "; ".join(reason for reason in reasons if reason))
+    why = "; ".join(reason for reason in reasons if reason)
+    return Placed(_spec(entries), why, _layout(split, entries, mesh))
 
 
 def _tensor(
@@ -138,6 +145,18 @@ def _tensor(
         count = f"the {units} {unit}" if unit == "heads" else f"the {units} {unit} of axis {axis}"
         problems.append(f"{count} do not divide by {sizes}")
     return problems[0] if len(problems) == 1 else "; ".join(problems)
+
+
+def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajor | None:
+    """How the rows of a weight are stored that is split inside of them."""
+    if split is None or not split.by_device or not entries[0]:
+        return None
+    rule = split.strategy.shard
+    tensor = {axis_of(mesh, kind) for kind in split.over}
+    if not set(entries[0]) <= tensor or not isinstance(rule, Segmented) or len(rule.segments) < 2:
+        return None
+    n = math.prod(mesh.shape[name] for name in entries[0])
+    return DeviceMajor(n, tuple(segment.size for segment in rule.segments))
 
 
 def _divided(
@@ -232,6 +251,19 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
         return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
     except jax.errors.JaxRuntimeError as error:
         raise out_of_memory(error, name, array.shape, array.dtype, sharding) from error
+
+
+def relaid(
+    array: Any, sharding: Any, before: DeviceMajor | None, after: DeviceMajor | None, name: str
+) -> Any:
+    """A stored value, stored in another layout on another Sharding (of the logical value)."""
+    if before == after:
+        where = sharding if after is None else after.sharding(sharding)
+        return put(array, where, name)
+    logical = array if before is None else before.restore(array)
+    if after is None:
+        return put(logical, sharding, name)
+    return put(after.arrange(logical), after.sharding(sharding), name)
 
 
 def out_of_memory(
@@ -354,12 +386,12 @@ def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -
     return found
 
 
-def last_axis_whole(array: jax.Array, weight: Any) -> jax.Array:
-    """``array``, with its last axis on every device, where that of the ``weight`` it came from is split.
+def last_axis_whole(array: jax.Array, weight: Any, axis: int = -1) -> jax.Array:
+    """``array`` with its last axis on every device, where an axis of ``weight`` is split.
 
-    Otherwise XLA would leave it split, and everything after it too.
+    Otherwise XLA might split it too, and everything that comes of it.
     """
-    names = split_over(weight, len(weight.shape) - 1)
+    names = split_over(weight, axis % len(weight.shape))
     if not names or not isinstance(array, Tracer) or any(map(is_manual, names)):
         return array
     mesh = weight.sharding.mesh

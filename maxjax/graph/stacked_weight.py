@@ -6,6 +6,7 @@ them, and has one pytree leaf for all n.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..kernels import StackSlice
-from .placement import put
+from .layout import DeviceMajor
+from .placement import put, relaid
 from .weight import Weight, standing_for, values_changed
 
 
@@ -54,7 +56,7 @@ class StackedWeight:
     def __init__(self, template: Weight, span: Span, parts: Mapping[int, Any] | None = None):
         self.template, self.span = Weight._from_static(template, None, None), span
         self._full_name: str | None = None
-        self._sharding: Any = _with_layers(template._sharding)
+        self._sharding: Any = _with_layers(template._leaf_sharding)
         # Weak: the Modules hold the Weights, and a cycle would keep arrays until it is collected.
         self._views: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
         self._apart: list[Weight] = []
@@ -169,37 +171,45 @@ class StackedWeight:
             self._own = stack if self._sharding is None else put(stack, self._sharding)
             self._parts = {}
 
-    def __jax_array__(self) -> jax.Array:
+    def _array(self) -> jax.Array:
         """The stacked array: inside a Graph, what stands for it there."""
         standing = standing_for(self)
         if standing is not None:
             return standing
         if self._apart:  # unstacked since then; a compiled program still asks for the stack
-            return jnp.stack([weight.__jax_array__() for weight in self._apart])
+            return jnp.stack([weight._array() for weight in self._apart])
         if not self.is_whole:
             # Reads those that were allocated from a checkpoint; the first without any value raises.
             for i in range(self.span.count):
-                self.view(i).__jax_array__()
+                self.view(i)._array()
         return self._own
 
-    def _place(self, sharding: Any, why: str = "") -> None:
+    __jax_array__ = _array
+
+    def _place(self, sharding: Any, why: str = "", layout: DeviceMajor | None = None) -> None:
         """Puts the values, or the placeholder, on a jax Sharding of one layer's weight."""
-        whole, name = _with_layers(sharding), self._full_name or self.template.name
-        own = put(self._own, whole, name) if self.is_whole else None
-        parts = {i: put(part, sharding, name) for i, part in self._parts.items()}
-        self._declare(self.template, sharding)
+        before, name = self.template._layout, self._full_name or self.template.name
+        whole = _with_layers(sharding if layout is None else layout.sharding(sharding))
+        own = None
+        if self.is_whole and before == layout:
+            own = put(self._own, whole, name)
+        elif self.is_whole:
+            own = jax.vmap(before.restore)(self._own) if before is not None else self._own
+            own = put(own if layout is None else jax.vmap(layout.arrange)(own), whole, name)
+        parts = {i: relaid(a, sharding, before, layout, name) for i, a in self._parts.items()}
+        self._declare(self.template, sharding, layout)
         self.template._why = why
         self._sharding, self._parts = whole, parts
         self._own = self._placeholder() if own is None else own
         values_changed()
 
-    def _declare(self, like: Weight, sharding: Any) -> None:
+    def _declare(self, like: Weight, sharding: Any, layout: DeviceMajor | None) -> None:
         """Takes what the Weights are declared as from one of them."""
         # A new template: definitions and models rebuilt from them have the old one.
         self.template = Weight._from_static(like, None, None)
-        self.template._sharding = sharding
+        self.template._sharding, self.template._layout = sharding, layout
         for view in list(self._views.values()):
-            view._sharding = sharding
+            view._sharding, view._layout = sharding, layout
 
     # -- as the holder of a Module's leaf
 
@@ -217,7 +227,28 @@ class StackedWeight:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_views"}
+        state = {k: v for k, v in vars(self).items() if k != "_views"}
+        if self._sharding is None:
+            return state
+        layout = self.template._layout
+        free = Weight._from_static(self.template, None, None)
+        free._sharding, free._layout, free._why = None, None, ""
+        own, parts = self._own, self._parts
+        if layout is not None:
+            own = jax.vmap(layout.restore)(own) if self.is_whole else own
+            parts = {i: layout.restore(part) for i, part in parts.items()}
+        state.update(template=free, _sharding=None, _parts=parts, _own=own)
+        if not self.is_whole and own is not None:
+            state["_own"] = jax.ShapeDtypeStruct((self.span.count, *free._leaf_dims), own.dtype)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StackedWeight:
+        new = memo[id(self)] = object.__new__(type(self))
+        kept = ("_sharding", "template", "span")
+        state = {k: v if k in kept else copy.deepcopy(v, memo)
+                 for k, v in vars(self).items() if k != "_views"}  # fmt: skip
+        new.__setstate__(state)
+        return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The views register themselves, as they are restored.

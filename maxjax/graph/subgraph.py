@@ -69,9 +69,7 @@ class Subgraph:
         names = {str(p) for kind in self.input_types for p in kind.parameters}
         with naming(sizes_of(name for name in names if not is_known(name))):
             shapes = [
-                jax.ShapeDtypeStruct(
-                    tuple(map(int, w.shape)), jax.dtypes.canonicalize_dtype(w.dtype.np)
-                )
+                jax.ShapeDtypeStruct(w._leaf_dims, jax.dtypes.canonicalize_dtype(w.dtype.np))
                 for w in self._templates
             ]
             kinds = [kind.to_jax() for kind in self.input_types]
@@ -95,14 +93,12 @@ class Subgraph:
         if len(places) == 1 and is_writing is not None and is_writing():
             # One layer of a LayerStack, in a Graph, which makes a loop of such calls (reroll.py).
             stacked = tuple(home is not None for home in homes)
-            stacks = [home[0].__jax_array__() for home in homes if home is not None]
-            others = [
-                w.__jax_array__() for w, home in zip(chosen, homes, strict=True) if home is None
-            ]
+            stacks = [home[0]._array() for home in homes if home is not None]
+            others = [w._array() for w, home in zip(chosen, homes, strict=True) if home is None]
             place = np.int32(places.pop())
             outputs = _call_at(self._target, self._in_tree, stacked, stacks, place, others, flat)
         else:
-            outputs = self._run([weight.__jax_array__() for weight in chosen], flat)
+            outputs = self._run([weight._array() for weight in chosen], flat)
         return [TensorValue(y) for y in outputs]
 
     def _check(self, flat: list[Any]) -> None:

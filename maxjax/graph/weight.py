@@ -7,6 +7,7 @@ leaf of each Weight.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,13 +19,17 @@ import numpy as np
 from ..dtype import DType
 from ..kernels import StackSlice
 from .device import DeviceRef
-from .placement import as_used, put
+from .layout import DeviceMajor
+from .placement import as_used, put, relaid
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
 from .sharding import Segment as Segment  # MAX has both here
 from .sharding import ShardingStrategy as ShardingStrategy
 from .transpose import WeightTranspose as WeightTranspose
 from .value import TensorValue
+
+# What a copy of a Weight has in common with it.
+_SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
 
 
 class Epoch:
@@ -131,6 +136,8 @@ class Weight(TensorValue):
         self._sharding_strategy = sharding_strategy
         self._sharding: Any = None
         self._why = ""  # it is placed so
+        # How its rows are stored, where that is not as they are: the leaf then has another shape.
+        self._layout: DeviceMajor | None = None
         self._flags = (_placeholder, _has_alias)
         self._original: tuple[DType, Shape] | None = None
         self._loaded_shape: tuple[int, ...] | None = None
@@ -163,8 +170,18 @@ class Weight(TensorValue):
             return None
         # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
         dtype = jax.dtypes.canonicalize_dtype(self._dtype.np)
+        return jax.ShapeDtypeStruct(self._leaf_dims, dtype, sharding=self._leaf_sharding)
+
+    @property
+    def _leaf_dims(self) -> tuple[int, ...]:
+        """The sizes of the leaf."""
         sizes = tuple(int(d) for d in self._dims)
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=self._sharding)
+        return sizes if self._layout is None else self._layout.shape(sizes)
+
+    @property
+    def _leaf_sharding(self) -> Any:
+        """The sharding of the leaf."""
+        return self._sharding if self._layout is None else self._layout.sharding(self._sharding)
 
     def _empty(self) -> None:
         self._put(self._blank())
@@ -188,7 +205,8 @@ class Weight(TensorValue):
         dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in self._dims)
         return (
             self._plain[0], self._local_name, self._dtype, dims, self._device, self._quantization_encoding,
-            self._align, self._sharding_strategy, self._sharding, self._flags, self.shard_idx,
+            self._align, self._sharding_strategy, self._sharding, self._layout, self._flags,
+            self.shard_idx,
         )  # fmt: skip
 
     @property
@@ -241,14 +259,14 @@ class Weight(TensorValue):
         """The logical shape, a new Shape at each reading."""
         leaf = self._leaf
         sizes = getattr(leaf, "shape", None)
-        if sizes is None or any(not isinstance(d, StaticDim) for d in self._dims):
+        if sizes is None or self._layout or any(not isinstance(d, StaticDim) for d in self._dims):
             return Shape(self._dims)
         return Shape(sizes)
 
     @property
     def rank(self) -> int:
         """The number of axes."""
-        return getattr(self._leaf, "ndim", len(self._dims))
+        return len(self._dims) if self._layout else getattr(self._leaf, "ndim", len(self._dims))
 
     @property
     def ndim(self) -> int:
@@ -347,13 +365,21 @@ class Weight(TensorValue):
     def value(self) -> Any:
         """The array, or None while the weight is lazy; inside a Graph, what stands for it there."""
         standing = standing_for(self)
-        return self._stored() if standing is None else standing
+        return self._stored() if standing is None else self._in_order(standing)
 
     def _stored(self) -> Any:
         leaf = self._leaf
         if type(leaf) is StackSlice:
-            return leaf.__jax_array__()
-        return None if type(leaf) is jax.ShapeDtypeStruct else leaf
+            leaf = leaf.__jax_array__()
+        return None if type(leaf) is jax.ShapeDtypeStruct else self._in_order(leaf)
+
+    def _in_order(self, leaf: Any) -> Any:
+        """What is stored, in logical order."""
+        return leaf if self._layout is None or leaf is None else self._layout.restore(leaf)
+
+    def _arranged(self, array: Any) -> Any:
+        """A value in logical order, as it is stored."""
+        return array if self._layout is None else self._layout.arrange(array)
 
     @value.setter
     def value(self, value: Any) -> None:
@@ -361,7 +387,7 @@ class Weight(TensorValue):
             self._empty()
         elif type(value) is jax.ShapeDtypeStruct:
             self._refuse_in_stack("another shape or dtype")
-            self._sharding = value.sharding
+            self._sharding, self._layout = value.sharding, None
             self._declare(DType.of(value.dtype), tuple(Shape(value.shape)))
         else:
             self._set(jnp.array(value) if isinstance(value, np.ndarray) else value)
@@ -383,13 +409,26 @@ class Weight(TensorValue):
         other = jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np
         if other:
             self._refuse_in_stack("another dtype")
-        self._put(put(value, self._sharding) if self._sharding is not None else value)
+        if self._sharding is not None:
+            value = put(self._arranged(value), self._leaf_sharding, self.name)
+        self._put(value)
         self._loaded_shape = None
         if other:
             self._dtype = dtype
             structure_changed()
 
     def __jax_array__(self) -> jax.Array:
+        return self._in_order(self._used())
+
+    def _used(self) -> Any:
+        """What is stored, where operations can use it: see ``placement.as_used``."""
+        array = self._array()
+        if self._sharding is None:
+            return array
+        return as_used(array, self._leaf_dims, self._leaf_sharding)
+
+    def _array(self) -> Any:
+        """What is stored, read by now; inside a Graph, what stands for it there."""
         standing = standing_for(self)
         if standing is not None:
             return standing
@@ -398,8 +437,7 @@ class Weight(TensorValue):
             if self._source is None:
                 raise ValueError(self._no_value())
             leaf = self._read_source()
-        array = leaf.__jax_array__() if type(leaf) is StackSlice else leaf
-        return array if self._sharding is None else as_used(array, self._dims, self._sharding)
+        return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
     def _read_source(self) -> jax.Array:
         """Reads the data this weight was allocated from; it is its value from then on."""
@@ -407,7 +445,7 @@ class Weight(TensorValue):
             self._source
         )  # a copy: JAX on a CPU would share memory the user can write to
         with jax.ensure_compile_time_eval():
-            value = put(host, self._sharding)
+            value = put(self._arranged(host), self._leaf_sharding, self.name)
             self._put(value)
         self._source = None
         return value
@@ -419,12 +457,12 @@ class Weight(TensorValue):
             "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
         )
 
-    def _place(self, sharding: Any, why: str = "") -> None:
+    def _place(self, sharding: Any, why: str = "", layout: DeviceMajor | None = None) -> None:
         """Puts the value, or the placeholder, on a jax Sharding; a stack places its own."""
-        moved = (
-            None if self._home is not None or self._is_lazy else put(self._own, sharding, self.name)
-        )
-        self._sharding, self._why = sharding, why
+        moved = None
+        if self._home is None and not self._is_lazy:
+            moved = relaid(self._own, sharding, self._layout, layout, self.name)
+        self._sharding, self._why, self._layout = sharding, why, layout
         if moved is not None:
             self._put(moved)
         elif self._home is None:
@@ -462,6 +500,22 @@ class Weight(TensorValue):
         encoding = self._quantization_encoding
         extra = f", {encoding}" if encoding is not None else ""
         return f"{self._plain[0].__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without a placement: it is of devices of this process."""
+        if self._sharding is None:
+            return dict(vars(self))
+        free = object.__new__(type(self))
+        free.__dict__.update(vars(self), _sharding=None, _layout=None, _why="")
+        if self._home is None:
+            free.__dict__["_own"] = free._blank() if self._is_lazy else self._in_order(self._own)
+        return vars(free)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
+        new = memo[id(self)] = object.__new__(type(self))
+        state = {k: v if k in _SHARED else copy.deepcopy(v, memo) for k, v in vars(self).items()}
+        new.__setstate__(state)
+        return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement import parts
+from ..graph.placement import Split, last_axis_whole, parts
 from ..graph.sharding import Segment, ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..kernels import explicit
@@ -152,7 +152,9 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
     columns = ShardingStrategy.head_aware_columnwise(1, heads, width)
     rules = {"o_proj.weight": columns, "o_proj.bias": ShardingStrategy.replicate(1)}
     if qkv.stacked:
-        rows = {"": ShardingStrategy.segmented(1, 0, segments)}
+        rows: dict[str, Any] = {
+            "": Split(ShardingStrategy.segmented(1, 0, segments), by_device=True)
+        }
     else:
         rows = {f"{name}.": ShardingStrategy.segmented(1, 0, [segment])
                 for name, segment in zip(qkv.names, segments, strict=True)}  # fmt: skip
@@ -305,9 +307,15 @@ class AttentionWithRope(Module):
         """Queries ``[B, T, H, D]``, keys and values ``[B, T, K, D]``."""
         q, k, v = (
             part.reshape(*part.shape[:-1], part.shape[-1] // self.head_dim, self.head_dim)
-            for part in self.qkv_proj.apart(x)
+            for part in self._apart(x)
         )
         return [self.q_norm(q), self.k_norm(k), v] if self.use_qk_norm else [q, k, v]
+
+    def _apart(self, x: Any) -> list[jax.Array]:
+        if not self.qkv_proj.stacked or self.qkv_proj.weight._layout is not None:
+            return self.qkv_proj.apart(x)
+        # The weight is whole, and the heads may be split: queries are not to be cut before that.
+        return [last_axis_whole(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]
 
     def _cos_sin(self, positions: Any, length: int, table: Any) -> tuple[jax.Array, jax.Array]:
         positions = jnp.arange(length) if positions is None else jnp.asarray(unwrap(positions))

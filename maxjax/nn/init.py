@@ -87,13 +87,17 @@ class _Draw(NamedTuple):
     @property
     def sharding(self) -> Any:
         home = self.weights[0]._home
-        return self.weights[0].sharding if home is None else home[0]._sharding
+        return self.weights[0]._leaf_sharding if home is None else home[0]._sharding
 
     def values(self, key: jax.Array) -> jax.Array:
         """``[n, ...]`` for a stack: the very values each weight would have on its own."""
 
         def one(code: Any) -> jax.Array:
-            return self.fill(jax.random.fold_in(key, code), self.leaf.shape, self.leaf.dtype)
+            weight = self.weights[0]
+            shape = self.leaf.shape if weight._layout is None else tuple(map(int, weight.shape))
+            return weight._arranged(
+                self.fill(jax.random.fold_in(key, code), shape, self.leaf.dtype)
+            )
 
         codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
         return one(codes[0]) if self.weights[0]._home is None else jax.vmap(one)(codes)

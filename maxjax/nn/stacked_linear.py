@@ -6,12 +6,14 @@ Below: Linear. Above: attention, whose queries, keys and values come from the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
+from ..graph.layout import DeviceMajor
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight import Weight
 from ..kernels import explicit, matmul
@@ -107,15 +109,30 @@ class StackedLinear(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, the maps in the order of their names."""
-        y = self._product(x) if self.stacked else _side_by_side(self.apart(x))
+        apart = not self.stacked or self.weight._layout is not None
+        y = _side_by_side(self.apart(x)) if apart else self._product(x)
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:
         """What a call gives, as the maps' own results: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
         if self.stacked:
-            return self.split(self._product(x))
+            layout = self.weight._layout
+            return self.split(self._product(x)) if layout is None else self._by_device(x, layout)
         # One product for each map, and no copy of the weights.
         return [unwrap(getattr(self, name)(x)) for name in self.names]
+
+    def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
+        """Of weights with rows in the order of the devices: nothing moves between them."""
+        stored = self.weight._used()  # [n, r, in_dim]
+        n, r, _ = stored.shape
+        if self.clip_weight is not None:
+            stored = jnp.clip(stored, -self.clip_weight, self.clip_weight)
+        y = matmul(x, stored.reshape(n * r, -1))
+        if self.bias is not None:
+            y = add_bias(y, self.bias._used().reshape(-1))
+        y = y.reshape(*y.shape[:-1], n, r)
+        ends = list(accumulate(layout.own))[:-1]
+        return [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
 
     def _product(self, x: Any) -> jax.Array:
         weight = self.weight if self.clip_weight is None else self.stacked_weight

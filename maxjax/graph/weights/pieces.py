@@ -16,6 +16,7 @@ import numpy as np
 from ...errors import OutOfMemoryError
 from ...storage.files import aligned_empty
 from ...storage.regions import Box, Part
+from ..layout import DeviceMajor
 from ..placement import out_of_memory
 from .weight_data import WeightData
 
@@ -99,15 +100,33 @@ def assemble(
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays, dtype=dtype)
 
 
+def places(
+    layout: DeviceMajor | None, box: Box, memory: np.ndarray
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """Of a part of what is stored: the parts of the tensor it is made of, and the memory of each."""
+    if layout is None:
+        yield box, memory
+        return
+    (first, last), _, *rest = box
+    rows = [rows for device in range(first, last) for rows in layout.rows(device)]
+    width = len(memory) // max(sum(stop - start for start, stop in rows), 1)
+    offset = 0
+    for start, stop in rows:
+        size = (stop - start) * width
+        yield ((start, stop), *rest), memory[offset : offset + size]
+        offset += size
+
+
 class Pieces(NamedTuple):
     """A tensor of a checkpoint that is to be read in pieces.
 
     Attributes:
         data: Not read yet.
         name: Of the weight.
-        sharding: Where it goes.
+        sharding: Where it goes, as it is stored.
         dtype: The NumPy dtype it will have.
         convert: Makes it of what was read, after the casts of ``data``.
+        layout: How its rows are stored, where not in their own order.
     """
 
     data: WeightData
@@ -115,11 +134,13 @@ class Pieces(NamedTuple):
     sharding: Any
     dtype: Any
     convert: Callable[[np.ndarray], Any]
+    layout: DeviceMajor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
-        return tuple(int(size) for size in self.data.shape)
+        """Of the whole, as it is stored."""
+        sizes = tuple(int(size) for size in self.data.shape)
+        return sizes if self.layout is None else self.layout.shape(sizes)
 
     @property
     def is_direct(self) -> bool:
@@ -139,6 +160,12 @@ class Pieces(NamedTuple):
             box: memory_for(math.prod(sizes(box)) * dtype.itemsize, f"weight '{self.name}'")
             for box in boxes(self.sharding, self.shape)
         }
+
+    def parts(self, memory: dict[Box, np.ndarray]) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
+        """What is to be read into the memory."""
+        for box, into in memory.items():
+            for region, place in places(self.layout, box, into):
+                yield self.data, region, place
 
     def array(self, memory: dict[Box, np.ndarray]) -> jax.Array:
         """The array, of the memory once it is filled."""
@@ -162,8 +189,8 @@ def read_pieces(wanted: Iterable[Pieces]) -> Iterator[jax.Array]:
     """
     for batch in _batches(wanted):
         memories = [one.empty() for one in batch]
-        fill([(one.data, box, memory) for one, empty in zip(batch, memories, strict=True)
-              for box, memory in empty.items()])  # fmt: skip
+        pairs = zip(batch, memories, strict=True)
+        fill([part for one, memory in pairs for part in one.parts(memory)])
         for one, memory in zip(batch, memories, strict=True):
             yield one.array(memory)
 

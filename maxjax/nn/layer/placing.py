@@ -58,7 +58,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
     else:
         for one in plan_places(module, mesh, strategy, rules):
             sharding = NamedSharding(mesh, one.placed.spec, memory_kind=kind)
-            one.holder._place(sharding, one.placed.why)
+            one.holder._place(sharding, one.placed.why, one.placed.layout)
     structure_changed()
 
 

@@ -17,8 +17,9 @@ import jax
 from ...errors import OutOfMemoryError, UserInputError
 from ...graph.binding import default_device
 from ...graph.placement import axis_of, held_bytes, mesh_of
+from ...graph.shape import StaticDim
 from .placing import plan_places
-from .values import Fit
+from .values import Fit, shape_of
 
 # Less than this is not worth asking.
 SMALL_BYTES = 64 << 20
@@ -37,7 +38,7 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
         return
     devices = _devices(fits)
     on_host = [device for device in devices if device.platform == "cpu"]
-    whole = sum(_nbytes(one, one.dtype.np.itemsize) for one in fits)
+    whole = sum(math.prod(_sizes(one)) * one.dtype.np.itemsize for one in fits)
     for device in devices:
         free = free_bytes(device)
         # Devices of the CPU share the host's memory; what several hold alike is there once.
@@ -47,13 +48,15 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
             raise OutOfMemoryError(_message(module, fits, device, largest, wanted, free))
 
 
-def _nbytes(one: Fit, itemsize: int) -> int:
-    return math.prod(map(int, one.dims)) * itemsize
+def _sizes(one: Fit) -> tuple[int, ...]:
+    """The shape it will have; symbolic sizes are those of the value."""
+    known = all(isinstance(dim, StaticDim) for dim in one.dims)
+    return tuple(int(d) for d in (one.dims if known else shape_of(one.value)))
 
 
 def _part(one: Fit) -> int:
     """The bytes of the weight that one device holds."""
-    dims = tuple(map(int, one.dims))
+    dims = _sizes(one)
     sharding = one.weight.sharding
     spread = isinstance(sharding, jax.sharding.NamedSharding)
     return held_bytes(sharding if spread else None, dims, one.dtype.np.itemsize)
@@ -115,7 +118,7 @@ def _message(
     module: Any, fits: Sequence[Fit], device: Any, largest: tuple[int, Fit], need: int, free: int
 ) -> str:
     nbytes, one = largest
-    shape = [int(d) for d in one.dims]
+    shape = list(_sizes(one))
     sharding = one.weight.sharding
     part = shape if sharding is None else list(sharding.shard_shape(tuple(shape)))
     where = "the host" if device.platform == "cpu" else f"{device.platform}:{device.id}"

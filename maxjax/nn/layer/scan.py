@@ -47,7 +47,7 @@ class _Static(NamedTuple):
 def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
     """Runs the stack as one loop; see ``LayerStack.scan``."""
     definition, holders = stack._mx_definition()
-    arrays = [holder.__jax_array__() for holder in holders]
+    arrays = [holder._array() for holder in holders]
     carry, xs, shared = _present((_plain(carry), xs, dict(shared)))
     values = tuple(_per_layer(x, plan.layout) for x in xs)
     leaves, tree = jax.tree.flatten(shared)
@@ -101,11 +101,11 @@ def _present(tree: Any) -> Any:
 
     def present(value: Any) -> Any:
         if isinstance(value, Weight):
-            return jax.tree.unflatten(jax.tree.structure(value), [value.__jax_array__()])
+            return jax.tree.unflatten(jax.tree.structure(value), [value._array()])
         if not hasattr(value, "_mx_definition"):
             return value
         definition, holders = value._mx_definition()
-        return rebuild(definition, [holder.__jax_array__() for holder in holders])
+        return rebuild(definition, [holder._array() for holder in holders])
 
     return jax.tree.map(
         present, tree, is_leaf=lambda v: isinstance(v, Weight) or hasattr(v, "_mx_definition")

@@ -27,6 +27,7 @@ from ...graph.weights.pieces import (
     is_host,
     is_spread,
     memory_for,
+    places,
     read_pieces,
     sizes,
     slices,
@@ -49,11 +50,15 @@ class StackLoad:
         self.stack, self.fits = stack, fits
         first = fits[0]
         self._dtype = jax.dtypes.canonicalize_dtype(first.dtype.np)
+        template = stack.template
+        self._layout = template._layout
         self._layer = tuple(map(int, first.dims))
+        if self._layout is not None:
+            self._layer = self._layout.shape(self._layer)
         self._target = stack._sharding or _committed(fits)  # None leaves the place to JAX
         self._sharding = self._target or jax.sharding.SingleDeviceSharding(default_device())
         # Of one layer's weight.
-        self._placed = stack.template._sharding or self._sharding
+        self._placed = template._leaf_sharding or self._sharding
         self._read: set[int] = set()
         self._memory: dict[Box, np.ndarray] = {}
         if not is_host(self._sharding):
@@ -76,8 +81,10 @@ class StackLoad:
     def direct(self) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
         """What is to be read from disk as it is: data, the part of it, and the memory it goes to."""
         for box, memory in self._memory.items():
-            places = np.split(memory, len(self.fits))
-            yield from ((self.fits[i].value, box, places[i]) for i in sorted(self._read))
+            layers = np.split(memory, len(self.fits))
+            for i in sorted(self._read):
+                for region, place in places(self._layout, box, layers[i]):
+                    yield self.fits[i].value, region, place
 
     def array(self) -> jax.Array:
         """The stacked array, once what :meth:`direct` gave has been read."""
@@ -107,10 +114,10 @@ class StackLoad:
         if in_pieces(one):
             asked = pieces(one)
             memory = asked.empty()
-            fill([(one.value, box, into) for box, into in memory.items()])
+            fill(list(asked.parts(memory)))
             found = asked.converted(memory)
         else:
-            value = host(one)
+            value = one.weight._arranged(host(one))
             found = {box: value[slices(box)] for box in layers}
         for box, array in layers.items():
             array[i] = found[box]
@@ -122,12 +129,14 @@ class StackLoad:
             if in_pieces(one):
                 yield from read_pieces([pieces(one)])
             else:
-                yield put(host(one), self.stack.template._sharding or self._target, one.name)
+                where = self.stack.template._leaf_sharding or self._target
+                yield put(one.weight._arranged(host(one)), where, one.name)
 
     def store(self, array: jax.Array) -> None:
         """Makes it the value, and what the weights were loaded as the declaration of all."""
         self.stack._put(array)
-        self.stack._declare(self.fits[0].weight, self.stack.template._sharding)
+        template = self.stack.template
+        self.stack._declare(self.fits[0].weight, template._sharding, template._layout)
 
 
 def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:

@@ -209,7 +209,7 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
             f"weight '{name}' of shape {weight.shape!r} cannot be filled with zeros: "
             "its symbolic dimensions have no size before a value is loaded"
         )
-    return jnp.zeros(leaf.shape, leaf.dtype, device=weight._sharding)
+    return jnp.zeros(leaf.shape, leaf.dtype, device=weight._leaf_sharding)
 
 
 def _load(fits: list[Fit], single: list[Fit], loads: list[StackLoad]) -> None:

@@ -94,7 +94,7 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
         dtype = _dtype_of(value)
     except (TypeError, ValueError, KeyError):
         return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
-    problem = _shape_problem(tuple(_shape_of(value)), weight._dims)
+    problem = _shape_problem(tuple(shape_of(value)), weight._dims)
     if problem and dtype is not weight._dtype:
         problem += f" and dtype (expected={weight._dtype}, actual={dtype})"
     if problem:
@@ -170,7 +170,8 @@ def _dtype_of(value: Any) -> DType:
     return DType.of(name.removeprefix("torch.")) if name.startswith("torch.") else DType.of(dtype)
 
 
-def _shape_of(value: Any) -> Sequence[int]:
+def shape_of(value: Any) -> Sequence[int]:
+    """The shape of a value."""
     return value.shape if hasattr(value, "shape") else np.from_dlpack(value).shape
 
 
@@ -200,7 +201,10 @@ def in_pieces(one: Fit) -> bool:
 def pieces(one: Fit) -> Pieces:
     """What is read of it."""
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
-    return Pieces(one.value, one.name, one.weight.sharding, target, partial(convert, one))
+    weight = one.weight
+    return Pieces(
+        one.value, one.name, weight._leaf_sharding, target, partial(convert, one), weight._layout
+    )
 
 
 def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[Any]:
@@ -285,7 +289,8 @@ def _place(one: Fit, array: Any, owned: bool) -> jax.Array:
     JAX on a CPU keeps aligned NumPy memory instead of copying it: right for memory that
     only we have seen, and a trap for an array somebody may write to later.
     """
-    sharding = one.weight.sharding
+    sharding = one.weight._leaf_sharding
+    array = one.weight._arranged(array)
     if isinstance(array, np.ndarray) and is_spread(sharding):
         whole, parts = array, boxes(sharding, array.shape)
         copies = {box: np.array(whole[slices(box)], copy=True, order="C") for box in parts}
@@ -299,8 +304,8 @@ def same_content(a: Any, b: Any) -> bool:
     """Whether two values hold the same bytes."""
     if a is b:
         return True
-    if _dtype_of(a) is not _dtype_of(b) or list(map(int, _shape_of(a))) != list(
-        map(int, _shape_of(b))
+    if _dtype_of(a) is not _dtype_of(b) or list(map(int, shape_of(a))) != list(
+        map(int, shape_of(b))
     ):
         return False
     one, other = (np.ascontiguousarray(np.asarray(_host_or_jax(v))) for v in (a, b))
