@@ -92,6 +92,7 @@ def export(
     name = os.fspath(path)
     chosen = _platforms(platforms)
     require_writable(name)
+    model = _unplaced(model)
     weights, leaves, types = _weights(model)
     specs = spec if type(spec) is tuple else (spec,)
     _refuse_stacks(specs)
@@ -111,6 +112,16 @@ def export(
         len(blob), hashlib.sha256(blob).hexdigest(),
     )  # fmt: skip
     _write(name, header, blob)
+
+
+def _unplaced(model: Module) -> Module:
+    """The model, without values, as it would be on one device: a file is of no mesh."""
+    if all(holder.sharding is None for holder in model._mx_definition()[1]):
+        return model
+    free = jax.tree.map(lambda leaf: leaf, model)
+    for holder in free._mx_definition()[1]:
+        holder._own = holder._placeholder() if hasattr(holder, "span") else holder._blank()
+    return free.to(jax.devices()[0])
 
 
 def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
 
 from ..kernels.stack_slice import StackSlice, whole
 from . import subgraph as subgraph_module
@@ -89,7 +90,13 @@ class Entry:
 
     def tracer(self) -> Any:
         """The weight as a value of the trace now running."""
-        return jnp.asarray(self.stand_in).reshape(self.shape)
+        array = jnp.asarray(self.stand_in).reshape(self.shape)
+        kept = self.weight
+        place = kept._leaf_sharding if isinstance(kept, Weight) else kept._sharding
+        if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
+            # Its type says where it is, and what is made of it goes by that.
+            return jax.sharding.reshard(array, place.with_memory_kind("device"))
+        return array
 
 
 def _name_of(weight: Weight) -> str:

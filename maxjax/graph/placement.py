@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..errors import OutOfMemoryError, UserInputError
+from ..kernels import explicit
 from .layout import DeviceMajor
 from .mesh import AXES, axis_name
 from .sharding import ByModule, Segmented, ShardingStrategy, _Ranges
@@ -107,12 +108,16 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
         >>> place("w", (9, 6), ShardingStrategy.rowwise(1), mesh).why
         'the 9 values of axis 0 do not divide by model=4; axis 1 over fsdp=2'
     """
+    if not isinstance(wish, (ShardingStrategy, Split, PartitionSpec, tuple, type(None))):
+        raise UserInputError(
+            f"weight '{name}': a rule is a PartitionSpec, a ShardingStrategy or None, not {wish!r}"
+        )
     if isinstance(wish, PartitionSpec) or (type(wish) is tuple and not isinstance(wish, Split)):
         return Placed(_given(name, shape, wish, mesh), "as given")
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
     split = Split(wish) if isinstance(wish, ShardingStrategy) else wish
-    if split is not None:
+    if isinstance(split, Split):
         reasons.append(_tensor(name, shape, split, mesh, entries))
     fsdp = axis_of(mesh, "fsdp")
     if fsdp is not None and mesh.shape[fsdp] > 1:
@@ -182,9 +187,13 @@ def _divided(
         )
     axis = rule.axis % rank
     try:
-        rule.ranges(shape[axis], 0, n)
+        end = max((stop for _, stop in rule.ranges(shape[axis], n - 1, n)), default=shape[axis])
     except ValueError as error:
         raise UserInputError(f"weight '{name}': {error}") from None
+    if end != shape[axis]:
+        raise UserInputError(
+            f"weight '{name}': its strategy covers {end} of the {shape[axis]} values of axis {axis}"
+        )
     return axis, rule.units(shape[axis]), rule.unit
 
 
@@ -212,8 +221,11 @@ def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> PartitionSp
         )
     entries: list[tuple[str, ...]] = [()] * len(shape)
     for axis, entry in enumerate(wish):
-        named = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for kind in named:
+        if not all(
+            isinstance(kind, str) for kind in (entry if type(entry) is tuple else [entry or ""])
+        ):
+            raise UserInputError(f"weight '{name}': {entry!r} in its spec is no axis of a mesh")
+        for kind in _names(entry):
             found = axis_of(mesh, kind)
             if found is None:
                 raise UserInputError(
@@ -245,6 +257,10 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
         return array
     try:
         if getattr(sharding, "is_fully_addressable", True):
+            held = getattr(array, "sharding", None)
+            if held is not None and held.memory_kind != getattr(sharding, "memory_kind", None):
+                # From one kind of memory to another JAX moves only what stays on its devices.
+                array = jax.device_put(array, held.with_memory_kind("device"))
             return jax.device_put(array, sharding)
         # Of several processes each gives what its own devices hold: nothing is compared or sent.
         host = np.asarray(array)
@@ -260,7 +276,9 @@ def relaid(
     if before == after:
         where = sharding if after is None else after.sharding(sharding)
         return put(array, where, name)
-    logical = array if before is None else before.restore(array)
+    # Between explicitly placed arrays of two meshes only the host can mediate.
+    logical = np.asarray(array) if array.is_fully_addressable else array
+    logical = logical if before is None else before.restore(logical)
     if after is None:
         return put(logical, sharding, name)
     return put(after.arrange(logical), after.sharding(sharding), name)
@@ -286,25 +304,27 @@ def out_of_memory(
     )
 
 
-def as_used(array: Any, dims: Sequence[Any], sharding: Any) -> Any:
+def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
     """A weight's array as operations are to see it: whole, and in the devices' own memory.
 
     Inside ``shard_map`` a weight is only its part: it is gathered. One that is split over
     ``fsdp``, which the batch is split over too, is gathered where it is used. One that lies
     in the host's memory comes to the devices.
+
+    Args:
+        dims: The whole's sizes, if they are known.
     """
     if sharding.memory_kind not in (None, "device"):
         array = _on_device(array, sharding)
-    if not isinstance(array, Tracer) or not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return array
-    spec = tuple(sharding.spec)
-    for axis, names in enumerate(spec):
-        if names is not None and array.shape[axis] != int(dims[axis]):
-            array = jax.lax.all_gather(array, names, axis=axis, tiled=True, to="invarying")
-    fsdp = axis_of(sharding.mesh, "fsdp")
-    if fsdp is None or not any(fsdp == e or (type(e) is tuple and fsdp in e) for e in spec):
+    traced = isinstance(array, Tracer)
+    if traced and dims is not None and array.shape != tuple(dims):
+        for axis, names in enumerate(sharding.spec):
+            if names is not None and array.shape[axis] != dims[axis]:
+                array = jax.lax.all_gather(array, names, axis=axis, tiled=True, to="invarying")
         return array
-    return _gathered(array, sharding, fsdp)
+    return _gathered(array, sharding, traced)
 
 
 def _on_device(array: Any, sharding: Any) -> Any:
@@ -313,15 +333,37 @@ def _on_device(array: Any, sharding: Any) -> Any:
     return jax.device_put(array, sharding.with_memory_kind("device"))
 
 
-def _gathered(array: Any, sharding: NamedSharding, fsdp: str) -> Any:
-    """The array no longer split over one axis of the mesh, where that is for us to say."""
-    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    if types[fsdp] is not AxisType.Auto or is_manual(fsdp):
-        return array  # a product of explicitly placed arrays says itself what it needs
-    entries = [tuple(n for n in ((e,) if isinstance(e, str) else e or ()) if n != fsdp)
-               for e in sharding.spec]  # fmt: skip
-    free = [tuple(n for n in e if types[n] is AxisType.Auto) for e in entries]
-    return jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, _spec(free)))
+def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
+    """The array split as its sharding says, but not over ``fsdp``.
+
+    The first constraint is for what comes back: XLA is free to split gradients in any way.
+    """
+    mesh = sharding.mesh
+    context = jax.sharding.get_abstract_mesh()
+    if context.axis_names == mesh.axis_names:
+        mesh = context  # whose axes may be of another type here
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    fsdp = axis_of(mesh, "fsdp")
+    if AxisType.Manual in types.values():
+        return array
+    if AxisType.Explicit in types.values() and explicit.mesh_of(array) is not None:
+        found = explicit.entries(array)
+        if not any(fsdp in entry for entry in found):
+            return array
+        kept = [tuple(name for name in entry if name != fsdp) for entry in found]
+        return jax.sharding.reshard(array, explicit.sharding(explicit.mesh_of(array), kept))
+    if not traced or array.ndim != len(sharding.spec):
+        return array
+    spec = [tuple(n for n in _names(entry) if types[n] is AxisType.Auto) for entry in sharding.spec]
+    array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _spec(spec)))
+    if not any(fsdp in entry for entry in spec):
+        return array
+    whole = [tuple(name for name in entry if name != fsdp) for entry in spec]
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _spec(whole)))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def is_manual(axis: str) -> bool:
@@ -365,8 +407,7 @@ def split_over(weight: Any, axis: int) -> tuple[str, ...]:
     where = getattr(weight, "sharding", None)
     if not isinstance(where, NamedSharding) or axis >= len(where.spec):
         return ()
-    entry = where.spec[axis]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return _names(where.spec[axis])
 
 
 def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -> tuple[str, ...]:

@@ -110,6 +110,11 @@ class StackedWeight:
         return self._own
 
     @property
+    def sharding(self) -> Any:
+        """The jax Sharding of one layer's weight; None where JAX is free to choose."""
+        return self.template._sharding
+
+    @property
     def is_whole(self) -> bool:
         """Whether it has a value for every layer."""
         return self._own is not None and type(self._own) is not jax.ShapeDtypeStruct
@@ -186,21 +191,29 @@ class StackedWeight:
 
     __jax_array__ = _array
 
-    def _place(self, sharding: Any, why: str = "", layout: DeviceMajor | None = None) -> None:
-        """Puts the values, or the placeholder, on a jax Sharding of one layer's weight."""
-        before, name = self.template._layout, self._full_name or self.template.name
-        whole = _with_layers(sharding if layout is None else layout.sharding(sharding))
-        own = None
-        if self.is_whole and before == layout:
-            own = put(self._own, whole, name)
-        elif self.is_whole:
-            own = jax.vmap(before.restore)(self._own) if before is not None else self._own
-            own = put(own if layout is None else jax.vmap(layout.arrange)(own), whole, name)
-        parts = {i: relaid(a, sharding, before, layout, name) for i, a in self._parts.items()}
+    def _moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
+        """The values as they would be stored on another Sharding: all at once, or by layer."""
+        before = self.template._layout
+        if not self.is_whole:
+            return {i: relaid(a, sharding, before, layout, name) for i, a in self._parts.items()}
+        where = _with_layers(sharding if layout is None else layout.sharding(sharding))
+        own = self._own
+        if before != layout:
+            layers = np.asarray(own) if own.is_fully_addressable else own
+            layers = [layer if before is None else before.restore(layer) for layer in layers]
+            layers = [layer if layout is None else layout.arrange(layer) for layer in layers]
+            own = (np if own.is_fully_addressable else jnp).stack(layers)
+        return put(own, where, name)
+
+    def _settle(self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any) -> None:
+        """Takes a placement of one layer's weight over, with what :meth:`_moved` gave for it."""
         self._declare(self.template, sharding, layout)
         self.template._why = why
-        self._sharding, self._parts = whole, parts
-        self._own = self._placeholder() if own is None else own
+        self._sharding = _with_layers(self.template._leaf_sharding)
+        if isinstance(moved, dict):
+            self._parts, self._own = moved, self._placeholder()
+        else:
+            self._own = moved
         values_changed()
 
     def _declare(self, like: Weight, sharding: Any, layout: DeviceMajor | None) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtype import DType
-from ..kernels import StackSlice
+from ..kernels import StackSlice, explicit
 from .device import DeviceRef
 from .layout import DeviceMajor
 from .placement import as_used, put, relaid
@@ -26,7 +26,7 @@ from .shape import Shape, StaticDim
 from .sharding import Segment as Segment  # MAX has both here
 from .sharding import ShardingStrategy as ShardingStrategy
 from .transpose import WeightTranspose as WeightTranspose
-from .value import TensorValue
+from .value import TensorValue, unwrap
 
 # What a copy of a Weight has in common with it.
 _SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
@@ -173,8 +173,10 @@ class Weight(TensorValue):
         return jax.ShapeDtypeStruct(self._leaf_dims, dtype, sharding=self._leaf_sharding)
 
     @property
-    def _leaf_dims(self) -> tuple[int, ...]:
-        """The sizes of the leaf."""
+    def _leaf_dims(self) -> Any:
+        """The sizes of the leaf; None while they are symbolic."""
+        if not all(isinstance(d, StaticDim) for d in self._dims):
+            return None
         sizes = tuple(int(d) for d in self._dims)
         return sizes if self._layout is None else self._layout.shape(sizes)
 
@@ -259,8 +261,10 @@ class Weight(TensorValue):
         """The logical shape, a new Shape at each reading."""
         leaf = self._leaf
         sizes = getattr(leaf, "shape", None)
-        if sizes is None or self._layout or any(not isinstance(d, StaticDim) for d in self._dims):
+        if sizes is None or any(not isinstance(d, StaticDim) for d in self._dims):
             return Shape(self._dims)
+        if self._layout is not None or isinstance(self._sharding, jax.sharding.NamedSharding):
+            return Shape(self._dims)  # the leaf may be a part of it, or arranged otherwise
         return Shape(sizes)
 
     @property
@@ -410,7 +414,7 @@ class Weight(TensorValue):
         if other:
             self._refuse_in_stack("another dtype")
         if self._sharding is not None:
-            value = put(self._arranged(value), self._leaf_sharding, self.name)
+            value = self._to_store(value)
         self._put(value)
         self._loaded_shape = None
         if other:
@@ -439,13 +443,19 @@ class Weight(TensorValue):
             leaf = self._read_source()
         return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
+    def _to_store(self, value: Any) -> Any:
+        """A value in logical order as it is stored, where it belongs."""
+        if self._layout is not None and getattr(value, "is_fully_addressable", False):
+            value = np.asarray(value)
+        return put(self._arranged(value), self._leaf_sharding, self.name)
+
     def _read_source(self) -> jax.Array:
         """Reads the data this weight was allocated from; it is its value from then on."""
         host = np.array(
             self._source
         )  # a copy: JAX on a CPU would share memory the user can write to
         with jax.ensure_compile_time_eval():
-            value = put(self._arranged(host), self._leaf_sharding, self.name)
+            value = self._to_store(host)
             self._put(value)
         self._source = None
         return value
@@ -457,11 +467,14 @@ class Weight(TensorValue):
             "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
         )
 
-    def _place(self, sharding: Any, why: str = "", layout: DeviceMajor | None = None) -> None:
-        """Puts the value, or the placeholder, on a jax Sharding; a stack places its own."""
-        moved = None
-        if self._home is None and not self._is_lazy:
-            moved = relaid(self._own, sharding, self._layout, layout, self.name)
+    def _moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
+        """The value as it would be stored on another Sharding; None for none, or if a stack has it."""
+        if self._home is not None or self._is_lazy:
+            return None
+        return relaid(self._own, sharding, self._layout, layout, name)
+
+    def _settle(self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any) -> None:
+        """Takes a placement over, with what :meth:`_moved` gave for it."""
         self._sharding, self._why, self._layout = sharding, why, layout
         if moved is not None:
             self._put(moved)
@@ -474,6 +487,17 @@ class Weight(TensorValue):
         """The transpose as a view: ``x @ w.T`` reaches ``kernels.matmul`` without one being made."""
         self.__jax_array__()
         return WeightTranspose(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)
+        except Exception as error:
+            if type(error).__name__ != "ShardingTypeError":
+                raise
+        # Of an explicitly placed array JAX cuts nothing across its devices: every one gets it.
+        array = self.__jax_array__()
+        cut = explicit.automatic(lambda a: unwrap(TensorValue(a)[key]), explicit.mesh_of(array), [])
+        return cut(array)
 
     # -- Python's protocols
 

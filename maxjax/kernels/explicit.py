@@ -50,6 +50,16 @@ def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def concatenate(arrays: Sequence[Any], axis: int) -> jax.Array:
+    """``jnp.concatenate`` of arrays of which one may be split along the axis and another not."""
+    mesh = mesh_of(*arrays)
+    if mesh is None:
+        return jax.numpy.concatenate(arrays, axis)
+    wanted = entries(arrays[0])
+    wanted[axis] = ()
+    return automatic(lambda *a: jax.numpy.concatenate(a, axis), mesh, wanted)(*arrays)
+
+
 def automatic(f: Callable[..., Any], mesh: Any, wanted: Sequence[Entry]) -> Callable[..., Any]:
     """``f`` with XLA deciding about everything inside it, and a result placed as wanted."""
     return jax.sharding.auto_axes(f, out_sharding=sharding(mesh, wanted))

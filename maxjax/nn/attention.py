@@ -300,7 +300,8 @@ class AttentionWithRope(Module):
             # Too few heads of keys to split: every device has all, and takes those of its queries.
             k, v = (jnp.repeat(a, self.n_heads // self.num_key_value_heads, axis=2) for a in (k, v))
         y = attention(q, k, v, self._sees(mask, q, k), scale=self.scale)  # [B, T, H, D]
-        y = y.reshape(*array.shape[:-1], self.n_heads * self.head_dim)
+        y = y.reshape(*tokens.shape[:-1], self.n_heads * self.head_dim)
+        y = y if array.ndim == 3 else y[0]
         return self.o_proj(TensorValue(y) if wraps(x) else y)
 
     def _projected(self, x: Any) -> list[jax.Array]:

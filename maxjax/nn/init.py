@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..graph.placement import out_of_memory
 from ..graph.stacked_weight import StackedWeight
 from ..graph.weight import Weight
 from .layer.module import Module
@@ -69,9 +70,15 @@ def init(
     def draw(key: jax.Array) -> list[jax.Array]:
         return [one.values(key) for one in plan]
 
-    for one, values in zip(
-        plan, jax.jit(draw, out_shardings=[d.sharding for d in plan])(key), strict=True
-    ):
+    run = jax.jit(draw, out_shardings=[one.sharding for one in plan])
+    try:
+        drawn = run(key)
+    except jax.errors.JaxRuntimeError as error:
+        largest = max(plan, key=lambda one: one.leaf.size)
+        raise out_of_memory(
+            error, largest.names[0], largest.leaf.shape, largest.leaf.dtype, largest.sharding
+        ) from error
+    for one, values in zip(plan, drawn, strict=True):
         one.store(values)
     return model
 

@@ -94,7 +94,7 @@ class StackedLinear(Module):
     def stacked_weight(self) -> TensorValue:
         """All weights, ``[sum(out_dims), in_dim]``, clipped if they are to be."""
         weights = [self.weight] if self.stacked else [getattr(self, n).weight for n in self.names]
-        array = jnp.concatenate([unwrap(w) for w in weights])
+        array = explicit.concatenate([unwrap(w) for w in weights], 0)
         if self.clip_weight is not None:
             array = jnp.clip(array, -self.clip_weight, self.clip_weight)
         return TensorValue(array)
@@ -105,12 +105,12 @@ class StackedLinear(Module):
         if not self.has_bias:
             return None
         biases = [self.bias] if self.stacked else [getattr(self, n).bias for n in self.names]
-        return TensorValue(jnp.concatenate([unwrap(b) for b in biases]))
+        return TensorValue(explicit.concatenate([unwrap(b) for b in biases], 0))
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, the maps in the order of their names."""
         apart = not self.stacked or self.weight._layout is not None
-        y = _side_by_side(self.apart(x)) if apart else self._product(x)
+        y = explicit.concatenate(self.apart(x), -1) if apart else self._product(x)
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:
@@ -143,12 +143,3 @@ class StackedLinear(Module):
         """The result of a call as the maps' own results, ``[..., out_dim]`` each."""
         ends = [sum(self.out_dims[: i + 1]) for i in range(len(self.out_dims) - 1)]
         return jnp.split(unwrap(y), ends, axis=-1)
-
-
-def _side_by_side(results: list[jax.Array]) -> jax.Array:
-    mesh = explicit.mesh_of(*results)
-    if mesh is None:
-        return jnp.concatenate(results, axis=-1)
-    # One may be split over the mesh and another not: neither is right for both.
-    wanted = [*explicit.entries(results[0])[:-1], ()]
-    return explicit.automatic(lambda *r: jnp.concatenate(r, axis=-1), mesh, wanted)(*results)

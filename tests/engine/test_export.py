@@ -39,6 +39,7 @@ from maxjax.errors import (
     CheckpointTruncatedError,
 )
 from maxjax.graph import DeviceRef, TensorType, TensorValue, Weight
+from maxjax.graph.mesh import make_mesh
 from maxjax.graph.weights import WeightData, load_weights
 from maxjax.models import BertConfig, BertModel
 from maxjax.storage.files import Limits
@@ -1086,3 +1087,20 @@ def test_a_header_reads_back(net_file):
     assert json.loads(json.dumps(header.json())) == json.loads(header_of(net_file))
     assert header.weights["embed.weight"].aliases == ("head.weight",)
     assert DType.of(header.weights["embed.weight"].kind.dtype) is DType.float32
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2}])
+def test_a_model_on_a_mesh_is_exported_for_one_device(tmp_path, stacked, sizes):
+    config = BertConfig(101, 32, 64, num_layers=2, num_heads=4)
+    model = init(BertModel(config), jax.random.key(0))
+    ids = np.ones((2, 3), np.int32)
+    want, values = model(ids), model.state_dict()
+    if stacked:
+        model.encoder.layer = model.encoder.layer.stack()
+    model.to(make_mesh(**sizes))
+    placed = [leaf.sharding for leaf in jax.tree.leaves(model)]
+    export(model, jax.ShapeDtypeStruct(ids.shape, np.int32), tmp_path / "p")
+    got = load_exported(tmp_path / "p")(values, ids)[0]
+    np.testing.assert_allclose(got, want.last_hidden_state, atol=1e-5)
+    assert [leaf.sharding for leaf in jax.tree.leaves(model)] == placed

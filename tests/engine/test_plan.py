@@ -169,9 +169,9 @@ def test_what_is_whole_on_every_device_is_listed_with_its_reason():
 def test_weights_in_the_memory_of_the_host_take_none_of_a_device():
     model = maxjax.init(mlp(), jax.random.key(0))
     mesh = real_mesh({"model": 2})
-    model.gate_proj.weight._place(
-        NamedSharding(mesh, PartitionSpec("model"), memory_kind="pinned_host")
-    )
+    place = NamedSharding(mesh, PartitionSpec("model"), memory_kind="pinned_host")
+    gate = model.gate_proj.weight
+    gate._settle(place, "", None, gate._moved(place, None, "gate_proj.weight"))
     found = plan(model)
     kinds = {kind.name: kind for kind in found.kinds}
     assert kinds["gate_proj.weight"].bytes_per_device == 0

@@ -136,7 +136,7 @@ def test_placed(held):
     s, weights = stack(held)
     device = jax.devices()[2]
     sharding = jax.sharding.SingleDeviceSharding(device)
-    s._place(sharding)
+    s._settle(sharding, "", None, s._moved(sharding, None, "w"))
     for w in weights:
         assert w.value is None or w.value.devices() == {device}
         w.value = jax.device_put(jnp.zeros(2), sharding)

@@ -53,12 +53,17 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
             else jax.sharding.SingleDeviceSharding(_device(first))
         )
         sharding = sharding if kind is None else sharding.with_memory_kind(kind)
-        for holder in module._mx_definition()[1]:
-            holder._place(sharding)
+        definition, holders = module._mx_definition()
+        named = zip(holders, definition.names, strict=True)
+        todo = [(holder, name, sharding, "", None) for holder, name in named]
     else:
-        for one in plan_places(module, mesh, strategy, rules):
-            sharding = NamedSharding(mesh, one.placed.spec, memory_kind=kind)
-            one.holder._place(sharding, one.placed.why, one.placed.layout)
+        todo = []
+        for holder, name, _, (spec, why, layout) in plan_places(module, mesh, strategy, rules):
+            todo.append((holder, name, NamedSharding(mesh, spec, memory_kind=kind), why, layout))
+    # All of them or none: a device may have no room for the last.
+    moved = [holder._moved(sharding, layout, name) for holder, name, sharding, _, layout in todo]
+    for (holder, _, sharding, why, layout), leaf in zip(todo, moved, strict=True):
+        holder._settle(sharding, why, layout, leaf)
     structure_changed()
 
 
@@ -110,7 +115,11 @@ def plan_places(
     Raises:
         UserInputError, NotImplementedError: As of ``graph.placement.place``.
     """
-    if rules is None:
+    if rules is not None and not isinstance(rules, Mapping):
+        raise UserInputError(
+            f"rules= is a table: pattern of names to PartitionSpec; not {type(rules).__name__}"
+        )
+    if not rules:
         check_mesh(mesh)
     if strategy is not None:
         _check_strategy(strategy, mesh)
