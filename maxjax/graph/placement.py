@@ -456,11 +456,8 @@ def on_mesh(
         return mapped
 
     def run(*arrays: Any) -> Any:
-        placed = [
-            jax.sharding.reshard(a, NamedSharding(mesh, spec))
-            for a, spec in zip(arrays, specs, strict=True)
-        ]
-        return mapped(*placed)
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tuple(specs))
+        return mapped(*jax.tree.map(jax.sharding.reshard, arrays, places))
 
     return run
 

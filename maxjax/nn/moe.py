@@ -20,8 +20,9 @@ from ..graph.device import DeviceRef
 from ..graph.placement import EXPERTS, axis_of, batch_axes, is_manual, mesh_of, on_mesh, split_over
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
-from ..kernels import explicit
+from ..kernels import explicit, matmul
 from .layer import LayerList, Module
+from .layer.definition import rebuild
 from .linear import Linear, linear_rules
 from .mlp import MLP, gated
 
@@ -191,42 +192,65 @@ class MoE(Module):
 
     def _mixed(self, array: jax.Array) -> jax.Array:
         tokens = array.reshape(-1, array.shape[-1])  # [N, E]
-        chosen, shares = map(unwrap, self.gate(tokens))
-        run = self._sorted if _are_plain(self.experts) else self._one_by_one
-        y = run(tokens, chosen, shares.astype(jnp.float32))  # [N, E] in float32
-        if self.has_shared_experts:
-            y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
+        mesh, axes = self._split() if _are_plain(self.experts) else (None, ())
+        if mesh is not None:
+            y = self._on_mesh(tokens, mesh, axes)
+        else:
+            chosen, shares = map(unwrap, self.gate(tokens))
+            shares = shares.astype(jnp.float32)
+            if _are_plain(self.experts):
+                y = _mixture(tokens, chosen, shares, *self._stacked(), self._activation)
+            else:
+                y = self._one_by_one(tokens, chosen, shares)
+            if self.has_shared_experts:
+                y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
         return y.astype(array.dtype).reshape(array.shape)
 
-    def _sorted(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
-        """Each expert's tokens as neighbouring rows of one matrix."""
+    def _stacked(self) -> tuple[jax.Array, jax.Array]:
+        """Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``."""
         pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self.experts]
-        both = jnp.stack([jnp.stack(pair) for pair in pairs])  # [X, 2, F, E]
-        down = self.down_proj.value  # [X, E, F]
-        kind = self.experts[0].activation_function
-        mesh, axes = self._split()
-        if mesh is None:
-            return _mixture(x, chosen, shares, both, down, kind)
-        rows = batch_axes(mesh, x.shape[0], ("data", "fsdp", "seq"))
+        return jnp.stack([jnp.stack(pair) for pair in pairs]), self.down_proj.value
 
-        def local(x: Any, chosen: Any, shares: Any, both: Any, down: Any) -> jax.Array:
-            y = _mixture(x, chosen, shares, both, down, kind)
+    @property
+    def _activation(self) -> str:
+        return self.experts[0].activation_function
+
+    def _on_mesh(self, tokens: jax.Array, mesh: Any, axes: tuple[str, ...]) -> jax.Array:
+        """Each device chooses for the tokens it has, and works on its part of every expert.
+
+        What the devices have is summed once, with the shared expert's part.
+        """
+        definition, holders = self.gate._mx_definition()
+        gate = [holder._used() for holder in holders]
+        shared = [self.shared_experts] if self.has_shared_experts else []
+        fused = shared and _are_plain(shared) and _split_of(shared, mesh) == {axes}
+        weights = [unwrap(m.weight) for e in shared if fused for m in _maps(e)]
+
+        def local(gate: Any, x: Any, both: Any, down: Any, weights: Any) -> jax.Array:
+            chosen, shares = map(unwrap, rebuild(definition, gate)(x))
+            y = _mixture(x, chosen, shares.astype(jnp.float32), both, down, self._activation)
+            if fused:
+                kind = shared[0].activation_function
+                h = gated(matmul(x, weights[0]), matmul(x, weights[1]), kind, 0.0)
+                y = y + jnp.einsum("nf,ef->ne", h, weights[2].astype(h.dtype),
+                                   preferred_element_type=jnp.float32)  # fmt: skip
             return jax.lax.psum(y, axes) if axes else y
 
-        # Each device sorts the tokens that it has, and works on its part of every expert.
-        specs = (P(rows), P(rows), P(rows), P(None, None, axes), P(None, None, axes))
-        return on_mesh(local, mesh, specs, P(rows))(x, chosen, shares, both, down)
+        rows = batch_axes(mesh, tokens.shape[0], ("data", "fsdp", "seq"))
+        one = [P(axes), P(axes), P(None, axes)] if fused else []
+        specs = ([P()] * len(gate), P(rows), P(None, None, axes), P(None, None, axes), one)
+        y = on_mesh(local, mesh, specs, P(rows))(gate, tokens, *self._stacked(), weights)
+        if shared and not fused:
+            y = y + unwrap(shared[0](tokens)).astype(jnp.float32)
+        return y
 
     def _split(self) -> tuple[Any, tuple[str, ...]]:
         """The mesh of the experts, and its axes that their inner features are split over."""
-        maps = [(m.weight, axis) for e in self.experts
-                for m, axis in ((e.gate_proj, 0), (e.up_proj, 0), (e.down_proj, 1))]  # fmt: skip
-        mesh = mesh_of([weight.sharding for weight, _ in maps])
-        fsdp = None if mesh is None else axis_of(mesh, "fsdp")  # over which weights are gathered
-        found = {tuple(name for name in split_over(weight, axis) if name != fsdp) for weight, axis in maps}  # fmt: skip
-        if mesh is None or len(found) != 1 or any(map(is_manual, mesh.axis_names)):
+        mesh = mesh_of([m.weight.sharding for e in self.experts for m in _maps(e)])
+        if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
-        return mesh, found.pop()
+        found = _split_of(self.experts, mesh)
+        return (mesh, found.pop()) if len(found) == 1 else (None, ())
 
     def sharding_rules(self) -> dict[str, Any]:
         """Every expert's inner features over the axes ``expert`` and ``model`` together.
@@ -239,6 +263,10 @@ class MoE(Module):
             for name in ("gate_proj", "up_proj"):
                 rules |= linear_rules(f"experts.{i}.{name}", rows, EXPERTS)
             rules |= linear_rules(f"experts.{i}.down_proj", columns, EXPERTS)
+        if self.has_shared_experts:
+            for name in ("gate_proj", "up_proj"):
+                rules |= linear_rules(f"shared_experts.{name}", rows, EXPERTS)
+            rules |= linear_rules("shared_experts.down_proj", columns, EXPERTS)
         return rules
 
     @property
@@ -289,7 +317,21 @@ def _mixture(
     return jnp.sum(y * shares[..., None], axis=1)
 
 
-def _are_plain(experts: LayerList) -> bool:
+def _maps(mlp: Any) -> tuple[Any, Any, Any]:
+    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _split_of(mlps: Any, mesh: Any) -> set[tuple[str, ...]]:
+    """The axes that the inner features of MLPs are split over: one entry, if all are alike."""
+    fsdp = axis_of(mesh, "fsdp")  # over which weights are gathered
+    return {
+        tuple(name for name in split_over(m.weight, axis) if name != fsdp)
+        for mlp in mlps
+        for m, axis in zip(_maps(mlp), (0, 0, 1), strict=True)
+    }
+
+
+def _are_plain(experts: Any) -> bool:
     """Whether the experts are equal MLPs of three bare matrices each."""
     kinds = {(e.feed_forward_length, e.activation_function) if type(e) is MLP else None for e in experts}  # fmt: skip
     return len(kinds) == 1 and all(
