@@ -31,7 +31,8 @@ FLOORS: list[list[str]] = [
     # 3 graph: what a weight is and where it lives
     files(
         "graph/",
-        "mesh sharding layout placement symbolic tensor_type operators value transpose weight shard stacked_weight",
+        "mesh sharding layout placement placed symbolic tensor_type operators value transpose weight"
+        " shard stacked_weight",
     )
     + ["graph/weights/"]
     + files("graph/", "subgraph jaxpr reroll graph")
@@ -39,7 +40,9 @@ FLOORS: list[list[str]] = [
     + files("graph/", "compile_cache binding program __init__"),
     # 4 nn: the container calculus, then layers
     ["nn/layer/"]
-    + files("nn/", "hooks stack init activation identity linear stacked_linear embedding parallel norm")
+    + files(
+        "nn/", "hooks stack init activation identity linear stacked_linear embedding parallel norm"
+    )
     + files("nn/", "rope_scaling rotary_embedding attention mlp moe transformer")
     + files("nn/", "kv_cache conv conv_transpose __init__"),
     # 5 models: one file per family

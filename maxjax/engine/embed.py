@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..errors import UnsupportedModelError, UserInputError
-from ..graph.placement import batch_axes, mesh_of, put
+from ..graph.placed import put
+from ..graph.placement import batch_axes, mesh_of
 from .pooling import Pooling, pool
 from .tokenizer import Tokenizer, Tokens
 

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import OutOfMemoryError, UserInputError
-from ..kernels import explicit
+from ..errors import UserInputError
 from .layout import DeviceMajor
 from .mesh import AXES, axis_name
 from .sharding import ByModule, Segmented, ShardingStrategy, _Ranges
@@ -125,7 +121,7 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
     if split is None and not any(reasons):
         reasons.append("no strategy")
     why = "; ".join(reason for reason in reasons if reason)
-    return Placed(_spec(entries), why, _layout(split, entries, mesh))
+    return Placed(spec_of(entries), why, _layout(split, entries, mesh))
 
 
 def _tensor(
@@ -209,7 +205,7 @@ def _fully(shape: Sequence[int], fsdp: str, n: int, entries: list[tuple[str, ...
     return f"axis {axis} over {fsdp}={n}"
 
 
-def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+def spec_of(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
 
 
@@ -225,7 +221,7 @@ def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> PartitionSp
             isinstance(kind, str) for kind in (entry if type(entry) is tuple else [entry or ""])
         ):
             raise UserInputError(f"weight '{name}': {entry!r} in its spec is no axis of a mesh")
-        for kind in _names(entry):
+        for kind in names_in(entry):
             found = axis_of(mesh, kind)
             if found is None:
                 raise UserInputError(
@@ -244,132 +240,11 @@ def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> PartitionSp
         raise UserInputError(
             f"weight '{name}': the spec {tuple(wish)} uses an axis of the mesh twice"
         )
-    return _spec(entries)
+    return spec_of(entries)
 
 
-def put(array: Any, sharding: Any, name: str = "") -> Any:
-    """The array, of the host or of devices, on a Sharding; None leaves the place to JAX.
-
-    Raises:
-        OutOfMemoryError: A device cannot hold its part; weight and bytes are named.
-    """
-    if isinstance(array, Tracer):
-        return array
-    try:
-        if getattr(sharding, "is_fully_addressable", True):
-            held = getattr(array, "sharding", None)
-            if held is not None and held.memory_kind != getattr(sharding, "memory_kind", None):
-                # From one kind of memory to another JAX moves only what stays on its devices.
-                array = jax.device_put(array, held.with_memory_kind("device"))
-            return jax.device_put(array, sharding)
-        # Of several processes each gives what its own devices hold: nothing is compared or sent.
-        host = np.asarray(array)
-        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
-    except jax.errors.JaxRuntimeError as error:
-        raise out_of_memory(error, name, array.shape, array.dtype, sharding) from error
-
-
-def relaid(
-    array: Any, sharding: Any, before: DeviceMajor | None, after: DeviceMajor | None, name: str
-) -> Any:
-    """A stored value, stored in another layout on another Sharding (of the logical value)."""
-    if before == after:
-        where = sharding if after is None else after.sharding(sharding)
-        return put(array, where, name)
-    # Between explicitly placed arrays of two meshes only the host can mediate.
-    logical = np.asarray(array) if array.is_fully_addressable else array
-    logical = logical if before is None else before.restore(logical)
-    if after is None:
-        return put(logical, sharding, name)
-    return put(after.arrange(logical), after.sharding(sharding), name)
-
-
-def out_of_memory(
-    error: Exception, name: str, shape: Sequence[int], dtype: Any, sharding: Any
-) -> Exception:
-    """What to raise for an error of XLA: OutOfMemoryError if it is one, else the error itself."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        return error
-    itemsize = jax.numpy.dtype(dtype).itemsize
-    part = held_bytes(sharding, shape, itemsize)
-    device = (
-        min(sharding.device_set, key=lambda d: d.id) if sharding is not None else jax.devices()[0]
-    )
-    stats = (device.memory_stats() or {}) if hasattr(device, "memory_stats") else {}
-    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-    return OutOfMemoryError(
-        f"weight '{name}': each device needs {part:,} bytes for its part of {list(shape)} {dtype}"
-        + (f", and {device.platform}:{device.id} has {free:,} free" if free > 0 else "")
-        + ". maxjax.plan(model, mesh) shows what another mesh or dtype would need."
-    )
-
-
-def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
-    """A weight's array as operations are to see it: whole, and in the devices' own memory.
-
-    Inside ``shard_map`` a weight is only its part: it is gathered. One that is split over
-    ``fsdp``, which the batch is split over too, is gathered where it is used. One that lies
-    in the host's memory comes to the devices.
-
-    Args:
-        dims: The whole's sizes, if they are known.
-    """
-    if sharding.memory_kind not in (None, "device"):
-        array = _on_device(array, sharding)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return array
-    traced = isinstance(array, Tracer)
-    if traced and dims is not None and array.shape != tuple(dims):
-        for axis, names in enumerate(sharding.spec):
-            if names is not None and array.shape[axis] != dims[axis]:
-                array = jax.lax.all_gather(array, names, axis=axis, tiled=True, to="invarying")
-        return array
-    return _gathered(array, sharding, traced)
-
-
-def _on_device(array: Any, sharding: Any) -> Any:
-    if isinstance(array, Tracer):
-        return jax.device_put(array, jax.memory.Space.Device)
-    return jax.device_put(array, sharding.with_memory_kind("device"))
-
-
-def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
-    """The array split as its sharding says, but not over ``fsdp``.
-
-    The first constraint is for what comes back: XLA is free to split gradients in any way.
-    """
-    mesh = sharding.mesh
-    context = jax.sharding.get_abstract_mesh()
-    if context.axis_names == mesh.axis_names:
-        mesh = context  # whose axes may be of another type here
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    fsdp = axis_of(mesh, "fsdp")
-    if AxisType.Manual in types.values():
-        return array
-    if AxisType.Explicit in types.values() and explicit.mesh_of(array) is not None:
-        found = explicit.entries(array)
-        if not any(fsdp in entry for entry in found):
-            return array
-        kept = [tuple(name for name in entry if name != fsdp) for entry in found]
-        return jax.sharding.reshard(array, explicit.sharding(explicit.mesh_of(array), kept))
-    if not traced or array.ndim != len(sharding.spec):
-        return array
-    spec = [tuple(n for n in _names(entry) if types[n] is AxisType.Auto) for entry in sharding.spec]
-    array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _spec(spec)))
-    if not any(fsdp in entry for entry in spec):
-        return array
-    whole = [tuple(name for name in entry if name != fsdp) for entry in spec]
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, _spec(whole)))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
+def names_in(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def is_manual(axis: str) -> bool:
-    """Whether the code being traced runs inside a ``shard_map`` over the axis."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return axis in getattr(mesh, "manual_axes", ())
 
 
 def by_pattern(rules: Mapping[str, Any], name: str) -> tuple[bool, Any]:
@@ -383,11 +258,6 @@ def by_pattern(rules: Mapping[str, Any], name: str) -> tuple[bool, Any]:
         if fnmatch.fnmatchcase(name, pattern):
             return True, wish
     return False, None
-
-
-def sharding(mesh: Any, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
-    """The jax Sharding of a weight."""
-    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def parts(weight: Any, axis: int) -> int:
@@ -407,7 +277,7 @@ def split_over(weight: Any, axis: int) -> tuple[str, ...]:
     where = getattr(weight, "sharding", None)
     if not isinstance(where, NamedSharding) or axis >= len(where.spec):
         return ()
-    return _names(where.spec[axis])
+    return names_in(where.spec[axis])
 
 
 def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -> tuple[str, ...]:
@@ -425,41 +295,6 @@ def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -
         if axis is not None and count % (n * mesh.shape[axis]) == 0:
             found = (*found, axis)
     return found
-
-
-def last_axis_whole(array: jax.Array, weight: Any, axis: int = -1) -> jax.Array:
-    """``array`` with its last axis on every device, where an axis of ``weight`` is split.
-
-    Otherwise XLA might split it too, and everything that comes of it.
-    """
-    names = split_over(weight, axis % len(weight.shape))
-    if not names or not isinstance(array, Tracer) or any(map(is_manual, names)):
-        return array
-    mesh = weight.sharding.mesh
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(types[name] is not AxisType.Auto for name in names):
-        return array
-    free = (PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*free, None)))
-
-
-def on_mesh(
-    f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: PartitionSpec
-) -> Callable[..., Any]:
-    """``jax.shard_map`` of arrays that lie in any way on the mesh, or nowhere in particular."""
-    context = jax.sharding.get_abstract_mesh()
-    if context.axis_names == mesh.axis_names:
-        mesh = context  # whose axes may be of another type here
-    explicit = AxisType.Explicit in mesh.axis_types
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
-    if not explicit:
-        return mapped
-
-    def run(*arrays: Any) -> Any:
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tuple(specs))
-        return mapped(*jax.tree.map(jax.sharding.reshard, arrays, places))
-
-    return run
 
 
 def held_bytes(sharding: Any, shape: Sequence[int], itemsize: int) -> int:

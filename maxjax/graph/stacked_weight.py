@@ -18,7 +18,7 @@ import numpy as np
 
 from ..kernels import StackSlice
 from .layout import DeviceMajor
-from .placement import put, relaid
+from .placed import put, relaid
 from .weight import Weight, standing_for, values_changed
 
 

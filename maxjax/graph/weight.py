@@ -20,7 +20,7 @@ from ..dtype import DType
 from ..kernels import StackSlice, explicit
 from .device import DeviceRef
 from .layout import DeviceMajor
-from .placement import as_used, put, relaid
+from .placed import as_used, put, relaid
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
 from .sharding import Segment as Segment  # MAX has both here

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement import Split, last_axis_whole, parts
+from ..graph.placed import last_axis_whole
+from ..graph.placement import Split, parts
 from ..graph.sharding import Segment, ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..kernels import explicit

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
-from ..graph.placement import Split, last_axis_whole
+from ..graph.placed import last_axis_whole
+from ..graph.placement import Split
 from ..graph.quantization import QuantizationEncoding
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, wraps

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.placement import out_of_memory
+from ..graph.placed import out_of_memory
 from ..graph.stacked_weight import StackedWeight
 from ..graph.weight import Weight
 from .layer.module import Module

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
-from ..graph.placement import EXPERTS, axis_of, batch_axes, is_manual, mesh_of, on_mesh, split_over
+from ..graph.placed import is_manual, on_mesh
+from ..graph.placement import EXPERTS, axis_of, batch_axes, mesh_of, split_over
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..kernels import explicit, matmul

@@ -9,18 +9,8 @@ from jax.sharding import PartitionSpec as P
 from maxjax.errors import OutOfMemoryError, UserInputError
 from maxjax.graph import DeviceRef, Segment, ShardingStrategy, Weight
 from maxjax.graph.mesh import make_mesh
-from maxjax.graph.placement import (
-    EXPERTS,
-    Split,
-    as_used,
-    batch_axes,
-    by_pattern,
-    check_mesh,
-    out_of_memory,
-    parts,
-    place,
-    put,
-)  # fmt: skip
+from maxjax.graph.placed import as_used, out_of_memory, put
+from maxjax.graph.placement import EXPERTS, Split, batch_axes, by_pattern, check_mesh, parts, place
 
 S = ShardingStrategy
 

@@ -17,7 +17,7 @@ from ...errors import OutOfMemoryError
 from ...storage.files import aligned_empty
 from ...storage.regions import Box, Part
 from ..layout import DeviceMajor
-from ..placement import out_of_memory
+from ..placed import out_of_memory
 from .weight_data import WeightData
 
 # Pieces that are only on their way, to be converted or sent to a device, take no more than this.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...graph.binding import default_device
-from ...graph.placement import put
+from ...graph.placed import put
 from ...graph.shape import StaticDim
 from ...graph.stacked_weight import StackedWeight
 from ...graph.weights import read_all

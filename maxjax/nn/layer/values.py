@@ -18,7 +18,7 @@ import numpy as np
 
 from ...driver import Buffer, DLPackArray
 from ...dtype import DType
-from ...graph.placement import put
+from ...graph.placed import put
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Dim, Shape, StaticDim
 from ...graph.weight import Weight
