@@ -76,8 +76,20 @@ def test_rows_and_shapes():
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
-    "sizes", [{"model": 2}, {"model": 4}, {"model": 8}, {"data": 2, "model": 4}, {"fsdp": 2, "model": 2}]
-)  # fmt: skip
+    "sizes",
+    [
+        {"model": 4},
+        *(
+            pytest.param(sizes, marks=pytest.mark.slow)
+            for sizes in (
+                {"model": 2},
+                {"model": 8},
+                {"data": 2, "model": 4},
+                {"fsdp": 2, "model": 2},
+            )
+        ),
+    ],
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
     model = placed(stacked, **sizes, kind=kind)
@@ -123,6 +135,7 @@ def test_one_device_holds_its_heads():
     np.testing.assert_array_equal(mine, VALUES[QKV][rows])
 
 
+@pytest.mark.slow
 def test_drawn_on_the_mesh_it_is_the_same():
     for stacked in (False, True):
         model = maxjax.init(Net(stacked).to(maxjax.make_mesh(model=4)), jax.random.key(0))
@@ -154,6 +167,7 @@ def test_moved_assigned_copied():
     assert "qkv_proj.weight" in stack.layers.unstack()[1].raw_state_dict()
 
 
+@pytest.mark.slow
 def test_gradients():
     def loss(model, x):
         return (model(x) ** 2).sum()
