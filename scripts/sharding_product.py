@@ -4,7 +4,7 @@ Every model is run on every mesh over the axes data, fsdp, expert, seq and model
 1 to 8, with Auto and with Explicit axes, with and without `jax.set_mesh`, with and without
 `jax.jit` (eagerly and from NumPy arrays on a quarter of them), and compared with the same model
 on one device. Eight fake devices of the CPU; one line for each model, and exit 1 on any failure.
-About half an hour with two processes on two cores, `--quick` half a minute.
+About an hour with two processes on two cores, `--quick` half a minute.
 
     .venv/bin/python scripts/sharding_product.py --quick
     .venv/bin/python scripts/sharding_product.py --only moe,bert --jobs 1
@@ -384,7 +384,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a sample of half a minute")
     parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--minutes", type=float, default=30.0, help="give up after so many")
+    parser.add_argument("--minutes", type=float, default=60.0, help="give up after so many")
     parser.add_argument("--shown", type=int, default=5, help="failures shown for each model")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
