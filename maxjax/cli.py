@@ -22,6 +22,7 @@ from typing import Any
 
 from . import __version__
 from .cli_plan import plan, plan_arguments
+from .columns import columns, visible
 from .errors import CheckpointError, UnsupportedModelError, UserInputError
 
 # What a user can meet without a defect in maxjax: the message alone says enough.
@@ -141,22 +142,22 @@ def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
-    yield from _columns(
+    yield from columns(
         [["name", "dtype", "shape", "bytes", "file"]]
         + [
             [
-                _visible(tensor["name"]),
+                visible(tensor["name"]),
                 tensor["dtype"],
                 "x".join(map(str, tensor["shape"])) or "scalar",
                 f"{tensor['bytes']:,}",
-                _visible(os.path.basename(tensor["file"])),
+                visible(os.path.basename(tensor["file"])),
             ]
             for tensor in document["tensors"]
         ],
         right={3},
     )
     yield ""
-    yield from _columns(
+    yield from columns(
         [["dtype", "tensors", "values", "bytes"]]
         + [
             [row["dtype"], *(f"{row[key]:,}" for key in ("tensors", "values", "bytes"))]
@@ -164,20 +165,6 @@ def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
         ],
         right={1, 2, 3},
     )
-
-
-def _columns(rows: list[list[str]], right: set[int]) -> Iterator[str]:
-    """The rows as lines of equally wide columns, those in ``right`` aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        padded = [f"{c:>{w}}" if i in right else f"{c:<{w}}" for i, (c, w) in enumerate(cells)]
-        yield "  ".join(padded).rstrip()
-
-
-def _visible(text: str) -> str:
-    """``text`` with control characters escaped: a tensor's name must not steer a terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 # --- maxjax embed -------------------------------------------------------------------------
@@ -294,7 +281,7 @@ def _env_lines(found: dict[str, Any]) -> Iterator[str]:
 
 def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
     yield title
-    yield from (f"  {line}" for line in _columns(rows, right=set()))
+    yield from (f"  {line}" for line in columns(rows, right=set()))
 
 
 _ARGUMENTS = {

@@ -22,7 +22,8 @@ def files(folder: str, names: str) -> list[str]:
 
 FLOORS: list[list[str]] = [
     # 0 words: what the rest is written in
-    files("", "errors distributed dtype driver") + files("graph/", "dim shape device quantization"),
+    files("", "errors columns distributed dtype driver")
+    + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
     files("storage/", "files durable sniff jsonscan jsontext table blocks regions")
     + files("storage/", "safetensors gguf pytorch npz shards index __init__"),

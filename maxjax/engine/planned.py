@@ -1,14 +1,16 @@
 """Floor 6. Plan: what a model takes on each device, as plain data and as a table to read.
 
-Below: nothing. Above: plan, which makes it.
+Below: columns. Above: plan, which makes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from ..columns import columns, visible
 
 
 @dataclass(frozen=True)
@@ -119,38 +121,24 @@ def _lines(plan: Plan) -> Iterator[str]:
         rows.append(["fits", {True: "yes", False: "no", None: "not known"}[plan.fits]])
     if plan.fits is False:
         rows.append(["what fits", str(plan.suggestion or "no mesh or dtype that was tried")])
-    yield from _columns(rows, right=())
+    yield from columns(rows, right=())
     yield ""
     head = ["name", "count", "dtype", "shape", "spec", "bytes", "per device", "why"]
     table = [
-        [_visible(k.name), f"{k.count:,}", k.dtype, "x".join(map(str, k.shape)) or "scalar",
+        [visible(k.name), f"{k.count:,}", k.dtype, "x".join(map(str, k.shape)) or "scalar",
          k.spec, f"{k.bytes:,}", f"{k.bytes_per_device:,}", k.why]
         for k in plan.kinds
     ]  # fmt: skip
-    yield from _columns([head, *table], right=(1, 5, 6))
+    yield from columns([head, *table], right=(1, 5, 6))
     if plan.replicated:
         yield from ("", "whole on every device")
-        rows = [[f"  {_visible(k.name)}", f"{k.bytes:,}", k.why] for k in plan.replicated]
-        yield from _columns(rows, right=(1,))
+        rows = [[f"  {visible(k.name)}", f"{k.bytes:,}", k.why] for k in plan.replicated]
+        yield from columns(rows, right=(1,))
     if plan.largest:
         yield from ("", "largest")
-        rows = [[f"  {_visible(name)}", f"{nbytes:,}"] for name, nbytes in plan.largest]
-        yield from _columns(rows, right=(1,))
+        rows = [[f"  {visible(name)}", f"{nbytes:,}"] for name, nbytes in plan.largest]
+        yield from columns(rows, right=(1,))
     yield from (f"\nnote: {note}" for note in plan.notes)
-
-
-def _columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
-    """The rows as lines of equally wide columns, those in ``right`` aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{c:>{w}}" if i in right else f"{c:<{w}}"
-                 for i, (c, w) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
-        yield "  ".join(cells).rstrip()
-
-
-def _visible(text: str) -> str:
-    """Control characters escaped: a tensor's name must not steer a terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _mesh_text(mesh: dict[str, int], devices: int) -> str:

@@ -111,10 +111,7 @@ def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
 
     The first constraint is for what comes back: XLA is free to split gradients in any way.
     """
-    mesh = sharding.mesh
-    context = jax.sharding.get_abstract_mesh()
-    if context.axis_names == mesh.axis_names:
-        mesh = context  # whose axes may be of another type here
+    mesh = _as_it_is_here(sharding.mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     fsdp = axis_of(mesh, "fsdp")
     if AxisType.Manual in types.values():
@@ -135,6 +132,12 @@ def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
         return array
     whole = [tuple(name for name in entry if name != fsdp) for entry in spec]
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(whole)))
+
+
+def _as_it_is_here(mesh: Any) -> Any:
+    """The mesh of the code being traced, if it is this one: its axes may be of another type there."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if context.axis_names == mesh.axis_names else mesh
 
 
 def is_manual(axis: str) -> bool:
@@ -163,9 +166,7 @@ def on_mesh(
     f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: PartitionSpec
 ) -> Callable[..., Any]:
     """``jax.shard_map`` of arrays that lie in any way on the mesh, or nowhere in particular."""
-    context = jax.sharding.get_abstract_mesh()
-    if context.axis_names == mesh.axis_names:
-        mesh = context  # whose axes may be of another type here
+    mesh = _as_it_is_here(mesh)
     explicit = AxisType.Explicit in mesh.axis_types
     mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
     if not explicit:

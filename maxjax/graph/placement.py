@@ -108,7 +108,7 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
         raise UserInputError(
             f"weight '{name}': a rule is a PartitionSpec, a ShardingStrategy or None, not {wish!r}"
         )
-    if isinstance(wish, PartitionSpec) or (type(wish) is tuple and not isinstance(wish, Split)):
+    if isinstance(wish, PartitionSpec) or type(wish) is tuple:
         return Placed(_given(name, shape, wish, mesh), "as given")
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
@@ -145,7 +145,7 @@ def _tensor(
             return "; ".join([*problems, f"axis {axis} over {sizes}"])
         count = f"the {units} {unit}" if unit == "heads" else f"the {units} {unit} of axis {axis}"
         problems.append(f"{count} do not divide by {sizes}")
-    return problems[0] if len(problems) == 1 else "; ".join(problems)
+    return "; ".join(problems)
 
 
 def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajor | None:

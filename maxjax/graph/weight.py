@@ -425,7 +425,7 @@ class Weight(TensorValue):
         return self._in_order(self._used())
 
     def _used(self) -> Any:
-        """What is stored, where operations can use it: see ``placement.as_used``."""
+        """What is stored, where operations can use it: see ``placed.as_used``."""
         array = self._array()
         if self._sharding is None:
             return array

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
+from ..graph.placement import TENSOR
 from ..graph.quantization import QuantizationEncoding
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
@@ -81,12 +82,7 @@ class MLP(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Gate and up by rows, down by columns: one sum over the devices at the end."""
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return (
-            linear_rules("gate_proj", rows)
-            | linear_rules("up_proj", rows)
-            | linear_rules("down_proj", columns)
-        )
+        return mlp_rules("", TENSOR)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
@@ -119,6 +115,16 @@ class MLP(Module):
         gate, up = unwrap(self.gate_proj(x)), unwrap(self.up_proj(x))  # [..., feed_forward_length]
         h = gated(gate, up, self.activation_function, self.swiglu_limit)
         return self.down_proj(TensorValue(h) if wraps(x) else h)
+
+
+def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
+    """Sharding rules of the MLP below an attribute path, over some kinds of mesh axes."""
+    rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+    return (
+        linear_rules(f"{path}gate_proj", rows, over)
+        | linear_rules(f"{path}up_proj", rows, over)
+        | linear_rules(f"{path}down_proj", columns, over)
+    )
 
 
 def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:

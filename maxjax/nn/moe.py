@@ -25,7 +25,7 @@ from ..kernels import explicit, matmul
 from .layer import LayerList, Module
 from .layer.definition import rebuild
 from .linear import Linear, linear_rules
-from .mlp import MLP, gated
+from .mlp import MLP, gated, mlp_rules
 
 # What becomes of the scores [..., X]: (all of them, the k highest) → shares [..., k].
 _SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -258,16 +258,11 @@ class MoE(Module):
 
         So all devices have the same work, whatever experts the tokens choose.
         """
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules = linear_rules("gate.gate_score", ShardingStrategy.replicate(1))
         for i in range(len(self.experts)):
-            for name in ("gate_proj", "up_proj"):
-                rules |= linear_rules(f"experts.{i}.{name}", rows, EXPERTS)
-            rules |= linear_rules(f"experts.{i}.down_proj", columns, EXPERTS)
+            rules |= mlp_rules(f"experts.{i}.", EXPERTS)
         if self.has_shared_experts:
-            for name in ("gate_proj", "up_proj"):
-                rules |= linear_rules(f"shared_experts.{name}", rows, EXPERTS)
-            rules |= linear_rules("shared_experts.down_proj", columns, EXPERTS)
+            rules |= mlp_rules("shared_experts.", EXPERTS)
         return rules
 
     @property

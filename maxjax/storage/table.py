@@ -8,7 +8,7 @@ which would die with the file. Below: files. Above: regions, the formats, graph.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -91,13 +91,11 @@ class TensorTable:
         names: Iterable[str] | None = None,
         *,
         threads: int | None = None,
-        into: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Reads ``names`` (default: all) with parallel reads; the dict is in their order.
 
         Takes the memory of the arrays and at most ``threads`` × 16 MiB beside it. ``threads``
-        is by default the number of cores, at most 8. ``into`` gives uint8 memory for some of
-        them, of exactly the size of the array and at any address.
+        is by default the number of cores, at most 8.
 
         Raises:
             CheckpointTruncatedError: The file is shorter than it was.
@@ -108,7 +106,7 @@ class TensorTable:
         """
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
-        arrays, jobs = _plan(entries, self.files, into or {})
+        arrays, jobs = _plan(entries, self.files)
         nbytes = sum(view.nbytes for job in jobs for view in job.views)
         run_jobs(_read, jobs, nbytes, threads)
         for number in {entry.file for entry in entries}:
@@ -149,7 +147,7 @@ class _Job:
 
 
 def _plan(
-    entries: list[TensorEntry], files: list[OpenFile], into: Mapping[str, np.ndarray]
+    entries: list[TensorEntry], files: list[OpenFile]
 ) -> tuple[dict[str, np.ndarray], list[_Job]]:
     """The arrays, still empty, and the reads that fill them, in the order of the files."""
     arrays: dict[str, np.ndarray] = {}
@@ -161,12 +159,8 @@ def _plan(
         length = -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         if length > SMALL_BYTES or entry.dtype is DType.float4_e2m1fn:
             scale = 2 if entry.dtype is DType.float4_e2m1fn else 1
-            given = into.get(entry.name)
-            memory = _allocate(scale * entry.nbytes, entry, files) if given is None else given
+            memory = _allocate(scale * entry.nbytes, entry, files)
             jobs.extend(_blocks(entry, files[entry.file], memory))
-        elif entry.name in into:
-            memory = into[entry.name]
-            _append_small(jobs, entry, files[entry.file], memory)
         else:
             if used + length > len(slab):
                 nbytes = SLAB_BYTES if len(entries) > 1 else length

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -62,10 +62,8 @@ class _Family:
             array = self.seen[name] = self.open_table().read(name)
         return array
 
-    def read_many(
-        self, names: list[str], *, into: Mapping[str, np.ndarray] | None = None
-    ) -> dict[str, np.ndarray]:
-        return self.open_table().read_many(names, into=into)
+    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
+        return self.open_table().read_many(names)
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         return read_parts(self.open_table(), parts)

@@ -6,7 +6,7 @@ pair of types (:func:`cast_array`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -26,9 +26,7 @@ class Source(Protocol):
         """The tensor, in memory nobody else holds."""
         ...
 
-    def read_many(
-        self, names: list[str], *, into: Mapping[str, np.ndarray] | None = None
-    ) -> dict[str, np.ndarray]:
+    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
         """Several at once."""
         ...
 
@@ -205,13 +203,8 @@ def _host(data: Any) -> np.ndarray:
     return np.asarray(np.from_dlpack(data))
 
 
-def read_all(
-    items: list[WeightData], into: Mapping[int, np.ndarray] | None = None
-) -> dict[int, np.ndarray]:
+def read_all(items: list[WeightData]) -> dict[int, np.ndarray]:
     """Reads WeightData that were not read yet, all of one file in parallel.
-
-    Args:
-        into: By ``id`` of some items, the uint8 memory that theirs go to.
 
     Returns:
         Arrays by ``id`` of the item, before its casts, in memory nobody else holds:
@@ -223,17 +216,11 @@ def read_all(
         by_source.setdefault(id(item._source), (item._source, []))[1].append(item)
     arrays: dict[int, np.ndarray] = {}
     for source, wanted in by_source.values():
-        given = {item.name: into[id(item)] for item in wanted if into and id(item) in into}
-        read = source.read_many(list({item.name for item in wanted}), into=given)
+        read = source.read_many(list({item.name for item in wanted}))
         seen = set()
         for item in wanted:
             array = read[item.name]
-            memory = None if into is None else into.get(id(item))
-            if memory is not None and memory is not given[item.name]:
-                memory[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            elif memory is None and (item.name in seen or item.name in given):
-                array = array.copy()
-            arrays[id(item)] = array
+            arrays[id(item)] = array.copy() if item.name in seen else array
             seen.add(item.name)
     return arrays
 

@@ -1,0 +1,29 @@
+"""Floor 0. Text for a terminal: tables of columns, and names that must not steer it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
+    """The rows as lines of equally wide columns, those in ``right`` aligned to the right.
+
+    Example:
+        >>> list(columns([["a", "1"], ["bcd", "10"]], right={1}))
+        ['a     1', 'bcd  10']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [f"{c:>{w}}" if i in right else f"{c:<{w}}" for i, (c, w) in enumerate(cells)]
+        yield "  ".join(padded).rstrip()
+
+
+def visible(text: str) -> str:
+    """``text`` with control characters escaped: a tensor's name must not steer a terminal.
+
+    Example:
+        >>> visible("a\\tb")
+        'a\\\\tb'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
