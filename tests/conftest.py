@@ -26,8 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["MAXJAX_COMPILE_CACHE"] = "0"  # the user's cache is not the tests' to fill
+    import hypothesis
     import jax
 
+    # No test fails for being slow on a busy machine, and each run tries the same.
+    hypothesis.settings.register_profile("maxjax", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("maxjax")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
 

@@ -220,7 +220,7 @@ def _number(tree, values):
     return {"+": left + right, "-": left - right, "*": left * right}[op]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TREES, VALUES)
 def test_normal_form_has_the_value_of_the_expression(tree, values):
     try:
@@ -231,7 +231,7 @@ def test_normal_form_has_the_value_of_the_expression(tree, values):
     assert found.substitute(values) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TREES)
 def test_normal_form_does_not_depend_on_the_order_of_operands(tree):
     try:
