@@ -275,6 +275,7 @@ def _env_lines(found: dict[str, Any]) -> Iterator[str]:
     ]
     yield from _section("devices", rows or [["none"]])
     yield from _section("caches", [[k, v or "none"] for k, v in found["caches"].items()])
+    yield from _section("kernels", [[k, v] for k, v in found["kernels"].items()])
     if found["variables"]:
         yield from _section("variables", [[k, v] for k, v in found["variables"].items()])
 

@@ -20,20 +20,21 @@ PACKAGES = (
 # The plugin packages through which JAX reaches an accelerator; listed where installed.
 PLUGINS = "jax-cuda12-plugin jax-cuda13-plugin jax-rocm7-plugin libtpu".split()
 VARIABLES = (
-    "JAX_PLATFORMS JAX_ENABLE_X64 JAX_COMPILATION_CACHE_DIR MAXJAX_COMPILE_CACHE XLA_FLAGS CUDA_VISIBLE_DEVICES "
+    "JAX_PLATFORMS JAX_ENABLE_X64 JAX_COMPILATION_CACHE_DIR MAXJAX_COMPILE_CACHE MAXJAX_KERNELS XLA_FLAGS "
+    "CUDA_VISIBLE_DEVICES "
     "XLA_PYTHON_CLIENT_PREALLOCATE XLA_PYTHON_CLIENT_MEM_FRACTION HF_HOME HF_HUB_CACHE "
     "HF_HUB_OFFLINE"
 ).split()
 
 
 def environment() -> dict[str, Any]:
-    """All of it as plain data: ``versions``, ``devices``, ``caches``, ``variables``, ``problems``.
+    """All as plain data: ``versions``, ``devices``, ``caches``, ``kernels``, ``variables``, ``problems``.
 
     Starts JAX's backend. Sizes are in bytes. ``problems`` is a list of sentences.
 
     Example:
         >>> sorted(environment())
-        ['caches', 'devices', 'problems', 'variables', 'versions']
+        ['caches', 'devices', 'kernels', 'problems', 'variables', 'versions']
     """
     devices, problems = _devices()
     fallback = cpu_fallback(devices)
@@ -41,6 +42,7 @@ def environment() -> dict[str, Any]:
         "versions": versions(),
         "devices": devices,
         "caches": _caches(),
+        "kernels": _kernels(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "problems": problems + ([fallback] if fallback else []),
     }
@@ -91,6 +93,13 @@ def _caches() -> dict[str, str | None]:
         "models (huggingface_hub)": str(constants.HF_HUB_CACHE),
         "compiled programs (jax)": None if compiled is None else str(compiled),
     }
+
+
+def _kernels() -> dict[str, str]:
+    """What products with weights run on, on a CPU."""
+    from .kernels import native
+
+    return {"CPU": native.status()}
 
 
 def accelerator_signs(dev: Path = Path("/dev")) -> list[str]:

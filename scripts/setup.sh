@@ -42,7 +42,7 @@ pip_install() { # pip, without its remarks about package indexes that lack a pro
 }
 
 # An environment that was moved here with the folder is not yet this folder's.
-wanted="$PWD $(cksum pyproject.toml scripts/setup.sh)"
+wanted="$PWD $(cksum pyproject.toml scripts/setup.sh maxjax/kernels/cpu/*.{cc,h,py})"
 done_for() { [ -x .venv/bin/maxjax ] && [ "$(cat ".venv/.setup-$1" 2>/dev/null)" = "$wanted" ]; }
 if done_for "$kind" || done_for dev; then exit 0; fi
 

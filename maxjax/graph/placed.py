@@ -100,6 +100,18 @@ def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
     return _gathered(array, sharding, traced)
 
 
+def stays(array: Any, dims: Sequence[int] | None, sharding: Any) -> bool:
+    """Whether operations can use a weight where it lies: :func:`as_used` would not move it."""
+    if sharding.memory_kind not in (None, "device"):
+        return False
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return True
+    if dims is None or tuple(array.shape) != tuple(dims):
+        return False
+    fsdp = axis_of(sharding.mesh, "fsdp")
+    return not any(fsdp in names_in(entry) for entry in sharding.spec)
+
+
 def _on_device(array: Any, sharding: Any) -> Any:
     if isinstance(array, Tracer):
         return jax.device_put(array, jax.memory.Space.Device)

@@ -20,7 +20,7 @@ from ..dtype import DType
 from ..kernels import StackSlice, explicit
 from .device import DeviceRef
 from .layout import DeviceMajor
-from .placed import as_used, put, relaid
+from .placed import as_used, put, relaid, stays
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
 from .sharding import Segment as Segment  # MAX has both here
@@ -423,6 +423,20 @@ class Weight(TensorValue):
 
     def __jax_array__(self) -> jax.Array:
         return self._in_order(self._used())
+
+    def _operand(self) -> Any:
+        """What ``kernels.matmul`` takes: a layer of a stack as it is, where nothing is to be done first."""
+        leaf = self._leaf
+        if (
+            type(leaf) is not StackSlice
+            or self._layout is not None
+            or standing_for(self) is not None
+        ):
+            return self.__jax_array__()
+        sharding = self._sharding
+        if sharding is None or stays(leaf, self._leaf_dims, sharding):
+            return leaf
+        return self.__jax_array__()
 
     def _used(self) -> Any:
         """What is stored, where operations can use it: see ``placed.as_used``."""

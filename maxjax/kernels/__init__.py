@@ -4,6 +4,7 @@ Below: the words (dtype). Above: Weight and the layers, which call :func:`matmul
 every product with a weight and know nothing of its forms.
 """
 
+from .decode_attention import decode_attention as decode_attention
 from .embed import embed as embed
 from .matmul import matmul as matmul
 from .stack_slice import StackSlice as StackSlice

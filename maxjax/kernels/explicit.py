@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # For one axis of an array, the axes of the mesh it is split over.
@@ -34,20 +35,45 @@ def mesh_of(*arrays: Any) -> Any:
 
 def entries(array: Any) -> list[Entry]:
     """For each axis of an array the explicit axes of the mesh it is split over."""
-    spec = tuple(jax.typeof(array).sharding.spec)
-    spec += (None,) * (jax.numpy.ndim(array) - len(spec))
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return padded(jax.typeof(array).sharding.spec, jax.numpy.ndim(array))
+
+
+def padded(spec: PartitionSpec, rank: int) -> list[Entry]:
+    """For each of an array's axes those of the mesh that a PartitionSpec names."""
+    every = (*spec, *(None,) * (rank - len(spec)))
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in every]
+
+
+def spec(wanted: Sequence[Entry]) -> PartitionSpec:
+    """The PartitionSpec of such entries."""
+    return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in wanted))
+
+
+def entries_of(sharding: Any, mesh: Any, shape: Sequence[int]) -> list[Entry]:
+    """For each axis of an array those of the mesh that any sharding splits it over.
+
+    XLA may split over a part of an axis of the mesh, which no PartitionSpec can say; that
+    axis is left out.
+    """
+    where = sharding.devices_indices_map(tuple(shape))
+    found: list[list[tuple[int, str]]] = [[] for _ in shape]
+    for axis, name in enumerate(mesh.axis_names):
+        line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0]
+        for d, size in enumerate(shape):
+            starts = [where[device][d].indices(size)[0] for device in line]
+            if len(line) > 1 and len(set(starts)) == len(line):
+                found[d].append((-starts[1], name))  # the longest steps first
+    return [tuple(name for _, name in sorted(axes)) for axes in found]
 
 
 def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:
     """The sharding of a result; an axis of the mesh counts where it is named first."""
     used: set[str] = set()
-    spec: list[Any] = []
+    free: list[Entry] = []
     for entry in wanted:
-        free = tuple(name for name in entry if name not in used)
-        used.update(free)
-        spec.append(None if not free else free[0] if len(free) == 1 else free)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+        free.append(tuple(name for name in entry if name not in used))
+        used.update(free[-1])
+    return NamedSharding(mesh, spec(free))
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> jax.Array:
@@ -60,6 +86,12 @@ def concatenate(arrays: Sequence[Any], axis: int) -> jax.Array:
     return automatic(lambda *a: jax.numpy.concatenate(a, axis), mesh, wanted)(*arrays)
 
 
-def automatic(f: Callable[..., Any], mesh: Any, wanted: Sequence[Entry]) -> Callable[..., Any]:
-    """``f`` with XLA deciding about everything inside it, and a result placed as wanted."""
-    return jax.sharding.auto_axes(f, out_sharding=sharding(mesh, wanted))
+def automatic(f: Callable[..., Any], mesh: Any, wanted: Any) -> Callable[..., Any]:
+    """``f`` with XLA deciding about everything inside it, and its result placed as wanted.
+
+    Args:
+        wanted: Entries for the axes of the result, or a list of such for a list of results.
+    """
+    several = bool(wanted) and isinstance(wanted[0], list)
+    out = [sharding(mesh, w) for w in wanted] if several else sharding(mesh, wanted)
+    return jax.sharding.auto_axes(f, out_sharding=out)

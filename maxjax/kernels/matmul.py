@@ -1,61 +1,90 @@
 """Floor 2. The one door for a product with a weight: ``matmul(x, w) = x @ w.T``.
 
 Weights lie as checkpoints have them, ``[out, in]``. ``x @ w.T`` spelled with a real
-transpose makes XLA on a CPU 15 to 30 times slower than the same contraction without
-it, so the contraction is written out here, once, for every layer.
+transpose makes XLA on a CPU 15 to 30 times slower than the same contraction without it,
+and a bf16 weight is repacked there at every call; so every layer comes through here.
+Below: ``product``, what runs; ``stack_slice``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..dtype import DType, promote
 from . import explicit
+from .product import FLOATS, definition, products
+from .stack_slice import StackSlice
 
 
-def matmul(x: Any, w: Any) -> jax.Array:
-    """``x @ w.T`` for a weight ``w`` of shape ``[out, in]``.
+def matmul(x: Any, w: Any) -> Any:
+    """``x @ w.T`` for a weight ``w`` of shape ``[out, in]``, or for several of them.
 
     Args:
         x: Activations ``[..., in]``.
-        w: A Weight or an array ``[out, in]``.
+        w: A Weight, an array or a :class:`StackSlice` ``[out, in]``; or a list or tuple of
+            such, which are read in one pass.
 
     Returns:
-        ``[..., out]`` in the wider of the two float types. 16-bit and narrower floats
-        are multiplied with float32 accumulation and rounded once at the end.
+        ``[..., out]`` in the wider of the two float types; a tuple of them for several
+        weights. Floats of 32 bits and less are summed in float32 and rounded once at the end.
 
     Raises:
-        ValueError: ``w`` is not a matrix, or its last axis is not as long as ``x``'s.
+        ValueError: A weight is not a matrix, or its last axis is not as long as ``x``'s.
+
+    On a CPU a C++ kernel does it, where the types are float32, float16 or bfloat16; else,
+    in exported programs, and where it is differentiated, ``jax.lax.dot_general``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> matmul(jnp.ones((4, 3)), jnp.ones((2, 3))).shape
         (4, 2)
+        >>> [y.shape for y in matmul(jnp.ones(3), [jnp.ones((2, 3)), jnp.ones((5, 3))])]
+        [(2,), (5,)]
     """
-    x, w = _array(x), _array(w)
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"cannot multiply x of shape {x.shape} by the transpose of a weight of shape {w.shape}: "
-            "a weight is [out, in], and x ends in an axis of length `in`"
-        )
-    dtype = x.dtype
-    if dtype != w.dtype:
-        dtype = _common_dtype(x, w)
-        x, w = x.astype(dtype), w.astype(dtype)
-    # A bare bf16 -> bf16 product rounds inside the sum on some backends.
-    narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
-    contraction = (((x.ndim - 1,), (1,)), ((), ()))
-    mesh = explicit.mesh_of(x, w)
-    out = None
-    if mesh is not None:
-        out = explicit.sharding(mesh, explicit.entries(x)[:-1] + explicit.entries(w)[:1])
-    y = jax.lax.dot_general(
-        x, w, contraction, preferred_element_type=jnp.float32 if narrow else dtype, out_sharding=out
-    )
-    return y.astype(dtype) if narrow else y
+    several = isinstance(w, (list, tuple))
+    x = _array(x)
+    weights = [_operand(a) for a in (w if several else [w])]
+    for weight in weights:
+        if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"cannot multiply x of shape {x.shape} by the transpose of a weight of shape "
+                f"{weight.shape}: a weight is [out, in], and x ends in an axis of length `in`"
+            )
+    results = _matmul(x, weights)
+    return tuple(results) if several else results[0]
+
+
+def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    dtypes = [_common_dtype(x, w) for w in weights]
+    if not all(_has_kernel(x, w) for w in weights):
+        return definition(x, [_array(w) for w in weights], dtypes)
+    if len({w.dtype for w in weights}) > 1:
+        return [_matmul(x, [w])[0] for w in weights]
+    stacks = [w.stack if isinstance(w, StackSlice) else w for w in weights]
+    layers = [jnp.asarray(w.index if isinstance(w, StackSlice) else 0, jnp.int32) for w in weights]
+
+    def run(x: Any, *operands: Any) -> list[jax.Array]:
+        count = len(operands) // 2
+        return products(x, operands[:count], operands[count:], dtypes)
+
+    mesh = explicit.mesh_of(x, *stacks)
+    if mesh is None:
+        return run(x, *stacks, *layers)
+    tokens = explicit.entries(x)[:-1]
+    wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
+    return explicit.automatic(run, mesh, wanted)(x, *stacks, *layers)
+
+
+def _has_kernel(x: Any, w: Any) -> bool:
+    """Whether types and sizes are such that the kernels take them."""
+    if x.dtype not in FLOATS or w.dtype not in FLOATS:
+        return False
+    return all(isinstance(n, int) for n in (*x.shape, *w.shape))  # not symbolic
 
 
 def _array(a: Any) -> jax.Array:
@@ -66,7 +95,17 @@ def _array(a: Any) -> jax.Array:
     return jnp.asarray(a) if method is None else method()
 
 
-def _common_dtype(x: jax.Array, w: jax.Array):
+def _operand(a: Any) -> Any:
+    """An array or a StackSlice, which a Weight may be inside."""
+    if isinstance(a, (jax.Array, StackSlice)):
+        return a
+    method = getattr(a, "_operand", None)
+    return _array(a) if method is None else method()
+
+
+def _common_dtype(x: Any, w: Any) -> np.dtype:
+    if x.dtype == w.dtype:
+        return x.dtype
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating):
         return promote(DType.of(x.dtype), DType.of(w.dtype)).np
     return jnp.promote_types(x.dtype, w.dtype)

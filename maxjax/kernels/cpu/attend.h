@@ -1,0 +1,124 @@
+// Attention of the queries of one head of keys, in terms of a level's own vectors.
+#pragma once
+#include "kernels.h"
+
+namespace {
+
+constexpr int kQueries = 4;
+
+inline vec capped(vec s, float cap) {
+  // tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y
+  const vec y = mul(s, all(1.0f / cap));
+  const vec e = exp(mul(abs(y), all(-2.0f)));
+  const vec t = div(fma(e, all(-1.0f), all(1.0f)), add(e, all(1.0f)));
+  return copysign(mul(t, all(cap)), y);
+}
+
+// s to exp(s - max s), whose sum it returns; `padded` is `count` up to whole vectors.
+inline float softened(float* s, int64_t count, int64_t padded, float cap, float* top) {
+  for (int64_t p = count; p < padded; p++) s[p] = -__builtin_inff();
+  if (cap > 0) {
+    for (int64_t p = 0; p < count; p += kLanes) store(s + p, capped(load(s + p), cap));
+    for (int64_t p = count; p < padded; p++) s[p] = -__builtin_inff();
+  }
+  vec highest = load(s);
+  for (int64_t p = kLanes; p < padded; p += kLanes) highest = max(load(s + p), highest);
+  float lanes[kLanes];
+  store(lanes, highest);
+  *top = lanes[0];
+  for (int i = 1; i < kLanes; i++) *top = lanes[i] > *top ? lanes[i] : *top;
+  vec total = zero();
+  for (int64_t p = 0; p < padded; p += kLanes) {
+    const vec e = exp(add(load(s + p), all(-*top)));
+    total = add(total, e);
+    store(s + p, e);
+  }
+  return sum(total);
+}
+
+// out[g][0 .. 2 N kLanes) = sum over p of weights[g][p] values[p], the first of each row.
+template <class T, int G, int N>
+void mixed(const float* weights, const T* values, int64_t stride, int64_t count, float* out,
+           int64_t out_stride) {
+  vec acc[G][2 * N];
+  #pragma GCC unroll 64
+  for (int g = 0; g < G; g++)
+    #pragma GCC unroll 64
+    for (int i = 0; i < 2 * N; i++) acc[g][i] = zero();
+  for (int64_t p = 0; p < count; p++) {
+    vec v[2 * N];
+    #pragma GCC unroll 64
+    for (int i = 0; i < N; i++) load2(values + p * stride + i * 2 * kLanes, v[2 * i], v[2 * i + 1]);
+    #pragma GCC unroll 64
+    for (int g = 0; g < G; g++) {
+      const vec weight = all(weights[g * maxjax::kPart + p]);
+      #pragma GCC unroll 64
+      for (int i = 0; i < 2 * N; i++) acc[g][i] = fma(weight, v[i], acc[g][i]);
+    }
+  }
+  #pragma GCC unroll 64
+  for (int g = 0; g < G; g++)
+    #pragma GCC unroll 64
+    for (int i = 0; i < 2 * N; i++) store(out + g * out_stride + i * kLanes, acc[g][i]);
+}
+
+template <class T, int G>
+void attend_group(const Attend& part, int64_t first) {
+  alignas(64) float scores[G * maxjax::kPart];
+  const int64_t count = part.end - part.begin, depth = part.depth;
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  const T* keys = static_cast<const T*>(part.keys) + part.begin * depth;
+  const T* values = static_cast<const T*>(part.values) + part.begin * depth;
+  const float* q = part.q + first * part.q_stride;
+  float* out = part.out + first * part.q_stride;
+  memset(scores, 0, sizeof scores);
+  int64_t p = 0;
+  for (; p + kTileRows <= count; p += kTileRows)
+    tile<Wide<T>, kTileRows, G>(keys + p * depth, depth, q, part.q_stride, depth, scores + p,
+                                maxjax::kPart);
+  for (; p < count; p++)
+    tile<Wide<T>, 1, G>(keys + p * depth, depth, q, part.q_stride, depth, scores + p,
+                        maxjax::kPart);
+  #pragma GCC unroll 64
+  for (int g = 0; g < G; g++)
+    part.sum[first + g] = softened(scores + g * maxjax::kPart, count, padded, part.cap,
+                                   part.top + first + g);
+  int64_t d = 0;
+  for (; d + kMixed * 2 * kLanes <= depth; d += kMixed * 2 * kLanes)
+    mixed<T, G, kMixed>(scores, values + d, depth, count, out + d, part.q_stride);
+  for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
+    mixed<T, G, 1>(scores, values + d, depth, count, out + d, part.q_stride);
+  if (d == depth) return;
+  alignas(64) T rest[maxjax::kPart * 2 * kLanes] = {};
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t j = d; j < depth; j++) rest[i * 2 * kLanes + j - d] = values[i * depth + j];
+  mixed<T, G, 1>(scores, rest, 2 * kLanes, count, out + d, part.q_stride);
+}
+
+template <class T>
+void attend_as(const Attend& part) {
+  int64_t g = 0;
+  for (; g + kQueries <= part.queries; g += kQueries) attend_group<T, kQueries>(part, g);
+  switch (part.queries - g) {
+    case 3:
+      return attend_group<T, 3>(part, g);
+    case 2:
+      return attend_group<T, 2>(part, g);
+    case 1:
+      return attend_group<T, 1>(part, g);
+  }
+}
+
+void attend(const Attend& part) {
+  const Exact exact;
+  switch (part.type) {
+    case Type::f32:
+      return attend_as<float>(part);
+    case Type::f16:
+      return attend_as<f16>(part);
+    case Type::bf16:
+      return attend_as<bf16>(part);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,376 @@
+// What XLA calls: checks of the buffers, the choice of the instruction set, the division of
+// the work. The arithmetic is in product.h and attend.h.
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace maxjax {
+
+extern const Level level_portable;
+#if defined(__x86_64__)
+extern const Level level_avx2, level_avx512, level_avx512bf16;
+#elif defined(__aarch64__)
+extern const Level level_neon;
+#endif
+
+const Level* const levels[] = {
+#if defined(__x86_64__)
+    &level_avx512bf16, &level_avx512, &level_avx2,
+#elif defined(__aarch64__)
+    &level_neon,
+#endif
+    &level_portable, nullptr};
+
+namespace {
+
+const Level* best() {
+  for (const Level* const* level = levels;; level++)
+    if ((*level)->supported()) return *level;
+}
+
+std::atomic<const Level*>& active() {
+  static std::atomic<const Level*> level{best()};
+  return level;
+}
+
+bool type_of(ffi::DataType data_type, Type* type) {
+  switch (data_type) {
+    case ffi::F32:
+      *type = Type::f32;
+      return true;
+    case ffi::F16:
+      *type = Type::f16;
+      return true;
+    case ffi::BF16:
+      *type = Type::bf16;
+      return true;
+    default:
+      return false;
+  }
+}
+
+ffi::Error wrong(const char* what) { return ffi::Error::InvalidArgument(std::string("maxjax: ") + what); }
+
+// Memory that a thread keeps between calls, as asking the system for it takes longer than
+// many a product.
+template <int>
+char* scratch(int64_t bytes) {
+  static thread_local std::vector<char> memory;
+  constexpr int64_t kAlign = 64;
+  if (int64_t(memory.size()) < bytes + kAlign) memory = std::vector<char>(bytes + kAlign);
+  char* p = memory.data();
+  return p + (kAlign - reinterpret_cast<uintptr_t>(p) % kAlign) % kAlign;
+}
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// --- products ----------------------------------------------------------------------------------
+
+// A unit of work below which handing it to another thread does not pay.
+constexpr int64_t kChunkBytes = 1 << 15;
+
+struct Weights {
+  const char* data;  // [rows, depth]
+  int64_t rows;
+  void* y;
+  Type y_type;
+};
+
+Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, Type x_type,
+                     int64_t tokens, int64_t depth, Type w_type) {
+  const bool narrow = x_type == Type::bf16 && w_type == Type::bf16 && level.narrow(tokens);
+  const bool as_is = narrow || (x_type == Type::f32 && level.in_order(w_type));
+  if (as_is && depth % kPad == 0) return {x, depth, narrow};
+  const int64_t stride = padded(depth), item = narrow ? 2 : 4;
+  char* rows = scratch<0>(tokens * stride * item);
+  const int64_t chunk = most(1, kChunkBytes / (4 * stride));
+  parallel(pool, (tokens + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
+    for (int64_t t = i * chunk; t < least((i + 1) * chunk, tokens); t++) {
+      const char* from = x + t * depth * size_of(x_type);
+      char* to = rows + t * stride * item;
+      if (narrow) {
+        memcpy(to, from, 2 * depth);
+        memset(to + 2 * depth, 0, 2 * (stride - depth));
+      } else {
+        level.widen(from, x_type, depth, w_type, reinterpret_cast<float*>(to), stride);
+      }
+    }
+  });
+  return {rows, stride, narrow};
+}
+
+// x [..., depth], then weights [out, depth] or stacks [n, out, depth] of one type, then for
+// each of them the number of its layer; results [..., out].
+ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  const int64_t count = results.size();
+  if (count < 1 || int64_t(args.size()) != 1 + 2 * count) return wrong("as many weights as results");
+  const auto x = args.get<ffi::AnyBuffer>(0);
+  Type x_type, w_type{};
+  if (x.has_error() || !type_of(x->element_type(), &x_type)) return wrong("activations are floats");
+  if (x->dimensions().size() < 1) return wrong("activations have an axis");
+  const int64_t depth = x->dimensions().back();
+  int64_t tokens = 1;
+  for (size_t i = 0; i + 1 < x->dimensions().size(); i++) tokens *= x->dimensions()[i];
+  std::vector<Weights> weights;
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const auto w = args.get<ffi::AnyBuffer>(1 + i);
+    const auto layer = args.get<ffi::AnyBuffer>(1 + count + i);
+    auto y = results.get<ffi::AnyBuffer>(i);
+    Type type, y_type;
+    if (w.has_error() || layer.has_error() || y.has_error()) return wrong("buffers of a product");
+    const auto dims = w->dimensions();
+    if (!type_of(w->element_type(), &type) || (i && type != w_type)) return wrong("one type of weights");
+    if (dims.size() < 2 || dims.size() > 3 || dims.back() != depth) return wrong("weights [out, in]");
+    if (layer->element_type() != ffi::S32 || layer->element_count() != 1) return wrong("number of a layer");
+    const int64_t out = dims[dims.size() - 2];
+    if (!type_of((*y)->element_type(), &y_type) || int64_t((*y)->element_count()) != tokens * out)
+      return wrong("results of a product");
+    w_type = type;
+    const char* data = static_cast<const char*>(w->untyped_data());
+    if (dims.size() == 3 && dims[0] > 0) {
+      const int64_t n = *static_cast<const int32_t*>(layer->untyped_data());
+      data += most(0, least(n, dims[0] - 1)) * out * depth * size_of(type);
+    }
+    weights.push_back({data, out, (*y)->untyped_data(), y_type});
+    rows += out;
+  }
+  if (rows == 0 || tokens == 0) return ffi::Error::Success();
+
+  const Level& level = *active().load(std::memory_order_relaxed);
+  const Activations activations =
+      prepared(pool, level, static_cast<const char*>(x->untyped_data()), x_type, tokens, depth, w_type);
+  // Rows of weights for a chunk: enough to be worth it, and enough chunks for every thread
+  // to come again when another is late.
+  const int64_t threads = most(1, pool.num_threads());
+  const int64_t least_rows = tokens <= kFew ? kChunkBytes / most(1, depth * size_of(w_type)) : 16;
+  const int64_t chunk = most(16, most(least_rows, least(tokens <= kFew ? rows : 64, rows / (threads * 4))) / 16 * 16);
+  struct Chunk {
+    const Weights* weights;
+    int64_t begin, end;
+  };
+  std::vector<Chunk> chunks;
+  for (const Weights& w : weights)
+    for (int64_t o = 0; o < w.rows; o += chunk) chunks.push_back({&w, o, least(o + chunk, w.rows)});
+  parallel(pool, chunks.size(), threads, [&](int64_t i) {
+    const Chunk& c = chunks[i];
+    level.product({activations, tokens, c.weights->data, w_type, depth, c.weights->y, c.weights->y_type,
+                   c.weights->rows, c.begin, c.end});
+  });
+  return ffi::Error::Success();
+}
+
+// --- attention ---------------------------------------------------------------------------------
+
+struct Rope {
+  const float* cos;  // [B, pairs]
+  const float* sin;
+  int64_t pairs;
+  bool interleaved;
+
+  // One head, in float, turned in place.
+  void turn(float* x, int64_t b) const {
+    for (int64_t i = 0; i < pairs; i++) {
+      float& even = x[interleaved ? 2 * i : i];
+      float& odd = x[interleaved ? 2 * i + 1 : i + pairs];
+      const float c = cos[b * pairs + i], s = sin[b * pairs + i], e = even;
+      even = e * c - odd * s;
+      odd = odd * c + e * s;
+    }
+  }
+};
+
+// A part of the cache of one sequence and head of keys.
+struct Part {
+  int64_t b, k, begin, end;
+};
+
+// The slots that a sequence of n tokens sees, in parts: up to two ranges of a rotating cache.
+void add_parts(int64_t b, int64_t kv_heads, int64_t n, int64_t slots, int64_t window,
+               std::vector<Part>* parts) {
+  const int64_t seen = least(n, window > 0 ? least(window, slots) : slots);
+  for (int64_t k = 0; k < kv_heads; k++) {
+    for (int64_t at = n - seen; at < n;) {
+      const int64_t slot = at % slots;
+      const int64_t length = least(least(n - at, slots - slot), kPart);
+      parts->push_back({b, k, slot, slot + length});
+      at += length;
+    }
+  }
+}
+
+// q [B, H, D], k, v [B, K, D], keys, values [L, B, K, S, D], layer [], lengths [B],
+// cos, sin [B, pairs] -> out [B, H, D] and the caches, in place.
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                     ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
+                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> keys_out,
+                     ffi::Result<ffi::AnyBuffer> values_out, float scale, int64_t window, float cap,
+                     bool interleaved, bool rotating) {
+  Type type, new_type, cache_type;
+  if (!type_of(q.element_type(), &type) || !type_of(k.element_type(), &new_type) ||
+      !type_of(keys.element_type(), &cache_type) || v.element_type() != k.element_type() ||
+      values.element_type() != keys.element_type() || out->element_type() != q.element_type())
+    return wrong("types of attention");
+  const auto dims = keys.dimensions();
+  if (dims.size() != 5 || q.dimensions().size() != 3 || k.dimensions().size() != 3)
+    return wrong("axes of attention");
+  const int64_t layers = dims[0], batch = dims[1], kv_heads = dims[2], slots = dims[3], depth = dims[4];
+  const int64_t heads = q.dimensions()[1];
+  if (q.dimensions()[0] != batch || q.dimensions()[2] != depth || k.dimensions()[0] != batch ||
+      k.dimensions()[1] != kv_heads || k.dimensions()[2] != depth || v.element_count() != k.element_count() ||
+      values.element_count() != keys.element_count() || out->element_count() != q.element_count() ||
+      int64_t(lengths.element_count()) != batch || layer.element_count() != 1 || layers < 1 ||
+      cos.dimensions().size() != 2 || cos.dimensions()[0] != batch ||
+      sin.element_count() != cos.element_count() || 2 * cos.dimensions()[1] > depth ||
+      (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0))
+    return wrong("shapes of attention");
+  if (keys_out->untyped_data() != keys.untyped_data() || values_out->untyped_data() != values.untyped_data())
+    return ffi::Error::Internal("maxjax: the cache was copied, not updated in place");
+  if (q.element_count() == 0) return ffi::Error::Success();
+  const Level& level = *active().load(std::memory_order_relaxed);
+  const int64_t item = size_of(cache_type), group = heads / kv_heads, stride = padded(depth);
+  const int64_t at = most(0, least(layer.typed_data()[0], layers - 1)) * batch * kv_heads * slots * depth * item;
+  char* key_cache = static_cast<char*>(keys.untyped_data()) + at;
+  char* value_cache = static_cast<char*>(values.untyped_data()) + at;
+  const Rope rope{cos.typed_data(), sin.typed_data(), int64_t(cos.dimensions()[1]), interleaved};
+  const int32_t* length = lengths.typed_data();
+  // Those that are in the batch, and fit.
+  const auto runs = [&](int64_t b) { return length[b] >= 0 && (rotating || length[b] < slots) && slots > 0; };
+
+  // The new keys and values to their place, the queries as floats in the order of the cache.
+  char* memory = scratch<0>(4 * (batch * heads * stride + 2 * stride));
+  float* queries = reinterpret_cast<float*>(memory);
+  float* head = queries + batch * heads * stride;
+  const auto turned = [&](const ffi::AnyBuffer& x, Type x_type, int64_t b, int64_t h, int64_t n) {
+    const char* from = static_cast<const char*>(x.untyped_data()) + (b * n + h) * depth * size_of(x_type);
+    level.widen(from, x_type, depth, Type::f32, head, stride);
+    rope.turn(head, b);
+  };
+  std::vector<Part> parts;
+  for (int64_t b = 0; b < batch; b++) {
+    if (!runs(b)) continue;
+    const int64_t slot = length[b] % slots;
+    for (int64_t h = 0; h < kv_heads; h++) {
+      const int64_t to = ((b * kv_heads + h) * slots + slot) * depth * item;
+      turned(k, new_type, b, h, kv_heads);
+      level.narrow_row(head, Type::f32, depth, key_cache + to, cache_type);
+      const char* from = static_cast<const char*>(v.untyped_data()) + (b * kv_heads + h) * depth * size_of(new_type);
+      level.widen(from, new_type, depth, Type::f32, head, stride);
+      level.narrow_row(head, Type::f32, depth, value_cache + to, cache_type);
+    }
+    for (int64_t h = 0; h < heads; h++) {
+      turned(q, type, b, h, heads);
+      for (int64_t i = 0; i < depth; i++) head[i] *= scale;
+      level.widen(head, Type::f32, depth, cache_type, queries + (b * heads + h) * stride, stride);
+    }
+    add_parts(b, kv_heads, int64_t(length[b]) + 1, slots, window, &parts);
+  }
+
+  // Each part by itself, then their sum.
+  float* sums = reinterpret_cast<float*>(scratch<1>(4 * int64_t(parts.size()) * group * (stride + 2)));
+  const auto of_part = [&](int64_t i) { return sums + i * group * (stride + 2); };
+  const int64_t bytes = 2 * int64_t(parts.size()) * kPart * depth * item;
+  parallel(pool, parts.size(), bytes < kChunkBytes ? 1 : pool.num_threads(), [&](int64_t i) {
+    const Part& part = parts[i];
+    const int64_t from = (part.b * kv_heads + part.k) * slots * depth * item;
+    float* result = of_part(i);
+    level.attend({queries + (part.b * heads + part.k * group) * stride, stride, group, key_cache + from,
+                  value_cache + from, cache_type, depth, part.begin, part.end, cap,
+                  result + group * stride, result + group * (stride + 1), result});
+  });
+  char* to = static_cast<char*>(out->untyped_data());
+  size_t first = 0;
+  for (int64_t b = 0; b < batch; b++) {
+    if (!runs(b)) {  // not in the batch: zeros; beyond the cache: NaN
+      for (int64_t i = 0; i < stride; i++) head[i] = length[b] < 0 ? 0 : std::numeric_limits<float>::quiet_NaN();
+      for (int64_t h = 0; h < heads; h++)
+        level.narrow_row(head, cache_type, depth, to + (b * heads + h) * depth * size_of(type), type);
+      continue;
+    }
+    for (int64_t h = 0; h < kv_heads; h++) {
+      size_t last = first;
+      while (last < parts.size() && parts[last].b == b && parts[last].k == h) last++;
+      for (int64_t g = 0; g < group; g++) {
+        float top = -std::numeric_limits<float>::infinity(), total = 0;
+        for (size_t i = first; i < last; i++) top = std::fmax(top, of_part(i)[group * stride + g]);
+        for (int64_t i = 0; i < stride; i++) head[i] = 0;
+        for (size_t i = first; i < last; i++) {
+          const float* result = of_part(i);
+          const float factor = std::exp(result[group * stride + g] - top);
+          total += factor * result[group * (stride + 1) + g];
+          for (int64_t d = 0; d < stride; d++) head[d] += factor * result[g * stride + d];
+        }
+        for (int64_t d = 0; d < stride; d++) head[d] /= total;
+        level.narrow_row(head, cache_type, depth, to + (b * heads + h * group + g) * depth * size_of(type), type);
+      }
+      first = last;
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace maxjax
+
+#define MAXJAX_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The instruction sets that were compiled and this processor has, best first, with commas.
+MAXJAX_EXPORT const char* maxjax_levels() {
+  static const std::string names = [] {
+    std::string s;
+    for (const maxjax::Level* const* level = maxjax::levels; *level; level++)
+      if ((*level)->supported()) s += (s.empty() ? "" : ",") + std::string((*level)->name);
+    return s;
+  }();
+  return names.c_str();
+}
+
+MAXJAX_EXPORT const char* maxjax_level() { return maxjax::active().load()->name; }
+
+// Uses an instruction set by its name; false where it is not there.
+MAXJAX_EXPORT bool maxjax_use_level(const char* name) {
+  for (const maxjax::Level* const* level = maxjax::levels; *level; level++) {
+    if (strcmp((*level)->name, name) == 0 && (*level)->supported()) {
+      maxjax::active().store(*level);
+      return true;
+    }
+  }
+  return false;
+}
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_matmul, maxjax::matmul,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_decode_attention, maxjax::attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("cap")
+                                  .Attr<bool>("interleaved")
+                                  .Attr<bool>("rotating"));
+#pragma GCC visibility pop

@@ -1,0 +1,81 @@
+// What the handlers know of the arithmetic: plain structs, and one table of functions for
+// each instruction set. No types of XLA here, so that every set is compiled by itself.
+#pragma once
+#include <cstdint>
+
+namespace maxjax {
+
+enum class Type : int { f32, f16, bf16 };
+
+inline int64_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
+
+// Activations as the products read them: rows of `stride` elements, zeros past the depth.
+// Either floats, in the order in which the weights' type is widened to float, or bf16 as is.
+struct Activations {
+  const void* data;
+  int64_t stride;
+  bool narrow;  // bf16, for the instruction that multiplies pairs of them
+};
+
+// y[t][o] = sum over k of x[t][k] w[o][k], for the rows from `begin` to `end` of w.
+struct Rows {
+  Activations x;
+  int64_t tokens;
+  const void* w;  // [*, depth]
+  Type w_type;
+  int64_t depth;
+  void* y;  // [tokens, y_stride]
+  Type y_type;
+  int64_t y_stride;
+  int64_t begin, end;
+};
+
+// One head of keys and values and the queries that share it, over a part of the cache.
+// With s[g][p] = cap(q[g] . keys[p]):
+//   top[g] = max over p of s[g][p],  sum[g] = sum over p of exp(s[g][p] - top[g]),
+//   out[g][d] = sum over p of exp(s[g][p] - top[g]) values[p][d]
+struct Attend {
+  const float* q;  // [queries, q_stride], scaled, in the order of the cache's type
+  int64_t q_stride;
+  int64_t queries;
+  const void* keys;    // [*, depth]
+  const void* values;  // [*, depth]
+  Type type;
+  int64_t depth;
+  int64_t begin, end;  // slots
+  float cap;           // 0: none
+  float* top;
+  float* sum;
+  float* out;  // [queries, q_stride], in the order of the cache's type
+};
+
+struct Level {
+  const char* name;
+  bool (*supported)();
+  // Whether bf16 activations stay bf16 for bf16 weights and this many tokens.
+  bool (*narrow)(int64_t tokens);
+  // Whether `widen` for such weights leaves numbers where they are.
+  bool (*in_order)(Type w_type);
+  // One row of activations into floats, in the order of weights of type w; zeros up to `stride`.
+  void (*widen)(const void* x, Type x_type, int64_t depth, Type w_type, float* out, int64_t stride);
+  // The inverse for one row of results: floats in the order of w to `depth` elements of y_type.
+  void (*narrow_row)(const float* x, Type w_type, int64_t depth, void* y, Type y_type);
+  void (*product)(const Rows& rows);
+  void (*attend)(const Attend& part);
+};
+
+// So many tokens or fewer go with each row of weights as it is read.
+constexpr int64_t kFew = 16;
+
+// The slots that one call of `attend` may take.
+constexpr int64_t kPart = 256;
+
+// Rows of activations are padded to this many elements, twice the longest vector.
+constexpr int64_t kPad = 32;
+
+inline int64_t padded(int64_t depth) { return (depth + kPad - 1) / kPad * kPad; }
+
+// Those that were compiled, best first, and null at the end.
+extern const Level* const levels[];
+
+}  // namespace maxjax

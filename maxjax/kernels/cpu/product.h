@@ -1,0 +1,189 @@
+// Products of rows of weights with rows of activations, in terms of a level's own vectors.
+#pragma once
+#include "kernels.h"
+
+namespace {
+
+using maxjax::Activations;
+using maxjax::Attend;
+using maxjax::Rows;
+
+// Weights of type T widened to float, times floats in the order that load2<T> gives.
+template <class T>
+struct Wide {
+  typedef T W;
+  typedef float X;
+  static constexpr int64_t kStep = 2 * kLanes;
+  vec a, b;
+  inline void load(const T* w) { load2(w, a, b); }
+  inline vec accumulate(const float* x, vec acc) const {
+    return fma(b, ::load(x + kLanes), fma(a, ::load(x), acc));
+  }
+};
+
+#ifdef MAXJAX_PAIRS
+// bfloat16 times bfloat16: two products and their sum in one instruction. It takes numbers
+// below 2^-126 as zeros, as XLA does.
+struct Pairs {
+  typedef bf16 W;
+  typedef bf16 X;
+  static constexpr int64_t kStep = 2 * kLanes;
+  __m512bh w;
+  inline void load(const bf16* p) { w = (__m512bh)_mm512_loadu_si512(p); }
+  inline vec accumulate(const bf16* x, vec acc) const {
+    return _mm512_dpbf16_ps(acc, w, (__m512bh)_mm512_loadu_si512(x));
+  }
+};
+#endif
+
+// out[c][r] += sum over k of w[r][k] x[c][k], for R rows of weights and C of activations.
+//
+// Every sum is kept in one vector, or in four if there is but one: an addition takes about
+// four times as long as it keeps the processor from the next.
+template <class P, int R, int C, bool Ahead = false>
+void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, int64_t depth,
+          float* out, int64_t out_stride) {
+  typedef typename P::W W;
+  const W* w = static_cast<const W*>(w_);
+  const typename P::X* x = static_cast<const typename P::X*>(x_);
+  constexpr int kSplit = R * C == 1 ? 4 : R * C < 4 ? 2 : 1;
+  vec acc[kSplit][C * R];
+  #pragma GCC unroll 64
+  for (int s = 0; s < kSplit; s++)
+    #pragma GCC unroll 64
+    for (int i = 0; i < C * R; i++) acc[s][i] = zero();
+  const auto step = [&](int64_t k, vec* sums) __attribute__((always_inline)) {
+    P p[R];
+    #pragma GCC unroll 64
+    for (int r = 0; r < R; r++) {
+      p[r].load(w + r * w_stride + k);
+      if (Ahead)
+        for (size_t line = 0; line < sizeof(W) * P::kStep; line += 64)
+          __builtin_prefetch((const char*)(w + (R + r) * w_stride + k) + line, 0, 2);
+    }
+    #pragma GCC unroll 64
+    for (int c = 0; c < C; c++)
+      #pragma GCC unroll 64
+      for (int r = 0; r < R; r++)
+        sums[c * R + r] = p[r].accumulate(x + c * x_stride + k, sums[c * R + r]);
+  };
+  int64_t k = 0;
+  for (; k + kSplit * P::kStep <= depth; k += kSplit * P::kStep)
+    #pragma GCC unroll 64
+    for (int s = 0; s < kSplit; s++) step(k + s * P::kStep, acc[s]);
+  for (; k + P::kStep <= depth; k += P::kStep) step(k, acc[0]);
+  if (k < depth) {  // the activations go on with zeros
+    W rest[R][P::kStep] = {};
+    #pragma GCC unroll 64
+    for (int r = 0; r < R; r++)
+      for (int64_t i = 0; i < depth - k; i++) rest[r][i] = w[r * w_stride + k + i];
+    P p[R];
+    #pragma GCC unroll 64
+    for (int r = 0; r < R; r++) p[r].load(rest[r]);
+    #pragma GCC unroll 64
+    for (int c = 0; c < C; c++)
+      #pragma GCC unroll 64
+      for (int r = 0; r < R; r++)
+        acc[0][c * R + r] = p[r].accumulate(x + c * x_stride + k, acc[0][c * R + r]);
+  }
+  #pragma GCC unroll 64
+  for (int s = 1; s < kSplit; s++)
+    #pragma GCC unroll 64
+    for (int i = 0; i < C * R; i++) acc[0][i] = add(acc[0][i], acc[s][i]);
+  float totals[C * R];
+  sums<C * R>(acc[0], totals);
+  #pragma GCC unroll 64
+  for (int c = 0; c < C; c++)
+    #pragma GCC unroll 64
+    for (int r = 0; r < R; r++) out[c * out_stride + r] += totals[c * R + r];
+}
+
+typedef void (*Tile)(const void*, int64_t, const void*, int64_t, int64_t, float*, int64_t);
+
+// Tiles of R rows of weights with 1, 2, ... rows of activations.
+template <class P, int R, int C, bool Ahead = false>
+inline Tile tile_of(int64_t tokens) {
+  if constexpr (C > 1)
+    if (tokens < C) return tile_of<P, R, C - 1, Ahead>(tokens);
+  return tile<P, R, C, Ahead>;
+}
+
+// A sum runs over at most so many numbers in one vector; longer ones are sums of such.
+// With 64 additions in a row the error stays below one unit in the last place of the sum
+// of the absolute products.
+constexpr int64_t kAdditions = 64;
+
+// y of one token: every row of weights is read once, from its beginning to its end, as fast
+// as the memory gives it.
+template <class P>
+void one(const Rows& rows) {
+  typedef typename P::W W;
+  const int64_t block = kAdditions * kLanes * 4;
+  const typename P::X* x = static_cast<const typename P::X*>(rows.x.data);
+  for (int64_t o = rows.begin; o < rows.end; o++) {
+    const W* w = static_cast<const W*>(rows.w) + o * rows.depth;
+    float total = 0;
+    for (int64_t k = 0; k < rows.depth; k += block)
+      tile<P, 1, 1>(w + k, 0, x + k, 0, rows.depth - k < block ? rows.depth - k : block, &total, 1);
+    put(&total, 1, rows, o);
+  }
+}
+
+// y of several tokens, block by block, so that activations that are used again are still in
+// the nearest cache, and the next rows of weights on their way.
+template <class P>
+void several(const Rows& rows) {
+  typedef typename P::W W;
+  constexpr int64_t kTokens = 128, kHeight = 64, kNearest = 1 << 14;
+  int64_t block = kAdditions * kLanes;
+  while (block > 512 && rows.tokens * block * int64_t(sizeof(typename P::X)) > kNearest && rows.tokens <= maxjax::kFew) block /= 2;
+  const char* x = static_cast<const char*>(rows.x.data);
+  alignas(64) float totals[kTokens * kHeight];
+  for (int64_t o = rows.begin; o < rows.end; o += kHeight) {
+    const int64_t height = rows.end - o < kHeight ? rows.end - o : kHeight;
+    for (int64_t t = 0; t < rows.tokens; t += kTokens) {
+      const int64_t width = rows.tokens - t < kTokens ? rows.tokens - t : kTokens;
+      memset(totals, 0, sizeof(float) * width * kHeight);
+      for (int64_t k = 0; k < rows.depth; k += block) {
+        const int64_t depth = rows.depth - k < block ? rows.depth - k : block;
+        for (int64_t r = 0; r < height;) {
+          const bool full = height - r >= kTileRows;
+          const W* w = static_cast<const W*>(rows.w) + (o + r) * rows.depth + k;
+          for (int64_t c = 0; c < width; c += kTileTokens) {
+            const int64_t n = width - c < kTileTokens ? width - c : kTileTokens;
+            const void* at = x + ((t + c) * rows.x.stride + k) * sizeof(typename P::X);
+            const Tile f = !full  ? tile_of<P, 1, kTileTokens>(n)
+                           : c == 0 ? tile_of<P, kTileRows, kTileTokens, true>(n)
+                                    : tile_of<P, kTileRows, kTileTokens>(n);
+            f(w, rows.depth, at, rows.x.stride, depth, totals + c * kHeight + r, kHeight);
+          }
+          r += full ? kTileRows : 1;
+        }
+      }
+      for (int64_t c = 0; c < width; c++)
+        put(totals + c * kHeight, height, rows, (t + c) * rows.y_stride + o);
+    }
+  }
+}
+
+template <class P>
+void one_or_several(const Rows& rows) {
+  rows.tokens == 1 ? one<P>(rows) : several<P>(rows);
+}
+
+void product(const Rows& rows) {
+  const Exact exact;
+#ifdef MAXJAX_PAIRS
+  if (rows.x.narrow) return one_or_several<Pairs>(rows);
+#endif
+  switch (rows.w_type) {
+    case Type::f32:
+      return one_or_several<Wide<float>>(rows);
+    case Type::f16:
+      return one_or_several<Wide<f16>>(rows);
+    case Type::bf16:
+      return one_or_several<Wide<bf16>>(rows);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,72 @@
+// Vectors of four floats on ARM.
+#pragma once
+#include <arm_neon.h>
+
+#include "scalar.h"
+
+namespace {
+
+typedef float32x4_t vec;
+constexpr int kLanes = 4;
+constexpr int kTileRows = 4, kTileTokens = 4, kMixed = 2;
+
+inline vec zero() { return vdupq_n_f32(0); }
+inline vec all(float f) { return vdupq_n_f32(f); }
+inline vec load(const float* p) { return vld1q_f32(p); }
+inline void store(float* p, vec v) { vst1q_f32(p, v); }
+inline vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+inline vec add(vec a, vec b) { return vaddq_f32(a, b); }
+inline vec mul(vec a, vec b) { return vmulq_f32(a, b); }
+inline vec div(vec a, vec b) { return vdivq_f32(a, b); }
+// The second where either is a NaN.
+inline vec max(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+inline float sum(vec v) { return vaddvq_f32(v); }
+
+template <int N>
+inline void sums(const vec* v, float* out) {
+  for (int i = 0; i < N; i++) out[i] = sum(v[i]);
+}
+
+inline void load2(const float* p, vec& a, vec& b) {
+  a = vld1q_f32(p);
+  b = vld1q_f32(p + 4);
+}
+inline void load2(const f16* p, vec& a, vec& b) {
+  const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(&p->bits));
+  a = vcvt_f32_f16(vget_low_f16(h));
+  b = vcvt_high_f32_f16(h);
+}
+inline void load2(const bf16* p, vec& a, vec& b) {
+  const uint16x8_t h = vld1q_u16(&p->bits);
+  a = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16));
+  b = vreinterpretq_f32_u32(vshll_high_n_u16(h, 16));
+}
+// Where in load2 of 2 * kLanes numbers the i-th of them is.
+template <class T>
+inline int place(int i) {
+  return i;
+}
+
+inline vec nearest(vec v) { return vrndnq_f32(v); }
+inline vec power_of_two(vec n) {
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+}
+inline vec zero_below(vec x, float limit, vec v) {
+  return vbslq_f32(vcltq_f32(x, all(limit)), zero(), v);
+}
+inline vec abs(vec v) { return vabsq_f32(v); }
+inline vec copysign(vec size, vec sign) { return vbslq_f32(vdupq_n_u32(0x80000000), sign, size); }
+
+// Small numbers count while it is there: XLA's threads take those below 2^-126 as zeros.
+struct Exact {
+  uint64_t before;
+  Exact() {
+    asm volatile("mrs %0, fpcr" : "=r"(before));
+    asm volatile("msr fpcr, %0" ::"r"(before & ~(uint64_t(1) << 24)));
+  }
+  ~Exact() { asm volatile("msr fpcr, %0" ::"r"(before)); }
+};
+
+}  // namespace
+
+#include "exp.h"

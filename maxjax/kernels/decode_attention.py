@@ -1,0 +1,257 @@
+"""Floor 2. Attention of one new token of every sequence over its cache of keys and values.
+
+What a decode step does with each layer's cache: turn the new query and key by their
+position, put key and value into the cache, and look at all that is there. XLA takes ten
+to thirty times as long for it on a CPU as the kernel here, and copies the cache besides.
+Below: ``native``. Above: the decoders, which pass the cache from layer to layer.
+
+Shapes: L layers, B sequences, H heads of queries and K of keys, S slots, width D.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+
+from . import explicit
+from .operation import Operation
+from .product import FLOATS
+
+
+class _Static(NamedTuple):
+    scale: float
+    window: int  # 0: none
+    cap: float  # 0: none
+    interleaved: bool
+    rotating: bool
+
+
+def decode_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    keys: Any,
+    values: Any,
+    lengths: Any,
+    *,
+    layer: Any = None,
+    rope: tuple[Any, Any] | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    interleaved: bool = False,
+    rotating: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Writes a token of each sequence into the cache, and attends from it to the cache.
+
+    Args:
+        q: ``[B, H, D]``, H a multiple of K: as many neighbouring heads share one of keys.
+        k, v: ``[B, K, D]``.
+        keys, values: The cache, ``[B, K, S, D]``, or ``[L, B, K, S, D]`` with ``layer``.
+        lengths: Integers ``[B]``: the tokens of each sequence that are in the cache so far,
+            which is the position of this one. A negative number: there is no such sequence;
+            nothing is written for it, and its result is zeros.
+        layer: Which layer's cache, from 0; may be traced.
+        rope: ``(cos, sin)`` of this position, ``[B, pairs]`` each: the first ``2 pairs``
+            numbers of every head of ``q`` and ``k`` are turned (J. Su et al.,
+            arXiv:2104.09864). None: they have been, or there is none.
+        scale: Of the scores, ``1/√D`` by default.
+        sliding_window: How many tokens back a token sees, itself included; None: all.
+        soft_cap: Scores become ``soft_cap · tanh(score / soft_cap)``.
+        interleaved: Numbers 0 and 1, 2 and 3, … form a pair to be turned, and not the
+            first half with the second.
+        rotating: A sequence longer than S goes on in slot 0: it sees the last S tokens.
+            Without it what comes after slot S - 1 is not written, and its result is NaN.
+
+    Returns:
+        The result ``[B, H, D]`` in the dtype of ``q``, and the two caches, in place where
+        they are donated. Scores, softmax and sums are in float32.
+
+    Raises:
+        ValueError: Shapes that do not fit together; a window or a cap that is not positive.
+
+    On a CPU a C++ kernel does it, where the types are float32, float16 or bfloat16; else,
+    in exported programs, and where it is differentiated, :func:`definition`.
+
+    Example:
+        >>> cache = jnp.zeros((1, 2, 4, 8))
+        >>> x = jnp.ones((1, 2, 8))
+        >>> y, keys, values = decode_attention(x, x, x, cache, cache, jnp.array([0]))
+        >>> y.shape, float(y[0, 0, 0]), float(keys.sum())
+        ((1, 2, 8), 1.0, 16.0)
+    """
+    q, k, v, keys, values, lengths = map(jnp.asarray, (q, k, v, keys, values, lengths))
+    single = layer is None
+    if single:
+        keys, values, layer = keys[None], values[None], 0
+    _check(q, k, v, keys, values, lengths, sliding_window, soft_cap)
+    batch, heads, width = q.shape
+    cos, sin = (jnp.zeros((batch, 0)),) * 2 if rope is None else map(jnp.asarray, rope)
+    if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != batch or 2 * cos.shape[1] > width:
+        raise ValueError(
+            f"rope is (cos, sin), each [{batch}, pairs] with at most {width // 2} pairs; "
+            f"not {cos.shape} and {sin.shape}"
+        )
+    static = _Static(
+        1 / math.sqrt(width) if scale is None else float(scale),
+        sliding_window or 0, float(soft_cap or 0), bool(interleaved), bool(rotating),
+    )  # fmt: skip
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
+    numbers = [jnp.asarray(layer, jnp.int32), lengths.astype(jnp.int32)]
+    angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
+    out, keys, values = _run(static, grouped, k, v, keys, values, *numbers, *angles)
+    return out.reshape(q.shape), *((keys[0], values[0]) if single else (keys, values))
+
+
+def _check(q: Any, k: Any, v: Any, keys: Any, values: Any, lengths: Any, window: Any, cap: Any):
+    batch, heads, width = q.shape if q.ndim == 3 else (0, 0, 0)
+    kv_heads = k.shape[1] if k.ndim == 3 else 0
+    if (
+        q.ndim != 3
+        or k.shape != (batch, kv_heads, width)
+        or v.shape != k.shape
+        or keys.ndim != 5
+        or keys.shape != values.shape
+        or keys.dtype != values.dtype
+        or (*keys.shape[1:3], keys.shape[4]) != (batch, kv_heads, width)
+        or 0 in keys.shape[:1] + keys.shape[3:4]
+        or lengths.shape != (batch,)
+        or (heads % kv_heads if kv_heads else heads)
+    ):
+        raise ValueError(
+            "decode_attention takes q [B, H, D], k and v [B, K, D], caches [B, K, S, D] (or, with "
+            "layer, [L, B, K, S, D]) and lengths [B], H a multiple of K, L and S not 0; not "
+            f"{q.shape}, {k.shape}, {v.shape}, {keys.shape}, {values.shape} and {lengths.shape}"
+        )
+    if (window is not None and window < 1) or (cap is not None and not cap > 0):
+        raise ValueError(f"sliding_window={window} and soft_cap={cap} are positive, or None")
+
+
+def _run(static: _Static, *operands: Any) -> Any:
+    if not all(a.dtype in FLOATS for a in operands[:5]) or operands[1].dtype != operands[2].dtype:
+        return definition(static, *operands)
+    if not all(isinstance(n, int) for a in operands for n in a.shape):  # symbolic
+        return definition(static, *operands)
+    mesh = explicit.mesh_of(*operands)
+    if mesh is None:
+        return _OPERATION(operands, static)
+    wanted = [explicit.entries(operands[i]) for i in (0, 3, 4)]
+    run = lambda *a: _OPERATION(a, static)
+    return explicit.automatic(run, mesh, wanted)(*operands)
+
+
+def definition(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    lengths: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> list[jax.Array]:
+    """What :func:`decode_attention` is, in jnp; ``q`` is ``[B, K, H/K, D]``."""
+    slots = keys.shape[3]
+    q32 = _turned(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
+    k32 = _turned(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
+    fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
+    slot = jnp.where(fits, lengths % slots, slots)  # beyond the last nothing is written
+    rows = jnp.arange(q.shape[0])
+    keys = keys.at[layer, rows, :, slot].set(k32.astype(keys.dtype), mode="drop")
+    values = values.at[layer, rows, :, slot].set(v.astype(values.dtype), mode="drop")
+
+    pick = functools.partial(
+        jax.lax.dynamic_index_in_dim, index=layer, keepdims=False, allow_negative_indices=False
+    )
+    seen_keys, seen_values = (pick(a).astype(jnp.float32) for a in (keys, values))  # [B, K, S, D]
+    scores = jnp.einsum("bkgd,bksd->bkgs", q32 * static.scale, seen_keys)
+    if static.cap:
+        scores = static.cap * jnp.tanh(scores / static.cap)
+    age = lengths[:, None] - jnp.arange(slots)[None, :]  # [B, S]
+    age = age % slots if static.rotating else age
+    sees = (age >= 0) & (age <= lengths[:, None])
+    if static.window:
+        sees = sees & (age < static.window)
+    weights = jax.nn.softmax(jnp.where(sees[:, None, None], scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("bkgs,bksd->bkgd", weights, jnp.where(sees[:, None, :, None], seen_values, 0))
+    missing = jnp.where(lengths < 0, 0.0, jnp.nan)[:, None, None, None]
+    out = jnp.where(fits[:, None, None, None], out, missing)
+    return [out.astype(q.dtype), keys, values]
+
+
+def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Static) -> jax.Array:
+    pairs = cos.shape[-1]
+    if not pairs:
+        return x
+    head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if static.interleaved:
+        a, b = head[..., 0::2], head[..., 1::2]
+    else:
+        a, b = head[..., :pairs], head[..., pairs:]
+    a, b = a * cos - b * sin, b * cos + a * sin
+    turned = jnp.stack([a, b], -1).reshape(head.shape) if static.interleaved else None
+    return jnp.concatenate([*([a, b] if turned is None else [turned]), rest], -1)
+
+
+# -- as an operation of JAX
+
+
+def _types(static: _Static, q: Any, *rest: Any) -> list[Any]:
+    return [q, rest[2], rest[3]]
+
+
+def _kernel(static: _Static, *operands: Any) -> Any:
+    q, _, _, keys, values, *_ = operands
+    batch, kv_heads, group, width = q.shape
+    flat = q.reshape(batch, kv_heads * group, width)
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (flat, keys, values)]
+    call = jax.ffi.ffi_call("maxjax_decode_attention", results, input_output_aliases={3: 1, 4: 2})
+    out, keys, values = call(
+        flat, *operands[1:],
+        scale=np.float32(static.scale), window=np.int64(static.window), cap=np.float32(static.cap),
+        interleaved=static.interleaved, rotating=static.rotating,
+    )  # fmt: skip
+    return out.reshape(q.shape), keys, values
+
+
+def _rule(ranks: Sequence[int]) -> Any:
+    """Sequences and heads of keys go together everywhere; the rest is whole."""
+    b, h = "b", "h"
+    cache = ArrayMapping("l", b, h, "s", "d")
+    q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
+    angles = ArrayMapping(b, "p")
+    operands = (q, kv, kv, cache, cache, ArrayMapping(), ArrayMapping(b), angles, angles)
+    return SdyShardingRule(operands, (q, cache, cache))
+
+
+def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """The sequences and heads as the cache has them: it is much the largest."""
+    batch, heads = specs[3][1], specs[3][2]
+    cache, head = [(), batch, heads, (), ()], [batch, heads, ()]
+    operands = [
+        [batch, heads, (), ()],
+        head,
+        head,
+        cache,
+        cache,
+        [],
+        [batch],
+        [batch, ()],
+        [batch, ()],
+    ]
+    return operands, [[batch, heads, (), ()], cache, cache], ()
+
+
+_OPERATION = Operation(
+    "maxjax_decode_attention", _types, definition, _kernel, _rule, _places, lambda *_: None
+)

@@ -1,0 +1,115 @@
+"""Floor 2. The compiled kernels of ``kernels/cpu``: whether they are there, and for which processor.
+
+Below: nothing. Above: ``product`` and ``decode_attention``, which have a jnp form for
+every machine without them.
+
+The library knows nothing of Python: XLA calls it by what :func:`library` registers. It
+holds the same arithmetic for several instruction sets (levels) and uses the best one
+that the processor has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+_LOG = logging.getLogger("maxjax")
+
+# "off": the jnp forms; or the name of a level.
+VARIABLE = "MAXJAX_KERNELS"
+
+TARGETS = ("maxjax_matmul", "maxjax_decode_attention")
+
+
+def path() -> Path:
+    """Where the library is, if it was built."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return Path(__file__).parent / "cpu" / f"libmaxjax_cpu.{suffix}"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library with its functions registered with XLA, or None; then it logs why, once."""
+    found, why = _open()
+    if found is None:
+        _LOG.warning("maxjax: %s; the jnp forms are used instead, which are slower on a CPU", why)
+    return found
+
+
+@functools.cache
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == "off":
+        return None, f"the CPU kernels are off ({VARIABLE}=off)"
+    if not path().exists():
+        return None, "the CPU kernels were not built (no C++ compiler when maxjax was installed)"
+    try:
+        found = ctypes.CDLL(str(path()))
+        _declare(found)
+        for name in TARGETS:
+            target = jax.ffi.pycapsule(getattr(found, name))
+            jax.ffi.register_ffi_target(name, target, platform="cpu")
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        return None, f"the CPU kernels do not load ({reason}): install maxjax again"
+    if wanted and not found.maxjax_use_level(wanted.encode()):
+        there = found.maxjax_levels().decode().replace(",", ", ")
+        return None, f"{VARIABLE}={wanted}: this machine has {there}, and 'off'"
+    return found, ""
+
+
+def _declare(found: ctypes.CDLL) -> None:
+    found.maxjax_levels.restype = found.maxjax_level.restype = ctypes.c_char_p
+    found.maxjax_use_level.argtypes = [ctypes.c_char_p]
+    found.maxjax_use_level.restype = ctypes.c_bool
+
+
+def levels() -> list[str]:
+    """The instruction sets that were compiled and that this processor has, the best first.
+
+    Example:
+        >>> set(levels()) <= {"avx512bf16", "avx512", "avx2", "neon", "portable"}
+        True
+    """
+    found, _ = _open()
+    return [] if found is None else found.maxjax_levels().decode().split(",")
+
+
+def status() -> str:
+    """What products with weights run on, on a CPU: a level, or why the jnp forms are used."""
+    found, why = _open()
+    return f"jnp ({why})" if found is None else found.maxjax_level().decode()
+
+
+@contextmanager
+def level(name: str) -> Iterator[None]:
+    """Runs the kernels of one level, in all threads, also in programs that are compiled by now.
+
+    Raises:
+        ValueError: There is no such level here.
+    """
+    found = library()
+    if found is None or not found.maxjax_use_level(name.encode()):
+        before = None
+    else:
+        before = name
+    if before is None:
+        raise ValueError(f"no kernels for {name!r} here; there are {', '.join(levels()) or 'none'}")
+    try:
+        yield
+    finally:
+        assert found is not None
+        found.maxjax_use_level(_default().encode())
+
+
+@functools.cache
+def _default() -> str:
+    return os.environ.get(VARIABLE) or levels()[0]

@@ -1,0 +1,185 @@
+"""Floor 2. A kernel as an operation of JAX that every transformation knows what to do with.
+
+An FFI call by itself has no derivative and no rule for batches, and XLA gathers whatever
+is sharded for it. An :class:`Operation` is
+
+========================  =====================================================================
+on a CPU                  the C++ kernel, through ``jax.ffi``
+elsewhere, in an export   the jnp form, its definition
+on several devices        the kernel on each device's part (``custom_partitioning``)
+under ``vmap``            more rows, where its batching rule says so, or the jnp form
+differentiated            the derivative of the jnp form, forwards and backwards
+========================  =====================================================================
+
+Below: ``native``, ``explicit``. Above: ``product``, ``decode_attention``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
+
+from . import explicit, native
+
+try:
+    # JAX tells the devices only to operations that ask for them: custom_partitioning does,
+    # but inside one of these it would not be seen.
+    from jax._src.dispatch import prim_requires_devices_during_lowering
+except ImportError:  # then programs for several devices get the jnp form
+    prim_requires_devices_during_lowering = set()
+
+
+class Operation:
+    """One operation with several operands and several results.
+
+    Args:
+        name: Its name in a jaxpr.
+        types: ``(static, *avals)`` → the avals of the results.
+        definition: ``(static, *operands)`` → results, in jnp.
+        kernel: The same by an FFI call, on what one device has.
+        rule: ``(ranks of the operands)`` → which axes belong together, as a SdyShardingRule.
+        places: ``(entries of the operands)`` → entries of the operands and of the results
+            that go together, and the axes of the mesh over which results are to be summed.
+        batch: ``(static, operands, dims, bind)`` → results with the batch first, or None for
+            those of the definition.
+        summand: The static arguments of the kernel where its results will be summed.
+
+    Static arguments are hashable. Example: ``product.py``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        types: Callable[..., Sequence[Any]],
+        definition: Callable[..., Any],
+        kernel: Callable[..., Any],
+        rule: Callable[..., Any],
+        places: Callable[..., Any],
+        batch: Callable[..., Any],
+        summand: Callable[[Any], Any] = lambda static: static,
+    ):
+        self.definition, self.kernel = definition, kernel
+        self.rule, self.places, self.summand, self.batch = rule, places, summand, batch
+        self._jitted = functools.cache(self._jit)
+        self._partitioned = functools.cache(self._custom_partitioning)
+        self.primitive = primitive = Primitive(name)
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(lambda *avals, static: list(types(static, *avals)))
+        primitive.def_impl(self._eager)
+        ad.primitive_jvps[primitive] = self._jvp
+        batching.primitive_batchers[primitive] = self._batch
+        mlir.register_lowering(primitive, self._lower_definition)
+        mlir.register_lowering(primitive, self._lower_cpu, platform="cpu")
+        prim_requires_devices_during_lowering.add(primitive)
+
+    def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
+        """The results for arrays that are on no Explicit mesh; ``explicit.automatic`` sees to that."""
+        return self.primitive.bind(*_alike(operands), static=static)
+
+    # -- eager code, derivatives, batches
+
+    def _jit(self, static: Any) -> Any:
+        return jax.jit(functools.partial(self.primitive.bind, static=static))
+
+    def _eager(self, *operands: Any, static: Any) -> Any:
+        # It is one operation, also for those who look at every single one.
+        with jax.disable_jit(False):
+            return self._jitted(static)(*operands)
+
+    def _jvp(self, primals: Sequence[Any], tangents: Sequence[Any], *, static: Any) -> Any:
+        moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+        def along(*values: Any) -> Any:
+            operands = list(primals)
+            for i, value in zip(moving, values, strict=True):
+                operands[i] = value
+            return list(self.definition(static, *operands))
+
+        return jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    def _batch(self, operands: Sequence[Any], dims: Sequence[Any], *, static: Any) -> Any:
+        bind = functools.partial(self.primitive.bind, static=static)
+        outputs = self.batch(static, operands, dims, bind)
+        if outputs is None:
+            define = functools.partial(self.definition, static)
+            outputs = list(jax.vmap(define, tuple(dims))(*operands))
+        return outputs, [0] * len(outputs)
+
+    # -- what it is lowered to
+
+    def _lower_definition(self, ctx: Any, *operands: Any, static: Any) -> Any:
+        define = functools.partial(self.definition, static)
+        return mlir.lower_fun(define, multiple_results=True)(ctx, *operands)
+
+    def _lower_cpu(self, ctx: Any, *operands: Any, static: Any) -> Any:
+        # A program that leaves this process cannot call what only this one has.
+        exported = ctx.module_context.lowering_parameters.for_export
+        empty = any(0 in aval.shape for aval in ctx.avals_out)
+        if exported or empty or native.library() is None or not _devices_known(ctx):
+            return self._lower_definition(ctx, *operands, static=static)
+        call = self._partitioned(static, tuple(len(a.shape) for a in ctx.avals_in))
+        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+    def _custom_partitioning(self, static: Any, ranks: tuple[int, ...]) -> Any:
+        call = custom_partitioning(lambda *operands: tuple(self.kernel(static, *operands)))
+        call.def_partition(
+            partition=functools.partial(self._partition, static),
+            infer_sharding_from_operands=lambda mesh, args, _: self._shardings(mesh, args)[1],
+            sharding_rule=self.rule(ranks),
+            # Some have no PartitionSpec: XLA asks for results in halves of an axis of the mesh.
+            decode_shardings=False,
+        )
+        return call
+
+    def _shardings(self, mesh: Any, args: Sequence[Any]) -> Any:
+        specs = [explicit.entries_of(a.sharding, mesh, a.shape) for a in args]
+        operands, results, summed = self.places(specs)
+        place = lambda entries: NamedSharding(mesh, explicit.spec(entries))
+        return tuple(map(place, operands)), tuple(map(place, results)), summed
+
+    def _partition(
+        self, static: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]
+    ) -> Any:
+        operands, outputs, summed = self._shardings(mesh, args)
+        dtypes = [r.dtype for r in results]
+
+        def part(*arrays: Any) -> Any:
+            if not summed:
+                return tuple(self.kernel(static, *arrays))
+            sums = jax.lax.psum(tuple(self.kernel(self.summand(static), *arrays)), summed)
+            return tuple(y.astype(dtype) for y, dtype in zip(sums, dtypes, strict=True))
+
+        return mesh, part, outputs, operands
+
+
+def _devices_known(ctx: Any) -> bool:
+    """Whether it can be divided: it is for one device, or for a mesh that is known."""
+    where = ctx.module_context.axis_context
+    if not isinstance(where, mlir.ShardingContext):
+        return True
+    if where.device_assignment is None:
+        return where.num_devices == 1
+    return len(where.device_assignment) == 1 or where.abstract_mesh is not None
+
+
+def _alike(operands: Sequence[Any]) -> list[Any]:
+    """Inside ``shard_map`` operands vary over the same axes, as an operation takes them."""
+    varying = [_varying(jax.typeof(a)) for a in operands]
+    every = frozenset().union(*varying)
+    return [
+        a if v == every else jax.lax.pcast(a, tuple(every - v), to="varying")
+        for a, v in zip(operands, varying, strict=True)
+    ]
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    """The axes of the mesh over which a value inside ``shard_map`` differs."""
+    kind = getattr(aval, "manual_axis_type", None)  # some versions of JAX have it as `vma`
+    return frozenset(getattr(kind, "varying", None) or getattr(aval, "vma", None) or ())

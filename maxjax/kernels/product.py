@@ -1,0 +1,150 @@
+"""Floor 2. The product of activations with weights as one operation of JAX.
+
+Below: ``operation``, which says what it is under each transformation. Above: ``matmul``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+
+from . import explicit
+from .operation import Operation
+
+# What the kernels take, for activations, weights and results.
+FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
+
+
+def definition(
+    x: jax.Array, weights: Sequence[jax.Array], dtypes: Sequence[np.dtype]
+) -> list[jax.Array]:
+    """``x @ w.T`` for each weight: what the product is, in jnp.
+
+    Args:
+        x: ``[..., in]``.
+        weights: ``[out, in]`` each.
+        dtypes: Of the results.
+    """
+    return [_one(x, w, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+
+
+def _one(x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
+    common = dtype if x.dtype != w.dtype else x.dtype
+    x, w = x.astype(common), w.astype(common)
+    # A bare bf16 -> bf16 product rounds inside the sum on some backends.
+    narrow = common.itemsize < 4 and jnp.issubdtype(common, jnp.floating)
+    mesh = explicit.mesh_of(x, w)
+    out = None
+    if mesh is not None:
+        out = explicit.sharding(mesh, explicit.entries(x)[:-1] + explicit.entries(w)[:1])
+    contraction = (((x.ndim - 1,), (1,)), ((), ()))
+    wide = jnp.float32 if narrow else common
+    y = jax.lax.dot_general(x, w, contraction, preferred_element_type=wide, out_sharding=out)
+    return y.astype(dtype)
+
+
+def products(
+    x: jax.Array, weights: Sequence[Any], layers: Sequence[Any], dtypes: Sequence[Any]
+) -> list[jax.Array]:
+    """``x @ w.T`` for each weight, in one pass over them.
+
+    Args:
+        x: ``[..., in]``, one of :data:`FLOATS`, as all of these.
+        weights: ``[out, in]``, or stacks ``[n, out, in]``; all of one dtype.
+        layers: For each weight which of a stack, an int32 scalar; of a plain weight it is
+            not looked at.
+        dtypes: Of the results.
+
+    Returns:
+        ``[..., out]`` each, of sums in float32.
+    """
+    return _OPERATION([x, *weights, *layers], tuple(dtypes))
+
+
+def _split(operands: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
+    """x, the weights, and the numbers of their layers."""
+    x, *rest = operands
+    return x, rest[: len(rest) // 2], rest[len(rest) // 2 :]
+
+
+def _in_jnp(dtypes: Any, *operands: Any) -> list[jax.Array]:
+    x, weights, layers = _split(operands)
+    arrays = [
+        w
+        if w.ndim == 2
+        else jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
+        for w, i in zip(weights, layers, strict=True)
+    ]
+    return definition(x, arrays, dtypes)
+
+
+def _types(dtypes: Any, *avals: Any) -> list[Any]:
+    x, weights, _ = _split(avals)
+    return [
+        x.update(shape=(*x.shape[:-1], w.shape[-2]), dtype=dtype, weak_type=False)
+        for w, dtype in zip(weights, dtypes, strict=True)
+    ]
+
+
+def _kernel(dtypes: Any, *operands: Any) -> Any:
+    x, weights, _ = _split(operands)
+    results = [
+        jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[-2]), dtype)
+        for w, dtype in zip(weights, dtypes, strict=True)
+    ]
+    return jax.ffi.ffi_call("maxjax_matmul", results)(*operands)
+
+
+def _batch(dtypes: Any, operands: Sequence[Any], dims: Sequence[Any], bind: Any) -> Any:
+    """Of activations: more rows."""
+    if any(d is not None for d in dims[1:]):
+        return None
+    return bind(jnp.moveaxis(operands[0], dims[0], 0), *operands[1:])
+
+
+def _rule(ranks: Sequence[int]) -> Any:
+    rank, *others = ranks
+    count = len(others) // 2
+    tokens = [f"t{i}" for i in range(rank - 1)]
+    weights = [
+        ArrayMapping(*([f"l{i}"] if others[i] == 3 else []), f"o{i}", "k") for i in range(count)
+    ]
+    results = tuple(ArrayMapping(*tokens, f"o{i}") for i in range(count))
+    operands = (ArrayMapping(*tokens, "k"), *weights, *[ArrayMapping()] * count)
+    return SdyShardingRule(operands, results)
+
+
+def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """The tokens' axes of the mesh first, then those of the weights.
+
+    A weight that is split over the tokens' axes too is gathered, as fully sharded ones
+    are; otherwise weights stay as they are. What the activations' depth is split over
+    besides costs a weight nothing if it is whole there.
+    """
+    (*tokens, own_depth), weights, layers = _split(specs)
+    free = _without(tokens)
+    depth = next((entry for entry in (free(spec[-1]) for spec in weights) if entry), ())
+    rows = [_without([depth])(free(spec[-2])) for spec in weights]
+    depth = depth or _without(rows)(free(own_depth))
+    of_weights = [
+        [*[()] * (len(spec) - 2), row, depth] for spec, row in zip(weights, rows, strict=True)
+    ]
+    operands = [[*tokens, depth], *of_weights, *[[] for _ in layers]]
+    return operands, [[*tokens, row] for row in rows], depth
+
+
+def _without(entries: Sequence[explicit.Entry]) -> Callable[[explicit.Entry], explicit.Entry]:
+    used = {name for entry in entries for name in entry}
+    return lambda entry: tuple(name for name in entry if name not in used)
+
+
+_OPERATION = Operation(
+    "maxjax_matmul", _types, _in_jnp, _kernel, _rule, _places, _batch,
+    # Summed in float32, as on one device.
+    summand=lambda dtypes: (np.dtype("float32"),) * len(dtypes),
+)  # fmt: skip
