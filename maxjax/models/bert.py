@@ -20,7 +20,7 @@ from ..nn.activation import ACTIVATIONS
 from ..nn.attention import attention
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules
+from ..nn.linear import Linear, linear_rules, linears
 from ..nn.norm import LayerNorm
 from .config import ModelConfig, setting
 from .family import Family, PretrainedModel
@@ -144,11 +144,10 @@ class BertSelfAttention(Module):
         return linear_rules("query", rows) | linear_rules("key", rows) | linear_rules("value", rows)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        def heads(linear: Linear) -> jax.Array:
-            y = linear(x).astype(x.dtype)
-            return y.reshape(*x.shape[:2], self.num_heads, -1)  # [B, T, H, D]
-
-        q, k, v = heads(self.query), heads(self.key), heads(self.value)
+        q, k, v = (
+            y.astype(x.dtype).reshape(*x.shape[:2], self.num_heads, -1)  # [B, T, H, D]
+            for y in linears([self.query, self.key, self.value], x)
+        )
         mixed = attention(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
         return mixed.reshape(x.shape)
 

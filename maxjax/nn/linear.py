@@ -17,10 +17,10 @@ from ..graph.device import DeviceRef
 from ..graph.placement import TENSOR, Split
 from ..graph.quantization import QuantizationEncoding
 from ..graph.sharding import ShardingStrategy
-from ..graph.value import TensorValue, wraps
+from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight import Weight
 from ..kernels import matmul
-from .layer import Module
+from .layer import Module, hooks
 from .layer.sharded import sharded
 
 # Over the last axis, which is the fan-in of a weight [out, in].
@@ -134,6 +134,29 @@ class Linear(Module):
     def initializer(self, name: str) -> Any:
         """Weights normal with variance 1/in_dim, bias zero."""
         return jax.nn.initializers.zeros if name.endswith("bias") else _LECUN_NORMAL
+
+
+def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
+    """The results of several layers for one input; plain Linears go over it together.
+
+    One pass over their weights saves what it takes to start one, and nothing has to be
+    laid side by side for it: weights, names and shardings stay each Linear's own.
+
+    Args:
+        layers: Linears, or whatever takes ``x``.
+        x: ``[..., in_dim]``, a TensorValue or an array.
+
+    Returns:
+        ``[..., out_dim]`` each, as arrays.
+    """
+    # A hook is to see every call.
+    if hooks.token() or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
+        return [unwrap(layer(x)) for layer in layers]
+    results = matmul(unwrap(x), [layer.weight for layer in layers])
+    return [
+        y if layer.bias is None else add_bias(y, layer.bias)
+        for y, layer in zip(results, layers, strict=True)
+    ]
 
 
 def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:

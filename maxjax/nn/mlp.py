@@ -19,7 +19,7 @@ from ..graph.value import TensorValue, unwrap, wraps
 from .activation import activation
 from .layer import Module
 from .layer.sharded import sharded, tensor_parallel
-from .linear import Linear, linear_rules
+from .linear import Linear, linear_rules, linears
 
 
 class MLP(Module):
@@ -112,7 +112,7 @@ class MLP(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[..., hidden_dim]`` → the same shape, a TensorValue for a TensorValue."""
-        gate, up = unwrap(self.gate_proj(x)), unwrap(self.up_proj(x))  # [..., feed_forward_length]
+        gate, up = linears([self.gate_proj, self.up_proj], x)  # [..., feed_forward_length]
         h = gated(gate, up, self.activation_function, self.swiglu_limit)
         return self.down_proj(TensorValue(h) if wraps(x) else h)
 

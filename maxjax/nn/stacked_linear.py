@@ -18,7 +18,7 @@ from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight import Weight
 from ..kernels import explicit, matmul
 from .layer import Module
-from .linear import Linear, add_bias
+from .linear import Linear, add_bias, linears
 
 
 class StackedLinear(Module):
@@ -118,8 +118,7 @@ class StackedLinear(Module):
         if self.stacked:
             layout = self.weight._layout
             return self.split(self._product(x)) if layout is None else self._by_device(x, layout)
-        # One product for each map, and no copy of the weights.
-        return [unwrap(getattr(self, name)(x)) for name in self.names]
+        return linears([getattr(self, name) for name in self.names], x)
 
     def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
         """Of weights with rows in the order of the devices: nothing moves between them."""

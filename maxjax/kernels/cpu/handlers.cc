@@ -1,5 +1,6 @@
 // What XLA calls: checks of the buffers, the choice of the instruction set, the division of
 // the work. The arithmetic is in product.h and attend.h.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -65,8 +66,14 @@ ffi::Error wrong(const char* what) { return ffi::Error::InvalidArgument(std::str
 template <int>
 char* scratch(int64_t bytes) {
   static thread_local std::vector<char> memory;
-  constexpr int64_t kAlign = 64;
-  if (int64_t(memory.size()) < bytes + kAlign) memory = std::vector<char>(bytes + kAlign);
+  constexpr int64_t kAlign = 64, kKept = 1 << 22;
+  const int64_t there = memory.size(), wanted = bytes + kAlign;
+  // A long prompt's memory is not kept for the tokens after it.
+  if (there < wanted || (there > kKept && there / 8 > wanted)) {
+    memory.clear();
+    memory.shrink_to_fit();
+    memory.resize(wanted);
+  }
   char* p = memory.data();
   return p + (kAlign - reinterpret_cast<uintptr_t>(p) % kAlign) % kAlign;
 }
@@ -178,35 +185,58 @@ struct Rope {
   int64_t pairs;
   bool interleaved;
 
-  // One head, in float, turned in place.
-  void turn(float* x, int64_t b) const {
-    for (int64_t i = 0; i < pairs; i++) {
-      float& even = x[interleaved ? 2 * i : i];
-      float& odd = x[interleaved ? 2 * i + 1 : i + pairs];
-      const float c = cos[b * pairs + i], s = sin[b * pairs + i], e = even;
-      even = e * c - odd * s;
-      odd = odd * c + e * s;
+  // One head, in float, turned in place and multiplied.
+  void turn(float* x, int64_t b, float scale, int64_t depth) const {
+    const float* c = cos + b * pairs;
+    const float* s = sin + b * pairs;
+    if (interleaved) {
+      for (int64_t i = 0; i < pairs; i++) turn_pair(x[2 * i], x[2 * i + 1], c[i], s[i]);
+    } else {
+      for (int64_t i = 0; i < pairs; i++) turn_pair(x[i], x[i + pairs], c[i], s[i]);
     }
+    for (int64_t i = 0; i < depth; i++) x[i] *= scale;
+  }
+
+  static void turn_pair(float& a, float& b, float c, float s) {
+    const float turned = a * c - b * s;
+    b = b * c + a * s;
+    a = turned;
   }
 };
 
-// A part of the cache of one sequence and head of keys.
+// Below so many numbers another thread would be there after they are done.
+constexpr int64_t kLeastWork = 4096;
+
+// A part of the cache of one unit, which is a sequence and a head of keys.
 struct Part {
-  int64_t b, k, begin, end;
+  int64_t unit, begin, end;
 };
 
 // The slots that a sequence of n tokens sees, in parts: up to two ranges of a rotating cache.
-void add_parts(int64_t b, int64_t kv_heads, int64_t n, int64_t slots, int64_t window,
-               std::vector<Part>* parts) {
+void add_parts(int64_t unit, int64_t n, int64_t slots, int64_t window, std::vector<Part>* parts) {
   const int64_t seen = least(n, window > 0 ? least(window, slots) : slots);
-  for (int64_t k = 0; k < kv_heads; k++) {
-    for (int64_t at = n - seen; at < n;) {
-      const int64_t slot = at % slots;
-      const int64_t length = least(least(n - at, slots - slot), kPart);
-      parts->push_back({b, k, slot, slot + length});
-      at += length;
-    }
+  for (int64_t at = n - seen; at < n;) {
+    const int64_t slot = at % slots;
+    const int64_t length = least(least(n - at, slots - slot), kPart);
+    parts->push_back({unit, slot, slot + length});
+    at += length;
   }
+}
+
+// The result of query g: parts are weighed by how their highest scores compare.
+template <class OfPart>
+void summed(const OfPart& of_part, size_t begin, size_t end, int64_t group, int64_t g, int64_t stride,
+            float* head) {
+  float top = -std::numeric_limits<float>::infinity(), total = 0;
+  for (size_t i = begin; i < end; i++) top = std::fmax(top, of_part(i)[group * stride + g]);
+  std::fill(head, head + stride, 0.0f);
+  for (size_t i = begin; i < end; i++) {
+    const float* result = of_part(i);
+    const float factor = std::exp(result[group * stride + g] - top);
+    total += factor * result[group * (stride + 1) + g];
+    for (int64_t d = 0; d < stride; d++) head[d] += factor * result[g * stride + d];
+  }
+  for (int64_t d = 0; d < stride; d++) head[d] /= total;
 }
 
 // q [B, H, D], k, v [B, K, D], keys, values [L, B, K, S, D], layer [], lengths [B],
@@ -248,75 +278,63 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   // Those that are in the batch, and fit.
   const auto runs = [&](int64_t b) { return length[b] >= 0 && (rotating || length[b] < slots) && slots > 0; };
 
-  // The new keys and values to their place, the queries as floats in the order of the cache.
-  char* memory = scratch<0>(4 * (batch * heads * stride + 2 * stride));
-  float* queries = reinterpret_cast<float*>(memory);
-  float* head = queries + batch * heads * stride;
-  const auto turned = [&](const ffi::AnyBuffer& x, Type x_type, int64_t b, int64_t h, int64_t n) {
-    const char* from = static_cast<const char*>(x.untyped_data()) + (b * n + h) * depth * size_of(x_type);
-    level.widen(from, x_type, depth, Type::f32, head, stride);
-    rope.turn(head, b);
-  };
+  // For each sequence and head of keys: the new keys and values to their place, the queries
+  // as floats in the order of the cache. Then all parts of the cache, and their sums.
+  float* queries = reinterpret_cast<float*>(scratch<0>(4 * batch * heads * stride));
+  const int64_t units = batch * kv_heads;
+  const int64_t helpers = units * group * depth < kLeastWork ? 1 : pool.num_threads();
+  parallel(pool, units, helpers, [&](int64_t unit) {
+    const int64_t b = unit / kv_heads;
+    if (!runs(b)) return;
+    float* head = reinterpret_cast<float*>(scratch<2>(4 * stride));
+    const auto widened = [&](const ffi::AnyBuffer& x, Type x_type, int64_t row) {
+      const char* from = static_cast<const char*>(x.untyped_data()) + row * depth * size_of(x_type);
+      level.widen(from, x_type, depth, Type::f32, head, stride);
+    };
+    const int64_t to = (unit * slots + length[b] % slots) * depth * item;
+    widened(k, new_type, unit);
+    rope.turn(head, b, 1, depth);
+    level.narrow_row(head, Type::f32, depth, key_cache + to, cache_type);
+    widened(v, new_type, unit);
+    level.narrow_row(head, Type::f32, depth, value_cache + to, cache_type);
+    for (int64_t g = unit * group; g < (unit + 1) * group; g++) {
+      widened(q, type, g);
+      rope.turn(head, b, scale, depth);
+      level.widen(head, Type::f32, depth, cache_type, queries + g * stride, stride);
+    }
+  });
   std::vector<Part> parts;
-  for (int64_t b = 0; b < batch; b++) {
-    if (!runs(b)) continue;
-    const int64_t slot = length[b] % slots;
-    for (int64_t h = 0; h < kv_heads; h++) {
-      const int64_t to = ((b * kv_heads + h) * slots + slot) * depth * item;
-      turned(k, new_type, b, h, kv_heads);
-      level.narrow_row(head, Type::f32, depth, key_cache + to, cache_type);
-      const char* from = static_cast<const char*>(v.untyped_data()) + (b * kv_heads + h) * depth * size_of(new_type);
-      level.widen(from, new_type, depth, Type::f32, head, stride);
-      level.narrow_row(head, Type::f32, depth, value_cache + to, cache_type);
-    }
-    for (int64_t h = 0; h < heads; h++) {
-      turned(q, type, b, h, heads);
-      for (int64_t i = 0; i < depth; i++) head[i] *= scale;
-      level.widen(head, Type::f32, depth, cache_type, queries + (b * heads + h) * stride, stride);
-    }
-    add_parts(b, kv_heads, int64_t(length[b]) + 1, slots, window, &parts);
+  std::vector<size_t> first;  // of the parts of each unit
+  for (int64_t unit = 0; unit < units; unit++) {
+    first.push_back(parts.size());
+    const int64_t b = unit / kv_heads;
+    if (runs(b)) add_parts(unit, int64_t(length[b]) + 1, slots, window, &parts);
   }
-
-  // Each part by itself, then their sum.
+  first.push_back(parts.size());
   float* sums = reinterpret_cast<float*>(scratch<1>(4 * int64_t(parts.size()) * group * (stride + 2)));
   const auto of_part = [&](int64_t i) { return sums + i * group * (stride + 2); };
   const int64_t bytes = 2 * int64_t(parts.size()) * kPart * depth * item;
   parallel(pool, parts.size(), bytes < kChunkBytes ? 1 : pool.num_threads(), [&](int64_t i) {
     const Part& part = parts[i];
-    const int64_t from = (part.b * kv_heads + part.k) * slots * depth * item;
+    const int64_t from = part.unit * slots * depth * item;
     float* result = of_part(i);
-    level.attend({queries + (part.b * heads + part.k * group) * stride, stride, group, key_cache + from,
+    level.attend({queries + part.unit * group * stride, stride, group, key_cache + from,
                   value_cache + from, cache_type, depth, part.begin, part.end, cap,
                   result + group * stride, result + group * (stride + 1), result});
   });
   char* to = static_cast<char*>(out->untyped_data());
-  size_t first = 0;
-  for (int64_t b = 0; b < batch; b++) {
-    if (!runs(b)) {  // not in the batch: zeros; beyond the cache: NaN
-      for (int64_t i = 0; i < stride; i++) head[i] = length[b] < 0 ? 0 : std::numeric_limits<float>::quiet_NaN();
-      for (int64_t h = 0; h < heads; h++)
-        level.narrow_row(head, cache_type, depth, to + (b * heads + h) * depth * size_of(type), type);
-      continue;
-    }
-    for (int64_t h = 0; h < kv_heads; h++) {
-      size_t last = first;
-      while (last < parts.size() && parts[last].b == b && parts[last].k == h) last++;
-      for (int64_t g = 0; g < group; g++) {
-        float top = -std::numeric_limits<float>::infinity(), total = 0;
-        for (size_t i = first; i < last; i++) top = std::fmax(top, of_part(i)[group * stride + g]);
-        for (int64_t i = 0; i < stride; i++) head[i] = 0;
-        for (size_t i = first; i < last; i++) {
-          const float* result = of_part(i);
-          const float factor = std::exp(result[group * stride + g] - top);
-          total += factor * result[group * (stride + 1) + g];
-          for (int64_t d = 0; d < stride; d++) head[d] += factor * result[g * stride + d];
-        }
-        for (int64_t d = 0; d < stride; d++) head[d] /= total;
-        level.narrow_row(head, cache_type, depth, to + (b * heads + h * group + g) * depth * size_of(type), type);
+  parallel(pool, units, helpers, [&](int64_t unit) {
+    const int32_t n = length[unit / kv_heads];
+    float* head = reinterpret_cast<float*>(scratch<2>(4 * stride));
+    for (int64_t g = 0; g < group; g++) {
+      if (runs(unit / kv_heads)) {
+        summed(of_part, first[unit], first[unit + 1], group, g, stride, head);
+      } else {  // not in the batch: zeros; beyond the cache: NaN
+        std::fill(head, head + stride, n < 0 ? 0 : std::numeric_limits<float>::quiet_NaN());
       }
-      first = last;
+      level.narrow_row(head, cache_type, depth, to + (unit * group + g) * depth * size_of(type), type);
     }
-  }
+  });
   return ffi::Error::Success();
 }
 

@@ -1,0 +1,358 @@
+"""Text generation's two steps on a CPU, against llama.cpp and against what the memory gives.
+
+decode    one token of every sequence: a random Llama written by this script as a Hugging Face
+          directory and as a GGUF file, run by maxjax's layers (decode_model.py) and by a live
+          llama.cpp on the same weights, in turns, with a probe of the memory's bandwidth beside
+          every pair. Printed: the median ratio of llama.cpp's time to ours (above 1: we are
+          faster), its quartiles, and which part of the bandwidth measured beside it our step
+          reaches, counting the bytes of the weights and of the part of the cache that is read.
+prefill   prompts of 128 and 512 tokens, the same way.
+others    beside it, where installed: hand-written JAX (unrolled, einsum), transformers on torch.
+stack     the same model as one loop over stacked layers and unrolled.
+
+llama.cpp is used where LLAMA_CPP_PYTHON names a Python that has llama-cpp-python, built for this
+processor; without it its columns are empty. --only a,b chooses rows by a part of their name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")
+
+import decode_model
+import jax
+import jax.numpy as jnp
+import llama_cpp_peer
+import numpy as np
+import random_llama
+
+from maxjax.kernels import native
+
+CACHES = {"F32": "float16", "F16": "float16", "BF16": "bfloat16"}  # llama.cpp's is float16
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result; `prompt` is 0 for decode steps after `context` tokens."""
+
+    size: str
+    kind: str
+    batch: int
+    context: int
+    prompt: int = 0
+    wanted: str = ""
+
+    def __str__(self) -> str:
+        what = f"prefill {self.prompt}" if self.prompt else f"decode  at {self.context}"
+        return f"{self.size} {self.kind:4} batch {self.batch} {what}"
+
+
+ROWS = [
+    *(Row("135m", kind, 1, n, wanted=">= 1.1, 80 %")
+      for kind in ("F32", "BF16", "F16") for n in (128, 2048)),
+    *(Row("1b", kind, 1, n, wanted=">= 1.0, 90 %") for kind in ("F32", "BF16") for n in (128, 2048)),
+    *(Row(size, "BF16", 8, 128, wanted=">= 1.0") for size in ("135m", "1b")),
+    *(Row(size, kind, 1, 0, n, wanted=">= 1.0")
+      for size in ("135m", "1b") for kind in ("BF16", "F32") for n in (128, 512)),
+]  # fmt: skip
+QUICK = [Row("tiny", "BF16", 2, 64), Row("tiny", "F32", 1, 0, 64)]
+
+
+class Ours:
+    """maxjax on one row."""
+
+    def __init__(self, model: decode_model.Llama, row: Row):
+        self.model, self.row = model, row
+        slots = -(-(row.prompt or row.context + 64) // 256) * 256
+        self.cache = model.cache(row.batch, slots, CACHES[row.kind])
+        tokens = np.random.default_rng(0).integers(3, 1000, (row.batch, max(row.prompt, 1)))
+        self.tokens = jnp.asarray(tokens, jnp.int32)
+        self.step(1)
+
+    def step(self, count: int) -> list[float]:
+        """Seconds of each of `count` steps."""
+        row = self.row
+        tokens = self.tokens if row.prompt else self.tokens[:, 0]
+        lengths = jnp.full(row.batch, row.context, jnp.int32)
+        cache, times = self.cache._replace(lengths=lengths), []
+        for _ in range(count):
+            start = time.perf_counter()
+            logits, cache = decode_model.step(self.model, tokens, cache)
+            logits.block_until_ready()
+            times.append(time.perf_counter() - start)
+        self.cache = cache
+        return times
+
+    def bytes_read(self) -> int:
+        """Weights, once, and the keys and values of the tokens so far."""
+        weights = sum(a.nbytes for a in jax.tree.leaves(self.model))
+        used = self.row.context * self.cache.keys.nbytes // self.cache.keys.shape[3]
+        return weights + 2 * used
+
+
+class Theirs:
+    """llama.cpp on one row."""
+
+    def __init__(self, gguf: Path, row: Row):
+        self.row = row
+        self.peer = llama_cpp_peer.Peer(gguf, context=max(row.prompt, row.context + 64, 256))
+        rng = np.random.default_rng(0)
+        length = row.prompt or row.context
+        self.prompts = rng.integers(3, 1000, (row.batch, length)).tolist()
+        self.peer.prefill(self.prompts)
+        self.step(1)
+
+    def step(self, count: int) -> list[float]:
+        """Seconds of each of `count` steps."""
+        if self.row.prompt:
+            return [self.peer.prefill(self.prompts) for _ in range(count)]
+        first = [prompt[0] for prompt in self.prompts]
+        return self.peer.decode(first, count, self.row.context)
+
+
+class Bandwidth:
+    """Reads of a large array by all threads, in bytes a second."""
+
+    def __init__(self, size: int = 400 << 20):
+        self.data = jnp.ones((size // 4,), jnp.float32)
+        self.read = jax.jit(lambda a: a.sum())
+        self.read(self.data).block_until_ready()
+
+    def __call__(self) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            self.read(self.data).block_until_ready()
+            times.append(time.perf_counter() - start)
+        return self.data.nbytes / statistics.median(times)
+
+
+def measure(row: Row, folder: Path, pairs: int, bandwidth: Any) -> str:
+    """The line of one row."""
+    directory, gguf = files(folder, row.size, row.kind)
+    ours = Ours(decode_model.load(directory), row)
+    theirs = Theirs(gguf, row) if llama_cpp_peer.available() else None
+    count = 2 if row.prompt else 8 if row.size == "135m" else 4
+    if row.prompt >= 512 or (row.prompt and row.size == "1b"):
+        count = 1
+    ratios, part, mine, its, probes = [], [], [], [], []
+    for i in range(pairs):
+        order = [ours, theirs] if i % 2 else [theirs, ours]
+        found: dict[Any, float] = {}
+        probe = [bandwidth()]
+        for side in order:
+            if side is not None:
+                time.sleep(0.05)  # the other one's threads look for work a little longer
+                found[side] = statistics.median(side.step(count))
+        probe.append(bandwidth())
+        probes.append(statistics.mean(probe))
+        mine.append(found[ours])
+        part.append(ours.bytes_read() / found[ours] / probes[-1])
+        if theirs is not None:
+            its.append(found[theirs])
+            ratios.append(found[theirs] / found[ours])
+    if theirs is not None:
+        theirs.peer.close()
+    tokens = row.batch * (row.prompt or 1)
+    line = f"{row!s:32} ours {statistics.median(mine) * 1e3:8.2f} ms {tokens / statistics.median(mine):7.1f} tok/s"
+    if not row.prompt:
+        line += f"  {statistics.median(part):4.0%} of {statistics.median(probes) / 1e9:4.1f} GB/s"
+    if ratios:
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        line += f"  llama.cpp {statistics.median(its) * 1e3:8.2f} ms  ratio {middle:.2f} [{low:.2f}, {high:.2f}]"
+    return line + (f"  wanted {row.wanted}" if row.wanted else "")
+
+
+def files(folder: Path, size: str, kind: str) -> tuple[Path, Path]:
+    """The Hugging Face directory and the GGUF file, written when they are not there."""
+    place = folder / f"{size}-{kind}"
+    directory, gguf = place / "hf", place / "model.gguf"
+    if not gguf.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        random_llama.write_hf(directory, random_llama.SIZES[size], kind)
+        random_llama.write_gguf(gguf, random_llama.SIZES[size], kind)
+    return directory, gguf
+
+
+def check(folder: Path, size: str, kind: str) -> str:
+    """How far our logits are from llama.cpp's, in their standard deviations."""
+    directory, gguf = files(folder, size, kind)
+    tokens = np.random.default_rng(1).integers(3, 1000, 40).tolist()
+    model = decode_model.load(directory)
+    logits, cache = decode_model.step(
+        model, jnp.asarray([tokens[:-1]], jnp.int32), model.cache(1, 256, CACHES[kind])
+    )
+    logits, cache = decode_model.step(model, jnp.asarray(tokens[-1:], jnp.int32), cache)
+    with llama_cpp_peer.Peer(gguf, context=256) as peer:
+        theirs = np.asarray(peer.logits(tokens))
+    worst = np.abs(np.asarray(logits)[0] - theirs).max() / theirs.std()
+    assert worst < 0.1, worst
+    return f"{size} {kind:4} logits after prefill and a step differ by at most {worst:.4f} of their deviation"
+
+
+def stacked(folder: Path, pairs: int, size: str = "135m", kind: str = "BF16") -> str:
+    """One loop over stacked layers against the same layers unrolled."""
+    directory, _ = files(folder, size, kind)
+    row = Row(size, kind, 1, 128)
+    sides = [Ours(decode_model.load(directory, stacked=flag), row) for flag in (True, False)]
+    ratios = []
+    for i in range(pairs):
+        found = {}
+        for side in sides if i % 2 else sides[::-1]:
+            found[side] = statistics.median(side.step(8))
+        ratios.append(found[sides[1]] / found[sides[0]])
+    return f"{size} {kind} unrolled / stacked, time of a decode step: {statistics.median(ratios):.3f}  wanted >= 0.98"
+
+
+# --- others ----------------------------------------------------------------------------------
+
+
+def by_hand(model: decode_model.Llama, row: Row) -> Any:
+    """Plain JAX as it is mostly written: layers unrolled, einsum, a cache of float32 or bf16."""
+    config, weights = model.config, dict(model.state_dict())
+    heads, kv, width = (
+        config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    slots = 256
+
+    def norm(x: jax.Array, w: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        y = wide * jax.lax.rsqrt((wide * wide).mean() + config["rms_norm_eps"])
+        return y.astype(x.dtype) * w
+
+    def turn(x: jax.Array, position: jax.Array) -> jax.Array:
+        angle = position * config["rope_theta"] ** (-jnp.arange(0, width, 2) / width)
+        a, b = jnp.split(x, 2, -1)
+        cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def run(
+        w: dict[str, jax.Array], token: jax.Array, cache: list[Any], position: jax.Array
+    ) -> Any:
+        x, new = w["model.embed_tokens.weight"][token], []
+        product = lambda x, name: jnp.einsum("i,oi->o", x, w[name])
+        for i in range(config["num_hidden_layers"]):
+            p = f"model.layers.{i}."
+            h = norm(x, w[p + "input_layernorm.weight"])
+            q, k, v = (
+                product(h, f"{p}self_attn.{n}_proj.weight").reshape(-1, width) for n in "qkv"
+            )
+            keys, values = cache[i]
+            keys = keys.at[:, position].set(turn(k, position))
+            values = values.at[:, position].set(v)
+            new.append((keys, values))
+            grouped = turn(q, position).reshape(kv, heads // kv, width)
+            scores = jnp.einsum("kgd,ksd->kgs", grouped, keys).astype(jnp.float32) / width**0.5
+            scores = jnp.where(jnp.arange(slots) <= position, scores, -jnp.inf)
+            shares = jax.nn.softmax(scores, -1).astype(x.dtype)
+            y = jnp.einsum("kgs,ksd->kgd", shares, values).reshape(-1)
+            x = x + product(y, p + "self_attn.o_proj.weight")
+            h = norm(x, w[p + "post_attention_layernorm.weight"])
+            gate, up = (product(h, f"{p}mlp.{n}_proj.weight") for n in ("gate", "up"))
+            x = x + product(jax.nn.silu(gate) * up, p + "mlp.down_proj.weight")
+        return product(norm(x, w["model.norm.weight"]), "model.embed_tokens.weight"), new
+
+    dtype = DTYPES[row.kind]
+    cache = [
+        tuple(jnp.zeros((kv, slots, width), dtype) for _ in range(2))
+        for _ in range(config["num_hidden_layers"])
+    ]
+    step = jax.jit(run, donate_argnums=2)
+    state = [cache]
+
+    def once() -> None:
+        logits, state[0] = step(weights, jnp.int32(5), state[0], jnp.int32(row.context))
+        logits.block_until_ready()
+
+    return once
+
+
+def by_torch(directory: Path, row: Row) -> Any:
+    """transformers on torch, with its own cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPES[row.kind]))
+    ids = torch.randint(3, 1000, (1, row.context))
+    state = [model(ids, use_cache=True).past_key_values]
+
+    def once() -> None:
+        with torch.no_grad():
+            state[0] = model(ids[:, :1], past_key_values=state[0], use_cache=True).past_key_values
+
+    return once
+
+
+def others(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
+    """Decode steps of others, as ratios to ours measured in turns."""
+    row = Row(size, kind, 1, 128)
+    directory, _ = files(folder, size, kind)
+    model = decode_model.load(directory)
+    ours, lines = Ours(model, row), []
+    peers = {"hand-written JAX": lambda: by_hand(decode_model.load(directory, stacked=False), row)}
+    try:
+        import transformers  # noqa: F401
+
+        peers["transformers on torch"] = lambda: by_torch(directory, row)
+    except ImportError:
+        pass
+    for name, make in peers.items():
+        once = make()
+        once()
+        ratios = []
+        for _ in range(pairs):
+            mine = statistics.median(ours.step(4))
+            start = time.perf_counter()
+            once()
+            ratios.append((time.perf_counter() - start) / mine)
+        lines.append(f"{size} {kind:4} {name}, time over ours: {statistics.median(ratios):.1f}")
+    return lines
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="one small model, without meaning")
+    parser.add_argument("--pairs", type=int, default=15, help="how many of each row")
+    parser.add_argument("--models", type=Path, help="where the models are kept from run to run")
+    parser.add_argument("--only", help="parts of the names of rows, with commas")
+    options = parser.parse_args()
+    rows = QUICK if options.quick else ROWS
+    pairs = 2 if options.quick else options.pairs
+    wants = lambda name: not options.only or any(p in name for p in options.only.split(","))
+    print(
+        f"kernels: {native.status()}; llama.cpp: {'yes' if llama_cpp_peer.available() else 'not installed'}"
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.models or Path(temporary)
+        bandwidth = Bandwidth((8 << 20) if options.quick else (400 << 20))
+        kinds = {(row.size, row.kind) for row in rows}
+        if llama_cpp_peer.available() and wants("check"):
+            for size, kind in sorted(kinds):
+                print(check(folder, size, kind), flush=True)
+        for row in rows:
+            if wants(str(row)):
+                print(measure(row, folder, pairs, bandwidth), flush=True)
+        small = "tiny" if options.quick else "135m"
+        if wants("stack"):
+            print(stacked(folder, pairs, small), flush=True)
+        if wants("others"):
+            for kind in ("BF16",) if options.quick else ("F32", "BF16"):
+                print(*others(folder, pairs, small, kind), sep="\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
