@@ -9,6 +9,7 @@ decode    one token of every sequence: a random Llama written by this script as 
 prefill   prompts of 128 and 512 tokens, the same way.
 others    beside it, where installed: hand-written JAX (unrolled, einsum), transformers on torch.
 stack     the same model as one loop over stacked layers and unrolled.
+parts     one product, and attention over one layer's cache: the jnp form's time over the kernel's.
 
 llama.cpp is used where LLAMA_CPP_PYTHON names a Python that has llama-cpp-python, built for this
 processor; without it its columns are empty. --only a,b chooses rows by a part of their name.
@@ -36,7 +37,9 @@ import llama_cpp_peer
 import numpy as np
 import random_llama
 
-from maxjax.kernels import native
+from maxjax.kernels import decode_attention, matmul, native, product
+
+attention_module = sys.modules["maxjax.kernels.decode_attention"]
 
 CACHES = {"F32": "float16", "F16": "float16", "BF16": "bfloat16"}  # llama.cpp's is float16
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -215,6 +218,66 @@ def stacked(folder: Path, pairs: int, size: str = "135m", kind: str = "BF16") ->
     return f"{size} {kind} unrolled / stacked, time of a decode step: {statistics.median(ratios):.3f}  wanted >= 0.98"
 
 
+def parts(pairs: int) -> list[str]:
+    """The two kernels alone against their jnp forms, each inside one jitted function."""
+    lines = []
+    for dtype in ("float32", "bfloat16"):
+        for tokens in (1, 8, 128):
+            x, w = jnp.ones((tokens, 2048), dtype), jnp.ones((8192, 2048), dtype)
+            ours = jax.jit(lambda x, w: matmul(x, w))
+            jnp_form = jax.jit(lambda x, w: product.definition(x, [w], [x.dtype])[0])
+            ratio = against(jnp_form, ours, (x, w), pairs)
+            lines.append(
+                f"{dtype} product of {tokens} x 2048 with 8192 x 2048: jnp form / kernel {ratio:.1f}"
+            )
+    for context in (128, 2048):
+        make = lambda *shape: jnp.ones(shape, jnp.bfloat16)
+        q, new, cache = make(1, 9, 64), make(1, 3, 64), make(30, 1, 3, 2304, 64)
+        arguments = (q, new, cache, jnp.full(1, context, jnp.int32))
+        ratio = against(jax.jit(_attention_in_jnp), jax.jit(_attention), arguments, pairs)
+        lines.append(
+            f"bfloat16 attention of 30 layers over {context} tokens: jnp form / kernel {ratio:.1f}"
+        )
+    return lines
+
+
+def _attention(q: Any, new: Any, cache: Any, lengths: Any) -> Any:
+    def layer(i: Any, state: Any) -> Any:
+        q, keys, values = state
+        return decode_attention(q, new, new, keys, values, lengths, layer=i)
+
+    return jax.lax.fori_loop(0, cache.shape[0], layer, (q, cache, cache))[0]
+
+
+def _attention_in_jnp(q: Any, new: Any, cache: Any, lengths: Any) -> Any:
+    static = attention_module._Static(0.125, 0, 0.0, False, False)
+    none = jnp.zeros((1, 0))
+
+    def layer(i: Any, state: Any) -> Any:
+        q, keys, values = state
+        return tuple(attention_module.definition(
+            static, q, new, new, keys, values, i, lengths, none, none
+        ))  # fmt: skip
+
+    grouped = q.reshape(1, new.shape[1], -1, q.shape[2])
+    return jax.lax.fori_loop(0, cache.shape[0], layer, (grouped, cache, cache))[0]
+
+
+def against(theirs: Any, ours: Any, arguments: Any, pairs: int) -> float:
+    """The median ratio of two functions' times, measured in turns."""
+    ratios = []
+    for f in (theirs, ours):
+        jax.block_until_ready(f(*arguments))
+    for _ in range(pairs):
+        times = []
+        for f in (theirs, ours):
+            start = time.perf_counter()
+            jax.block_until_ready(f(*arguments))
+            times.append(time.perf_counter() - start)
+        ratios.append(times[0] / times[1])
+    return statistics.median(ratios)
+
+
 # --- others ----------------------------------------------------------------------------------
 
 
@@ -348,6 +411,8 @@ def main() -> int:
         small = "tiny" if options.quick else "135m"
         if wants("stack"):
             print(stacked(folder, pairs, small), flush=True)
+        if wants("parts"):
+            print(*parts(pairs), sep="\n", flush=True)
         if wants("others"):
             for kind in ("BF16",) if options.quick else ("F32", "BF16"):
                 print(*others(folder, pairs, small, kind), sep="\n", flush=True)

@@ -30,8 +30,11 @@ def embed(table: Any, rows: Any) -> jax.Array:
     """
     table, rows = _array(table), jnp.asarray(rows)
     mesh = explicit.mesh_of(table, rows)
-    if mesh is None:
-        return jnp.take(table, rows, axis=0, mode="fill")
-    wanted = explicit.entries(rows) + [()] * (table.ndim - 1)
-    out = explicit.sharding(mesh, wanted)
+    out = None
+    if mesh is not None:
+        out = explicit.sharding(mesh, explicit.entries(rows) + [()] * (table.ndim - 1))
+    if jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize == 2:
+        # XLA on a CPU widens the table for the lookup. That is part of the lookup's own loop,
+        # unless there is one round it: then it would keep a float32 copy of all of it.
+        table, rows = jax.lax.optimization_barrier((table, rows))
     return table.at[rows].get(mode="fill", out_sharding=out)

@@ -95,7 +95,7 @@ struct Weights {
 
 Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, Type x_type,
                      int64_t tokens, int64_t depth, Type w_type) {
-  const bool narrow = x_type == Type::bf16 && w_type == Type::bf16 && level.narrow(tokens);
+  const bool narrow = x_type == Type::bf16 && w_type == Type::bf16 && level.pairs;
   const bool as_is = narrow || (x_type == Type::f32 && level.in_order(w_type));
   if (as_is && depth % kPad == 0) return {x, depth, narrow};
   const int64_t stride = padded(depth), item = narrow ? 2 : 4;
@@ -157,11 +157,14 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   const Level& level = *active().load(std::memory_order_relaxed);
   const Activations activations =
       prepared(pool, level, static_cast<const char*>(x->untyped_data()), x_type, tokens, depth, w_type);
-  // Rows of weights for a chunk: enough to be worth it, and enough chunks for every thread
-  // to come again when another is late.
+  // Rows of weights for a chunk, enough to be worth handing over: long streams for few tokens,
+  // for many a block that stays in the cache, and more than one for each thread, as some
+  // start late.
   const int64_t threads = most(1, pool.num_threads());
-  const int64_t least_rows = tokens <= kFew ? kChunkBytes / most(1, depth * size_of(w_type)) : 16;
-  const int64_t chunk = most(16, most(least_rows, least(tokens <= kFew ? rows : 64, rows / (threads * 4))) / 16 * 16);
+  const bool is_few = tokens <= kFew;
+  const int64_t least_rows = is_few ? kChunkBytes / most(1, depth * size_of(w_type)) : 16;
+  const int64_t wanted = is_few ? rows / (2 * threads) : least(64, rows / (4 * threads));
+  const int64_t chunk = most(16, most(least_rows, wanted) / 16 * 16);
   struct Chunk {
     const Weights* weights;
     int64_t begin, end;

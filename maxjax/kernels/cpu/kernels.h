@@ -52,8 +52,8 @@ struct Attend {
 struct Level {
   const char* name;
   bool (*supported)();
-  // Whether bf16 activations stay bf16 for bf16 weights and this many tokens.
-  bool (*narrow)(int64_t tokens);
+  // Whether bf16 activations stay bf16 for bf16 weights.
+  bool pairs;
   // Whether `widen` for such weights leaves numbers where they are.
   bool (*in_order)(Type w_type);
   // One row of activations into floats, in the order of weights of type w; zeros up to `stride`.

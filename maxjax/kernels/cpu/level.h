@@ -11,9 +11,6 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
-// For one token the memory is slower than either way.
-bool narrow_tokens(int64_t tokens) { return kPairs && tokens > 1; }
-
 bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1; }
 
 }  // namespace
@@ -21,6 +18,6 @@ bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1;
 #define MAXJAX_DEFINE_LEVEL(name, supported)                                            \
   namespace maxjax {                                                                    \
   extern const Level level_##name;                                                      \
-  const Level level_##name = {#name, supported, narrow_tokens, in_order, widen,         \
+  const Level level_##name = {#name, supported, kPairs, in_order, widen,         \
                               narrow_row, product, attend};                             \
   }

@@ -38,8 +38,8 @@ struct Pairs {
 
 // out[c][r] += sum over k of w[r][k] x[c][k], for R rows of weights and C of activations.
 //
-// Every sum is kept in one vector, or in four if there is but one: an addition takes about
-// four times as long as it keeps the processor from the next.
+// A sum is kept in one vector, or in several if there are few: an addition takes about four
+// times as long as it keeps the processor from the next.
 template <class P, int R, int C, bool Ahead = false>
 void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, int64_t depth,
           float* out, int64_t out_stride) {
@@ -114,18 +114,24 @@ inline Tile tile_of(int64_t tokens) {
 constexpr int64_t kAdditions = 64;
 
 // y of one token: every row of weights is read once, from its beginning to its end, as fast
-// as the memory gives it.
+// as the memory gives it. Two rows at a time, far from each other: two long streams are
+// what the processor fetches ahead best.
 template <class P>
 void one(const Rows& rows) {
   typedef typename P::W W;
-  const int64_t block = kAdditions * kLanes * 4;
+  const int64_t block = kAdditions * kLanes * 2;
   const typename P::X* x = static_cast<const typename P::X*>(rows.x.data);
-  for (int64_t o = rows.begin; o < rows.end; o++) {
+  const int64_t count = rows.end - rows.begin, pairs = count / 2, apart = count - pairs;
+  for (int64_t o = rows.begin; o < rows.begin + apart; o++) {
     const W* w = static_cast<const W*>(rows.w) + o * rows.depth;
-    float total = 0;
-    for (int64_t k = 0; k < rows.depth; k += block)
-      tile<P, 1, 1>(w + k, 0, x + k, 0, rows.depth - k < block ? rows.depth - k : block, &total, 1);
-    put(&total, 1, rows, o);
+    const bool both = o - rows.begin < pairs;
+    float totals[2] = {};
+    for (int64_t k = 0; k < rows.depth; k += block) {
+      const int64_t depth = rows.depth - k < block ? rows.depth - k : block;
+      (both ? tile<P, 2, 1> : tile<P, 1, 1>)(w + k, apart * rows.depth, x + k, 0, depth, totals, 1);
+    }
+    put(totals, 1, rows, o);
+    if (both) put(totals + 1, 1, rows, o + apart);
   }
 }
 
@@ -136,7 +142,8 @@ void several(const Rows& rows) {
   typedef typename P::W W;
   constexpr int64_t kTokens = 128, kHeight = 64, kNearest = 1 << 14;
   int64_t block = kAdditions * kLanes;
-  while (block > 512 && rows.tokens * block * int64_t(sizeof(typename P::X)) > kNearest && rows.tokens <= maxjax::kFew) block /= 2;
+  if (rows.tokens <= maxjax::kFew)
+    while (block > 512 && rows.tokens * block * int64_t(sizeof(typename P::X)) > kNearest) block /= 2;
   const char* x = static_cast<const char*>(rows.x.data);
   alignas(64) float totals[kTokens * kHeight];
   for (int64_t o = rows.begin; o < rows.end; o += kHeight) {
