@@ -10,7 +10,6 @@ Shapes: L layers, B sequences, H heads of queries and K of keys, S slots, width 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -88,10 +87,7 @@ def decode_attention(
         ((1, 2, 8), 1.0, 16.0)
     """
     q, k, v, keys, values, lengths = map(jnp.asarray, (q, k, v, keys, values, lengths))
-    single = layer is None
-    if single:
-        keys, values, layer = keys[None], values[None], 0
-    _check(q, k, v, keys, values, lengths, sliding_window, soft_cap)
+    _check(q, k, v, keys, values, lengths, layer is None, sliding_window, soft_cap)
     batch, heads, width = q.shape
     cos, sin = (jnp.zeros((batch, 0)),) * 2 if rope is None else map(jnp.asarray, rope)
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != batch or 2 * cos.shape[1] > width:
@@ -105,24 +101,34 @@ def decode_attention(
     )  # fmt: skip
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
-    numbers = [jnp.asarray(layer, jnp.int32), lengths.astype(jnp.int32)]
+    numbers = [jnp.asarray(0 if layer is None else layer, jnp.int32), lengths.astype(jnp.int32)]
     angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
     out, keys, values = _run(static, grouped, k, v, keys, values, *numbers, *angles)
-    return out.reshape(q.shape), *((keys[0], values[0]) if single else (keys, values))
+    return out.reshape(q.shape), keys, values
 
 
-def _check(q: Any, k: Any, v: Any, keys: Any, values: Any, lengths: Any, window: Any, cap: Any):
+def _check(
+    q: Any,
+    k: Any,
+    v: Any,
+    keys: Any,
+    values: Any,
+    lengths: Any,
+    single: bool,
+    window: Any,
+    cap: Any,
+) -> None:
     batch, heads, width = q.shape if q.ndim == 3 else (0, 0, 0)
     kv_heads = k.shape[1] if k.ndim == 3 else 0
     if (
         q.ndim != 3
         or k.shape != (batch, kv_heads, width)
         or v.shape != k.shape
-        or keys.ndim != 5
+        or keys.ndim != (4 if single else 5)
         or keys.shape != values.shape
         or keys.dtype != values.dtype
-        or (*keys.shape[1:3], keys.shape[4]) != (batch, kv_heads, width)
-        or 0 in keys.shape[:1] + keys.shape[3:4]
+        or (*keys.shape[-4:-2], keys.shape[-1]) != (batch, kv_heads, width)
+        or 0 in keys.shape[:-4] + keys.shape[-2:-1]
         or lengths.shape != (batch,)
         or (heads % kv_heads if kv_heads else heads)
     ):
@@ -161,19 +167,18 @@ def definition(
     sin: jax.Array,
 ) -> list[jax.Array]:
     """What :func:`decode_attention` is, in jnp; ``q`` is ``[B, K, H/K, D]``."""
-    slots = keys.shape[3]
+    slots = keys.shape[-2]
     q32 = _turned(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
     k32 = _turned(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
     fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
     slot = jnp.where(fits, lengths % slots, slots)  # beyond the last nothing is written
     rows = jnp.arange(q.shape[0])
-    keys = keys.at[layer, rows, :, slot].set(k32.astype(keys.dtype), mode="drop")
-    values = values.at[layer, rows, :, slot].set(v.astype(values.dtype), mode="drop")
-
-    pick = functools.partial(
-        jax.lax.dynamic_index_in_dim, index=layer, keepdims=False, allow_negative_indices=False
-    )
-    seen_keys, seen_values = (pick(a).astype(jnp.float32) for a in (keys, values))  # [B, K, S, D]
+    place = (rows, slice(None), slot) if keys.ndim == 4 else (layer, rows, slice(None), slot)
+    keys = keys.at[place].set(k32.astype(keys.dtype), mode="drop")
+    values = values.at[place].set(v.astype(values.dtype), mode="drop")
+    seen_keys, seen_values = (
+        _layer(a, layer).astype(jnp.float32) for a in (keys, values)
+    )  # [B, K, S, D]
     scores = jnp.einsum("bkgd,bksd->bkgs", q32 * static.scale, seen_keys)
     if static.cap:
         scores = static.cap * jnp.tanh(scores / static.cap)
@@ -187,6 +192,12 @@ def definition(
     missing = jnp.where(lengths < 0, 0.0, jnp.nan)[:, None, None, None]
     out = jnp.where(fits[:, None, None, None], out, missing)
     return [out.astype(q.dtype), keys, values]
+
+
+def _layer(cache: jax.Array, layer: jax.Array) -> jax.Array:
+    if cache.ndim == 4:
+        return cache
+    return jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False, allow_negative_indices=False)
 
 
 def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Static) -> jax.Array:
@@ -227,7 +238,7 @@ def _kernel(static: _Static, *operands: Any) -> Any:
 def _rule(ranks: Sequence[int]) -> Any:
     """Sequences and heads of keys go together everywhere; the rest is whole."""
     b, h = "b", "h"
-    cache = ArrayMapping("l", b, h, "s", "d")
+    cache = ArrayMapping(*["l"][: ranks[3] - 4], b, h, "s", "d")
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
     angles = ArrayMapping(b, "p")
     operands = (q, kv, kv, cache, cache, ArrayMapping(), ArrayMapping(b), angles, angles)
@@ -236,8 +247,8 @@ def _rule(ranks: Sequence[int]) -> Any:
 
 def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     """The sequences and heads as the cache has them: it is much the largest."""
-    batch, heads = specs[3][1], specs[3][2]
-    cache, head = [(), batch, heads, (), ()], [batch, heads, ()]
+    *layers, batch, heads, _, _ = specs[3]
+    cache, head = [*[()] * len(layers), batch, heads, (), ()], [batch, heads, ()]
     operands = [
         [batch, heads, (), ()],
         head,

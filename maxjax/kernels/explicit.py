@@ -7,6 +7,7 @@ one, all of this is nothing: XLA decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,18 +53,22 @@ def spec(wanted: Sequence[Entry]) -> PartitionSpec:
 def entries_of(sharding: Any, mesh: Any, shape: Sequence[int]) -> list[Entry]:
     """For each axis of an array those of the mesh that any sharding splits it over.
 
-    XLA may split over a part of an axis of the mesh, which no PartitionSpec can say; that
-    axis is left out.
+    XLA may split over a part of an axis of the mesh, which no PartitionSpec can say, or in
+    parts that are not alike; such an axis is left out.
     """
-    where = sharding.devices_indices_map(tuple(shape))
+    # Any shape that every part of the mesh divides: the array's own may not.
+    count = mesh.devices.size
+    where = sharding.devices_indices_map((count,) * len(shape))
     found: list[list[tuple[int, str]]] = [[] for _ in shape]
     for axis, name in enumerate(mesh.axis_names):
         line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0]
-        for d, size in enumerate(shape):
-            starts = [where[device][d].indices(size)[0] for device in line]
+        for d in range(len(shape)):
+            starts = [where[device][d].indices(count)[0] for device in line]
             if len(line) > 1 and len(set(starts)) == len(line):
                 found[d].append((-starts[1], name))  # the longest steps first
-    return [tuple(name for _, name in sorted(axes)) for axes in found]
+    entries = [tuple(name for _, name in sorted(axes)) for axes in found]
+    parts = [math.prod(mesh.shape[name] for name in entry) for entry in entries]
+    return [() if size % n else entry for size, n, entry in zip(shape, parts, entries, strict=True)]
 
 
 def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:

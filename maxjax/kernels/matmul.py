@@ -66,7 +66,7 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if len({w.dtype for w in weights}) > 1:
         return [_matmul(x, [w])[0] for w in weights]
     stacks = [w.stack if isinstance(w, StackSlice) else w for w in weights]
-    layers = [jnp.asarray(w.index if isinstance(w, StackSlice) else 0, jnp.int32) for w in weights]
+    layers = [jnp.asarray(w.place if isinstance(w, StackSlice) else 0, jnp.int32) for w in weights]
 
     def run(x: Any, *operands: Any) -> list[jax.Array]:
         count = len(operands) // 2

@@ -26,11 +26,16 @@ _LOG = logging.getLogger("maxjax")
 # "off": the jnp forms; or the name of a level.
 VARIABLE = "MAXJAX_KERNELS"
 
+# Another file than the one that installing made: scripts/sanitize_kernels.sh builds one.
+FILE_VARIABLE = "MAXJAX_KERNELS_LIBRARY"
+
 TARGETS = ("maxjax_matmul", "maxjax_decode_attention")
 
 
 def path() -> Path:
     """Where the library is, if it was built."""
+    if given := os.environ.get(FILE_VARIABLE):
+        return Path(given)
     suffix = "dylib" if sys.platform == "darwin" else "so"
     return Path(__file__).parent / "cpu" / f"libmaxjax_cpu.{suffix}"
 
@@ -50,7 +55,11 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     if wanted == "off":
         return None, f"the CPU kernels are off ({VARIABLE}=off)"
     if not path().exists():
-        return None, "the CPU kernels were not built (no C++ compiler when maxjax was installed)"
+        return (
+            None,
+            "the CPU kernels were not built when maxjax was installed (no C++ compiler, "
+            "or it failed: pip install -v shows why)",
+        )
     try:
         found = ctypes.CDLL(str(path()))
         _declare(found)
@@ -97,19 +106,10 @@ def level(name: str) -> Iterator[None]:
         ValueError: There is no such level here.
     """
     found = library()
+    before = None if found is None else found.maxjax_level()
     if found is None or not found.maxjax_use_level(name.encode()):
-        before = None
-    else:
-        before = name
-    if before is None:
         raise ValueError(f"no kernels for {name!r} here; there are {', '.join(levels()) or 'none'}")
     try:
         yield
     finally:
-        assert found is not None
-        found.maxjax_use_level(_default().encode())
-
-
-@functools.cache
-def _default() -> str:
-    return os.environ.get(VARIABLE) or levels()[0]
+        found.maxjax_use_level(before)

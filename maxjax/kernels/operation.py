@@ -162,6 +162,9 @@ class Operation:
 def _devices_known(ctx: Any) -> bool:
     """Whether it can be divided: it is for one device, or for a mesh that is known."""
     where = ctx.module_context.axis_context
+    if isinstance(where, mlir.SPMDAxisContext):
+        # Inside shard_map; over some axes only, the others are XLA's, which cannot divide it there.
+        return len(where.manual_axes) in (0, len(where.mesh.axis_names))
     if not isinstance(where, mlir.ShardingContext):
         return True
     if where.device_assignment is None:

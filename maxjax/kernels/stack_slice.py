@@ -58,9 +58,23 @@ class StackSlice:
         """The number of the slice's axes."""
         return self.stack.ndim - 1
 
+    @property
+    def place(self) -> Any:
+        """The index, counted from the beginning.
+
+        Raises:
+            IndexError: It is known and outside of the stack.
+        """
+        count = self.stack.shape[0]
+        if not isinstance(self.index, int):
+            return self.index
+        if not -count <= self.index < count:
+            raise IndexError(f"a stack of {count} has no number {self.index}")
+        return self.index % count
+
     def __jax_array__(self) -> jax.Array:
         if isinstance(self.index, int):
-            return jax.lax.index_in_dim(self.stack, self.index, keepdims=False)
+            return jax.lax.index_in_dim(self.stack, self.place, keepdims=False)
         return jax.lax.dynamic_index_in_dim(
             self.stack, self.index, keepdims=False, allow_negative_indices=False
         )

@@ -15,7 +15,7 @@ from ..graph.device import DeviceRef
 from ..graph.placement import TENSOR
 from ..graph.quantization import QuantizationEncoding
 from ..graph.sharding import ShardingStrategy
-from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.value import TensorValue, wraps
 from .activation import activation
 from .layer import Module
 from .layer.sharded import sharded, tensor_parallel

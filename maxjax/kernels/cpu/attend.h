@@ -27,9 +27,11 @@ inline float softened(float* s, int64_t count, int64_t padded, float cap, float*
   store(lanes, highest);
   *top = lanes[0];
   for (int i = 1; i < kLanes; i++) *top = lanes[i] > *top ? lanes[i] : *top;
+  // Where all are -Inf, all are exp(-Inf) = 0, and not exp(-Inf + Inf).
+  const vec base = all(*top == -__builtin_inff() ? 0.0f : -*top);
   vec total = zero();
   for (int64_t p = 0; p < padded; p += kLanes) {
-    const vec e = exp(add(load(s + p), all(-*top)));
+    const vec e = exp(add(load(s + p), base));
     total = add(total, e);
     store(s + p, e);
   }

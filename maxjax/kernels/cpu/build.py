@@ -24,8 +24,8 @@ from typing import Any
 HERE = Path(__file__).parent
 LIBRARY = HERE / f"libmaxjax_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"
 
-_AVX2: list[str] = "-mavx2 -mfma -mf16c".split()
-_AVX512: list[str] = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c".split()
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # For each architecture the files and what each of them may use of the processor. What is
 # used is chosen when the library is loaded, so that one library serves all.
 SOURCES: dict[str, dict[str, list[str]]] = {
@@ -45,17 +45,21 @@ _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 # copy of those, also one for a processor that is not there.
 _FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden".split()
 _LEVEL_FLAGS = ["-fno-exceptions", "-fno-rtti"]
+_DARWIN = sys.platform == "darwin"
+_SHARED = "-dynamiclib -undefined dynamic_lookup".split() if _DARWIN else ["-shared"]
 
 
-def compiler() -> list[str] | None:
-    """The C++ compiler: ``$CXX``, or the first there is; None without one."""
-    if os.environ.get("CXX"):
-        command = shlex.split(os.environ["CXX"])
-        return command if shutil.which(command[0]) else None
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    return None
+def compiler() -> list[str]:
+    """The C++ compiler: ``$CXX``, or the first there is.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for command in [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    raise FileNotFoundError(f"no C++ compiler{f' (CXX={shlex.join(wanted)})' if wanted else ''}")
 
 
 def include_dir() -> Path:
@@ -66,7 +70,7 @@ def include_dir() -> Path:
     """
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError("jaxlib, whose headers are needed to build the CPU kernels")
+        raise FileNotFoundError("no jaxlib, which has the headers")
     return Path(spec.submodule_search_locations[0]) / "include"
 
 
@@ -77,6 +81,8 @@ def build(
     extra: list[str] | None = None,
 ) -> Path:
     """Compiles and links the library, and puts it in its place when it is whole.
+
+    A program that has the old one loaded goes on with that.
 
     Args:
         output: Where it goes.
@@ -89,46 +95,51 @@ def build(
         subprocess.CalledProcessError: It fails; its ``stderr`` has what the compiler says.
     """
     cxx, extra = cxx or compiler(), list(extra or [])
-    if cxx is None:
-        raise FileNotFoundError("a C++ compiler")
     machine = (machine or platform.machine()).lower()
     sources = SOURCES.get(_SAME.get(machine, machine), _OTHER)
-    headers = include_dir()
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+    # Beside its place, as it is moved there at once or not at all.
+    linked = output.with_name(f"{os.getpid()}.{output.name}")
+    with tempfile.TemporaryDirectory() as folder:
         objects = {name: Path(folder) / f"{name}.o" for name in sources}
-
-        def compile_one(name: str) -> None:
-            flags = _FLAGS + (_LEVEL_FLAGS if name.startswith("level") else []) + sources[name]
-            _run([*cxx, *flags, *extra, f"-isystem{headers}", "-c", str(HERE / name), "-o",
-                  str(objects[name])])  # fmt: skip
-
+        run = lambda name: compile_one(name, objects[name], cxx, [*sources[name], *extra])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, sources))
-        shared = (
-            ["-dynamiclib", "-undefined", "dynamic_lookup"]
-            if sys.platform == "darwin"
-            else ["-shared"]
-        )
-        linked = Path(folder) / "linked"
-        _run([*cxx, *shared, *extra, *map(str, objects.values()), "-o", str(linked)])
-        os.replace(linked, output)
+            list(pool.map(run, sources))
+        try:
+            _run([*cxx, *_SHARED, *extra, *map(str, objects.values()), "-o", str(linked)])
+            os.replace(linked, output)
+        finally:
+            linked.unlink(missing_ok=True)
     return output
 
 
+def compile_one(name: str, output: Path, cxx: list[str], extra: list[str]) -> None:
+    """Compiles one file of :data:`SOURCES`, with ``extra`` flags; raises as :func:`build` does."""
+    headers = include_dir()
+    flags = _FLAGS + (_LEVEL_FLAGS if name.startswith("level") else []) + extra
+    # The headers name their own files in messages: not with the folder they are in today.
+    flags += [f"-ffile-prefix-map={headers}=jaxlib/include", f"-isystem{headers}"]
+    _run([*cxx, *flags, "-c", str(HERE / name), "-o", str(output)])
+
+
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    # What a compiler says is in the user's language, and not always in that encoding.
+    subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
 
 
 def try_build(output: Path) -> str | None:
-    """Builds it; why there is none otherwise. ``MAXJAX_BUILD_KERNELS=0`` leaves it out."""
-    if os.environ.get("MAXJAX_BUILD_KERNELS") == "0":
-        return "MAXJAX_BUILD_KERNELS=0"
+    """Builds it, in place of an older one; or says why there is none, whatever it is.
+
+    ``MAXJAX_BUILD_KERNELS=0`` leaves it out.
+    """
     try:
+        output.unlink(missing_ok=True)  # rather none than one of other sources
+        if os.environ.get("MAXJAX_BUILD_KERNELS") == "0":
+            return "MAXJAX_BUILD_KERNELS=0"
         build(output)
-    except FileNotFoundError as error:
-        return f"there is not {error}"
     except subprocess.CalledProcessError as error:
         return f"{shlex.join(error.cmd)} says: {error.stderr.strip()[-2000:]}"
+    except (OSError, ValueError) as error:  # ValueError: a CXX with one quote
+        return str(error)
     return None
 
 
@@ -142,8 +153,6 @@ def _hook() -> Any:
             # An editable installation uses the library beside its sources.
             self.folder = None if version == "editable" else tempfile.mkdtemp()
             output = LIBRARY if self.folder is None else Path(self.folder) / LIBRARY.name
-            if version == "editable":
-                LIBRARY.unlink(missing_ok=True)
             why = try_build(output)
             if why is not None:
                 self.app.display_warning(f"maxjax is installed without its CPU kernels: {why}")
@@ -177,11 +186,11 @@ def main() -> int:
         extra = [f"-fsanitize={options.sanitize}", "-fno-sanitize-recover=all", "-g"]
     try:
         print(build(options.output, extra=extra))
-    except FileNotFoundError as error:
-        print(f"there is not {error}", file=sys.stderr)
-        return 1
     except subprocess.CalledProcessError as error:
         print(shlex.join(error.cmd), error.stderr, sep="\n", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(error, file=sys.stderr)
         return 1
     return 0
 

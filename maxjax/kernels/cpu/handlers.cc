@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -33,9 +34,16 @@ const Level* const levels[] = {
 
 namespace {
 
+// Here and not in the levels' own files, which are compiled for the processors they ask for.
+bool is_supported(const Level& level) {
+  const Cpu cpu = this_cpu();
+  return (cpu.avx2 || !level.needs.avx2) && (cpu.avx512 || !level.needs.avx512) &&
+         (cpu.bf16 || !level.needs.bf16);
+}
+
 const Level* best() {
   for (const Level* const* level = levels;; level++)
-    if ((*level)->supported()) return *level;
+    if (is_supported(**level)) return *level;
 }
 
 std::atomic<const Level*>& active() {
@@ -100,7 +108,7 @@ Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, T
   if (as_is && depth % kPad == 0) return {x, depth, narrow};
   const int64_t stride = padded(depth), item = narrow ? 2 : 4;
   char* rows = scratch<0>(tokens * stride * item);
-  const int64_t chunk = most(1, kChunkBytes / (4 * stride));
+  const int64_t chunk = most(1, kChunkBytes / most(1, 4 * stride));
   parallel(pool, (tokens + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
     for (int64_t t = i * chunk; t < least((i + 1) * chunk, tokens); t++) {
       const char* from = x + t * depth * size_of(x_type);
@@ -242,7 +250,7 @@ void summed(const OfPart& of_part, size_t begin, size_t end, int64_t group, int6
   for (int64_t d = 0; d < stride; d++) head[d] /= total;
 }
 
-// q [B, H, D], k, v [B, K, D], keys, values [L, B, K, S, D], layer [], lengths [B],
+// q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [], lengths [B],
 // cos, sin [B, pairs] -> out [B, H, D] and the caches, in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
@@ -255,10 +263,12 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
       !type_of(keys.element_type(), &cache_type) || v.element_type() != k.element_type() ||
       values.element_type() != keys.element_type() || out->element_type() != q.element_type())
     return wrong("types of attention");
-  const auto dims = keys.dimensions();
-  if (dims.size() != 5 || q.dimensions().size() != 3 || k.dimensions().size() != 3)
+  const auto shape = keys.dimensions();
+  const size_t rank = shape.size();
+  if (rank < 4 || rank > 5 || q.dimensions().size() != 3 || k.dimensions().size() != 3)
     return wrong("axes of attention");
-  const int64_t layers = dims[0], batch = dims[1], kv_heads = dims[2], slots = dims[3], depth = dims[4];
+  const int64_t layers = rank == 5 ? shape[0] : 1, batch = shape[rank - 4], kv_heads = shape[rank - 3],
+                slots = shape[rank - 2], depth = shape[rank - 1];
   const int64_t heads = q.dimensions()[1];
   if (q.dimensions()[0] != batch || q.dimensions()[2] != depth || k.dimensions()[0] != batch ||
       k.dimensions()[1] != kv_heads || k.dimensions()[2] != depth || v.element_count() != k.element_count() ||
@@ -351,7 +361,7 @@ MAXJAX_EXPORT const char* maxjax_levels() {
   static const std::string names = [] {
     std::string s;
     for (const maxjax::Level* const* level = maxjax::levels; *level; level++)
-      if ((*level)->supported()) s += (s.empty() ? "" : ",") + std::string((*level)->name);
+      if (maxjax::is_supported(**level)) s += (s.empty() ? "" : ",") + std::string((*level)->name);
     return s;
   }();
   return names.c_str();
@@ -362,7 +372,7 @@ MAXJAX_EXPORT const char* maxjax_level() { return maxjax::active().load()->name;
 // Uses an instruction set by its name; false where it is not there.
 MAXJAX_EXPORT bool maxjax_use_level(const char* name) {
   for (const maxjax::Level* const* level = maxjax::levels; *level; level++) {
-    if (strcmp((*level)->name, name) == 0 && (*level)->supported()) {
+    if (strcmp((*level)->name, name) == 0 && maxjax::is_supported(**level)) {
       maxjax::active().store(*level);
       return true;
     }

@@ -49,9 +49,16 @@ struct Attend {
   float* out;  // [queries, q_stride], in the order of the cache's type
 };
 
+// What a level needs of an x86 processor.
+struct Cpu {
+  bool avx2;    // with FMA and F16C
+  bool avx512;  // F, BW, DQ and VL
+  bool bf16;    // AVX-512 BF16
+};
+
 struct Level {
   const char* name;
-  bool (*supported)();
+  Cpu needs;
   // Whether bf16 activations stay bf16 for bf16 weights.
   bool pairs;
   // Whether `widen` for such weights leaves numbers where they are.

@@ -15,9 +15,9 @@ bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1;
 
 }  // namespace
 
-#define MAXJAX_DEFINE_LEVEL(name, supported)                                            \
+#define MAXJAX_DEFINE_LEVEL(name, ...)                                                  \
   namespace maxjax {                                                                    \
   extern const Level level_##name;                                                      \
-  const Level level_##name = {#name, supported, kPairs, in_order, widen,         \
+  const Level level_##name = {#name, maxjax::Cpu __VA_ARGS__, kPairs, in_order, widen,         \
                               narrow_row, product, attend};                             \
   }

@@ -4,15 +4,4 @@
 #include "rows.h"
 #include "level.h"
 
-namespace {
-
-bool supported() {
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512f") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-}
-
-}  // namespace
-
-MAXJAX_DEFINE_LEVEL(avx512bf16, supported)
+MAXJAX_DEFINE_LEVEL(avx512bf16, {true, true, true})

@@ -3,12 +3,4 @@
 #include "rows.h"
 #include "level.h"
 
-namespace {
-
-bool supported() {
-  return true;
-}
-
-}  // namespace
-
-MAXJAX_DEFINE_LEVEL(neon, supported)
+MAXJAX_DEFINE_LEVEL(neon, {})

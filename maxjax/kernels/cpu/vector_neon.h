@@ -58,13 +58,14 @@ inline vec abs(vec v) { return vabsq_f32(v); }
 inline vec copysign(vec size, vec sign) { return vbslq_f32(vdupq_n_u32(0x80000000), sign, size); }
 
 // Small numbers count while it is there: XLA's threads take those below 2^-126 as zeros.
+// "memory" keeps what is loaded, computed and stored in between from moving out of it.
 struct Exact {
   uint64_t before;
   Exact() {
     asm volatile("mrs %0, fpcr" : "=r"(before));
-    asm volatile("msr fpcr, %0" ::"r"(before & ~(uint64_t(1) << 24)));
+    asm volatile("msr fpcr, %0" ::"r"(before & ~(uint64_t(1) << 24)) : "memory");
   }
-  ~Exact() { asm volatile("msr fpcr, %0" ::"r"(before)); }
+  ~Exact() { asm volatile("msr fpcr, %0" ::"r"(before) : "memory"); }
 };
 
 }  // namespace

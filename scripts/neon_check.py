@@ -1,0 +1,393 @@
+"""The ARM kernels on a machine that is none: `scripts/neon_check.py [--level portable]`.
+
+    pip install ziglang unicorn
+    python scripts/neon_check.py
+
+Compiles a level of maxjax/kernels/cpu for 64-bit ARM with the flags of an installation, runs
+its functions in an emulator and compares them with NumPy in float64. Every array ends where
+its memory ends, so a read or a write past it stops the run; and the processor is set to take
+numbers below 2^-126 as zeros, as XLA's threads have it. One line for each check, with the
+worst error; exit 1 where one is too large. A few seconds, or 15 the first time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import importlib.util
+import itertools
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import unicorn
+from unicorn import arm64_const as arm
+
+CPU = Path(__file__).resolve().parent.parent / "maxjax" / "kernels" / "cpu"
+PAGE = 1 << 12
+ARRAYS, STACK, RETURN = 0x10_0000_0000, 0x20_0000_0000, 0x30_0000_0000
+STACK_BYTES = 1 << 20
+FLUSH = 1 << 24  # FPCR.FZ
+PAD, PART = 32, 256  # kPad and kPart of kernels.h
+FLOAT, HALF, BRAIN = TYPES = [np.dtype(t) for t in ("f4", "f2", ml_dtypes.bfloat16)]
+# Half a unit in the last place, relative, and the least that makes a difference.
+ROUNDING = {FLOAT: (0.0, 0.0), HALF: (2.0**-11, 2.0**-25), BRAIN: (2.0**-8, 2.0**-134)}
+# The functions of maxjax::Level, by where they are in it.
+FUNCTIONS = {"widen": 3, "narrow_row": 4, "product": 5, "attend": 6}
+
+
+class Rows(ctypes.Structure):
+    """maxjax::Rows, its Activations in place."""
+
+    _fields_ = [
+        ("x", ctypes.c_uint64), ("x_stride", ctypes.c_int64), ("narrow", ctypes.c_bool),
+        ("tokens", ctypes.c_int64),
+        ("w", ctypes.c_uint64), ("w_type", ctypes.c_int), ("depth", ctypes.c_int64),
+        ("y", ctypes.c_uint64), ("y_type", ctypes.c_int), ("y_stride", ctypes.c_int64),
+        ("begin", ctypes.c_int64), ("end", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class Attend(ctypes.Structure):
+    """maxjax::Attend."""
+
+    _fields_ = [
+        ("q", ctypes.c_uint64), ("q_stride", ctypes.c_int64), ("queries", ctypes.c_int64),
+        ("keys", ctypes.c_uint64), ("values", ctypes.c_uint64), ("type", ctypes.c_int),
+        ("depth", ctypes.c_int64), ("begin", ctypes.c_int64), ("end", ctypes.c_int64),
+        ("cap", ctypes.c_float),
+        ("top", ctypes.c_uint64), ("sum", ctypes.c_uint64), ("out", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+def compiled(level: str) -> bytes:
+    """A program for ARM with no more in it than the level; it begins at the level's table."""
+    found = importlib.util.spec_from_file_location("build", CPU / "build.py")
+    assert found is not None and found.loader is not None
+    build = importlib.util.module_from_spec(found)
+    found.loader.exec_module(build)
+    cxx = [sys.executable, "-m", "ziglang", "c++", "-target"]
+    table = f"_ZN6maxjax{len('level_' + level)}level_{level}E"
+    with tempfile.TemporaryDirectory() as folder:
+        path, program = Path(folder) / "level.o", Path(folder) / "program"
+        linux, bare = [*cxx, "aarch64-linux-gnu"], [*cxx, "aarch64-freestanding"]
+        build.compile_one(f"level_{level}.cc", path, linux, ["-Wall", "-Wextra", "-Werror"])
+        # memcpy, memset and expf are the compiler's own there.
+        link = ["-static", f"-Wl,-e,{table}", str(path), "-o", str(program)]
+        subprocess.run([*bare, *link], check=True)
+        return program.read_bytes()
+
+
+class Machine:
+    """An emulated processor with a level's functions, and arrays in its memory."""
+
+    def __init__(self, level: str):
+        self.uc = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
+        self.flush = 0 if level == "portable" else FLUSH  # which says that it knows no flag
+        self.arrays: list[tuple[int, int]] = []
+        table = self._load(compiled(level))
+        self.functions = {name: self._word(table + 8 * i) for name, i in FUNCTIONS.items()}
+        self.uc.mem_map(STACK, STACK_BYTES)
+        self.uc.mem_map(RETURN, PAGE)
+
+    def _load(self, program: bytes) -> int:
+        """Puts the segments of an ELF file where they belong; where it begins."""
+        entry, headers = struct.unpack_from("<QQ", program, 24)
+        size, count = struct.unpack_from("<HH", program, 54)
+        loads = []
+        for i in range(count):
+            kind, _, offset, at, _, length, space, _ = struct.unpack_from(
+                "<IIQQQQQQ", program, headers + i * size
+            )
+            if kind == 1:
+                loads.append((at, space, program[offset : offset + length]))
+        first = min(at for at, _, _ in loads) // PAGE * PAGE
+        last = max(at + space for at, space, _ in loads)
+        self.uc.mem_map(first, -(-(last - first) // PAGE) * PAGE)
+        for at, _, data in loads:
+            self.uc.mem_write(at, data)
+        return entry
+
+    def _word(self, at: int) -> int:
+        return int.from_bytes(self.uc.mem_read(at, 8), "little")
+
+    def put(self, array: np.ndarray) -> int:
+        """Copies an array to memory that ends with it; where it is."""
+        size = max(1, -(-array.nbytes // PAGE)) * PAGE
+        start = sum(self.arrays[-1]) + PAGE if self.arrays else ARRAYS
+        self.uc.mem_map(start, size)
+        self.arrays.append((start, size))
+        at = start + size - array.nbytes
+        self.uc.mem_write(at, np.ascontiguousarray(array).tobytes())
+        return at
+
+    def get(self, at: int, like: np.ndarray) -> np.ndarray:
+        """The array of that shape and type at this place."""
+        data = bytes(self.uc.mem_read(at, like.nbytes))
+        return np.frombuffer(data, like.dtype).reshape(like.shape)
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Arrays that are put here are gone after it."""
+        try:
+            yield
+        finally:
+            for start, size in self.arrays:
+                self.uc.mem_unmap(start, size)
+            self.arrays.clear()
+
+    def call(self, name: str, *args: int | ctypes.Structure) -> None:
+        """Calls a function; structures are passed by where they are."""
+        for i, value in enumerate(args):
+            if isinstance(value, ctypes.Structure):
+                value = self.put(np.frombuffer(bytes(value), np.uint8))
+            self.uc.reg_write(arm.UC_ARM64_REG_X0 + i, value)
+        self.uc.reg_write(arm.UC_ARM64_REG_SP, STACK + STACK_BYTES)
+        self.uc.reg_write(arm.UC_ARM64_REG_LR, RETURN)
+        self.uc.reg_write(arm.UC_ARM64_REG_FPCR, self.flush)
+        self.uc.emu_start(self.functions[name], RETURN)
+        if self.uc.reg_read(arm.UC_ARM64_REG_FPCR) != self.flush:
+            raise AssertionError(f"{name} leaves the processor's flags other than they were")
+
+    def widen(self, x: np.ndarray, w_type: np.dtype) -> np.ndarray:
+        """Rows of activations as floats, with zeros up to a multiple of PAD."""
+        out = np.full((len(x), -(-x.shape[1] // PAD) * PAD), 7, np.float32)
+        for i, row in enumerate(x):
+            with self.room():
+                to = self.put(out[i])
+                kinds = TYPES.index(x.dtype), TYPES.index(w_type)
+                self.call("widen", self.put(row), kinds[0], x.shape[1], kinds[1], to, out.shape[1])
+                out[i] = self.get(to, out[i])
+        return out
+
+    def narrow(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """A row of floats as another type, from the order of float32."""
+        with self.room():
+            out = np.zeros(x.shape, dtype)
+            to = self.put(out)
+            self.call("narrow_row", self.put(x), 0, x.size, to, TYPES.index(dtype))
+            return self.get(to, out)
+
+    def product(
+        self, x: np.ndarray, w: np.ndarray, dtype: np.dtype, begin: int, end: int
+    ) -> np.ndarray:
+        """x @ w.T of widened activations; NaN before row `begin` of w, and from row `end`."""
+        with self.room():
+            y = np.full((len(x), len(w)), np.nan, dtype)
+            to = self.put(y)
+            self.call("product", Rows(
+                self.put(x), x.shape[1], False, len(x),
+                self.put(w), TYPES.index(w.dtype), w.shape[1],
+                to, TYPES.index(dtype), len(w), begin, end,
+            ))  # fmt: skip
+            return self.get(to, y)
+
+    def attend(
+        self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, begin: int, end: int, cap: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The highest score of each query, the sum of the weights and that of the values."""
+        with self.room():
+            scalars = np.zeros(len(q), np.float32)
+            top, total, out = map(self.put, (scalars, scalars, np.zeros_like(q)))
+            self.call("attend", Attend(
+                self.put(q), q.shape[1], len(q), self.put(keys), self.put(values),
+                TYPES.index(keys.dtype), keys.shape[1], begin, end, cap, top, total, out,
+            ))  # fmt: skip
+            return self.get(top, scalars), self.get(total, scalars), self.get(out, q)
+
+
+def same(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Raises unless two arrays are the same to the bit, or NaN in the same places."""
+    number, bits = ~np.isnan(wanted), f"u{wanted.itemsize}"
+    np.testing.assert_array_equal(np.isnan(found), ~number)
+    np.testing.assert_array_equal(found.view(bits)[number], wanted.view(bits)[number])
+
+
+def check_widen(machine: Machine, _: np.random.Generator) -> str:
+    """Every number of 16 bits, and every length of a row."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    for dtype, w_type in itertools.product((HALF, BRAIN), TYPES):
+        same(machine.widen(every.view(dtype)[None], w_type)[0], every.view(dtype).astype("f4"))
+    for dtype, size in itertools.product(TYPES, range(1, 70)):
+        x = np.arange(1, size + 1).astype(dtype)
+        found = machine.widen(x[None], dtype)[0]
+        same(found, np.pad(x.astype("f4"), (0, found.size - size)))
+    return "all 2^16 float16 and bfloat16, rows of 1 to 69: equal"
+
+
+def check_narrow(machine: Machine, rng: np.random.Generator) -> str:
+    """Numbers of 16 bits, what lies halfway between two, and the next floats to those."""
+    several = [rng.integers(0, 1 << 32, 1 << 16, np.uint64).astype(np.uint32)]
+    every = np.arange(1 << 16, dtype=np.uint32)
+    several += [(every << 16) + np.uint32(low) for low in (0, 1, 0x7FFF, 0x8000, 0x8001)]
+    halves = every.astype(np.uint16).view(HALF).astype("f4").view(np.uint32)
+    several += [halves + np.uint32(low) for low in (0, 1, 0xFFF, 0x1000, 0x1001)]
+    small = (np.arange(1 << 11) * 2.0**-25).astype("f4").view(np.uint32)
+    several += [small - np.uint32(1), small, small + np.uint32(1)]
+    floats = np.concatenate(several).view(np.float32)
+    for dtype in TYPES:
+        with np.errstate(all="ignore"):
+            same(machine.narrow(floats, dtype), floats.astype(dtype))
+    return f"{floats.size} floats to each type: equal"
+
+
+def error_of_product(x: np.ndarray, w: np.ndarray, y: np.ndarray) -> float:
+    """Beyond the rounding of y, in units of 2^-24 of the sum of the absolute products."""
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    exact = x @ w.T
+    relative, least = ROUNDING[y.dtype]
+    error = np.abs(y.astype(np.float64) - exact) - (relative * np.abs(exact) + least)
+    return float((error / (2.0**-24 * np.abs(x) @ np.abs(w).T)).max(initial=0))
+
+
+def check_product(machine: Machine, rng: np.random.Generator) -> str:
+    """Every tile and its edges, for all types."""
+    worst, count = 0.0, 0
+    kinds = itertools.cycle(itertools.product(TYPES, TYPES))
+    parts = [(1, 0, 1), (2, 0, 2), (5, 1, 4), (67, 3, 67)]
+    depths = (1, 7, 8, 9, 16, 31, 32, 33, 40, 64, 100, 513, 1030)
+    tokens = (1, 2, 3, 4, 5, 7, 17, 130)
+    for w_type, n, (rows, begin, end), depth in itertools.product(TYPES, tokens, parts, depths):
+        x_type, y_type = next(kinds)
+        x, w = (rng.standard_normal((m, depth)).astype(t) for m, t in ((n, x_type), (rows, w_type)))
+        wide = np.pad(x.astype("f4"), ((0, 0), (0, -depth % PAD)))
+        y = machine.product(wide, w, y_type, begin, end)
+        outside = np.delete(y, np.s_[begin:end], axis=1)
+        assert np.isnan(outside.astype("f4")).all(), "rows of another part are written"
+        worst = max(worst, error_of_product(x, w[begin:end], y[:, begin:end]))
+        count += 1
+    assert worst <= 4, worst
+    return f"{count} products: {worst:.2f} of 2^-24 of the sum of absolute products"
+
+
+def check_small(machine: Machine, rng: np.random.Generator) -> str:
+    """Numbers below 2^-126 count, in activations, weights and results."""
+    if not machine.flush:
+        return "not for this level"
+    tiny = (rng.standard_normal((3, 64)) * 2.0**-130).astype("f4")
+    wide = (rng.standard_normal((5, 64)) * 2.0**60).astype("f4")
+    worst = 0.0
+    for dtype in (FLOAT, BRAIN):
+        cases = [(tiny, wide.astype(dtype)), (wide, tiny.astype(dtype))]
+        cases += [((tiny * 2.0**60).astype("f4"), (wide * 2.0**-120).astype(dtype))]
+        for x, w in cases:
+            y = machine.product(x, w, FLOAT, 0, len(w))
+            exact = x.astype(np.float64) @ w.astype(np.float64).T
+            size = np.abs(x.astype(np.float64)) @ np.abs(w.astype(np.float64)).T
+            unit = np.maximum(2.0**-24 * size, 64 * 2.0**-149)
+            worst = max(worst, float((np.abs(y - exact) / unit).max()))
+    assert worst <= 4, worst
+    halves = np.arange(1, 1 << 10, dtype=np.uint16).view(HALF)
+    same(machine.widen(halves[None], HALF)[0, : halves.size], halves.astype("f4"))
+    return f"{worst:.2f} of the same"
+
+
+def check_exp(machine: Machine, rng: np.random.Generator) -> str:
+    """exp(x) for x from -110 to 0, which attention with values of the unit matrix shows."""
+    worst = lost = 0.0
+    q = np.eye(1, PART, dtype="f4")
+    for _ in range(24):
+        keys = np.zeros((PART, PART), "f4")
+        keys[1:, 0] = -rng.uniform(0, rng.choice([1e-3, 1, 30, 110]), PART - 1)
+        found = machine.attend(q, keys, np.eye(PART, dtype="f4"), 0, PART, 0)[2][0]
+        exact = np.exp(keys[:, 0].astype(np.float64))
+        normal = exact >= 2.0**-125
+        units = np.abs(found - exact) / np.spacing(exact.astype("f4"))
+        worst = max(worst, float(units[normal].max()))
+        lost = max(lost, float(np.abs(found - exact)[~normal].max(initial=0)))
+    assert worst <= 2 and lost <= 2.0**-125, (worst, lost)
+    return f"{worst:.2f} units in the last place"
+
+
+def exact_attention(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, cap: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The highest scores, and the values' means."""
+    q, keys, values = (a.astype(np.float64) for a in (q, keys, values))
+    scores = q @ keys.T
+    scores = cap * np.tanh(scores / cap) if cap else scores
+    top = scores.max(axis=1)
+    weights = np.exp(scores - top[:, None])
+    return top, weights @ values / weights.sum(axis=1, keepdims=True)
+
+
+def check_attend(machine: Machine, rng: np.random.Generator) -> str:
+    """Groups of queries, depths and parts of a cache, with and without a cap."""
+    worst, count = 0.0, 0
+    parts = [(0, 1), (2, 5), (0, 31), (3, PART + 3), (9, 80)]
+    options = itertools.product(TYPES, range(1, 10), (4, 8, 20, 64, 80), parts)
+    for (dtype, queries, depth, (begin, end)), cap in zip(options, itertools.cycle((0, 3, 50))):
+        keys, values = rng.standard_normal((2, end, depth)).astype(dtype)
+        q = (rng.standard_normal((queries, depth)) / depth**0.5).astype("f4")
+        wide = np.pad(q, ((0, 0), (0, -depth % PAD)))
+        top, total, out = machine.attend(wide, keys, values, begin, end, cap)
+        exact_top, exact = exact_attention(q, keys[begin:end], values[begin:end], cap)
+        np.testing.assert_allclose(top, exact_top, rtol=1e-6, atol=4e-6)
+        worst = max(worst, float(np.abs(out[:, :depth] / total[:, None] - exact).max()))
+        count += 1
+    assert worst <= 1e-5, worst
+    return f"{count} parts: {worst:.1e} beside values of about 1"
+
+
+def check_not_numbers(machine: Machine, rng: np.random.Generator) -> str:
+    """A NaN reaches every result that it is part of, and no other; an infinity has its cap."""
+    x, w = rng.standard_normal((6, PAD)).astype("f4"), rng.standard_normal((9, PAD)).astype("f4")
+    x[2, 5] = w[4, 7] = np.nan
+    found = np.isnan(machine.product(x, w, FLOAT, 0, 9))
+    np.testing.assert_array_equal(found, np.isnan(x @ w.T))
+    for cap, slot in itertools.product((0, 5), (0, 3, 12)):
+        keys = rng.standard_normal((13, PAD)).astype("f4")
+        keys[slot, 1] = np.nan
+        top, total, out = machine.attend(x[:2], keys, keys, 0, 13, cap)
+        assert np.isnan(total).all() and np.isnan(out).all(), (cap, slot)
+    keys = np.full((4, PAD), -1, "f4")
+    keys[1] = np.inf
+    top, _, _ = machine.attend(np.abs(x[:2]), keys, np.ones_like(keys), 0, 4, 5)
+    np.testing.assert_array_equal(top, [5, 5])
+    return "as in NumPy"
+
+
+CHECKS: dict[str, Callable[[Machine, np.random.Generator], str]] = {
+    "widen": check_widen,
+    "narrow": check_narrow,
+    "product": check_product,
+    "below 2^-126": check_small,
+    "exp": check_exp,
+    "attend": check_attend,
+    "NaN and Inf": check_not_numbers,
+}
+
+
+def failed(name: str, check: Callable[[], str]) -> bool:
+    """Prints what a check found; whether it fails."""
+    start = time.perf_counter()
+    try:
+        found, bad = check(), False
+    except (AssertionError, unicorn.UcError) as error:
+        found, bad = f"FAILED: {error}", True
+    print(f"  {name:14s} {found} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return bad
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--level", default="neon", choices=("neon", "portable"))
+    level = parser.parse_args().level
+    machine = Machine(level)
+    print(f"the level {level!r}, compiled by zig for ARM, in unicorn {unicorn.__version__}")
+    run: Any = lambda check: functools.partial(check, machine, np.random.default_rng(0))
+    return int(sum(failed(name, run(check)) for name, check in CHECKS.items()) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
