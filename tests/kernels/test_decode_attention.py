@@ -187,7 +187,7 @@ GROUPS, WIDTHS = (1, 2, 3, 4, 5, 8), (16, 33, 64, 80, 128, 256)
 def test_types_and_sizes(width, group, cache):
     q = list(TYPES)[(list(TYPES).index(cache) + group) % 3]
     given = operands((37, 3), 2 * group, 2, width, 40, q, cache, seed=width)
-    all_right(given, jnp_too=cache == "bfloat16")
+    all_right(given, jnp_too=cache == "bfloat16" and group % 2 == 0)
 
 
 @slow
@@ -285,9 +285,16 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", OPTIONS)
+FAST = ("window", "rotating window", "cap", "rope", "rope of a part", "interleaved part", "all")
+
+
 @pytest.mark.parametrize(
-    "cache", ["float32", *(pytest.param(name, marks=slow) for name in ("float16", "bfloat16"))]
+    ("which", "cache"),
+    [
+        pytest.param(which, cache, marks=() if which in FAST and cache == "float32" else slow)
+        for which in OPTIONS
+        for cache in TYPES
+    ],
 )
 def test_options(which, cache):
     pairs, options = OPTIONS[which]
@@ -369,29 +376,27 @@ def zeros(dtype="float32"):
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_steps_equal_attention_over_the_whole_sequence(level, traced):
+def test_steps_equal_attention_over_the_whole_sequence(traced):
     """In one program: a loop over the tokens, in it the layers, and the cache as the carry."""
     q, k, v = steps_of(5)
 
-    @jax.jit
-    def run(caches, q, k, v):
-        lengths = jnp.zeros(B, jnp.int32)
-        step = lambda state, given: (
-            (over := over_layers(state[0], given, state[1], traced))[0] and (over[0], state[1] + 1),
-            over[1],
-        )
-        return jax.lax.scan(step, (caches, lengths), (q, k, v))
+    def step(state, given):
+        caches, lengths = state
+        caches, outs = over_layers(caches, given, lengths, traced)
+        return (caches, lengths + 1), outs
 
-    with native.level(level):
-        ((keys, values), lengths), outs = jax.device_get(run(zeros(), q, k, v))
-    np.testing.assert_array_equal(lengths, [5, 5])
-    np.testing.assert_array_equal(keys[:, :, :, :5], np.moveaxis(k, 0, 3))
-    np.testing.assert_array_equal(values[:, :, :, 5:], 0)
-    for t, layer, b, h in itertools.product(range(5), range(L), range(B), range(H)):
-        before = np.s_[: t + 1, layer, b, h // (H // K)]
-        exact, allowed = one_result(q[t, layer, b, h], k[before], v[before], 1 / math.sqrt(D), None)
-        assert (np.abs(outs[t, layer, b, h] - exact) <= allowed).all()
+    state = zeros(), jnp.zeros(B, jnp.int32)
+    program = jax.jit(lambda s, *x: jax.lax.scan(step, s, x)).lower(state, q, k, v).compile()
+    for level in LEVELS:
+        with native.level(level):
+            ((keys, values), lengths), outs = jax.device_get(program(state, q, k, v))
+        np.testing.assert_array_equal(lengths, [5, 5])
+        np.testing.assert_array_equal(keys[:, :, :, :5], np.moveaxis(k, 0, 3))
+        np.testing.assert_array_equal(values[:, :, :, 5:], 0)
+        for t, layer, b, h in itertools.product(range(5), range(L), range(B), range(H)):
+            seen = np.s_[: t + 1, layer, b, h // (H // K)]
+            exact, allowed = one_result(q[t, layer, b, h], k[seen], v[seen], D**-0.5, None)
+            assert (np.abs(outs[t, layer, b, h] - exact) <= allowed).all()
 
 
 @pytest.mark.parametrize("layer", [-1, 3, 100])
@@ -550,8 +555,11 @@ def in_float64(given, floats, options):
 
 @pytest.mark.parametrize(
     ("pairs", "options"),
-    [(None, {}), (8, {"soft_cap": 2.0, "sliding_window": 4}), (5, {"interleaved": True})],
-    ids=["plain", "cap and window", "interleaved"],
+    [
+        pytest.param(None, {}, id="plain", marks=slow),
+        pytest.param(8, {"soft_cap": 2.0, "sliding_window": 4}, id="cap and window"),
+        pytest.param(5, {"interleaved": True}, id="interleaved", marks=slow),
+    ],
 )
 @pytest.mark.parametrize(
     "how", [jax.jit, pytest.param(lambda f: f, marks=slow)], ids=["jit", "eager"]
@@ -560,38 +568,36 @@ def test_derivatives(how, pairs, options):
     """As the definition's; along any line also as the differences that NumPy sees, and jvp's."""
     given = operands((5, 0), pairs=pairs)
     floats = sequences(given, *NAMES[:5])
-    kernel = lambda given, **options: decode_attention(**given, **options)
-    ours = functools.partial(weighed, kernel, given, options)
-    grads = how(jax.grad(ours, range(5)))(*floats)
-    theirs = jax.jit(jax.grad(functools.partial(weighed, jnp_form, given, options), range(5)))(
-        *floats
-    )
-    for got, wanted in zip(grads, theirs, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     rng, step = np.random.default_rng(7), 1e-4
     line = [rng.standard_normal(a.shape).astype(np.float32) for a in floats]
-    ends = [
-        in_float64(
-            given,
-            [a.astype(np.float64) + s * d for a, d in zip(floats, line, strict=True)],
-            options,
-        )
-        for s in (step, -step)
-    ]
-    slope = (ends[0] - ends[1]) / (2 * step)
-    along = sum(float((np.asarray(g) * d).sum()) for g, d in zip(grads, line, strict=True))
-    value, tangent = how(lambda *a: jax.jvp(ours, a, tuple(map(jnp.asarray, line))))(*floats)
-    np.testing.assert_allclose([along, tangent], slope, rtol=1e-4)
-    np.testing.assert_allclose(
-        value, in_float64(given, [a.astype(np.float64) for a in floats], options), rtol=1e-4
-    )
+    kernel = lambda given, **options: decode_attention(**given, **options)
+    ours, theirs = (functools.partial(weighed, form, given, options) for form in (kernel, jnp_form))
+
+    @how
+    def run(floats, line):
+        grads = [jax.grad(f, range(5))(*floats) for f in (ours, theirs)]
+        return *grads, *jax.jvp(ours, floats, line)
+
+    *grads, value, tangent = jax.device_get(run(tuple(map(jnp.asarray, floats)), tuple(line)))
+    for got, wanted in zip(*grads, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+    def along(far):
+        moved = [a.astype(np.float64) + far * d for a, d in zip(floats, line, strict=True)]
+        return in_float64(given, moved, options)
+
+    slope = (along(step) - along(-step)) / (2 * step)
+    by_grads = sum(float((g * d).sum()) for g, d in zip(grads[0], line, strict=True))
+    np.testing.assert_allclose([by_grads, tangent], slope, rtol=1e-4)
+    np.testing.assert_allclose(value, along(0), rtol=1e-4)
 
 
 def test_derivatives_by_the_angles():
     given = operands((5, 0), pairs=8)
+    kernel = lambda given: decode_attention(**given)
     loss = lambda form: lambda rope: form(given | {"rope": rope})[0].sum()
-    run = lambda form: jax.jit(jax.grad(loss(form)))(given["rope"])
-    ours, theirs = run(lambda given: decode_attention(**given)), run(jnp_form)
+    run = jax.jit(lambda rope: [jax.grad(loss(form))(rope) for form in (kernel, jnp_form)])
+    ours, theirs = run(given["rope"])
     for got, wanted in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
         assert np.abs(np.asarray(got)).max() > 1e-3

@@ -65,7 +65,7 @@ def test_random_products():
 @slow
 def test_many_random_products():
     """Ten thousand of them: ``scripts/kernel_accuracy.py``."""
-    worst, wrong = campaign(800, seed=2)
+    worst, wrong = campaign(500, seed=2)
     assert not wrong, "\n".join([*wrong, table(worst)])
 
 
@@ -159,11 +159,11 @@ def test_activations_of_any_rank(shape):
     ("tokens", "rows", "depth"), [(3, 0, 33), (0, 0, 33), (1, 1, 1), (1, 0, 1)]
 )
 def test_next_to_nothing(tokens, rows, depth):
-    for x, w in PAIRS:
-        one = product(tokens, rows, depth, x, w)
-        got = matmul(one.x, one.w)
+    every = [product(tokens, rows, depth, x, w) for x, w in PAIRS]
+    together = jax.jit(lambda pairs: [matmul(x, w) for x, w in pairs])
+    for got, one in zip(together([(p.x, p.w) for p in every]), every, strict=True):
         assert right(got, one.x, one.w)
-        assert got.dtype == (TYPES[x] if x == w else np.float32)
+        assert got.dtype == (one.x.dtype if one.x.dtype == one.w.dtype else np.float32)
 
 
 def test_sums_of_nothing_are_zero():
@@ -172,28 +172,29 @@ def test_sums_of_nothing_are_zero():
 import jax, itertools, jax.numpy as jnp, numpy as np
 from maxjax.kernels import StackSlice, matmul, native
 types = ("float32", "float16", "bfloat16")
+run = jax.jit(lambda a, w, s: (matmul(a, w), matmul(a, StackSlice(s, 1))))
 for x, w in itertools.product(types, types):
-    for level in native.levels():
-        with native.level(level):
-            for shape in ((0,), (1, 0), (3, 0), (2, 20, 0)):
-                a = jnp.ones(shape, x)
-                for weight in (jnp.ones((5, 0), w), StackSlice(jnp.ones((2, 5, 0), w), 1)):
-                    y = np.asarray(jax.jit(matmul)(a, weight)).astype(np.float32)
-                    np.testing.assert_array_equal(y, np.zeros((*shape[:-1], 5), np.float32))
+    for shape in ((0,), (2, 20, 0)):
+        for level in native.levels():
+            with native.level(level):
+                for y in run(jnp.ones(shape, x), jnp.ones((5, 0), w), jnp.ones((2, 5, 0), w)):
+                    zeros = np.zeros((*shape[:-1], 5), np.float32)
+                    np.testing.assert_array_equal(np.asarray(y).astype(np.float32), zeros)
 print("all zero")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "all zero" in done.stdout, (done.returncode, done.stderr[-500:])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_at_any_address(level):
+def test_weights_at_any_address():
     """Layers of an odd number of elements, and rows too: only the first lies even."""
-    with native.level(level):
-        for dtype, tokens, x_dtype in itertools.product(TYPES, (1, 6), TYPES):
-            stack, x = normal((4, 3, 45), dtype), normal((tokens, 45), x_dtype, seed=1)
-            every = jax.jit(lambda x, s: [matmul(x, StackSlice(s, i)) for i in range(4)])(x, stack)
-            assert all(right(got, x, w) for got, w in zip(every, stack, strict=True))
+    run = jax.jit(lambda x, s: [matmul(x, StackSlice(s, i)) for i in range(4)])
+    for dtype, tokens, x_dtype in itertools.product(TYPES, (1, 6), TYPES):
+        stack, x = normal((4, 3, 45), dtype), normal((tokens, 45), x_dtype, seed=1)
+        for level in LEVELS:
+            with native.level(level):
+                every = jax.device_get(run(x, stack))
+            assert all(right(got, x, w) for got, w in zip(every, stack, strict=True)), level
 
 
 def test_parts_of_arrays():
@@ -342,17 +343,20 @@ def test_the_same_in_every_bit(how):
 
 @pytest.mark.parametrize("how", NEAR)
 def test_as_near(how):
-    assert right(NEAR[how](jnp.asarray(X), jnp.asarray(W)), X, W)
+    run = NEAR[how] if how == "exported" else jax.jit(NEAR[how])
+    assert right(run(jnp.asarray(X), jnp.asarray(W)), X, W)
 
 
 @pytest.mark.parametrize("how", ["jit", "fori_loop", "vmap over x", "vmap over weights", "scan"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=slow), "bfloat16"])
 def test_narrow_types_under_transformations(how, dtype):
     x, w = normal((6, 40), dtype), normal((40, 40), dtype, seed=1)
-    if how == "fori_loop":
-        got = jax.lax.fori_loop(0, 3, lambda i, y: matmul(x, w), jnp.zeros_like(x))
-    else:
-        got = (SAME | NEAR)[how](jnp.asarray(x), jnp.asarray(w))
+    forms = (
+        SAME
+        | NEAR
+        | {"fori_loop": lambda x, w: jax.lax.fori_loop(0, 3, lambda i, y: matmul(x, w), x)}
+    )
+    got = jax.jit(forms[how])(x, w)
     assert got.dtype == TYPES[dtype] and right(got, x, w)
 
 
@@ -403,7 +407,9 @@ def near(got, exact, tolerance=1e-5):
 @pytest.mark.parametrize(
     "how", [jax.jit, pytest.param(lambda f: f, marks=slow)], ids=["jit", "eager"]
 )
-@pytest.mark.parametrize(("x", "w"), PAIRS)
+@pytest.mark.parametrize(
+    ("x", "w"), [pytest.param(*p, marks=slow if "float16" in p else ()) for p in PAIRS]
+)
 def test_gradients(x, w, how):
     x, w = X.astype(TYPES[x]), W.astype(TYPES[w])
     dx, dw = how(jax.grad(weighed, (0, 1)))(jnp.asarray(x), jnp.asarray(w))
