@@ -41,9 +41,9 @@ def test_the_product_of_a_layer():
     want = np.asarray(x) @ np.asarray(w.value).T
     got = ops.matmul(x, w.T)
     assert not isinstance(got, TensorValue)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
     assert isinstance(ops.matmul(TensorValue(x), w.T), TensorValue)
-    np.testing.assert_allclose(ops.matmul(w, TensorValue(x).T), want.T, rtol=1e-6)
+    np.testing.assert_allclose(ops.matmul(w, TensorValue(x).T), want.T, rtol=1e-6, atol=1e-6)
     # Through kernels.matmul: no transpose is made.
     assert "transpose" not in str(jax.make_jaxpr(lambda x: ops.matmul(x, w.T))(x))
     with pytest.raises(ValueError, match="unsafe cast"):
