@@ -36,30 +36,55 @@ struct Pairs {
 };
 #endif
 
+// What a tile asks the memory for beside what it works on: nothing, the R rows of weights
+// below its own, or what follows them where its rows are read as streams.
+enum class Ahead { none, rows, stream };
+
+// So far ahead in a stream. Left to itself the processor stops at the end of every page, and
+// a row of a small model is shorter than one.
+constexpr int64_t kStreamAhead = 2048;
+
 // out[c][r] += sum over k of w[r][k] x[c][k], for R rows of weights and C of activations.
 //
 // A sum is kept in one vector, or in several if there are few: an addition takes about four
-// times as long as it keeps the processor from the next.
-template <class P, int R, int C, bool Ahead = false>
+// times as long as it keeps the processor from the next. After kRun of them it is put with
+// `total` and starts again, as every number that is added to a long sum is rounded like it.
+template <class P, int R, int C, Ahead ahead = Ahead::none, class Out = double>
 void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, int64_t depth,
-          float* out, int64_t out_stride) {
+          Out* out, int64_t out_stride) {
   typedef typename P::W W;
   const W* w = static_cast<const W*>(w_);
   const typename P::X* x = static_cast<const typename P::X*>(x_);
   constexpr int kSplit = R * C == 1 ? 4 : R * C < 4 ? 2 : 1;
-  vec acc[kSplit][C * R];
+  constexpr int64_t kStride = kSplit * P::kStep, kRun = (kSplit > 1 ? 8 : 16) * kStride;
+  vec acc[kSplit][C * R], total[C * R];
   #pragma GCC unroll 64
-  for (int s = 0; s < kSplit; s++)
+  for (int i = 0; i < C * R; i++) total[i] = zero();
+  const auto start = [&]() __attribute__((always_inline)) {
     #pragma GCC unroll 64
-    for (int i = 0; i < C * R; i++) acc[s][i] = zero();
+    for (int s = 0; s < kSplit; s++)
+      #pragma GCC unroll 64
+      for (int i = 0; i < C * R; i++) acc[s][i] = zero();
+  };
+  const auto stop = [&]() __attribute__((always_inline)) {
+    #pragma GCC unroll 64
+    for (int s = 1; s < kSplit; s++)
+      #pragma GCC unroll 64
+      for (int i = 0; i < C * R; i++) acc[0][i] = add(acc[0][i], acc[s][i]);
+    #pragma GCC unroll 64
+    for (int i = 0; i < C * R; i++) total[i] = add(total[i], acc[0][i]);
+  };
   const auto step = [&](int64_t k, vec* sums) __attribute__((always_inline)) {
     P p[R];
     #pragma GCC unroll 64
     for (int r = 0; r < R; r++) {
       p[r].load(w + r * w_stride + k);
-      if (Ahead)
+      if (ahead != Ahead::none) {
+        const W* next = w + r * w_stride + k;
+        next += ahead == Ahead::rows ? R * w_stride : kStreamAhead / int64_t(sizeof(W));
         for (size_t line = 0; line < sizeof(W) * P::kStep; line += 64)
-          __builtin_prefetch((const char*)(w + (R + r) * w_stride + k) + line, 0, 2);
+          __builtin_prefetch((const char*)next + line, 0, ahead == Ahead::rows ? 2 : 3);
+      }
     }
     #pragma GCC unroll 64
     for (int c = 0; c < C; c++)
@@ -67,51 +92,54 @@ void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, in
       for (int r = 0; r < R; r++)
         sums[c * R + r] = p[r].accumulate(x + c * x_stride + k, sums[c * R + r]);
   };
+  const int64_t whole = depth / kStride * kStride;
   int64_t k = 0;
-  for (; k + kSplit * P::kStep <= depth; k += kSplit * P::kStep)
-    #pragma GCC unroll 64
-    for (int s = 0; s < kSplit; s++) step(k + s * P::kStep, acc[s]);
-  for (; k + P::kStep <= depth; k += P::kStep) step(k, acc[0]);
-  if (k < depth) {  // the activations go on with zeros
-    W rest[R][P::kStep] = {};
-    #pragma GCC unroll 64
-    for (int r = 0; r < R; r++)
-      for (int64_t i = 0; i < depth - k; i++) rest[r][i] = w[r * w_stride + k + i];
-    P p[R];
-    #pragma GCC unroll 64
-    for (int r = 0; r < R; r++) p[r].load(rest[r]);
-    #pragma GCC unroll 64
-    for (int c = 0; c < C; c++)
+  while (k < whole) {
+    start();
+    for (const int64_t end = whole - k < kRun ? whole : k + kRun; k < end; k += kStride)
+      #pragma GCC unroll 64
+      for (int s = 0; s < kSplit; s++) step(k + s * P::kStep, acc[s]);
+    stop();
+  }
+  if (k < depth) {
+    start();
+    for (; k + P::kStep <= depth; k += P::kStep) step(k, acc[0]);
+    if (k < depth) {  // the activations go on with zeros
+      W rest[R][P::kStep] = {};
       #pragma GCC unroll 64
       for (int r = 0; r < R; r++)
-        acc[0][c * R + r] = p[r].accumulate(x + c * x_stride + k, acc[0][c * R + r]);
+        for (int64_t i = 0; i < depth - k; i++) rest[r][i] = w[r * w_stride + k + i];
+      P p[R];
+      #pragma GCC unroll 64
+      for (int r = 0; r < R; r++) p[r].load(rest[r]);
+      #pragma GCC unroll 64
+      for (int c = 0; c < C; c++)
+        #pragma GCC unroll 64
+        for (int r = 0; r < R; r++)
+          acc[0][c * R + r] = p[r].accumulate(x + c * x_stride + k, acc[0][c * R + r]);
+    }
+    stop();
   }
-  #pragma GCC unroll 64
-  for (int s = 1; s < kSplit; s++)
-    #pragma GCC unroll 64
-    for (int i = 0; i < C * R; i++) acc[0][i] = add(acc[0][i], acc[s][i]);
   float totals[C * R];
-  sums<C * R>(acc[0], totals);
+  sums<C * R>(total, totals);
   #pragma GCC unroll 64
   for (int c = 0; c < C; c++)
     #pragma GCC unroll 64
     for (int r = 0; r < R; r++) out[c * out_stride + r] += totals[c * R + r];
 }
 
-typedef void (*Tile)(const void*, int64_t, const void*, int64_t, int64_t, float*, int64_t);
+typedef void (*Tile)(const void*, int64_t, const void*, int64_t, int64_t, double*, int64_t);
 
 // Tiles of R rows of weights with 1, 2, ... rows of activations.
-template <class P, int R, int C, bool Ahead = false>
+template <class P, int R, int C, Ahead ahead = Ahead::none>
 inline Tile tile_of(int64_t tokens) {
   if constexpr (C > 1)
-    if (tokens < C) return tile_of<P, R, C - 1, Ahead>(tokens);
-  return tile<P, R, C, Ahead>;
+    if (tokens < C) return tile_of<P, R, C - 1, ahead>(tokens);
+  return tile<P, R, C, ahead>;
 }
 
-// A sum runs over at most so many numbers in one vector; longer ones are sums of such.
-// With 64 additions in a row the error stays below one unit in the last place of the sum
-// of the absolute products.
-constexpr int64_t kAdditions = 64;
+// So much of the depth at a time; longer sums are sums of such, in double.
+constexpr int64_t kDepth = 64 * kLanes;
 
 // y of one token: every row of weights is read once, from its beginning to its end, as fast
 // as the memory gives it. Two rows at a time, far from each other: two long streams are
@@ -119,16 +147,17 @@ constexpr int64_t kAdditions = 64;
 template <class P>
 void one(const Rows& rows) {
   typedef typename P::W W;
-  const int64_t block = kAdditions * kLanes * 2;
+  const int64_t block = 4 * kDepth;
   const typename P::X* x = static_cast<const typename P::X*>(rows.x.data);
   const int64_t count = rows.end - rows.begin, pairs = count / 2, apart = count - pairs;
   for (int64_t o = rows.begin; o < rows.begin + apart; o++) {
     const W* w = static_cast<const W*>(rows.w) + o * rows.depth;
     const bool both = o - rows.begin < pairs;
-    float totals[2] = {};
+    double totals[2] = {};
     for (int64_t k = 0; k < rows.depth; k += block) {
       const int64_t depth = rows.depth - k < block ? rows.depth - k : block;
-      (both ? tile<P, 2, 1> : tile<P, 1, 1>)(w + k, apart * rows.depth, x + k, 0, depth, totals, 1);
+      (both ? tile<P, 2, 1, Ahead::stream, double> : tile<P, 1, 1, Ahead::none, double>)(
+          w + k, apart * rows.depth, x + k, 0, depth, totals, 1);
     }
     put(totals, 1, rows, o);
     if (both) put(totals + 1, 1, rows, o + apart);
@@ -141,16 +170,16 @@ template <class P>
 void several(const Rows& rows) {
   typedef typename P::W W;
   constexpr int64_t kTokens = 128, kHeight = 64, kNearest = 1 << 14;
-  int64_t block = kAdditions * kLanes;
+  int64_t block = kDepth;
   if (rows.tokens <= maxjax::kFew)
     while (block > 512 && rows.tokens * block * int64_t(sizeof(typename P::X)) > kNearest) block /= 2;
   const char* x = static_cast<const char*>(rows.x.data);
-  alignas(64) float totals[kTokens * kHeight];
+  alignas(64) double totals[kTokens * kHeight];
   for (int64_t o = rows.begin; o < rows.end; o += kHeight) {
     const int64_t height = rows.end - o < kHeight ? rows.end - o : kHeight;
     for (int64_t t = 0; t < rows.tokens; t += kTokens) {
       const int64_t width = rows.tokens - t < kTokens ? rows.tokens - t : kTokens;
-      memset(totals, 0, sizeof(float) * width * kHeight);
+      memset(totals, 0, sizeof(double) * width * kHeight);
       for (int64_t k = 0; k < rows.depth; k += block) {
         const int64_t depth = rows.depth - k < block ? rows.depth - k : block;
         for (int64_t r = 0; r < height;) {
@@ -160,7 +189,7 @@ void several(const Rows& rows) {
             const int64_t n = width - c < kTileTokens ? width - c : kTileTokens;
             const void* at = x + ((t + c) * rows.x.stride + k) * sizeof(typename P::X);
             const Tile f = !full  ? tile_of<P, 1, kTileTokens>(n)
-                           : c == 0 ? tile_of<P, kTileRows, kTileTokens, true>(n)
+                           : c == 0 ? tile_of<P, kTileRows, kTileTokens, Ahead::rows>(n)
                                     : tile_of<P, kTileRows, kTileTokens>(n);
             f(w, rows.depth, at, rows.x.stride, depth, totals + c * kHeight + r, kHeight);
           }

@@ -69,16 +69,16 @@ void narrow_row(const float* x, Type w_type, int64_t depth, void* y, Type y_type
 }
 
 // `count` results to the place `at` of y.
-inline void put(const float* totals, int64_t count, const Rows& rows, int64_t at) {
+inline void put(const double* totals, int64_t count, const Rows& rows, int64_t at) {
   switch (rows.y_type) {
     case Type::f32:
-      memcpy(static_cast<float*>(rows.y) + at, totals, sizeof(float) * count);
+      for (int64_t i = 0; i < count; i++) static_cast<float*>(rows.y)[at + i] = float(totals[i]);
       return;
     case Type::f16:
-      for (int64_t i = 0; i < count; i++) narrow(totals[i], static_cast<f16*>(rows.y) + at + i);
+      for (int64_t i = 0; i < count; i++) narrow(float(totals[i]), static_cast<f16*>(rows.y) + at + i);
       return;
     case Type::bf16:
-      for (int64_t i = 0; i < count; i++) narrow(totals[i], static_cast<bf16*>(rows.y) + at + i);
+      for (int64_t i = 0; i < count; i++) narrow(float(totals[i]), static_cast<bf16*>(rows.y) + at + i);
       return;
   }
 }
