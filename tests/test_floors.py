@@ -25,7 +25,7 @@ FLOORS: list[list[str]] = [
     files("", "errors columns distributed dtype driver")
     + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
-    files("storage/", "files durable sniff jsonscan jsontext table blocks regions")
+    files("storage/", "files durable sniff jsonscan jsontext entry coding table blocks regions")
     + files("storage/", "safetensors gguf pytorch npz shards index __init__"),
     # 2 kernels: arithmetic on values
     ["kernels/"],

@@ -3,6 +3,7 @@
 ``open_checkpoint`` is the way in; a ``TensorTable`` is what comes out.
 """
 
+from .entry import TensorEntry as TensorEntry
 from .files import Limits as Limits
 from .files import OpenFile as OpenFile
 from .files import aligned_empty as aligned_empty
@@ -12,5 +13,4 @@ from .jsontext import load_json as load_json
 from .safetensors import open_safetensors as open_safetensors
 from .shards import open_index as open_index
 from .sniff import sniff as sniff
-from .table import TensorEntry as TensorEntry
 from .table import TensorTable as TensorTable

@@ -19,11 +19,12 @@ from ..errors import (
     UserInputError,
     some,
 )
+from .entry import TensorEntry
 from .files import Limits, os_error
 from .safetensors import open_safetensors
 from .shards import open_index as open_index
 from .sniff import sniff as sniff
-from .table import TensorEntry, TensorTable
+from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
 _INDEX = "model.safetensors.index.json"

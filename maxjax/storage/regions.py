@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..dtype import DType
+from .entry import Box, CodedJob, Span, TensorEntry, coded_jobs, count, extents, fill, split
 from .files import OpenFile, aligned_empty
-from .table import BLOCK_BYTES, TensorEntry, TensorTable, check_bool, fill, run_jobs, unpack_float4
+from .table import BLOCK_BYTES, TensorTable, check_bool, run_jobs
 
 # Scratch memory of one thread. It fits the cache of a core, so that the second copy is cheap;
 # with 64 KiB or 4 MiB the same read took up to half as long again.
@@ -29,10 +29,6 @@ DIRECT_BYTES = 64 << 10
 # unless that hole is wider than HOLE_BYTES.
 SHORT_BYTES = 512
 HOLE_BYTES = 16 << 10
-
-# Start and stop on one axis, and on each axis.
-Span = tuple[int, int]
-Box = tuple[Span, ...]
 
 
 class Part(NamedTuple):
@@ -51,7 +47,7 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     """Fills the memory of every part; gives the number of bytes read from the files.
 
     Parts may overlap, repeat, be empty, and be of any number of tensors. Takes at most 1 MiB
-    of scratch memory per thread (float4: 3 MiB); ``threads`` is by default the number of cores,
+    of scratch memory per thread, a tensor with a coding a few; ``threads`` is by default the number of cores,
     at most 8. A run shorter than 512 bytes may be read together with what lies beside it.
 
     Raises:
@@ -60,6 +56,7 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
         CheckpointTruncatedError: The file is shorter than it was.
         CheckpointChangedError: It was written to since it was opened.
         CheckpointFormatError: A boolean that is neither 0 nor 1 among the bytes read.
+        CheckpointCorruptError: A checksum of the file is another than that of its bytes.
         CheckpointError: The system reports an error, or the file is closed.
 
     Example:
@@ -80,15 +77,30 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     targets: dict[str, list[_Target]] = {}
     for part in parts:
         targets.setdefault(part.name, []).append(_target(table.entries[part.name], part))
-    jobs: list[_Job] = []
+    table.check((table.entries[name] for name in targets), threads=threads)
+    jobs: list[_Job | CodedJob] = []
+    nbytes = 0
     for name, wanted in targets.items():
-        entry = table.entries[name]
-        jobs.extend(_plan(table.files[entry.file], entry, [t for t in wanted if t.array.size]))
-    jobs.sort(key=lambda job: (job.entry.file, job.entry.offset, job.box))
-    count = sum(run_jobs(_read, jobs, sum(_size(job.box) for job in jobs), threads))
+        entry, needed = table.entries[name], [t for t in wanted if t.array.size]
+        nbytes += sum(target.array.nbytes for target in needed)
+        if entry.coding is None:
+            jobs.extend(_plan(table.files[entry.file], entry, needed))
+        else:
+            parts = [(t.region[:-1], t.array.view(entry.dtype.np)[..., 0]) for t in needed]
+            jobs.extend(coded_jobs(table.files[entry.file], entry, parts))
+    jobs.sort(key=_place)
+    read = sum(run_jobs(_execute, jobs, nbytes, threads))
     for number in {table.entries[name].file for name in targets}:
         table.files[number].check_unchanged()
-    return count
+    return read
+
+
+def _place(job: _Job | CodedJob) -> Any:
+    return job.entry.file, job.entry.offset, job.box if type(job) is _Job else ()
+
+
+def _execute(job: _Job | CodedJob) -> int:
+    return _read(job) if type(job) is _Job else job.run()
 
 
 # --- what is asked for ------------------------------------------------------------------------
@@ -117,20 +129,12 @@ def _target(entry: TensorEntry, part: Part) -> _Target:
         problem = f"the region {part.region} is not inside the shape {list(shape)}"
     elif memory.dtype != np.uint8 or not (memory.flags.c_contiguous and memory.flags.writeable):
         problem = f"the memory must be uint8, in C order and writable, not {memory.dtype}"
-    elif memory.size != _size(region):
-        problem = f"region {part.region} takes {_size(region)} bytes of memory, not {memory.size}"
+    elif memory.size != count(region):
+        problem = f"region {part.region} takes {count(region)} bytes of memory, not {memory.size}"
     if problem:
         raise ValueError(f"tensor '{name}': {problem}")
     # An empty array may have axes too long for NumPy; nothing will look at its shape.
-    return _Target(region, memory.reshape(_extents(region)) if memory.size else memory)
-
-
-def _extents(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
-def _size(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
+    return _Target(region, memory.reshape(extents(region)) if memory.size else memory)
 
 
 # --- planning: boxes that do not overlap, each with all the parts it touches -------------------
@@ -152,7 +156,7 @@ def _plan(file: OpenFile, entry: TensorEntry, targets: list[_Target]) -> Iterato
     whole = tuple((0, size) for size in (*entry.shape, entry.dtype.np.itemsize))
     for large, target in _boxes(whole, targets, 0, 1) if targets else ():
         others = [other for other in targets if other is not target]
-        for box in _split(large, BLOCK_BYTES):
+        for box in split(large, BLOCK_BYTES):
             touched = [other for other in others if _overlap(box, box, other.region)]
             yield _Job(file, entry, whole, box, target, touched)
 
@@ -168,7 +172,7 @@ def _boxes(
     if all(one.region[axis:] == rest for one in targets):
         return [(rest, targets[0])]
     if all(one.region[axis + 1 :] == rest[1:] for one in targets):
-        stride = _size(rest[1:])
+        stride = count(rest[1:])
         found = [((span, *rest[1:]), one) for span, one in _runs(targets, axis, stride, rows)]
     else:
         found = []
@@ -176,7 +180,7 @@ def _boxes(
             inside = [one for one in targets if one.covers(span, axis)]
             below = _boxes(whole, inside, axis + 1, rows * (span[1] - span[0]))
             found.extend(((span, *box), target) for box, target in below)
-    if rows > 1 and _size(rest) <= HOLE_BYTES:
+    if rows > 1 and count(rest) <= HOLE_BYTES:
         if any(_run(rest, box)[1] < SHORT_BYTES for box, _ in found):
             return [(rest, None)]
     return found
@@ -216,40 +220,26 @@ def _run(whole: Box, box: Box) -> tuple[int, int]:
     axis = len(box) - 1
     while axis and box[axis] == whole[axis]:
         axis -= 1
-    return axis, _size(box[axis:])
-
-
-def _split(box: Box, limit: int) -> Iterator[Box]:
-    """Cuts a box into some of at most ``limit`` bytes, across its first axes."""
-    size = _size(box)
-    if size <= limit:
-        yield box
-        return
-    axis = next(k for k, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[axis]
-    step = max(1, limit * (stop - start) // size)
-    for at in range(start, stop, step):
-        cut = (*box[:axis], (at, min(at + step, stop)), *box[axis + 1 :])
-        yield from _split(cut, limit)
+    return axis, count(box[axis:])
 
 
 # --- reading ----------------------------------------------------------------------------------
 
 
 def _read(job: _Job) -> int:
-    packed, count = job.entry.dtype is DType.float4_e2m1fn, 0
-    limit = SCRATCH_BYTES if job.others or packed or not job.target else BLOCK_BYTES
-    scratch = aligned_empty(0 if job.target else min(limit, _size(job.box)))
-    for box in _split(job.box, limit):
+    total = 0
+    limit = SCRATCH_BYTES if job.others or not job.target else BLOCK_BYTES
+    scratch = aligned_empty(0 if job.target else min(limit, count(job.box)))
+    for box in split(job.box, limit):
         if job.target:
             region, array = job.target.region, job.target.array
         else:
-            region, array = box, scratch[: _size(box)].reshape(_extents(box))
-        count += _fill_box(job, box, array.reshape(-1), region)
+            region, array = box, scratch[: count(box)].reshape(extents(box))
+        total += _fill_box(job, box, array.reshape(-1), region)
         for other in job.others:
             if overlap := _overlap(box, region, other.region):
                 other.array[overlap[1]] = array[overlap[0]]
-    return count
+    return total
 
 
 def _overlap(box: Box, region: Box, other: Box) -> tuple[tuple, tuple] | None:
@@ -266,35 +256,22 @@ def _overlap(box: Box, region: Box, other: Box) -> tuple[tuple, tuple] | None:
 
 def _fill_box(job: _Job, box: Box, memory: np.ndarray, region: Box) -> int:
     """Reads a box into ``memory``, which holds ``region``; gives the number of bytes read."""
-    entry, view, count = job.entry, memoryview(memory), 0
+    entry, view, total = job.entry, memoryview(memory), 0
     axis, length = _run(job.whole, box)
     places = _starts(box, region, axis)
     for start, place in zip(_starts(box, job.whole, axis), places, strict=True):
-        if entry.dtype is DType.float4_e2m1fn:
-            count += _fill_float4(job, start, memory[place : place + length])
-            continue
         fill(job.file, entry, start, view[place : place + length])
-        count += length
+        total += length
         if entry.dtype is DType.bool:
             check_bool(job.file, entry, start, memory[place : place + length])
-    return count
+    return total
 
 
 def _starts(box: Box, region: Box, axis: int) -> Iterator[int]:
     """The place, in bytes of ``region``, of each run of a box that is whole after ``axis``."""
     places = []
     for k, ((start, stop), (base, _)) in enumerate(zip(box, region, strict=True)):
-        stride = _size(region[k + 1 :])
+        stride = count(region[k + 1 :])
         stop = stop if k < axis else start + 1
         places.append(range((start - base) * stride, (stop - base) * stride, stride))
     return map(sum, product(*places[: axis + 1]))
-
-
-def _fill_float4(job: _Job, start: int, values: np.ndarray) -> int:
-    """Reads the values from number ``start`` on; the border may run through a byte."""
-    first, last = start // 2, (start + len(values) + 1) // 2
-    packed, unpacked = aligned_empty(last - first), aligned_empty(2 * (last - first))
-    fill(job.file, job.entry, first, memoryview(packed))
-    unpack_float4(packed, unpacked)
-    values[:] = unpacked[start % 2 :][: len(values)]
-    return last - first

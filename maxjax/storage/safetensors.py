@@ -12,10 +12,12 @@ from typing import Any
 
 from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from .coding import Nibbles
+from .entry import TensorEntry
 from .files import Limits, OpenFile, open_regular
 from .jsontext import KeyPath, Text, collector_paused
 from .sniff import SNIFF_BYTES, foreign, sniff
-from .table import TensorEntry, TensorTable
+from .table import TensorTable
 
 WHAT = "a safetensors file"
 # NumPy's own bound.
@@ -172,7 +174,9 @@ class _Header:
             raise self._bad(name, "data_offsets", "not begin and end", "2 numbers", len(offsets))
         begin, end = offsets
         self._check_size(name, bits, shape, begin, end)
-        return TensorEntry(name, dtype, shape, self.number, self.data_start + begin, end - begin)
+        coding = Nibbles() if dtype is DType.float4_e2m1fn else None
+        start = self.data_start + begin
+        return TensorEntry(name, dtype, shape, self.number, start, end - begin, coding)
 
     def _check_name(self, name: str) -> None:
         length = len(name.encode())

@@ -20,10 +20,11 @@ from ..errors import (
     CheckpointUnsafeError,
     some,
 )
+from .entry import TensorEntry
 from .files import Limits, OpenFile, open_regular, os_error
 from .jsontext import KeyPath, Text, collector_paused, read_json_bytes
 from .safetensors import read_header
-from .table import TensorEntry, TensorTable
+from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

@@ -2,12 +2,15 @@
 
 Every format's parser gives one of these: validated entries and open files, no data yet.
 Reading is positioned reads, in parallel, into aligned memory of our own; never a mapping,
-which would die with the file. Below: files. Above: regions, the formats, graph.weights.
+which would die with the file. Below: files, entry. Above: regions, the formats, graph.weights.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +19,12 @@ from typing import Any
 import numpy as np
 
 from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointTruncatedError, OutOfMemoryError
+from ..errors import (
+    CheckpointCorruptError,
+    CheckpointFormatError,
+    OutOfMemoryError,
+)
+from .entry import Checksum, CodedJob, TensorEntry, coded_jobs, fill, whole
 from .files import ALIGNMENT, OpenFile, aligned_empty
 
 # One read of a large tensor. From 2 to 64 MiB the speed is the same; a smaller block spreads
@@ -28,30 +36,18 @@ SMALL_BYTES = 128 << 10
 SLAB_BYTES = 4 << 20
 # Parts of one scattered read; the system's own bound (IOV_MAX) is 1024.
 SCATTER = 512
+# What a checksum is computed of at a time: it fits the cache.
+CHECKED_BYTES = 1 << 20
 # Below this a pool of threads costs more than it saves.
 PARALLEL_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies: ``nbytes`` bytes at ``offset`` of ``TensorTable.files[file]``.
-
-    ``shape`` is logical. float4 values lie two in a byte, so ``nbytes`` is half of theirs.
-    """
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    nbytes: int
 
 
 class TensorTable:
     """One opened checkpoint: names, types, shapes and places of its tensors; no data.
 
     Attributes: ``format`` ("safetensors"), ``files`` (open), ``entries`` (name → TensorEntry
-    in file order), ``metadata`` (text → text). Any number of threads may read at once. Close
+    in file order), ``metadata`` (text → text; of a GGUF file values of any of its types). Any
+    number of threads may read at once. Close
     it, or use it in a ``with`` block, or drop it: the files close with the last reference.
 
     Example:
@@ -71,12 +67,14 @@ class TensorTable:
         format: str,
         files: list[OpenFile],
         entries: dict[str, TensorEntry],
-        metadata: dict[str, str] | None = None,
+        metadata: dict[str, Any] | None = None,
     ):
         self.format = format
         self.files = files
         self.entries = entries
         self.metadata = metadata or {}
+        self._sound: set[tuple[int, Checksum]] = set()
+        self._lock = threading.Lock()
 
     def read(self, name: str) -> np.ndarray:
         """The tensor ``name``: owned, C-contiguous, at a multiple of 64 bytes.
@@ -101,17 +99,36 @@ class TensorTable:
             CheckpointTruncatedError: The file is shorter than it was.
             CheckpointChangedError: It was written to since it was opened.
             CheckpointFormatError: A boolean that is neither 0 nor 1.
+            CheckpointCorruptError: A checksum of the file is another than that of its bytes.
             OutOfMemoryError: The host's memory does not hold a tensor.
             CheckpointError: The system reports an error, or the file is closed.
         """
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
+        self.check(entries, threads=threads)
         arrays, jobs = _plan(entries, self.files)
-        nbytes = sum(view.nbytes for job in jobs for view in job.views)
-        run_jobs(_read, jobs, nbytes, threads)
+        nbytes = sum(array.nbytes for array in arrays.values())
+        run_jobs(_run, jobs, nbytes, threads)
         for number in {entry.file for entry in entries}:
             self.files[number].check_unchanged()
         return {entry.name: arrays[entry.name] for entry in entries}
+
+    def check(self, entries: Iterable[TensorEntry], *, threads: int | None = None) -> None:
+        """Compares the checksums of tensors with their bytes, each once while the table is open.
+
+        Raises:
+            CheckpointCorruptError: They differ.
+        """
+        wanted = {(e.file, e.checksum): e for e in entries if e.checksum and e.nbytes}
+        with self._lock:
+            jobs = [
+                _Check(self.files[key[0]], entry)
+                for key, entry in wanted.items()
+                if key not in self._sound
+            ]
+        run_jobs(_run, jobs, sum(job.entry.nbytes for job in jobs), threads)
+        with self._lock:
+            self._sound.update(wanted)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Closes the files. Arrays that were read stay valid."""
@@ -145,21 +162,67 @@ class _Job:
     views: list[np.ndarray]
     start: int = 0
 
+    def run(self) -> None:
+        """Reads it."""
+        views = [memoryview(view) for view in self.views]
+        wanted = sum(map(len, views))
+        got = self.file.pread_some(views, self.offset, tensor=self.entries[0].name)
+        if got < wanted:
+            # Rare: the file ended, or the system gave part. Again one by one, to know which.
+            for entry, view in zip(self.entries, views, strict=True):
+                fill(self.file, entry, self.start, view)
+        for entry, view in zip(self.entries, self.views, strict=True):
+            if entry.dtype is DType.bool:
+                check_bool(self.file, entry, self.start, view)
+
+
+@dataclass(slots=True)
+class _Check:
+    """The comparison of one checksum, that of ``entry``."""
+
+    file: OpenFile
+    entry: TensorEntry
+
+    def run(self) -> None:
+        """Reads all that it is of."""
+        sum_of = self.entry.checksum
+        assert sum_of is not None
+        block, crc = aligned_empty(min(CHECKED_BYTES, sum_of.nbytes)), 0
+        for start in range(0, sum_of.nbytes, CHECKED_BYTES):
+            view = memoryview(block)[: sum_of.nbytes - start]
+            self.file.pread_into(view, sum_of.offset + start, tensor=self.entry.name)
+            crc = zlib.crc32(view, crc)
+        if crc != sum_of.crc:
+            raise CheckpointCorruptError(
+                f"the bytes of {sum_of.name} are not those that were written",
+                path=self.file.path,
+                tensor=self.entry.name,
+                offset=sum_of.offset,
+                expected=f"CRC-32 {sum_of.crc:08x}",
+                found=f"{crc:08x}",
+                hint="The file was damaged on its way or on the disk: fetch it again.",
+            )
+
 
 def _plan(
     entries: list[TensorEntry], files: list[OpenFile]
-) -> tuple[dict[str, np.ndarray], list[_Job]]:
+) -> tuple[dict[str, np.ndarray], list[_Job | CodedJob]]:
     """The arrays, still empty, and the reads that fill them, in the order of the files."""
     arrays: dict[str, np.ndarray] = {}
-    jobs: list[_Job] = []
+    jobs: list[_Job | CodedJob] = []
     slab, used = aligned_empty(0), 0
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
         if entry.name in arrays:
             continue
+        if entry.coding is not None:
+            nbytes = math.prod(entry.shape) * entry.dtype.np.itemsize
+            memory = _allocate(nbytes, entry, files)
+            arrays[entry.name] = array = memory.view(entry.dtype.np).reshape(entry.shape)
+            jobs.extend(coded_jobs(files[entry.file], entry, [(whole(entry.shape), array)]))
+            continue
         length = -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
-        if length > SMALL_BYTES or entry.dtype is DType.float4_e2m1fn:
-            scale = 2 if entry.dtype is DType.float4_e2m1fn else 1
-            memory = _allocate(scale * entry.nbytes, entry, files)
+        if length > SMALL_BYTES:
+            memory = _allocate(entry.nbytes, entry, files)
             jobs.extend(_blocks(entry, files[entry.file], memory))
         else:
             if used + length > len(slab):
@@ -184,21 +247,19 @@ def _allocate(nbytes: int, entry: TensorEntry, files: list[OpenFile]) -> np.ndar
 
 
 def _blocks(entry: TensorEntry, file: OpenFile, memory: np.ndarray) -> Iterable[_Job]:
-    scale = 2 if entry.dtype is DType.float4_e2m1fn else 1
     for start in range(0, entry.nbytes, BLOCK_BYTES):
-        view = memory[scale * start : scale * (start + BLOCK_BYTES)]
+        view = memory[start : start + BLOCK_BYTES]
         yield _Job(file, entry.offset + start, [entry], [view], start)
 
 
-def _append_small(jobs: list[_Job], entry: TensorEntry, file: OpenFile, memory: np.ndarray) -> None:
+def _append_small(jobs: list[Any], entry: TensorEntry, file: OpenFile, memory: np.ndarray) -> None:
     """Puts a small tensor into the last read if it lies right behind it, else into its own."""
     if not entry.nbytes:
         return
     last = jobs[-1] if jobs else None
-    if last and last.file is file and last.entries[-1].nbytes <= SMALL_BYTES:
+    if type(last) is _Job and last.file is file and last.entries[-1].nbytes <= SMALL_BYTES:
         end = last.entries[-1].offset + last.entries[-1].nbytes
-        packed = last.entries[-1].dtype is DType.float4_e2m1fn
-        if end == entry.offset and len(last.views) < SCATTER and not packed:
+        if end == entry.offset and len(last.views) < SCATTER:
             last.entries.append(entry)
             last.views.append(memory)
             return
@@ -228,53 +289,8 @@ def run_jobs(
             raise
 
 
-def _read(job: _Job) -> None:
-    if job.entries[0].dtype is DType.float4_e2m1fn:
-        _read_float4(job)
-        return
-    views = [memoryview(view) for view in job.views]
-    wanted = sum(map(len, views))
-    got = job.file.pread_some(views, job.offset, tensor=job.entries[0].name)
-    if got < wanted:
-        # Rare: the file ended, or the system gave part. Again one by one, to know which.
-        for entry, view in zip(job.entries, views, strict=True):
-            fill(job.file, entry, job.start, view)
-    for entry, view in zip(job.entries, job.views, strict=True):
-        if entry.dtype is DType.bool:
-            check_bool(job.file, entry, job.start, view)
-
-
-def fill(file: OpenFile, entry: TensorEntry, start: int, view: memoryview) -> None:
-    """Fills ``view`` with the tensor's bytes from its byte ``start`` on."""
-    try:
-        file.pread_into(view, entry.offset + start, tensor=entry.name)
-    except CheckpointTruncatedError:
-        end = entry.offset + entry.nbytes
-        raise CheckpointTruncatedError(
-            "the file became shorter while it was being read",
-            path=file.path,
-            tensor=entry.name,
-            offset=entry.offset,
-            expected=f"{entry.nbytes} bytes up to byte {end}",
-            found="an earlier end of the file",
-            hint="Wait until nothing writes to it, then load again.",
-        ) from None
-
-
-def _read_float4(job: _Job) -> None:
-    (values,) = job.views
-    packed = aligned_empty(len(values) // 2)
-    fill(job.file, job.entries[0], job.start, memoryview(packed))
-    unpack_float4(packed, values)
-
-
-def unpack_float4(packed: np.ndarray, values: np.ndarray) -> None:
-    """Two values a byte, the first in the low four bits; one value a byte in ``values``.
-
-    That is the order of PyTorch's float4_e2m1fn_x2 and of the OCP microscaling formats.
-    """
-    np.bitwise_and(packed, 15, out=values[0::2])
-    np.right_shift(packed, 4, out=values[1::2])
+def _run(job: Any) -> Any:
+    return job.run()
 
 
 def check_bool(file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray) -> None:

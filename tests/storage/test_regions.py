@@ -19,6 +19,7 @@ from maxjax.errors import (
     CheckpointTruncatedError,
 )
 from maxjax.storage import OpenFile, TensorEntry, TensorTable, open_regular, regions, table
+from maxjax.storage.coding import Nibbles
 from maxjax.storage.regions import Part, read_parts
 
 MEGA = 1 << 20
@@ -44,7 +45,10 @@ class Checkpoint:
                 raw = value.reshape(-1)
                 if dtype is DType.float4_e2m1fn:
                     raw = raw[0::2] | raw[1::2] << 4
-                entries[name] = TensorEntry(name, dtype, shape, number, len(content), len(raw))
+                coding = Nibbles() if dtype is DType.float4_e2m1fn else None
+                entries[name] = TensorEntry(
+                    name, dtype, shape, number, len(content), len(raw), coding
+                )
                 content += raw.tobytes()
                 self.values[name] = value
             self.paths[number].write_bytes(content)

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from ...errors import OutOfMemoryError
+from ...storage.entry import Box
 from ...storage.files import aligned_empty
-from ...storage.regions import Box, Part
+from ...storage.regions import Part
 from ..layout import DeviceMajor
 from ..placed import out_of_memory
 from .weight_data import WeightData

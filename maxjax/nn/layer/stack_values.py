@@ -33,7 +33,7 @@ from ...graph.weights.pieces import (
     slices,
 )
 from ...graph.weights.weight_data import WeightData
-from ...storage.regions import Box
+from ...storage.entry import Box
 from .values import Fit, as_it_is, host, in_pieces, is_lazy, materialise, pieces
 
 

@@ -1,0 +1,170 @@
+"""Floor 1. TensorEntry: where a tensor lies, and how its bytes become its array.
+
+An entry without a coding is read straight into its array. One with a coding is read by it,
+box by box, through a little memory of its own. Below: files. Above: coding, table, regions
+and the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ..dtype import DType
+from ..errors import CheckpointTruncatedError
+from .files import OpenFile
+
+# Start and stop on one axis, and on each axis.
+Span = tuple[int, int]
+Box = tuple[Span, ...]
+# A part of a tensor, and the array for it, of the tensor's dtype.
+Wanted = tuple[Box, np.ndarray]
+
+# What a coding decodes at a time: it fits the cache of a core with what it is decoded from.
+DECODED_BYTES = 1 << 20
+
+
+class Coding:
+    """How the bytes of a tensor's entry become the values of its array.
+
+    Equal codings read equal bytes to equal values. ``is_divisible`` says whether a part of a tensor
+    can be read without the rest; if not, all parts that are wanted are read in one call.
+    """
+
+    is_divisible = True
+
+    def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
+        """Fills the arrays of ``parts``; gives the number of bytes that were read of the file."""
+        raise NotImplementedError
+
+    def split(self, entry: TensorEntry, box: Box) -> Iterator[Box]:
+        """Cuts a box into some that are read one by one, in any order and by any thread."""
+        return split(box, max(1, DECODED_BYTES // entry.dtype.np.itemsize))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: ``nbytes`` bytes at ``offset`` of ``TensorTable.files[file]``.
+
+    ``dtype`` and ``shape`` are of the array that reading gives. Of blocks that stay packed
+    these are uint8 and MAX's byte view, the last axis in bytes, and ``encoding`` names
+    the blocks ("Q4_K"). ``coding`` makes the array of the bytes where they are not its own, and ``checksum``
+    is looked at before the tensor is read for the first time.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    nbytes: int
+    coding: Coding | None = None
+    encoding: str | None = None
+    checksum: Checksum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """CRC-32 (as of zip and zlib) of ``nbytes`` bytes of a file from ``offset`` on; ``name`` says of what."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(slots=True)
+class CodedJob:
+    """Parts of one tensor that are read together."""
+
+    file: OpenFile
+    entry: TensorEntry
+    parts: list[Wanted]
+
+    def run(self) -> int:
+        """Reads them; gives the number of bytes that were read of the file."""
+        assert self.entry.coding is not None
+        return self.entry.coding.read(self.file, self.entry, self.parts)
+
+
+def coded_jobs(file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> Iterator[CodedJob]:
+    """The jobs that fill the arrays of parts of a tensor that has a coding."""
+    coding, parts = entry.coding, [part for part in parts if part[1].size]
+    assert coding is not None
+    if not coding.is_divisible:
+        if parts:
+            yield CodedJob(file, entry, list(parts))
+        return
+    for box, array in parts:
+        for piece in coding.split(entry, box):
+            yield CodedJob(file, entry, [(piece, array[(*within(piece, box), ...)])])
+
+
+def fill(file: OpenFile, entry: TensorEntry, start: int, view: memoryview) -> None:
+    """Fills ``view`` with the tensor's bytes from its byte ``start`` on."""
+    try:
+        file.pread_into(view, entry.offset + start, tensor=entry.name)
+    except CheckpointTruncatedError:
+        end = entry.offset + entry.nbytes
+        raise CheckpointTruncatedError(
+            "the file became shorter while it was being read",
+            path=file.path,
+            tensor=entry.name,
+            offset=entry.offset,
+            expected=f"{entry.nbytes} bytes up to byte {end}",
+            found="an earlier end of the file",
+            hint="Wait until nothing writes to it, then load again.",
+        ) from None
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of all of a tensor.
+
+    Example:
+        >>> whole((2, 3))
+        ((0, 2), (0, 3))
+    """
+    return tuple((0, size) for size in shape)
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def count(box: Box) -> int:
+    """How many elements a box has."""
+    return prod(stop - start for start, stop in box)
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The index of a box in the array of an ``outer`` one.
+
+    Example:
+        >>> within(((2, 3),), ((1, 9),))
+        (slice(1, 2, None),)
+    """
+    pairs = zip(box, outer, strict=True)
+    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in pairs)
+
+
+def split(box: Box, limit: int) -> Iterator[Box]:
+    """Cuts a box into some of at most ``limit`` elements, across its first axes.
+
+    Example:
+        >>> list(split(((0, 4), (0, 2)), 4))
+        [((0, 2), (0, 2)), ((2, 4), (0, 2))]
+    """
+    size = count(box)
+    if size <= limit:
+        yield box
+        return
+    axis = next(k for k, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[axis]
+    step = max(1, limit * (stop - start) // size)
+    for at in range(start, stop, step):
+        cut = (*box[:axis], (at, min(at + step, stop)), *box[axis + 1 :])
+        yield from split(cut, limit)
