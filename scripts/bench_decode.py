@@ -7,7 +7,8 @@ decode    one token of every sequence: a random Llama written by this script as 
           faster), its quartiles, and which part of the bandwidth measured beside it our step
           reaches, counting the bytes of the weights and of the part of the cache that is read.
 prefill   prompts of 128 and 512 tokens, the same way.
-others    beside it, where installed: hand-written JAX (unrolled, einsum), transformers on torch.
+others    beside it, where installed: hand-written JAX (unrolled, einsum), transformers on torch,
+          and Modular MAX (float32) where MAX_COMMAND names its program, `max`.
 stack     the same model as one loop over stacked layers and unrolled.
 parts     one product, and attention over one layer's cache: the jnp form's time over the kernel's.
 
@@ -18,8 +19,11 @@ processor; without it its columns are empty. --only a,b chooses rows by a part o
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +40,7 @@ import jax.numpy as jnp
 import llama_cpp_peer
 import numpy as np
 import random_llama
+import tokenizers
 
 from maxjax.kernels import decode_attention, matmul, native, product
 
@@ -358,6 +363,32 @@ def by_torch(directory: Path, row: Row) -> Any:
     return once
 
 
+def by_max(folder: Path, size: str) -> float:
+    """Seconds for each token that `max generate` takes for a float32 model; its own figure."""
+    directory, _ = files(folder, size, "F32")
+    count = json.loads((directory / "config.json").read_text())["vocab_size"]
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        for name in ("config.json", "model.safetensors"):
+            (place / name).symlink_to((directory / name).resolve())
+        words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, count)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.save(str(place / "tokenizer.json"))
+        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        settings = special | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (place / "tokenizer_config.json").write_text(json.dumps(settings))
+        done = subprocess.run(
+            [os.environ["MAX_COMMAND"], "generate", "--model-path", temporary, "--devices", "cpu",
+             "--quantization-encoding", "float32", "--prompt", "w5 w6 w7 w8", "--ignore-eos",
+             "--max-new-tokens", "200", "--max-length", "512"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    found = re.search(r"Time per Output Token: ([0-9.]+) ms", done.stdout + done.stderr)
+    assert found, done.stderr[-2000:]
+    return float(found[1]) / 1e3
+
+
 def others(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
     """Decode steps of others, as ratios to ours measured in turns."""
     row = Row(size, kind, 1, 128)
@@ -381,6 +412,15 @@ def others(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
             once()
             ratios.append((time.perf_counter() - start) / mine)
         lines.append(f"{size} {kind:4} {name}, time over ours: {statistics.median(ratios):.1f}")
+    if kind == "F32" and "MAX_COMMAND" in os.environ:
+        by_max(folder, size)  # compiles, which it keeps
+        ratios = []
+        for _ in range(3):
+            its = by_max(folder, size)
+            ratios.append(its / statistics.median(ours.step(64)))
+        lines.append(
+            f"{size} {kind:4} MAX, time over ours: {statistics.median(ratios):.1f}  wanted >= 2"
+        )
     return lines
 
 
