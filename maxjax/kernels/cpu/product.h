@@ -56,7 +56,7 @@ void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, in
   const W* w = static_cast<const W*>(w_);
   const typename P::X* x = static_cast<const typename P::X*>(x_);
   constexpr int kSplit = R * C == 1 ? 4 : R * C < 4 ? 2 : 1;
-  constexpr int64_t kStride = kSplit * P::kStep, kRun = (kSplit > 1 ? 8 : 16) * kStride;
+  constexpr int64_t kStride = kSplit * P::kStep, kRun = (kSplit > 1 ? 8 : kInARow) * kStride;
   vec acc[kSplit][C * R], total[C * R];
   #pragma GCC unroll 64
   for (int i = 0; i < C * R; i++) total[i] = zero();

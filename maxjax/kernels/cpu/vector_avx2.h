@@ -9,6 +9,8 @@ namespace {
 typedef __m256 vec;
 constexpr int kLanes = 8;
 constexpr int kTileRows = 2, kTileTokens = 4, kMixed = 1;
+// So often a sum is added to in one vector; two numbers each time.
+constexpr int kInARow = 8;
 
 inline vec zero() { return _mm256_setzero_ps(); }
 inline vec all(float f) { return _mm256_set1_ps(f); }

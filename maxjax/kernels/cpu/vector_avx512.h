@@ -9,6 +9,8 @@ namespace {
 typedef __m512 vec;
 constexpr int kLanes = 16;
 constexpr int kTileRows = 4, kTileTokens = 4, kMixed = 2;
+// So often a sum is added to in one vector; two numbers each time.
+constexpr int kInARow = 16;
 
 inline vec zero() { return _mm512_setzero_ps(); }
 inline vec all(float f) { return _mm512_set1_ps(f); }

@@ -9,6 +9,8 @@ namespace {
 typedef float32x4_t vec;
 constexpr int kLanes = 4;
 constexpr int kTileRows = 4, kTileTokens = 4, kMixed = 2;
+// So often a sum is added to in one vector; two numbers each time.
+constexpr int kInARow = 8;
 
 inline vec zero() { return vdupq_n_f32(0); }
 inline vec all(float f) { return vdupq_n_f32(f); }

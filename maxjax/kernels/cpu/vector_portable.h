@@ -7,6 +7,8 @@ namespace {
 typedef float vec __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 constexpr int kTileRows = 2, kTileTokens = 4, kMixed = 1;
+// So often a sum is added to in one vector; two numbers each time.
+constexpr int kInARow = 8;
 
 inline vec zero() { return vec{}; }
 inline vec all(float f) { return vec{f, f, f, f}; }
