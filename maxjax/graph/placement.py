@@ -80,12 +80,13 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
+def place(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int = 1) -> Placed:
     """Where a weight goes on a mesh.
 
     Args:
         name: Of the weight, for messages.
-        shape: Its sizes.
+        shape: Its sizes, those of packed weights counted in weights.
+        block: So many values of the last axis stay together: the block of packed weights.
         wish: A ShardingStrategy, a :class:`Split`, a PartitionSpec to be taken as it is, or
             None: nothing is known of it.
         mesh: A ``jax.sharding.Mesh``, or an AbstractMesh.
@@ -109,15 +110,17 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
             f"weight '{name}': a rule is a PartitionSpec, a ShardingStrategy or None, not {wish!r}"
         )
     if isinstance(wish, PartitionSpec) or type(wish) is tuple:
-        return Placed(_given(name, shape, wish, mesh), "as given")
+        return Placed(_given(name, shape, wish, mesh, block), "as given")
+    # What each axis is divided into at the most.
+    counts = [*shape[:-1], shape[-1] // block] if shape else []
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
     split = Split(wish) if isinstance(wish, ShardingStrategy) else wish
     if isinstance(split, Split):
-        reasons.append(_tensor(name, shape, split, mesh, entries))
+        reasons.append(_tensor(name, shape, counts, split, mesh, entries))
     fsdp = axis_of(mesh, "fsdp")
     if fsdp is not None and mesh.shape[fsdp] > 1:
-        reasons.append(_fully(shape, fsdp, mesh.shape[fsdp], entries))
+        reasons.append(_fully(shape, counts, fsdp, mesh.shape[fsdp], entries))
     if split is None and not any(reasons):
         reasons.append("no strategy")
     why = "; ".join(reason for reason in reasons if reason)
@@ -125,7 +128,12 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> Placed:
 
 
 def _tensor(
-    name: str, shape: Sequence[int], split: Split, mesh: Any, entries: list[tuple[str, ...]]
+    name: str,
+    shape: Sequence[int],
+    counts: Sequence[int],
+    split: Split,
+    mesh: Any,
+    entries: list[tuple[str, ...]],
 ) -> str:
     """Enters what a strategy splits; why, or why not."""
     axes = [axis_of(mesh, kind) for kind in split.over]
@@ -140,9 +148,11 @@ def _tensor(
         if found is None:
             return "replicated by its strategy"
         axis, units, unit = found
-        if units % n == 0 and shape[axis] % n == 0:
+        if units % n == 0 and counts[axis] % n == 0:
             entries[axis] = over
             return "; ".join([*problems, f"axis {axis} over {sizes}"])
+        if counts[axis] != shape[axis]:
+            units, unit = counts[axis], "blocks"
         count = f"the {units} {unit}" if unit == "heads" else f"the {units} {unit} of axis {axis}"
         problems.append(f"{count} do not divide by {sizes}")
     return "; ".join(problems)
@@ -193,11 +203,13 @@ def _divided(
     return axis, rule.units(shape[axis]), rule.unit
 
 
-def _fully(shape: Sequence[int], fsdp: str, n: int, entries: list[tuple[str, ...]]) -> str:
+def _fully(
+    shape: Sequence[int], counts: Sequence[int], fsdp: str, n: int, entries: list[tuple[str, ...]]
+) -> str:
     """Enters the largest axis left; vectors stay whole, a gather would cost more than they do."""
     if len(shape) < 2:
         return ""
-    free = [axis for axis in range(len(shape)) if not entries[axis] and shape[axis] % n == 0]
+    free = [axis for axis in range(len(shape)) if not entries[axis] and counts[axis] % n == 0]
     if not free:
         return f"no axis left that divides by {fsdp}={n}"
     axis = max(free, key=lambda axis: shape[axis])
@@ -209,7 +221,7 @@ def spec_of(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
 
 
-def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> PartitionSpec:
+def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int) -> PartitionSpec:
     """A spec somebody wrote, in the mesh's own names."""
     if len(wish) > len(shape):
         raise UserInputError(
@@ -230,9 +242,11 @@ def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any) -> PartitionSp
                 )
             entries[axis] = (*entries[axis], found)
         n = math.prod(mesh.shape[axis_name] for axis_name in entries[axis])
-        if shape[axis] % n:
+        unit = block if axis == len(shape) - 1 else 1
+        if shape[axis] % (n * unit):
+            whole = f" in blocks of {unit}" if unit > 1 else ""
             raise UserInputError(
-                f"weight '{name}': axis {axis} of {shape[axis]} does not divide by {n} "
+                f"weight '{name}': axis {axis} of {shape[axis]}{whole} does not divide by {n} "
                 f"({', '.join(entries[axis])})"
             )
     used = [axis for entry in entries for axis in entry]

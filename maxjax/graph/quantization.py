@@ -7,7 +7,9 @@ storage, arithmetic on packed values to kernels.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class QuantizationEncoding(enum.Enum):
     Q6_K = "Q6_K"
     GPTQ = "GPTQ"
 
+    # Encodings that MAX 26.7 does not have: found by value and as attributes, and left out of
+    # iteration, which gives MAX's.
+    Q8_0: ClassVar[QuantizationEncoding]
+    MXFP4: ClassVar[QuantizationEncoding]
+
     @property
     def name(self) -> str:
         """The value in lower case, as MAX spells it."""
@@ -84,15 +91,46 @@ class QuantizationEncoding(enum.Enum):
         """Bytes of a block."""
         return self.block_parameters.block_size
 
+    def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in bytes of weights of a shape: the last axis is cut into blocks.
+
+        Raises:
+            ValueError: The last axis is not whole blocks.
+            KeyError: GPTQ, which has no fixed block.
+
+        Example:
+            >>> QuantizationEncoding.Q4_0.packed_shape((4, 64))
+            (4, 36)
+        """
+        *rows, columns = shape
+        if columns % self.elements_per_block:
+            raise ValueError(
+                f"{self.value} packs {self.elements_per_block} weights into a block, which rows "
+                f"of {columns} are not made of"
+            )
+        return (*rows, columns // self.elements_per_block * self.block_size)
+
     @property
     def is_gguf(self) -> bool:
         """Whether GGUF files hold this encoding: all but GPTQ."""
         return self in _BLOCKS
 
 
+def _beside(value: str) -> QuantizationEncoding:
+    new = object.__new__(QuantizationEncoding)
+    new._name_ = new._value_ = value
+    QuantizationEncoding._value2member_map_[value] = new
+    setattr(QuantizationEncoding, value, new)
+    return new
+
+
+_Q8_0, _MXFP4 = map(_beside, ("Q8_0", "MXFP4"))
+
 _BLOCKS = {
     QuantizationEncoding.Q4_0: BlockParameters(elements_per_block=32, block_size=18),
     QuantizationEncoding.Q4_K: BlockParameters(elements_per_block=256, block_size=144),
     QuantizationEncoding.Q5_K: BlockParameters(elements_per_block=256, block_size=176),
     QuantizationEncoding.Q6_K: BlockParameters(elements_per_block=256, block_size=210),
+    _Q8_0: BlockParameters(elements_per_block=32, block_size=34),
+    _MXFP4: BlockParameters(elements_per_block=32, block_size=17),
 }

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtype import DType
-from ..kernels import StackSlice, explicit
+from ..kernels import QuantArray, StackSlice, explicit
 from .device import DeviceRef
 from .layout import DeviceMajor
 from .placed import as_used, put, relaid, stays
@@ -86,7 +86,8 @@ class Weight(TensorValue):
         dtype: Element type: a DType, or anything a dtype can be made of.
         shape: Sizes; a text is a symbolic dimension.
         device: Where MAX would put it. Recorded; it commits nothing (see ``Module.to``).
-        quantization_encoding: Block format of packed bytes.
+        quantization_encoding: Block format of packed bytes. Products and lookups decode them;
+            as an array the Weight is the bytes (MAX's view), ``logical_shape`` counts weights.
         align: Alignment in bytes demanded of loaded values; None means the dtype's own.
         sharding_strategy: How it is split over devices.
 
@@ -268,6 +269,35 @@ class Weight(TensorValue):
         return Shape(sizes)
 
     @property
+    def logical_shape(self) -> Shape:
+        """The shape of the weights themselves: that of packed bytes counts what they hold.
+
+        Example:
+            >>> from maxjax.graph import DeviceRef
+            >>> from maxjax.graph.quantization import QuantizationEncoding
+            >>> w = Weight("w", "uint8", (4, 144), DeviceRef.CPU(), QuantizationEncoding.Q4_K)
+            >>> w.shape, w.logical_shape
+            ([Dim(4), Dim(144)], [Dim(4), Dim(256)])
+        """
+        shape, encoding = Shape(self._dims), self._packing
+        if encoding is None:
+            return self.shape
+        nbytes, elements = encoding.block_size, encoding.elements_per_block
+        return Shape([*shape[:-1], int(shape[-1]) // nbytes * elements])
+
+    @property
+    def _packing(self) -> QuantizationEncoding | None:
+        """The encoding, where what is stored is bytes of its blocks."""
+        encoding = self._quantization_encoding
+        packed = encoding is not None and encoding.is_gguf and self._dtype is DType.uint8
+        return encoding if packed and self._dims else None
+
+    @property
+    def _block(self) -> int:
+        """How many values of the last axis stay together."""
+        return 1 if self._packing is None else self._packing.elements_per_block
+
+    @property
     def rank(self) -> int:
         """The number of axes."""
         return len(self._dims) if self._layout else getattr(self._leaf, "ndim", len(self._dims))
@@ -425,7 +455,12 @@ class Weight(TensorValue):
         return self._in_order(self._used())
 
     def _operand(self) -> Any:
-        """What ``kernels.matmul`` takes: a layer of a stack as it is, where nothing is to be done first."""
+        """What ``kernels.matmul`` takes: packed weights as such, a layer of a stack as it is."""
+        packing = self._packing
+        return self._uncut() if packing is None else QuantArray(self._uncut(), packing.value)
+
+    def _uncut(self) -> Any:
+        """The array, or a layer of a stack as it is where nothing is to be done with it first."""
         leaf = self._leaf
         if (
             type(leaf) is not StackSlice

@@ -7,4 +7,5 @@ every product with a weight and know nothing of its forms.
 from .decode_attention import decode_attention as decode_attention
 from .embed import embed as embed
 from .matmul import matmul as matmul
+from .quant_array import QuantArray as QuantArray
 from .stack_slice import StackSlice as StackSlice

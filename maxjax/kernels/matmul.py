@@ -17,7 +17,9 @@ import numpy as np
 
 from ..dtype import DType, promote
 from . import explicit
+from .blocks import decode
 from .product import FLOATS, definition, products
+from .quant_array import QuantArray
 from .stack_slice import StackSlice
 
 
@@ -26,18 +28,20 @@ def matmul(x: Any, w: Any) -> Any:
 
     Args:
         x: Activations ``[..., in]``.
-        w: A Weight, an array or a :class:`StackSlice` ``[out, in]``; or a list or tuple of
-            such, which are read in one pass.
+        w: A Weight, an array, a :class:`StackSlice` or a :class:`QuantArray` ``[out, in]``;
+            or a list or tuple of such, which are read in one pass.
 
     Returns:
-        ``[..., out]`` in the wider of the two float types; a tuple of them for several
-        weights. Floats of 32 bits and less are summed in float32 and rounded once at the end.
+        ``[..., out]`` in the wider of the two float types, with a QuantArray in that of ``x``;
+        a tuple of them for several weights. Floats of 32 bits and less are summed in float32
+        and rounded once at the end.
 
     Raises:
         ValueError: A weight is not a matrix, or its last axis is not as long as ``x``'s.
 
     On a CPU a C++ kernel does it, where the types are float32, float16 or bfloat16; else,
-    in exported programs, and where it is differentiated, ``jax.lax.dot_general``.
+    in exported programs, and where it is differentiated, ``jax.lax.dot_general``, of packed
+    weights that are decoded for it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,6 +64,8 @@ def matmul(x: Any, w: Any) -> Any:
 
 
 def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    if any(isinstance(w, QuantArray) for w in weights):
+        return [_packed(x, w) if isinstance(w, QuantArray) else _matmul(x, [w])[0] for w in weights]
     dtypes = [_common_dtype(x, w) for w in weights]
     if not all(_has_kernel(x, w) for w in weights):
         return definition(x, [_array(w) for w in weights], dtypes)
@@ -80,6 +86,21 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     return explicit.automatic(run, mesh, wanted)(x, *stacks, *layers)
 
 
+def _packed(x: jax.Array, w: QuantArray) -> jax.Array:
+    """The product with weights in blocks, in the dtype of ``x`` if that is a float."""
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
+    blocks, encoding = _array(w.blocks), w.encoding
+
+    def run(x: Any, blocks: Any) -> list[jax.Array]:
+        return definition(x, [decode(encoding, blocks)], [dtype])
+
+    mesh = explicit.mesh_of(x, blocks)
+    if mesh is None:
+        return run(x, blocks)[0]
+    wanted = [[*explicit.entries(x)[:-1], explicit.entries(blocks)[-2]]]
+    return explicit.automatic(run, mesh, wanted)(x, blocks)[0]
+
+
 def _has_kernel(x: Any, w: Any) -> bool:
     """Whether types and sizes are such that the kernels take them."""
     if x.dtype not in FLOATS or w.dtype not in FLOATS:
@@ -97,7 +118,7 @@ def _array(a: Any) -> jax.Array:
 
 def _operand(a: Any) -> Any:
     """An array or a StackSlice, which a Weight may be inside."""
-    if isinstance(a, (jax.Array, StackSlice)):
+    if isinstance(a, (jax.Array, StackSlice, QuantArray)):
         return a
     method = getattr(a, "_operand", None)
     return _array(a) if method is None else method()

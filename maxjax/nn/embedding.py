@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placed import last_axis_whole
 from ..graph.placement import Split
@@ -33,7 +34,8 @@ class Embedding(Module):
         hidden_dim: Their length.
         dtype: Of the table.
         device: Where it is declared to live.
-        quantization_encoding: Block format of a table of packed bytes.
+        quantization_encoding: Block format of the table. It is uint8 then, ``[vocab_size, bytes]``,
+            and rows are looked up as float32.
         name: The weight's name instead of ``"weight"`` (MAX takes it as it is).
 
     Attributes:
@@ -59,9 +61,10 @@ class Embedding(Module):
     ):
         super().__init__()
         self.device = device
-        self.weight = Weight(
-            name or "weight", dtype, (vocab_size, hidden_dim), device, quantization_encoding
-        )
+        shape = (vocab_size, hidden_dim)
+        if quantization_encoding is not None and quantization_encoding.is_gguf:
+            dtype, shape = DType.uint8, quantization_encoding.packed_shape(shape)
+        self.weight = Weight(name or "weight", dtype, shape, device, quantization_encoding)
 
     def __call__(self, indices: Any) -> Any:
         """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table.

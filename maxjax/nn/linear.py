@@ -35,7 +35,8 @@ class Linear(Module):
         dtype: Of weight and bias.
         device: Where the weights are declared to live.
         has_bias: Whether to add one.
-        quantization_encoding: Block format of a weight of packed bytes.
+        quantization_encoding: Block format of the weight. It is uint8 then, ``[out_dim, bytes]``,
+            and the bias is float32 unless ``dtype`` is a float.
         quant_config: Not supported yet.
         name: Put before the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
         clip_weight: Use the weight (not the bias) clipped to ``±clip_weight``.
@@ -78,11 +79,14 @@ class Linear(Module):
         if is_sharding:
             return
         prefix = f"{name}." if name else ""
-        self.weight = Weight(
-            f"{prefix}weight", dtype, (out_dim, in_dim), device, quantization_encoding
-        )
+        shape, of_bias = (out_dim, in_dim), dtype
+        if quantization_encoding is not None and quantization_encoding.is_gguf:
+            shape = quantization_encoding.packed_shape(shape)
+            of_bias = dtype if DType.of(dtype).is_float() else DType.float32
+            dtype = DType.uint8
+        self.weight = Weight(f"{prefix}weight", dtype, shape, device, quantization_encoding)
         if has_bias:
-            self.bias = Weight(f"{prefix}bias", dtype, (out_dim,), device)
+            self.bias = Weight(f"{prefix}bias", of_bias, (out_dim,), device)
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., out_dim]``, a TensorValue for a TensorValue.
@@ -92,7 +96,8 @@ class Linear(Module):
         """
         weight: Any = self.weight
         if self.clip_weight is not None:
-            weight = jnp.clip(jnp.asarray(weight), -self.clip_weight, self.clip_weight)
+            array = jnp.asarray(self.weight._operand())
+            weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
         y = matmul(x, weight)
         if self.bias is not None:
             y = add_bias(y, self.bias)

@@ -63,7 +63,7 @@ def foreign(path: str, start: bytes, expected: str) -> CheckpointError | None:
         if sign.match(start):
             if what == "pickle":
                 return _pickle(path, start, expected)
-            what = _zip_kind(start) if what == "zip archive" else what
+            what = zip_kind(start) if what == "zip archive" else what
             return CheckpointFormatError(
                 f"the file is a {what}",
                 path=path,
@@ -75,7 +75,7 @@ def foreign(path: str, start: bytes, expected: str) -> CheckpointError | None:
     return None
 
 
-def _zip_kind(start: bytes) -> str:
+def zip_kind(start: bytes) -> str:
     """A zip archive by the name of its first member."""
     name = start[30 : 30 + int.from_bytes(start[26:28], "little")]
     if name.endswith((b".pkl", b".format_version", b".storage_alignment", b"version")):

@@ -8,9 +8,7 @@ one, under ``jax.grad``.
 from typing import Any as _Any
 
 from ..subgraph import call as call
-from .absent import dequantize as dequantize
 from .absent import missing as _missing
-from .absent import qmatmul as qmatmul
 from .arithmetic import add as add
 from .arithmetic import div as div
 from .arithmetic import equal as equal
@@ -102,6 +100,8 @@ from .normalization import rms_norm as rms_norm
 from .ordering import argsort as argsort
 from .ordering import bottom_k as bottom_k
 from .ordering import top_k as top_k
+from .packed import dequantize as dequantize
+from .packed import qmatmul as qmatmul
 from .pooling import avg_pool2d as avg_pool2d
 from .pooling import fold as fold
 from .pooling import max_pool2d as max_pool2d

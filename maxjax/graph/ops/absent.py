@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 _MESH = "arrays are sharded over a jax.sharding.Mesh, and XLA puts the communication in"
 _KERNEL = "there are no Mojo kernels; write it in jnp, or with jax.experimental.pallas or jax.ffi"
@@ -39,13 +39,3 @@ def missing(name: str) -> NoReturn:
     if name in REASONS:
         raise NotImplementedError(f"ops.{name} is MAX's, and maxjax has none: {REASONS[name]}")
     raise AttributeError(f"module 'maxjax.graph.ops' has no attribute {name!r}")
-
-
-def dequantize(encoding: Any, quantized: Any) -> Any:
-    """Not there yet: packed blocks as floats."""
-    raise NotImplementedError("ops.dequantize is not supported yet")
-
-
-def qmatmul(encoding: Any, config: Any, lhs: Any, *rhs: Any) -> Any:
-    """Not there yet: a product with packed blocks."""
-    raise NotImplementedError("ops.qmatmul is not supported yet")

@@ -6,6 +6,7 @@ Below: ``storage`` (bytes on disk ↔ named arrays). Above: ``nn`` loads Modules
 from .cursor import RESERVED_NAMES as RESERVED_NAMES
 from .cursor import SafetensorWeights as SafetensorWeights
 from .cursor import Weights as Weights
+from .gguf import GGUFWeights as GGUFWeights
 from .load import WeightsAdapter as WeightsAdapter
 from .load import WeightsFormat as WeightsFormat
 from .load import load_weights as load_weights

@@ -20,7 +20,7 @@ from ...storage import TensorTable, open_checkpoint
 from ...storage.regions import Part, read_parts
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
-from ..shape import Shape
+from ..shape import Shape, StaticDim
 from ..weight import Weight
 from .weight_data import WeightData
 
@@ -99,6 +99,13 @@ class Weights:
     # Alignment of the file's tensors in bytes, for allocated Weights.
     _alignment: int | None = None
 
+    @classmethod
+    def _of(cls, table: TensorTable, path: str, allocated: dict[str, Any] | None = None) -> Any:
+        """The root of an open checkpoint."""
+        self = object.__new__(cls)
+        self.__dict__.update(_family=_Family(table, path, allocated), _prefix="")
+        return self
+
     def _at(self, prefix: str) -> Weights:
         other = object.__new__(type(self))
         other.__dict__.update(_family=self._family, _prefix=prefix)
@@ -161,7 +168,8 @@ class Weights:
         entry = self._family.open_table().entries.get(self._prefix)
         if entry is None:
             raise KeyError(self._unknown())
-        return WeightData._lazy(self._family, entry.name, entry.dtype, entry.shape)
+        encoding = QuantizationEncoding(entry.encoding) if entry.encoding else None
+        return WeightData._lazy(self._family, entry.name, entry.dtype, entry.shape, encoding)
 
     def _unknown(self) -> str:
         like = closest(self._prefix, self._family.names)
@@ -190,16 +198,16 @@ class Weights:
         """
         data = self.data()
         if quantization_encoding is not None:
+            self._check_encoding(data, quantization_encoding)
+        there = data.logical_shape
+        if shape is not None and list(Shape(shape)) != list(there):
             raise ValueError(
-                f"'{self.name}': quantization_encoding is not supported for a {self._format()} file"
-            )
-        if shape is not None and list(Shape(shape)) != list(data.shape):
-            raise ValueError(
-                f"'{self.name}' was asked for with shape {Shape(shape)!r}, but has {data.shape!r}"
+                f"'{self.name}' was asked for with shape {_sizes(shape)}, but has {_sizes(there)}"
             )
         if dtype is not None:
             wanted = DType.of(dtype)
-            if wanted is not data.dtype and not (wanted.is_float() and data.dtype.is_float()):
+            floats = data.dtype.is_float() or data._is_packed
+            if wanted is not data.dtype and not (wanted.is_float() and floats):
                 raise ValueError(
                     f"'{self.name}' was asked for as {wanted}, but is {data.dtype}: "
                     "only float widths are converted"
@@ -207,18 +215,23 @@ class Weights:
             data = data.astype(wanted)
         return self._new_weight(data, device)
 
+    def _check_encoding(self, data: WeightData, encoding: QuantizationEncoding) -> None:
+        """Refuses an encoding that was asked for."""
+        raise ValueError(
+            f"'{self.name}': quantization_encoding is not supported for a {self._format()} file"
+        )
+
     def _format(self) -> str:
         return self._family.open_table().format
 
-    def _new_weight(
-        self, data: WeightData, device: DeviceRef | None, align: int | None = None
-    ) -> Weight:
+    def _new_weight(self, data: WeightData, device: DeviceRef | None) -> Weight:
         weight = Weight(
             self.name,
             data.dtype,
             data.shape,
             device or DeviceRef.CPU(),
-            align=align or self._alignment,
+            data.quantization_encoding,
+            align=self._alignment,
         )
         weight._source = data
         self._family.allocated[self.name] = data
@@ -278,12 +291,6 @@ class SafetensorWeights(Weights):
         self._family = _Family(open_checkpoint(paths), str(paths[0]), allocated)
         self._prefix = prefix
 
-    @classmethod
-    def _of(cls, table: TensorTable, path: str) -> SafetensorWeights:
-        self = object.__new__(cls)
-        self.__dict__.update(_family=_Family(table, path), _prefix="")
-        return self
-
     def allocate_as_bytes(self, dtype: Any = None) -> Weight:
         """A new uint8 Weight over the tensor's bytes: the last axis counts bytes, () becomes (n,)."""
         data = self.data()
@@ -293,6 +300,10 @@ class SafetensorWeights(Weights):
         weight._source = _Bytes(data)
         self._family.allocated[self.name] = weight._source
         return weight
+
+
+def _sizes(shape: Any) -> str:
+    return str(tuple(d.dim if isinstance(d, StaticDim) else d for d in Shape(shape)))
 
 
 class _Bytes(WeightData):

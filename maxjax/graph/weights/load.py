@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...storage import open_checkpoint
+from ...storage import TensorTable, open_checkpoint
 from .cursor import SafetensorWeights, Weights
+from .gguf import GGUFWeights
 from .weight_data import WeightData
 
 # Renames and converts what a file holds for a model: f(weights, …) → state dict.
@@ -42,8 +43,9 @@ def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     """Opens a checkpoint and reads its headers.
 
     Args:
-        paths: A file, a directory (a single file, a sharded set with its index, or
-            several files), an index file, or a list of files.
+        paths: A file (safetensors, GGUF, PyTorch, npz, npy), a directory (a single file, a
+            sharded set with its index, or several files), an index file, or a list of files,
+            which is MAX's: safetensors, or one GGUF file.
 
     Raises:
         CheckpointError: The path is missing, unreadable, damaged or of a format that is
@@ -57,7 +59,7 @@ def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
         maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file
     """
     if isinstance(paths, (str, os.PathLike)):
-        return SafetensorWeights._of(open_checkpoint(paths), os.fspath(paths))
+        return _cursor(open_checkpoint(paths), os.fspath(paths))
     files = [Path(p) for p in paths]
     if not files:
         raise ValueError("no paths provided, cannot load weights.")
@@ -67,5 +69,11 @@ def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     if weights_format(files) is WeightsFormat.gguf:
         if len(files) > 1:
             raise ValueError("loading multiple gguf files is not supported.")
-        return SafetensorWeights._of(open_checkpoint(files[0]), str(files[0]))
+        return GGUFWeights(files[0])
     return SafetensorWeights(files)
+
+
+def _cursor(table: TensorTable, path: str) -> Weights:
+    """The cursor for a format; those that MAX does not have need no class of their own."""
+    kinds = {"safetensors": SafetensorWeights, "gguf": GGUFWeights}
+    return kinds.get(table.format, Weights)._of(table, path)

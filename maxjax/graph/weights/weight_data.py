@@ -19,6 +19,12 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape
 
 
+def decode(name: str, blocks: np.ndarray) -> np.ndarray:
+    from ...storage.blocks import decode
+
+    return decode(name, blocks)
+
+
 class Source(Protocol):
     """Where the bytes of a WeightData that was not read yet come from."""
 
@@ -75,11 +81,20 @@ class WeightData:
         self.shape = Shape(shape)
         self.quantization_encoding = quantization_encoding
         self._source: Source | None = None
+        # What is done to what is read: blocks of this encoding decoded, then casts.
+        self._decodes: QuantizationEncoding | None = None
         self._casts: tuple[DType, ...] = ()
 
     @classmethod
-    def _lazy(cls, source: Source, name: str, dtype: DType, shape: Iterable[int]) -> WeightData:
-        self = cls(None, name, dtype, tuple(shape))
+    def _lazy(
+        cls,
+        source: Source,
+        name: str,
+        dtype: DType,
+        shape: Iterable[int],
+        encoding: QuantizationEncoding | None = None,
+    ) -> WeightData:
+        self = cls(None, name, dtype, tuple(shape), encoding)
         self._source = source
         return self
 
@@ -102,7 +117,7 @@ class WeightData:
     @data.setter
     def data(self, data: Any) -> None:
         self._data = data
-        self._source, self._casts = None, ()
+        self._source, self._decodes, self._casts = None, None, ()
 
     @property
     def is_loaded(self) -> bool:
@@ -110,6 +125,8 @@ class WeightData:
         return self._data is not None or self._source is None
 
     def _cast(self, array: np.ndarray) -> np.ndarray:
+        if self._decodes is not None:
+            array = decode(self._decodes.value, array)
         for dtype in self._casts:
             array = cast_array(array, dtype)
         return array
@@ -131,14 +148,53 @@ class WeightData:
 
         Rounds to nearest even; floats become integers by cutting off the fraction. Data
         not read yet is converted when it is read; of data that is not there only the
-        dtype changes. The encoding is dropped.
+        dtype changes. The encoding is dropped. Packed blocks become floats by decoding, and
+        the shape then counts weights; integers are those of the bytes.
         """
         dtype = DType.of(dtype)
         if dtype is self.dtype:
             return self
+        if self._is_packed and dtype.is_float():
+            return self._decoded()._as(dtype)
+        return self._as(dtype)
+
+    @property
+    def _is_packed(self) -> bool:
+        encoding = self.quantization_encoding
+        if encoding is None or not encoding.is_gguf or self.dtype is not DType.uint8:
+            return False
+        # Metadata is trusted, as MAX does: it may speak of bytes that are no blocks.
+        return len(self.shape) > 0 and int(self.shape[-1]) % encoding.block_size == 0
+
+    @property
+    def logical_shape(self) -> Shape:
+        """The shape counted in weights; of data that is not packed it is the shape."""
+        encoding = self.quantization_encoding
+        if encoding is None or not self._is_packed:
+            return self.shape
+        *rows, nbytes = map(int, self.shape)
+        return Shape((*rows, nbytes // encoding.block_size * encoding.elements_per_block))
+
+    def _decoded(self) -> WeightData:
+        """The weights that packed blocks hold, in float32."""
+        assert self.quantization_encoding is not None
+        new = WeightData(None, self.name, DType.float32, self.logical_shape)
+        if not self.is_loaded:
+            new._source, new._decodes = self._source, self.quantization_encoding
+        elif isinstance(self._data, jax.ShapeDtypeStruct):
+            shape = tuple(map(int, new.shape))
+            new._data = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._data.sharding)
+        else:
+            new._data = decode(self.quantization_encoding.value, np.asarray(self._typed()))
+        return new
+
+    def _as(self, dtype: DType) -> WeightData:
+        if dtype is self.dtype:
+            return self
         new = WeightData(None, self.name, dtype, self.shape)
         if not self.is_loaded:
-            new._source, new._casts = self._source, (*self._casts, dtype)
+            new._source, new._decodes = self._source, self._decodes
+            new._casts = (*self._casts, dtype)
         elif isinstance(self._data, jax.ShapeDtypeStruct):
             new._data = jax.ShapeDtypeStruct(
                 self._data.shape, dtype.np, sharding=self._data.sharding

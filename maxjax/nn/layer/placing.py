@@ -144,7 +144,8 @@ def plan_places(
             )
             continue
         wish = _wish(holder, where, said, strategy, rules, len(shape))
-        found.append(Place(holder, name, shape, place(name, shape, wish, mesh)))
+        placed = place(name, tuple(map(int, template.logical_shape)), wish, mesh, template._block)
+        found.append(Place(holder, name, shape, placed))
     return found
 
 

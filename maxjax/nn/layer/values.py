@@ -187,7 +187,8 @@ def as_it_is(one: Fit) -> bool:
     """Whether the bytes on disk are those the weight will have."""
     data = one.value
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
-    plain = not data._casts and not one.as_bytes and one.loaded_shape is None
+    changed = data._casts or data._decodes is not None
+    plain = not changed and not one.as_bytes and one.loaded_shape is None
     return plain and data.dtype.np == target
 
 

@@ -1,0 +1,70 @@
+"""Floor 3. Ops on packed blocks: what ``max.graph.ops`` calls dequantize and qmatmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...kernels import QuantArray, matmul
+from ...kernels.blocks import decode
+from ..quantization import QuantizationEncoding
+from ..value import TensorValue, unwrap, wraps
+
+
+def dequantize(encoding: QuantizationEncoding, quantized: Any) -> Any:
+    """The weights that packed blocks hold.
+
+    Args:
+        encoding: Which blocks.
+        quantized: uint8 ``[..., n * encoding.block_size]``.
+
+    Returns:
+        float32 ``[..., n * encoding.elements_per_block]``.
+
+    Raises:
+        ValueError: The last axis is not whole blocks, or the type is not uint8.
+        NotImplementedError: GPTQ, which has no blocks of its own.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> from maxjax.graph.quantization import QuantizationEncoding
+        >>> ops.dequantize(QuantizationEncoding.Q4_0, jnp.zeros((3, 36), jnp.uint8)).shape
+        (3, 64)
+    """
+    y = decode(encoding.value, unwrap(quantized))
+    return TensorValue(y) if wraps(quantized) else y
+
+
+def qmatmul(encoding: QuantizationEncoding, config: Any, lhs: Any, *rhs: Any) -> Any:
+    """``lhs @ w.T`` for a weight of packed blocks.
+
+    The weight is decoded, and activations stay as they are (MAX rounds them to 8 bits, which
+    loses about one percent).
+
+    Args:
+        encoding: Which blocks.
+        config: None. GPTQ has one, and is not supported.
+        lhs: Activations ``[..., in]``.
+        rhs: One weight, uint8 ``[out, in / encoding.elements_per_block * encoding.block_size]``.
+
+    Returns:
+        ``[..., out]`` in the dtype of ``lhs``.
+
+    Raises:
+        ValueError: Shapes that do not fit.
+        NotImplementedError: GPTQ, a config, or more arrays than one weight.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import ops
+        >>> from maxjax.graph.quantization import QuantizationEncoding
+        >>> w = jnp.zeros((5, 34), jnp.uint8)
+        >>> ops.qmatmul(QuantizationEncoding.Q8_0, None, jnp.ones((2, 32)), w).shape
+        (2, 5)
+    """
+    if config is not None or len(rhs) != 1:
+        raise NotImplementedError("qmatmul takes one weight of blocks and no config: no GPTQ")
+    y = matmul(unwrap(lhs), QuantArray(jnp.asarray(unwrap(rhs[0])), encoding.value))
+    return TensorValue(y) if wraps(lhs) else y

@@ -1,0 +1,176 @@
+"""Floor 2. Blocks of quantised weights as floats, in jnp: what a packed product is defined by.
+
+The layouts are ggml's (``ggml-common.h`` of https://github.com/ggml-org/llama.cpp); all numbers
+of a block lie in little-endian order. ``storage.blocks`` decodes the same in NumPy, and more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Layout(NamedTuple):
+    """One kind of block: how many weights it holds, in how many bytes, and what they are."""
+
+    elements: int
+    nbytes: int
+    # [..., nbytes] uint8 -> [..., elements] float32
+    decode: Callable[[jax.Array], jax.Array]
+
+
+def decode(encoding: str, blocks: Any) -> jax.Array:
+    """The weights that rows of blocks hold.
+
+    Args:
+        encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or "MXFP4".
+        blocks: uint8 ``[..., n * bytes of a block]``.
+
+    Returns:
+        float32 ``[..., n * elements of a block]``.
+
+    Raises:
+        NotImplementedError: Another encoding.
+        ValueError: The last axis is not whole blocks.
+
+    Example:
+        >>> import numpy as np
+        >>> one = np.zeros(34, np.uint8)
+        >>> one[:2], one[2:4] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8), [3, 255]
+        >>> decode("Q8_0", one)[:3].tolist()
+        [1.5, -0.5, 0.0]
+    """
+    layout = layout_of(encoding)
+    blocks = jnp.asarray(blocks)
+    count, rest = divmod(blocks.shape[-1], layout.nbytes)
+    if blocks.dtype != np.uint8 or rest:
+        raise ValueError(
+            f"blocks of {encoding} are uint8 and take {layout.nbytes} bytes each, not an axis of "
+            f"{blocks.shape[-1]} {blocks.dtype}"
+        )
+    lead = blocks.shape[:-1]
+    values = layout.decode(blocks.reshape(*lead, count, layout.nbytes))
+    return values.reshape(*lead, count * layout.elements)
+
+
+def layout_of(encoding: str) -> Layout:
+    """The layout of an encoding by its name; NotImplementedError for one that stays not packed."""
+    if encoding not in LAYOUTS:
+        raise NotImplementedError(
+            f"{encoding} is not an encoding that stays packed; these are {', '.join(LAYOUTS)}"
+        )
+    return LAYOUTS[encoding]
+
+
+def _half(pair: jax.Array) -> jax.Array:
+    """float16 of two bytes ``[..., 2]``, as float32 ``[..., 1]``."""
+    return jax.lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[..., None]
+
+
+def _nibbles(packed: jax.Array) -> jax.Array:
+    """The low four bits of all bytes, then the high ones: ``[..., n]`` → ``[..., 2, n]``."""
+    return jnp.stack([packed & 15, packed >> 4], -2)
+
+
+def _shifted(packed: jax.Array, by: Iterable[int]) -> jax.Array:
+    """Bytes ``[..., n]`` shifted down by so many bits each: ``[..., len(by), n]``."""
+    return jnp.stack([packed >> bits for bits in by], -2)
+
+
+def _joined(parts: jax.Array, axes: int) -> jax.Array:
+    """The last ``axes`` axes as one."""
+    lead = parts.shape[: parts.ndim - axes]
+    return parts.reshape(*lead, math.prod(parts.shape[parts.ndim - axes :]))
+
+
+def _q4_0(b: jax.Array) -> jax.Array:
+    # scale float16; 16 bytes: weight i low in byte i, weight 16 + i high
+    q = _joined(_nibbles(b[..., 2:]), 2).astype(jnp.int8) - 8
+    return _half(b[..., :2]) * q.astype(jnp.float32)
+
+
+def _q8_0(b: jax.Array) -> jax.Array:
+    # scale float16; 32 int8
+    q = jax.lax.bitcast_convert_type(b[..., 2:], jnp.int8)
+    return _half(b[..., :2]) * q.astype(jnp.float32)
+
+
+def _scales_and_minima(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of Q4_K and Q5_K: 8 scales and 8 minima of six bits in 12 bytes, ``[..., 8, 1]`` each.
+
+    Bytes 0-3 and 4-7 have the first four of each and, in their two highest bits, those of the
+    last four, whose low bits are the nibbles of bytes 8-11.
+    """
+    a, b, c = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], -1)
+    minima = jnp.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], -1)
+    return scales.astype(jnp.float32)[..., None], minima.astype(jnp.float32)[..., None]
+
+
+def _affine(b: jax.Array, q: jax.Array) -> jax.Array:
+    """Of Q4_K and Q5_K: d * scale * q - dmin * minimum, for q ``[..., 8, 32]``.
+
+    Each product is exact in float32, so it does not matter how XLA puts them together.
+    """
+    scales, minima = _scales_and_minima(b[..., 4:16])
+    d, least = _half(b[..., :2])[..., None], _half(b[..., 2:4])[..., None]
+    return _joined(d * scales * q.astype(jnp.float32) - least * minima, 2)
+
+
+def _q4_k(b: jax.Array) -> jax.Array:
+    # d, dmin float16; 12 bytes of scales and minima; 4 x 32 bytes, low nibbles then high ones
+    groups = b[..., 16:].reshape(*b.shape[:-1], 4, 32)
+    return _affine(b, _nibbles(groups).reshape(*b.shape[:-1], 8, 32))
+
+
+def _q5_k(b: jax.Array) -> jax.Array:
+    # as Q4_K, with 32 bytes between: bit j of byte i is the fifth of weight i of part j
+    groups = b[..., 48:].reshape(*b.shape[:-1], 4, 32)
+    low = _nibbles(groups).reshape(*b.shape[:-1], 8, 32)
+    high = _shifted(b[..., 16:48], range(8)) & 1
+    return _affine(b, low | high << 4)
+
+
+def _q6_k(b: jax.Array) -> jax.Array:
+    # two halves: 64 bytes of low nibbles, 32 bytes of high pairs; then 16 int8 scales; d float16
+    lead = b.shape[:-1]
+    low = b[..., :128].reshape(*lead, 2, 2, 32)
+    low = jnp.concatenate([low & 15, low >> 4], -2)  # four parts of 32 in each half
+    high = _shifted(b[..., 128:192].reshape(*lead, 2, 32), (0, 2, 4, 6)) & 3
+    q = (low | high << 4).astype(jnp.int8) - 32
+    scales = jax.lax.bitcast_convert_type(b[..., 192:208], jnp.int8).astype(jnp.float32)
+    values = _half(b[..., 208:210])[..., None] * scales[..., None]
+    return _joined(values * q.reshape(*lead, 16, 16).astype(jnp.float32), 2)
+
+
+# Twice the values of E2M1, so that they are whole.
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def _mxfp4(b: jax.Array) -> jax.Array:
+    # E8M0 exponent; 16 bytes as in Q4_0 (OCP Microscaling Formats 1.0)
+    q = _joined(_nibbles(b[..., 1:]), 2)
+    values = jnp.take(jnp.asarray(_E2M1), q.astype(jnp.int32), axis=0)
+    # 2^(e - 128) in two factors, neither of which is a subnormal number.
+    e = b[..., :1]
+    return values * _power(e >> 1) * _power(e - (e >> 1))
+
+
+def _power(e: jax.Array) -> jax.Array:
+    """2^(e - 64), by its bits, for bytes up to 128."""
+    return jax.lax.bitcast_convert_type((e.astype(jnp.uint32) + 63) << 23, jnp.float32)
+
+
+LAYOUTS = {
+    "Q4_0": Layout(32, 18, _q4_0),
+    "Q8_0": Layout(32, 34, _q8_0),
+    "Q4_K": Layout(256, 144, _q4_k),
+    "Q5_K": Layout(256, 176, _q5_k),
+    "Q6_K": Layout(256, 210, _q6_k),
+    "MXFP4": Layout(32, 17, _mxfp4),
+}

@@ -1,0 +1,86 @@
+"""Floor 2. QuantArray: a matrix of weights that stays packed in blocks.
+
+``kernels.matmul`` and ``kernels.embed`` take it in the place of an array. Below: ``blocks``,
+``stack_slice``. Above: ``matmul``, ``embed``; a packed Weight gives one to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .blocks import decode, layout_of
+from .stack_slice import StackSlice
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class QuantArray:
+    """Quantised weights: their blocks, and what they are.
+
+    Args:
+        blocks: uint8 ``[..., n * bytes of a block]``, an array or a StackSlice; each row of
+            the last axis is whole blocks.
+        encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or "MXFP4".
+
+    Attributes:
+        shape: That of the weights.
+        dtype: float32, which they have as an array.
+
+    Raises:
+        NotImplementedError: Another encoding.
+
+    It is a pytree with the leaf ``blocks``. jnp functions take it as the float32 array it
+    stands for, which is made for them; there is no gradient to it.
+
+    Example:
+        >>> import numpy as np
+        >>> w = QuantArray(np.zeros((3, 2 * 34), np.uint8), "Q8_0")
+        >>> w
+        QuantArray(Q8_0, [3, 64])
+        >>> import jax.numpy as jnp
+        >>> from maxjax.kernels import matmul
+        >>> matmul(jnp.ones((2, 64)), w).shape
+        (2, 3)
+    """
+
+    __slots__ = ("blocks", "encoding")
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, blocks: Any, encoding: str):
+        layout_of(encoding)
+        self.blocks, self.encoding = blocks, encoding
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        *rows, nbytes = self.blocks.shape
+        layout = layout_of(self.encoding)
+        return (*rows, nbytes // layout.nbytes * layout.elements)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.blocks.ndim
+
+    def __jax_array__(self) -> jax.Array:
+        blocks = self.blocks
+        return decode(
+            self.encoding, blocks.__jax_array__() if isinstance(blocks, StackSlice) else blocks
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"QuantArray({self.encoding}, {list(self.shape)})"
+
+    def tree_flatten_with_keys(self) -> Any:
+        return ((jax.tree_util.GetAttrKey("blocks"), self.blocks),), self.encoding
+
+    @classmethod
+    def tree_unflatten(cls, encoding: str, children: Any) -> QuantArray:
+        new = object.__new__(cls)  # the leaf may be anything
+        (new.blocks,), new.encoding = children, encoding
+        return new

@@ -1,0 +1,327 @@
+"""Weights that stay packed: decoded in jnp as the gguf package does, and products with them."""
+
+import contextlib
+import functools
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import maxjax
+from maxjax import nn
+from maxjax.errors import UserInputError
+from maxjax.graph import DeviceRef, ShardingStrategy, Weight, ops
+from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.kernels import QuantArray, StackSlice, embed, matmul
+from maxjax.kernels.blocks import LAYOUTS, decode
+
+CPU = DeviceRef.CPU()
+ENCODINGS = list(LAYOUTS)
+every = pytest.mark.parametrize("name", ENCODINGS)
+
+
+@functools.cache
+def blocks(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Rows of blocks with any bits but for scales, which are numbers of a common size."""
+    layout = LAYOUTS[name]
+    rng = np.random.default_rng(seed)
+    count = columns // layout.elements
+    raw = rng.integers(0, 256, (rows, count, layout.nbytes), np.uint8)
+    halves = {"Q4_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "MXFP4": []}
+    for at in halves[name]:
+        scales = rng.uniform(-0.1, 0.1, (rows, count, 1)).astype(np.float16)
+        raw[..., at : at + 2] = scales.view(np.uint8)
+    if name == "MXFP4":
+        raw[..., 0] = rng.integers(118, 130, (rows, count))
+    return raw.reshape(rows, -1)
+
+
+def reference(name: str, raw: np.ndarray) -> np.ndarray:
+    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+
+
+def packed(name: str, rows: int, columns: int, seed: int = 0) -> tuple[QuantArray, np.ndarray]:
+    raw = blocks(name, rows, columns, seed)
+    return QuantArray(jnp.asarray(raw), name), reference(name, raw).astype(np.float64)
+
+
+def close(got, x, w, *, unit=2.0**-20):
+    """Within a few units of the sum of the absolute products."""
+    x = np.asarray(x).astype(np.float64)
+    assert (
+        np.abs(np.asarray(got).astype(np.float64) - x @ w.T).max()
+        <= unit * (np.abs(x) @ np.abs(w).T).max()
+    )
+
+
+# --- decoding -----------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bit_for_bit_as_the_gguf_package(name, compiled):
+    raw = blocks(name, 40, 512)
+    got = (jax.jit(decode, static_argnums=0) if compiled else decode)(name, raw)
+    np.testing.assert_array_equal(
+        np.asarray(got).view(np.int32), reference(name, raw).view(np.int32)
+    )
+
+
+@every
+def test_any_bits(name):
+    """NaN and infinite scales too; what is subnormal XLA's threads may take as zero."""
+    raw = np.random.default_rng(3).integers(0, 256, (300, LAYOUTS[name].nbytes), np.uint8)
+    with np.errstate(all="ignore"):
+        want = reference(name, raw)
+    got = np.array(jax.jit(decode, static_argnums=0)(name, raw))
+    small = np.abs(want) < 2.0**-126
+    assert (np.abs(got[small]) < 2.0**-126).all()
+    np.testing.assert_array_equal(got[~small], want[~small])
+
+
+def test_what_is_no_blocks():
+    with pytest.raises(ValueError, match="18 bytes each"):
+        decode("Q4_0", np.zeros(17, np.uint8))
+    with pytest.raises(ValueError, match="int8"):
+        decode("Q4_0", np.zeros(18, np.int8))
+    with pytest.raises(NotImplementedError, match="IQ2_XS is not"):
+        QuantArray(np.zeros(18, np.uint8), "IQ2_XS")
+
+
+@every
+def test_ops(name):
+    raw, encoding = blocks(name, 3, 256), QuantizationEncoding(name)
+    np.testing.assert_array_equal(ops.dequantize(encoding, raw), reference(name, raw))
+    x = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32)
+    close(ops.qmatmul(encoding, None, x, raw), x, reference(name, raw).astype(np.float64))
+    with pytest.raises(NotImplementedError, match="one weight"):
+        ops.qmatmul(encoding, None, x, raw, raw)
+
+
+# --- products -----------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_products(name, dtype):
+    w, exact = packed(name, 24, 512)
+    for shape in [(512,), (1, 512), (2, 3, 512), (0, 512)]:
+        x = np.random.default_rng(1).standard_normal(shape).astype(jnp.dtype(dtype))
+        got = jax.jit(matmul)(x, w)
+        assert got.dtype == dtype and got.shape == (*shape[:-1], 24)
+        if got.size:
+            close(got, x, exact, unit=2.0**-20 if dtype == "float32" else 2.0**-8)
+
+
+def test_several_weights_of_different_encodings():
+    a, exact = packed("Q4_K", 8, 256)
+    b = jnp.ones((5, 256))
+    x = np.random.default_rng(1).standard_normal((2, 256)).astype(np.float32)
+    got = matmul(x, [a, b])
+    close(got[0], x, exact)
+    close(got[1], x, np.ones((5, 256)))
+
+
+@every
+def test_a_layer_of_a_stack(name):
+    raw = np.stack([blocks(name, 8, 256, seed) for seed in range(3)])
+    x = np.random.default_rng(1).standard_normal((2, 256)).astype(np.float32)
+
+    def run(stack, x):
+        return jax.lax.map(
+            lambda i: matmul(x, QuantArray(StackSlice(stack, i), name)), jnp.arange(3)
+        )
+
+    for got, one in zip(jax.jit(run)(raw, x), raw, strict=True):
+        close(got, x, reference(name, one).astype(np.float64))
+
+
+def test_gradients_reach_the_activations():
+    w, exact = packed("Q4_K", 8, 256)
+    x = np.random.default_rng(1).standard_normal((2, 256)).astype(np.float32)
+    got = jax.grad(lambda x: (matmul(x, w) ** 2).sum())(x)
+    np.testing.assert_allclose(got, 2 * (x @ exact.T) @ exact, rtol=1e-4, atol=0.1)
+    batched = jax.vmap(jax.grad(lambda x: (matmul(x, w) ** 2).sum()))(x[:, None])
+    np.testing.assert_allclose(batched[:, 0], got, rtol=1e-5, atol=1e-5)
+
+
+@every
+def test_lookups(name):
+    table, exact = packed(name, 6, 256)
+    got = jax.jit(embed)(table, jnp.array([[0, 5], [-1, 6]]))
+    assert got.dtype == np.float32 and got.shape == (2, 2, 256)
+    np.testing.assert_array_equal(got[0], exact[[0, 5]])
+    np.testing.assert_array_equal(got[1, 0], exact[-1])
+    assert np.isnan(got[1, 1]).all()
+
+
+# --- weights and layers -------------------------------------------------------------------
+
+
+def weight(name: str, rows: int, columns: int) -> tuple[Weight, np.ndarray]:
+    raw = blocks(name, rows, columns)
+    w = Weight("w", "uint8", raw.shape, CPU, QuantizationEncoding(name))
+    w.value = jnp.asarray(raw)
+    return w, reference(name, raw).astype(np.float64)
+
+
+@every
+def test_a_weight_shows_its_bytes_and_multiplies_as_weights(name):
+    w, exact = weight(name, 8, 512)
+    assert w.logical_shape == [8, 512] and w.shape == list(blocks(name, 8, 512).shape)
+    np.testing.assert_array_equal(np.asarray(w), blocks(name, 8, 512))
+    x = np.random.default_rng(1).standard_normal((2, 512)).astype(np.float32)
+    close(x @ w.T, x, exact)
+    close(jax.jit(lambda w, x: x @ w.T)(w, x), x, exact)
+    leaves, definition = jax.tree.flatten(w)
+    assert len(leaves) == 1 and leaves[0].dtype == np.uint8
+    close(matmul(x, jax.tree.unflatten(definition, leaves)), x, exact)
+
+
+class Layer(nn.Module):
+    def __init__(self, encoding):
+        super().__init__()
+        self.up = nn.Linear(256, 512, "float32", CPU, True, encoding)
+        self.down = nn.Linear(512, 256, "uint8", CPU, False, encoding)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, encoding, count=3):
+        super().__init__()
+        self.embed = nn.Embedding(16, 256, "float32", CPU, encoding)
+        self.layers = nn.LayerList([Layer(encoding) for _ in range(count)])
+        self.head = nn.Linear(256, 16, "float32", CPU, False, encoding)
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def filled(name: str, model: nn.Module) -> dict[str, np.ndarray]:
+    state = {}
+    for i, (key, w) in enumerate(model.raw_state_dict().items()):
+        rows = int(w.shape[0])
+        state[key] = (
+            blocks(name, rows, int(w.logical_shape[1]), i) if w.quantization_encoding
+            else np.random.default_rng(i).standard_normal(rows).astype(np.float32)
+        )  # fmt: skip
+    return state
+
+
+def decoded(name: str, state: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """The model in float64."""
+    w = {k: reference(name, v).astype(np.float64) if v.ndim == 2 else v for k, v in state.items()}
+    x = w["embed.weight"][ids]
+    for i in range(3):
+        up = np.tanh(x @ w[f"layers.{i}.up.weight"].T + w[f"layers.{i}.up.bias"])
+        x = x + up @ w[f"layers.{i}.down.weight"].T
+    return x @ w["head.weight"].T
+
+
+IDS = np.array([[1, 2, 15], [0, 3, 4]])
+call = jax.jit(lambda model, ids: model(ids))
+
+
+@every
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model(name, stacked):
+    model = Model(QuantizationEncoding(name))
+    state = filled(name, model)
+    if stacked:
+        model.layers = model.layers.stack()
+    lowered = call.lower(model, IDS).compile()  # before there are values
+    model.load_state_dict(state)
+    got = lowered(model, IDS)
+    want = decoded(name, state, IDS)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+    saved = model.state_dict()
+    assert saved.keys() == state.keys()
+    for key, value in saved.items():
+        np.testing.assert_array_equal(value, state[key])
+
+
+def test_rows_that_are_no_blocks():
+    with pytest.raises(ValueError, match="Q4_K packs 256 weights"):
+        nn.Linear(100, 8, "float32", CPU, False, QuantizationEncoding.Q4_K)
+
+
+def test_clipped():
+    layer = nn.Linear(256, 8, "float32", CPU, False, QuantizationEncoding.Q4_K, clip_weight=0.5)
+    layer.load_state_dict({"weight": blocks("Q4_K", 8, 256)})
+    x = np.random.default_rng(1).standard_normal((2, 256)).astype(np.float32)
+    close(
+        layer(x),
+        x,
+        np.clip(reference("Q4_K", blocks("Q4_K", 8, 256)), -0.5, 0.5).astype(np.float64),
+    )
+
+
+# --- on meshes ----------------------------------------------------------------------------
+
+
+def mesh_of(axes: dict[str, int], explicit: bool):
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()])
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_split_products(name, spec, explicit):
+    mesh = mesh_of({"model": 4}, explicit)
+    w, exact = packed(name, 16, 1024)
+    w = QuantArray(jax.device_put(w.blocks, NamedSharding(mesh, spec)), name)
+    x = np.random.default_rng(1).standard_normal((2, 1024)).astype(np.float32)
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        on = jax.device_put(x, NamedSharding(mesh, P(None, *spec[1:2])))
+        compiled = jax.jit(matmul).lower(on, w).compile()
+        close(compiled(on, w), x, exact)
+        # The bytes stay where they are: only results move.
+        assert "u8[16" not in "".join(
+            line for line in compiled.as_text().splitlines() if "all-gather" in line
+        )
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("axes", [{"model": 2}, {"model": 8}, {"data": 2, "model": 4}, {"fsdp": 4}])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model_on_a_mesh(axes, stacked, explicit):
+    name = "Q4_0"
+    model = Model(QuantizationEncoding(name))
+    state = filled(name, model)
+    for layer in model.layers:
+        layer.up.sharding_strategy = ShardingStrategy.rowwise(1)
+        layer.down.sharding_strategy = ShardingStrategy.columnwise(1)
+    if stacked:
+        model.layers = model.layers.stack()
+    mesh = mesh_of(axes, explicit)
+    model.to(mesh)
+    model.load_state_dict(state)
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        got = np.asarray(call(model, IDS))
+    want = decoded(name, state, IDS)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+    for key, value in model.state_dict().items():
+        np.testing.assert_array_equal(value, state[key])
+
+
+def test_columns_are_split_between_blocks():
+    """512 columns are two blocks of Q4_K: two devices take one each, four cannot."""
+    layer = nn.Linear(512, 16, "float32", CPU, False, QuantizationEncoding.Q4_K)
+    layer.sharding_strategy = ShardingStrategy.columnwise(1)
+    layer.to(mesh_of({"model": 2}, False))
+    assert tuple(layer.weight.sharding.spec) == (None, "model")
+    layer.to(mesh_of({"model": 4}, False))
+    assert layer.weight.sharding.is_fully_replicated
+    assert "2 blocks of axis 1 do not divide by model=4" in str(maxjax.plan(layer))
+    with pytest.raises(UserInputError, match="512 in blocks of 256 does not divide by 4"):
+        layer.to(mesh_of({"model": 4}, False), rules={"*": P(None, "model")})
