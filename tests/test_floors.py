@@ -25,8 +25,12 @@ FLOORS: list[list[str]] = [
     files("", "errors columns distributed dtype driver")
     + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
-    files("storage/", "files durable sniff jsonscan jsontext entry coding table blocks regions")
-    + files("storage/", "safetensors gguf pytorch npz shards index __init__"),
+    files("storage/", "files durable sniff jsonscan jsontext entry coding table regions")
+    + files("storage/", "ggml_types")
+    + ["storage/blocks/"]
+    + files("storage/", "gguf_values gguf_table gguf_header gguf_swapped gguf")
+    + files("storage/", "deflate zip_end zip_directory zip npy_text npy npz")
+    + files("storage/", "safetensors shards index __init__"),
     # 2 kernels: arithmetic on values
     ["kernels/"],
     # 3 graph: what a weight is and where it lives
@@ -47,7 +51,9 @@ FLOORS: list[list[str]] = [
     + files("nn/", "rope_scaling rotary_embedding attention mlp moe transformer")
     + files("nn/", "kv_cache conv conv_transpose __init__"),
     # 5 models: one file per family
-    files("models/", "config names family decoder llama qwen gemma bert __init__"),
+    files("models/", "config names")
+    + ["models/gguf/"]
+    + files("models/", "family decoder llama qwen gemma bert __init__"),
     # 6 engine: programs that run
     files("engine/", "pooling tokenizer load footprint planned plan embed sample generate session")
     + files("engine/", "signature jaxport export exported __init__")

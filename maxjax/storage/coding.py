@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .entry import DECODED_BYTES, Box, Coding, TensorEntry, Wanted, extents, fill
+from .entry import DECODED_BYTES, Box, Coding, TensorEntry, Wanted, check_bool, extents, fill
 from .files import OpenFile, aligned_empty
 
 
@@ -57,6 +57,8 @@ class Strided(Coding):
             nbytes = self._span(box) * dtype.itemsize
             memory = aligned_empty(nbytes)
             fill(file, entry, first * dtype.itemsize, memoryview(memory))
+            if dtype == np.bool_:
+                check_bool(file, entry, first, memory)
             if self.swap:
                 memory = memory.view(f"u{dtype.itemsize}").byteswap()
             steps = [stride * dtype.itemsize for stride in self.strides]

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from ..dtype import DType
-from ..errors import CheckpointTruncatedError
+from ..errors import CheckpointFormatError, CheckpointTruncatedError
 from .files import OpenFile
 
 # Start and stop on one axis, and on each axis.
@@ -118,6 +118,20 @@ def fill(file: OpenFile, entry: TensorEntry, start: int, view: memoryview) -> No
             found="an earlier end of the file",
             hint="Wait until nothing writes to it, then load again.",
         ) from None
+
+
+def check_bool(file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray) -> None:
+    """Of ``view``, read at byte ``start``: another value would compute wrong results in silence."""
+    if view.size and view.max() > 1:
+        index = int((view > 1).argmax())
+        raise CheckpointFormatError(
+            "data: a boolean must be 0 or 1",
+            path=file.path,
+            tensor=entry.name,
+            offset=entry.offset + start + index,
+            expected="0 or 1",
+            found=int(view[index]),
+        )
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -45,7 +45,7 @@ class Limits:
     """
 
     header_bytes: int = 100_000_000
-    """Length of a safetensors header (100 MB is the format's own bound)."""
+    """Length of a header, or of an archive's directory (100 MB is safetensors' own bound)."""
     json_bytes: int = 200_000_000
     """Length of an index, a configuration or a tokenizer file."""
     json_depth: int = 64
@@ -53,11 +53,23 @@ class Limits:
     json_digits: int = 4300
     """Digits of one number; the time to convert them grows with their square."""
     tensors: int = 1_000_000
-    """Tensors in one file."""
+    """Tensors in one file, or members in an archive."""
     name_bytes: int = 65_536
     """Length of a tensor's name in UTF-8."""
     tensor_bytes: int = 2**63 - 1
     """Bytes of one tensor with dimensions of size 0 left out: NumPy and XLA hold no more."""
+    metadata_keys: int = 16_384
+    """Keys of the metadata of a GGUF file."""
+    array_items: int = 2_000_000
+    """Strings in the metadata of a GGUF file; an array inside an array counts as 64."""
+    array_depth: int = 4
+    """Arrays inside one another in the metadata of a GGUF file."""
+    alignment_bytes: int = 1 << 20
+    """What a GGUF file may align its tensors to."""
+    member_ratio: int = 1000
+    """What a member of an archive may become, as a multiple of its bytes; 1 MiB is free."""
+    npy_header_bytes: int = 65_536
+    """Length of the header of a NumPy array."""
     shared_bytes: int = 0
     """Bytes of a file that several tensors may claim, summed over the tensors after the first."""
 

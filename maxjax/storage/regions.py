@@ -16,9 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dtype import DType
-from .entry import Box, CodedJob, Span, TensorEntry, coded_jobs, count, extents, fill, split
+from .entry import (
+    Box,
+    CodedJob,
+    Span,
+    TensorEntry,
+    check_bool,
+    coded_jobs,
+    count,
+    extents,
+    fill,
+    split,
+)
 from .files import OpenFile, aligned_empty
-from .table import BLOCK_BYTES, TensorTable, check_bool, run_jobs
+from .table import BLOCK_BYTES, TensorTable, run_jobs
 
 # Scratch memory of one thread. It fits the cache of a core, so that the second copy is cheap;
 # with 64 KiB or 4 MiB the same read took up to half as long again.

@@ -1,8 +1,8 @@
-"""Floor 1. A set of safetensors files with its index, model.safetensors.index.json.
+"""Floor 1. A set of files with its index: model.safetensors.index.json, pytorch_model.bin.index.json.
 
 The index maps each tensor to the file that holds it. Its file names come from outside and
 may only lead downwards from its own directory; what they lead to there may be a link, as
-in the Hugging Face cache. Below: files, jsontext, safetensors, table. Above: index.
+in the Hugging Face cache. Below: files, jsontext, safetensors, pytorch, table. Above: index.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .safetensors import read_header
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
+_PYTORCH_INDEX = ".bin.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # What leads out of the directory, on any system that may have written the name.
 _OUTSIDE = re.compile(r"^[/~]|\\|\0|^[A-Za-z][A-Za-z0-9+.-]*:|(^|/)\.\.(/|$)")
@@ -38,14 +39,17 @@ def open_index(
     *,
     limits: Limits = Limits(),  # noqa: B008 (frozen)
 ) -> TensorTable:
-    """Opens every file that a safetensors index names, relative to the index's directory.
+    """Opens every file that an index names, relative to the index's directory.
 
-    Each tensor must be in the file its map names and in no other file of the set. A tensor
-    that the map does not list is left out, and a wrong ``total_size`` only logged.
+    An index whose own name ends in ``.bin.index.json`` is of PyTorch files, any other of
+    safetensors files; it names no file of the other format. Each tensor must be in the file its
+    map names and in no other file of the set. A tensor that the map does not list is left out,
+    and a wrong ``total_size`` only logged.
 
     Raises:
         CheckpointMissingError: A file is not there; the message says how many tensors it holds.
-        CheckpointUnsafeError: A file name leads out of the directory, or names a pickle.
+        CheckpointUnsafeError: A file name leads out of the directory, or one in an index of
+            safetensors names a pickle.
         CheckpointFormatError: The index or a file is broken, or they contradict each other.
         CheckpointTruncatedError, CheckpointLimitError, CheckpointAccessError: As for one file.
     """
@@ -57,7 +61,7 @@ def open_index(
         for file in files:
             file.close()
         raise
-    return TensorTable("safetensors", files, entries, metadata)
+    return TensorTable(index.format, files, entries, metadata)
 
 
 def _tensor_of(keys: KeyPath) -> str | None:
@@ -70,6 +74,8 @@ class _Index:
     def __init__(self, path: str | os.PathLike[str], limits: Limits):
         self.path = os.fspath(path)
         self.limits = limits
+        pytorch = self.path.endswith(_PYTORCH_INDEX)
+        self.format, self.end = ("pytorch", ".bin") if pytorch else ("safetensors", ".safetensors")
         data = read_json_bytes(self.path, limits)
         self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
         with collector_paused():
@@ -128,7 +134,7 @@ class _Index:
         return shard_of
 
     def _check_name(self, tensor: str, shard: str) -> None:
-        shown, wanted = f"'{shard}'", "a .safetensors file"
+        shown, wanted = f"'{shard}'", f"a {self.end} file"
         if not shard:
             cls, problem = CheckpointTruncatedError, "the file name is empty"
             raise self._bad(problem, tensor, cls, expected="at least 1 byte", found="0 bytes")
@@ -136,7 +142,7 @@ class _Index:
             cls, problem = CheckpointUnsafeError, "a file name may not lead out of the directory"
             wanted = "a plain name beside the index"
             raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
-        if shard.lower().endswith(_PICKLES):
+        if shard.lower().endswith(_PICKLES) and self.format == "safetensors":
             cls, problem = CheckpointUnsafeError, "a pickle can run any code and is never opened"
             raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
         parts = shard.split("/")
@@ -145,13 +151,13 @@ class _Index:
             wanted, shown = f"{_NAME_BYTES} bytes", f"{longest} bytes"
             raise self._bad("the file name is too long", tensor, expected=wanted, found=shown)
         plain = all(part not in ("", ".") for part in parts) and shard.isprintable()
-        if not plain or not shard.endswith(".safetensors"):
-            problem = "not the name of a safetensors file"
+        if not plain or not shard.endswith(self.end):
+            problem = f"not the name of a {self.end[1:]} file"
             raise self._bad(problem, tensor, expected=wanted, found=shown)
 
     # --- the files ---
 
-    def open_all(self, files: list[OpenFile]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    def open_all(self, files: list[OpenFile]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
         """Opens the shards into ``files``; gives the entries the map lists, and all metadata."""
         directory = os.path.dirname(self.path)
         try:
@@ -160,11 +166,11 @@ class _Index:
             raise os_error(error, directory, "opening failed") from error
         entries: dict[str, TensorEntry] = {}
         elsewhere: dict[str, str] = {}
-        metadata: dict[str, str] = {}
+        metadata: dict[str, Any] = {}
         try:
             for shard in self.shards:
                 files.append(self._open(handle, directory, shard))
-                found, more = read_header(files[-1], len(files) - 1, self.limits)
+                found, more = self._read(files[-1], len(files) - 1)
                 self._sort(found, shard, entries, elsewhere)
                 metadata.update(more)
         finally:
@@ -172,6 +178,13 @@ class _Index:
         self._check_complete(entries, elsewhere)
         self._check_total(entries)
         return entries, metadata
+
+    def _read(self, file: OpenFile, number: int) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+        if self.format == "safetensors":
+            return read_header(file, number, self.limits)
+        from .pytorch import read_pytorch  # imported when a file of the format is met
+
+        return read_pytorch(file, number, self.limits)
 
     def _open(self, handle: int, directory: str, shard: str) -> OpenFile:
         shown = os.path.join(directory, shard)

@@ -21,10 +21,9 @@ import numpy as np
 from ..dtype import DType
 from ..errors import (
     CheckpointCorruptError,
-    CheckpointFormatError,
     OutOfMemoryError,
 )
-from .entry import Checksum, CodedJob, TensorEntry, coded_jobs, fill, whole
+from .entry import Checksum, CodedJob, TensorEntry, check_bool, coded_jobs, fill, whole
 from .files import ALIGNMENT, OpenFile, aligned_empty
 
 # One read of a large tensor. From 2 to 64 MiB the speed is the same; a smaller block spreads
@@ -291,17 +290,3 @@ def run_jobs(
 
 def _run(job: Any) -> Any:
     return job.run()
-
-
-def check_bool(file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray) -> None:
-    """Of ``view``, read at byte ``start``: another value would compute wrong results in silence."""
-    if view.size and view.max() > 1:
-        index = int((view > 1).argmax())
-        raise CheckpointFormatError(
-            "data: a boolean must be 0 or 1",
-            path=file.path,
-            tensor=entry.name,
-            offset=entry.offset + start + index,
-            expected="0 or 1",
-            found=int(view[index]),
-        )

@@ -1,0 +1,229 @@
+"""Floor 1. The header of one GGUF file: its kind and version, its metadata, its table.
+
+Below: files, sniff, gguf_values, gguf_table. Above: gguf, which makes entries of the table.
+
+Source: docs/gguf.md of the ggml repository.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointTruncatedError,
+)
+from .files import Limits, OpenFile
+from .gguf_table import REQUANTISE, Info, check_layout, own_limit, padded, read_table
+from .gguf_values import REFETCH, UINT32, Cursor
+from .jsontext import collector_paused
+from .sniff import SNIFF_BYTES, foreign
+
+WHAT = "a GGUF file"
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT_KEY = "general.alignment"
+_DEFAULT_ALIGNMENT = 32
+# Magic, version, both counts.
+_START_BYTES = 24
+# The least that a key takes, and a tensor of the table: one letter, and a byte or no dimension.
+_LEAST_KEY, _LEAST_TENSOR = 14, 25
+# Beyond this many tensors a wrong count is not looked into.
+_EXPLAINED = 20_000
+_TRAILING_BYTES = 1 << 20
+
+
+def read_header(file: OpenFile, limits: Limits) -> Header:
+    """The validated header of an open file.
+
+    Raises:
+        CheckpointError: As for ``open_gguf``.
+    """
+    header = Header(file, limits, _byte_order(file))
+    with collector_paused():
+        try:
+            header.read()
+        except CheckpointError as error:
+            if wrong := header.wrong_count():
+                raise wrong from error
+            raise
+    return header
+
+
+def _byte_order(file: OpenFile) -> str:
+    """ "<" or ">", by the version that makes sense; refuses what is no GGUF file."""
+    start = file.pread(0, min(file.size, SNIFF_BYTES))
+    if not start or start[:4] != MAGIC[: len(start)]:
+        raise _other_kind(file, start)
+    if len(start) < _START_BYTES:
+        raise CheckpointTruncatedError(
+            "the file ends inside the header",
+            path=file.path,
+            offset=len(start),
+            expected=f"{_START_BYTES} bytes",
+            found=f"{len(start)} bytes",
+            hint=REFETCH,
+        )
+    (little,), (big,) = struct.unpack_from("<I", start, 4), struct.unpack_from(">I", start, 4)
+    if little in VERSIONS or big in VERSIONS:
+        return "<" if little in VERSIONS else ">"
+    version = 1 if big == 1 else little
+    old = version <= 1
+    raise CheckpointFormatError(
+        "version: not one of the GGUF format that can be read",
+        path=file.path,
+        offset=4,
+        expected="2 or 3",
+        found=version,
+        hint=REQUANTISE if old else "Written by something newer, or damaged.",
+    )
+
+
+# Files of llama.cpp from before August 2023, by their first bytes.
+_BEFORE = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"nsgg": "ggsn"}
+
+
+def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
+    """The error for a file that does not begin like GGUF."""
+    magic, where = start[:4], {"path": file.path, "offset": 0, "expected": WHAT}
+    if not start:
+        return CheckpointTruncatedError(
+            "the file is empty",
+            path=file.path,
+            offset=0,
+            expected=f"{_START_BYTES} bytes",
+            found="0 bytes",
+            hint=REFETCH,
+        )
+    old = _BEFORE.get(magic) or next((v for v in _BEFORE.values() if v.encode() == magic), None)
+    if old:
+        found = f"a pre-GGUF file ({old})"
+        return CheckpointFormatError(f"the file is {found}", found=found, hint=REQUANTISE, **where)
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
+        found, hint = "a safetensors file", "Rename it so that its name ends in .safetensors."
+        return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)
+    if magic.upper() != MAGIC[::-1] and (error := foreign(file.path, start, WHAT)):
+        return error
+    where["expected"] = repr(MAGIC)
+    return CheckpointFormatError(f"magic: not {WHAT}", found=repr(magic), **where)
+
+
+class Header:
+    """The header of one file. ``order`` is "<" or ">", its byte order.
+
+    Attributes set by ``read``: ``metadata`` (key → value), ``places`` (key → byte offset),
+    ``infos`` (in the order of the file), ``data_start`` (byte offset).
+    """
+
+    def __init__(self, file: OpenFile, limits: Limits, order: str):
+        self.file = file
+        self.limits = limits
+        self.order = order
+        self.cursor = Cursor(file, limits, order, 8)
+        self.metadata: dict[str, Any] = {}
+        self.places: dict[str, int] = {}
+        self.infos: list[Info] = []
+        self.alignment = _DEFAULT_ALIGNMENT
+        self.tensors = self.keys = self.key_place = self.table_start = self.data_start = 0
+
+    def read(self) -> None:
+        """Reads and validates all of it."""
+        cursor = self.cursor
+        self.tensors, self.keys = cursor.u64("tensor count"), cursor.u64("key count")
+        self._check_count("tensor count", 8, self.tensors, "tensors", _LEAST_TENSOR)
+        self._check_count("key count", 16, self.keys, "metadata_keys", _LEAST_KEY)
+        for number in range(1, self.keys + 1):
+            self._read_key(number)
+        self.table_start = cursor.place
+        read_table(cursor, self.tensors, self.infos)
+        self.data_start = padded(cursor.place, self.alignment)
+        end = check_layout(cursor, self.infos, self.data_start, self.alignment)
+        self._check_rest(end)
+
+    def _check_count(self, what: str, offset: int, count: int, option: str, least: int) -> None:
+        if count > getattr(self.limits, option):
+            where = {"path": self.file.path, "offset": offset}
+            raise self.limits.error(f"{what} is over the limit", option, count, **where)
+        if count * least > self.cursor.remaining:
+            raise self.cursor.cut(what, count * least)
+
+    # --- metadata ---
+
+    def _read_key(self, number: int) -> None:
+        cursor, place = self.cursor, self.cursor.place
+        self.key_place = place
+        key = cursor.key(number)
+        if key in self.metadata:
+            expected = f"once, at byte {self.places[key]}"
+            raise cursor.bad(f"key '{key[:80]}': stands twice", expected, "again", offset=place)
+        what = f"key '{key[:80]}'"
+        kind = cursor.u32(what)
+        if key == ALIGNMENT_KEY:
+            self.alignment = self._read_alignment(kind)
+            value: Any = self.alignment
+        else:
+            value = cursor.value(kind, what)
+        self.metadata[key], self.places[key] = value, place
+
+    def _read_alignment(self, kind: int) -> int:
+        cursor, what = self.cursor, f"key '{ALIGNMENT_KEY}'"
+        if kind != UINT32:
+            raise cursor.bad(f"{what}: value type", f"{UINT32} (32 bits)", kind)
+        place, value = cursor.place, cursor.u32(what)
+        if value == 0 or value & (value - 1):
+            raise cursor.bad(what, "a power of two", value, offset=place)
+        if value > self.limits.alignment_bytes:
+            where = {"path": self.file.path, "offset": place}
+            raise self.limits.error(f"{what} is over the limit", "alignment_bytes", value, **where)
+        return value
+
+    # --- the end ---
+
+    def _check_rest(self, end: int) -> None:
+        """After the last tensor there is at most padding; more than that only if it is empty."""
+        rest = self.file.size - padded(end, self.alignment)
+        if rest <= 0:
+            return
+        start = self.file.size - rest
+        zero = rest <= _TRAILING_BYTES and not any(self.file.pread(start, rest))
+        if not zero:
+            problem = "bytes after the last tensor belong to no tensor"
+            expected, found = f"a file of {start} bytes", f"{self.file.size} bytes"
+            raise self.cursor.bad(problem, expected, found, offset=start)
+
+    # --- wrong counts ---
+
+    def wrong_count(self) -> CheckpointError | None:
+        """After an error: the one that says so, if a count is larger than what there is.
+
+        The sign is that the file is complete when the last item that was read is left out.
+        """
+        if max(self.tensors, self.keys) > _EXPLAINED:
+            return None
+        done, in_table = len(self.infos), self.table_start > 0
+        if in_table and 0 < done < self.tensors and self._is_complete(self.table_start, done):
+            return self._too_many("tensor count", 8, self.tensors, done)
+        if self.key_place and self._is_complete(self.key_place, self.tensors):
+            # With a table the last key was read as one, without it not to its end.
+            return self._too_many("key count", 16, self.keys, len(self.metadata) - in_table)
+        return None
+
+    def _is_complete(self, start: int, count: int) -> bool:
+        """Whether ``count`` tensors described from ``start`` on are the whole rest of the file."""
+        infos: list[Info] = []
+        if not count:
+            return False
+        try:
+            self.cursor.seek(start)
+            read_table(self.cursor, count, infos)
+            data_start = padded(self.cursor.place, self.alignment)
+            end = check_layout(self.cursor, infos, data_start, self.alignment)
+        except CheckpointError:
+            return False
+        return self.file.size in (end, padded(end, self.alignment))
+
+    def _too_many(self, what: str, offset: int, count: int, there: int) -> CheckpointError:
+        where = {"path": self.file.path, "offset": offset}
+        problem = f"{what}: more than the file holds"
+        return own_limit(problem, f"at most {there}", count, "the file's own content", **where)
