@@ -30,6 +30,8 @@ FLOORS: list[list[str]] = [
     + ["storage/blocks/"]
     + files("storage/", "gguf_values gguf_table gguf_header gguf_swapped gguf")
     + files("storage/", "deflate zip_end zip_directory zip npy_text npy npz")
+    + files("storage/", "pickle_values pickle_reader pickles")
+    + files("storage/", "pytorch_names pytorch_tensors pytorch_tree pytorch_legacy pytorch")
     + files("storage/", "safetensors shards index __init__"),
     # 2 kernels: arithmetic on values
     ["kernels/"],

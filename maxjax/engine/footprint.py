@@ -26,9 +26,10 @@ from ..errors import (
 from ..graph.placement import Placed, axis_of, by_pattern, check_mesh, mesh_of, place
 from ..graph.shape import StaticDim
 from ..graph.stacked_weight import StackedWeight
-from ..graph.weights import Weights
-from ..models import PretrainedModel, build, config_beside, find_family, names
+from ..graph.weights import GGUFWeights, Weights
+from ..models import PretrainedModel, build, config_beside, find_family, names, tensors
 from ..models.config import read_object
+from ..models.gguf import config_of
 from ..nn.attention import AttentionWithRope
 from ..nn.layer.definition import Walk
 from ..nn.layer.placing import plan_places
@@ -181,6 +182,8 @@ def _attention_of(module: Any) -> list[names.Heads]:
 def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> Footprint:
     """Of an open checkpoint: by the rules of its model if maxjax has it, else by names."""
     try:
+        if isinstance(weights, GGUFWeights):
+            return _of_gguf(weights, rules)
         config = read_object(config_beside(weights._path))
     except CheckpointMissingError:
         return _of_names(weights, None, rules)
@@ -193,6 +196,19 @@ def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> F
         if "architectures" in config or "model_type" in config:
             raise
     return _of_names(weights, config, rules)
+
+
+def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
+    """Of a GGUF file: its metadata is the configuration. Of unknown architectures it is names alone."""
+    try:
+        config = config_of(weights)
+    except UnsupportedModelError:
+        return _of_names(weights, None, rules)
+    try:
+        find_family(config)
+    except UnsupportedModelError:
+        return _of_names(weights, config, rules)
+    return _of_model(weights, config, rules)
 
 
 def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footprint:
@@ -212,22 +228,28 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
     table = names.rules(config)
     by_name = cache(lambda name: by_pattern(table, name)[1])
     groups: dict[tuple[Any, ...], tuple[list[str], Any]] = {}
-    for entry in weights._family.open_table().entries.values():
-        pattern = names.generic(entry.name)
-        given, wish = by_pattern(rules, entry.name) if rules else (False, None)
+    known = config is not None or not isinstance(weights, GGUFWeights)
+    found_tensors = tensors(weights) if known else dict(weights._named_data())
+    for tensor, data in found_tensors.items():
+        pattern = names.generic(tensor)
+        given, wish = by_pattern(rules, tensor) if rules else (False, None)
         if not given:
             wish = by_name(pattern)
-        key = (pattern, entry.shape, entry.dtype, given, id(wish))
-        groups.setdefault(key, ([], wish))[0].append(entry.name)
+        encoding = data.quantization_encoding
+        shape, logical = (tuple(map(int, s)) for s in (data.shape, data.logical_shape))
+        key = (pattern, shape, logical, data.dtype, encoding, given, id(wish))
+        groups.setdefault(key, ([], wish))[0].append(tensor)
 
     def held(mesh: Any, dtype: DType | None) -> list[Held]:
         if mesh is not None and rules is None:
             check_mesh(mesh)
         found = []
-        for (_, shape, own, given, _), (members, wish) in groups.items():
-            placed = _placed(members[0], shape, wish, mesh, given)
+        for (_, shape, logical, own, encoding, given, _), (members, wish) in groups.items():
+            block, stored = (encoding.elements_per_block if encoding else 1), own
+            if dtype is not None and (encoding or own.is_float()):
+                shape, block, stored = logical, 1, dtype  # decoded, and rounded
+            placed = _placed(members[0], logical, wish, mesh, given, block)
             parts = 1 if mesh is None else _parts(placed.spec, mesh)
-            stored = dtype if dtype is not None and own.is_float() else own
             found.append(Held(members, shape, stored, placed.spec, parts, placed.why))
         return found
 
@@ -242,16 +264,18 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
     )  # fmt: skip
 
 
-def _placed(name: str, shape: tuple[int, ...], wish: Any, mesh: Any, given: bool) -> Placed:
+def _placed(
+    name: str, shape: tuple[int, ...], wish: Any, mesh: Any, given: bool, block: int
+) -> Placed:
     if mesh is None:
         return Placed(PartitionSpec(), "")
     try:
-        return place(name, shape, wish, mesh)
+        return place(name, shape, wish, mesh, block)
     except UserInputError as error:
         if given:
             raise
         # A name is a guess: of packed values, or of another kind of attention, it does not hold.
-        placed = place(name, shape, None, mesh)
+        placed = place(name, shape, None, mesh, block)
         return Placed(placed.spec, f"{str(error).partition(': ')[2]}; {placed.why}")
 
 

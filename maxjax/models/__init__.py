@@ -12,7 +12,7 @@ from typing import Any
 
 from ..dtype import DType
 from ..errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError
-from ..graph.weights import WeightData, Weights
+from ..graph.weights import GGUFWeights, WeightData, Weights
 from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
@@ -22,6 +22,7 @@ from .config import read_object
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
 from .family import tensors
+from .gguf import config_of
 
 FAMILIES: tuple[Family, ...] = (_BERT,)
 
@@ -77,9 +78,10 @@ def build(
     Args:
         weights: The checkpoint, of which only headers are looked at.
         config: The content of ``config.json``, or the path of one; by default the one
-            beside the weights.
-        dtype: Of all weights; None keeps each tensor's own from the checkpoint. Loading
-            another dtype than the file's needs ``load_state_dict(..., cast=True)``.
+            beside the weights, or what the metadata of a GGUF file says.
+        dtype: Of all weights; None keeps each tensor's own from the checkpoint, blocks
+            packed where the layer's arithmetic takes them. Loading another dtype than the
+            file's needs ``load_state_dict(..., cast=True)``.
         reduce_dtype: What norms, softmax and pooling are computed in.
 
     Raises:
@@ -102,6 +104,8 @@ def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | No
         return config, None
     if config is not None:
         return read_object(config), Path(config)
+    if isinstance(weights, GGUFWeights):
+        return config_of(weights), Path(weights._path)
     path = config_beside(weights._path)
     return read_object(path), path
 

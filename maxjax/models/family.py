@@ -19,9 +19,12 @@ from typing import Any, ClassVar
 import jax
 
 from ..errors import CheckpointFormatError, CheckpointMismatchError
-from ..graph.weights import WeightData, Weights
+from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..nn.embedding import Embedding
 from ..nn.layer import Module
+from ..nn.linear import Linear
 from .config import ModelConfig
+from .gguf import hf_tensors
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,12 @@ class Family:
 
 
 def tensors(weights: Weights) -> dict[str, WeightData]:
-    """What a cursor holds, by name from there on; nothing is read."""
+    """What a cursor holds, by name from there on; nothing is read.
+
+    Of a whole GGUF file the names and layouts are those of Hugging Face's checkpoints.
+    """
+    if isinstance(weights, GGUFWeights) and not weights.name:
+        return hf_tensors(weights)
     return dict(weights._named_data())
 
 
@@ -100,7 +108,8 @@ class PretrainedModel(Module):
     def load_state_dict(self, state_dict: Mapping[str, Any] | Weights, **options: Any) -> Any:
         """As :meth:`Module.load_state_dict`, after the family's table has been applied.
 
-        Known and unneeded tensors are left out, prefixes stripped, old names replaced.
+        Known and unneeded tensors are left out, prefixes stripped, old names replaced. Packed
+        blocks are decoded for a weight that is not packed.
 
         Raises:
             CheckpointMismatchError: Names, shapes or dtypes do not fit (a ValueError).
@@ -109,17 +118,39 @@ class PretrainedModel(Module):
         path = state_dict._path if isinstance(state_dict, Weights) else None
         found = tensors(state_dict) if isinstance(state_dict, Weights) else state_dict
         try:
-            return super().load_state_dict(self.family.adapt(found), **options)
+            return super().load_state_dict(self._decoded(self.family.adapt(found)), **options)
         except ValueError as error:
             if path is None or getattr(error, "path", None) is not None:
                 raise
             problem = str(error).removesuffix(".")
             raise CheckpointMismatchError(problem, path=path) from None
 
+    def _decoded(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The values, those of packed blocks in the float type of a weight that has no encoding."""
+        weights = self.raw_state_dict()
+        changed = dict(found)
+        for name, data in found.items():
+            weight = weights.get(name)
+            if weight is None or weight.quantization_encoding is not None:
+                continue
+            if isinstance(data, WeightData) and data._is_packed and weight.dtype.is_float():
+                changed[name] = data.astype(weight.dtype)
+        return changed
+
     def _take_dtypes(self, found: Mapping[str, WeightData]) -> None:
-        """Gives each placeholder the float type its tensor has in the checkpoint."""
+        """Gives each placeholder the float type its tensor has in the checkpoint, or its blocks.
+
+        Only layers whose arithmetic takes blocks keep them; of stacked layers only those that
+        are packed alike.
+        """
+        packs = {id(m.weight) for _, m in self.named_modules() if type(m) in (Linear, Embedding)}
         for name, weight in self.raw_state_dict().items():
             data = found.get(name)
-            if data is not None and data.dtype.is_float() and data.dtype is not weight.dtype:
+            if data is None:
+                continue
+            if data._is_packed and id(weight) in packs:
+                weight.value = jax.ShapeDtypeStruct(tuple(map(int, data.shape)), data.dtype.np)
+                weight.quantization_encoding = data.quantization_encoding
+            elif data.dtype.is_float() and data.dtype is not weight.dtype:
                 sizes = tuple(int(d) for d in weight.shape)
                 weight.value = jax.ShapeDtypeStruct(sizes, data.dtype.np)

@@ -62,7 +62,7 @@ class Strided(Coding):
             if self.swap:
                 memory = memory.view(f"u{dtype.itemsize}").byteswap()
             steps = [stride * dtype.itemsize for stride in self.strides]
-            array[...] = np.lib.stride_tricks.as_strided(memory.view(dtype), extents(box), steps)
+            array[...] = np.ndarray(extents(box), dtype, memory.data, strides=steps)
             total += nbytes
         return total
 

@@ -70,6 +70,16 @@ class Limits:
     """What a member of an archive may become, as a multiple of its bytes; 1 MiB is free."""
     npy_header_bytes: int = 65_536
     """Length of the header of a NumPy array."""
+    pickle_bytes: int = 64 << 20
+    """Length of the pickle of a PyTorch file, or of one value in it."""
+    pickle_items: int = 10_000_000
+    """Instructions of a pickle, and the values it holds when they are written out."""
+    pickle_depth: int = 100
+    """Containers inside one another in a pickle."""
+    storage_bytes: int = 1 << 50
+    """Bytes of one storage of a PyTorch file."""
+    expansion: int = 16
+    """How often tensors may take the bytes of a PyTorch file's storages; 1 GiB is free."""
     shared_bytes: int = 0
     """Bytes of a file that several tensors may claim, summed over the tensors after the first."""
 

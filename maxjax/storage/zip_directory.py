@@ -14,6 +14,7 @@ from struct import Struct
 from typing import Any
 
 from ..errors import (
+    CheckpointCorruptError,
     CheckpointError,
     CheckpointFormatError,
     CheckpointLimitError,
@@ -254,11 +255,25 @@ class Directory:
         ours = (*ours, record.compressed, record.size)
         blank = (*ours[:2], 0, 0, 0)
         if theirs != ours and not (flags & _DESCRIPTOR and _mixed(theirs, ours, blank)):
+            if (*theirs[:2], *theirs[3:]) == (*ours[:2], *ours[3:]):
+                raise self._differing(record, at, crc)
             names = "(flags, method, CRC-32, compressed, size)"
             problem = f"header and directory differ in {names}"
             raise self._bad(problem, at, ours, theirs, record)
         self._check_gap(record, flags, offset + record.compressed, end)
         return Member(record.name, method, record.crc, record.compressed, record.size, offset)
+
+    def _differing(self, record: _Record, at: int, crc: int) -> CheckpointError:
+        """The error for two checksums of one member: one of them is damaged."""
+        return CheckpointCorruptError(
+            f"member '{record.name}': its checksum in the directory is another than beside its data",
+            path=self.file.path,
+            tensor=self.tensor_of(record.name),
+            offset=at,
+            expected=f"CRC-32 {record.crc:08x}",
+            found=f"{crc:08x}",
+            hint="The file was damaged on its way or on the disk: fetch it again.",
+        )
 
     def _check_gap(self, record: _Record, flags: int, start: int, end: int) -> None:
         """Between a member and what comes next there is nothing, or a data descriptor."""
@@ -272,11 +287,10 @@ class Directory:
             width = (len(data) - 4) // 2
             values = [data[:4], data[4 : 4 + width], data[4 + width :]]
             found = tuple(int.from_bytes(value, "little") for value in values)
-            if (signed or gap in (12, 20)) and found == (
-                record.crc,
-                record.compressed,
-                record.size,
-            ):
+            sizes = (record.compressed, record.size)
+            if (signed or gap in (12, 20)) and found[1:] == sizes:
+                if found[0] != record.crc:
+                    raise self._differing(record, start, found[0])
                 return
         problem = "the bytes after it belong to nothing"
         expected = f"the next member at byte {start}"

@@ -1,0 +1,22 @@
+"""Floor 5. GGUF files as Hugging Face's checkpoints: names, layouts, configuration, tokenizer.
+
+llama.cpp's converter gives tensors and settings other names, and moves or shifts the values of
+some. Tables here say for each architecture what it did; nothing here reads a file. Below: the
+metadata and the shapes that the storage floor found.
+"""
+
+from .checkpoint import config_of as config_of
+from .checkpoint import hf_tensors as hf_tensors
+from .config import hf_config as hf_config
+from .config import pooling as pooling
+from .layouts import Expert as Expert
+from .layouts import Layout as Layout
+from .layouts import Matrix as Matrix
+from .layouts import Permuted as Permuted
+from .layouts import Plus as Plus
+from .layouts import Transposed as Transposed
+from .names import ARCHITECTURES as ARCHITECTURES
+from .names import Source as Source
+from .names import hf_names as hf_names
+from .tokenizer import chat_template as chat_template
+from .tokenizer import tokenizer_json as tokenizer_json

@@ -1,0 +1,181 @@
+"""Floor 5. The metadata of a GGUF file, read strictly: each value by key, type and range.
+
+Values are those of Python (int, float, bool, str, list of them), NumPy's do as well. Below:
+errors. Above: names, config, tokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointFormatError, UnsupportedModelError
+
+# JAX counts in 32 bits; no size in a model can be more.
+MAX_SIZE = 2**31 - 1
+# As the other families: names and lists are made for each layer and each expert.
+MAX_LAYERS = 1000
+MAX_EXPERTS = 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Metadata with the prefix of an architecture: ``count("block_count")`` is ``llama.block_count``.
+
+    Attributes:
+        metadata: Key → value.
+        prefix: What stands before each key, with its dot; may be empty.
+        path: The file, for messages.
+
+    Example:
+        >>> settings = Settings({"llama.block_count": 2}, "llama.")
+        >>> settings.count("block_count"), settings.number("rope.freq_base", 1e4)
+        (2, 10000.0)
+        >>> settings.count("embedding_length")
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.CheckpointFormatError: metadata key 'llama.embedding_length' is missing
+    """
+
+    metadata: Mapping[str, Any]
+    prefix: str = ""
+    path: str | os.PathLike[str] | None = None
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key."""
+        return self.prefix + key in self.metadata
+
+    def count(
+        self, key: str, default: Any = ..., *, minimum: int = 1, maximum: int = MAX_SIZE
+    ) -> Any:
+        """A whole number in a range; a list of equal ones, one per layer, is as one."""
+        value = self._value(key, default)
+        if value is default:
+            return value
+        if isinstance(value, list):
+            value = self._same(key, value)
+        if type(value) is not int:
+            raise self.wrong(key, "a whole number", value)
+        if not minimum <= value <= maximum:
+            raise self.wrong(key, f"{minimum} to {maximum}", value, "is out of range")
+        return value
+
+    def number(self, key: str, default: Any = ..., *, positive: bool = True) -> Any:
+        """A finite number as a float, which is not negative and, unless told, not 0."""
+        value = self._value(key, default)
+        if value is default:
+            return value
+        if type(value) not in (int, float):
+            raise self.wrong(key, "a number", value)
+        value = float(value)  # GGUF's integers have at most 64 bits
+        if not 0 <= value < float("inf") or (positive and not value):
+            least = "more than 0" if positive else "0 or more"
+            raise self.wrong(key, f"a finite number, {least}", value, "is out of range")
+        return value
+
+    def flag(self, key: str, default: Any = ...) -> Any:
+        """A bool."""
+        return self._typed(key, default, bool, "a bool")
+
+    def text(self, key: str, default: Any = ...) -> Any:
+        """A str."""
+        return self._typed(key, default, str, "a string")
+
+    def items(self, key: str, kind: type, default: Any = ...) -> Any:
+        """A list of values that are all ``kind``."""
+        value = self._typed(key, default, list, f"a list of {kind.__name__}")
+        if value is not default:
+            odd = next((i for i, item in enumerate(value) if type(item) is not kind), None)
+            if odd is not None:
+                found = f"{short(value[odd])} at {odd}"
+                raise self.wrong(key, f"a list of {kind.__name__}", found, shown=True)
+        return value
+
+    def any(self, key: str) -> Any:
+        """The value as it is; arrays are lists."""
+        return self._value(key, ...)
+
+    def wrong(
+        self,
+        key: str,
+        expected: str,
+        found: Any,
+        problem: str = "has the wrong type",
+        *,
+        shown: bool = False,
+    ) -> CheckpointFormatError:
+        """The error for a value that cannot be used."""
+        return CheckpointFormatError(
+            f"metadata key '{self.prefix}{key}' {problem}",
+            path=self.path,
+            expected=expected,
+            found=found if shown else short(found),
+        )
+
+    def unsupported(self, what: str) -> UnsupportedModelError:
+        """The error for a model that is read right and that no table here describes."""
+        return unsupported(what, self.path)
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(self.prefix + key)
+        if value is None:
+            if default is ...:
+                raise CheckpointFormatError(
+                    f"metadata key '{self.prefix}{key}' is missing", path=self.path
+                )
+            return default
+        if isinstance(value, (np.ndarray, np.generic)):
+            return value.tolist()
+        return list(value) if isinstance(value, tuple) else value
+
+    def _typed(self, key: str, default: Any, kind: type, name: str) -> Any:
+        value = self._value(key, default)
+        if value is not default and type(value) is not kind:
+            raise self.wrong(key, name, value)
+        return value
+
+    def _same(self, key: str, values: Sequence[Any]) -> Any:
+        if not values:
+            raise self.wrong(key, "a whole number", values)
+        odd = next((value for value in values if value != values[0]), None)
+        if odd is not None and type(odd) is int:
+            raise self.unsupported(
+                f"a model whose layers differ in '{self.prefix}{key}' "
+                f"({short(values[0])} and {short(odd)})"
+            )
+        return values[0] if odd is None else odd
+
+
+def settings(
+    metadata: Mapping[str, Any],
+    architecture: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Settings:
+    """The settings of the architecture that is given, or that the file names.
+
+    Raises:
+        CheckpointFormatError: The file does not name one.
+    """
+    if architecture is None:
+        architecture = Settings(metadata, path=path).text("general.architecture")
+    return Settings(metadata, f"{architecture}.", path)
+
+
+def unsupported(what: str, path: str | os.PathLike[str] | None) -> UnsupportedModelError:
+    """The error, on one line, for a model that no table here describes."""
+    where = "" if path is None else f"{os.fspath(path)}: "
+    text = f"{where}{what} is not supported"
+    return UnsupportedModelError("".join(c if c.isprintable() else "?" for c in text[:2000]))
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """A value for a message: cut, and of lists only the kind."""
+    if not isinstance(value, (str, int, float, bool)):
+        return type(value).__name__
+    # Cut before it is written out: a string of a file can be megabytes long.
+    text = repr(value[:limit] if isinstance(value, str) else value)
+    return text if len(str(value)) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,299 @@
+"""Floor 5. GGUF's tensor names → Hugging Face's, for each architecture of llama.cpp.
+
+One table per architecture: a name without its ``.weight`` or ``.bias``, ``*`` for the layer and
+``#`` for the expert, what it is called in Hugging Face's checkpoints, and what was done to it.
+Below: metadata, layouts. Above: whoever opens a GGUF file as a model.
+
+Source: ``gguf-py/gguf/tensor_mapping.py`` and ``convert_hf_to_gguf.py`` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...errors import CheckpointFormatError, CheckpointMismatchError, some
+from .layouts import Expert, Layout, Matrix, Permuted, Plus, Same, Transposed
+from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
+
+# Layouts that need a count of heads or experts, which the metadata holds.
+QUERIES, KEYS, STACK, GATES, UPS = "queries", "keys", "stack", "gates", "ups"
+
+
+class Rule(NamedTuple):
+    """What a GGUF tensor is: one tensor of Hugging Face's, or with ``#`` one for each expert."""
+
+    name: str
+    layout: Layout | str = Same()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor of Hugging Face's comes from.
+
+    Attributes:
+        tensor: The tensor's name in the GGUF file.
+        layout: How its values become those of the tensor.
+    """
+
+    tensor: str
+    layout: Layout
+
+
+Table = Mapping[str, Sequence[Rule]]
+_ONE_ADDED = Plus(-1.0)
+
+
+def _table(layer: str, rules: Mapping[str, str | Rule | Sequence[Rule]]) -> Table:
+    """``blk.*.`` and ``layer`` before each name that begins with a dot."""
+    found = {}
+    for key, value in rules.items():
+        several = [Rule(value)] if isinstance(value, str) else value
+        several = [several] if isinstance(several, Rule) else several
+        if key.startswith("."):
+            several = [rule._replace(name=layer + rule.name) for rule in several]
+            key = "blk.*" + key
+        found[key] = tuple(several)
+    return found
+
+
+def _decoder(rules: Mapping[str, str | Rule | Sequence[Rule]], norm: Layout | None = None) -> Table:
+    """The names that all decoders of Llama's kind share, and those of one of them."""
+    norm = Same() if norm is None else norm
+    shared = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": Rule("model.norm", norm),
+        "output": "lm_head",
+        ".attn_norm": Rule("input_layernorm", norm),
+        ".attn_q": "self_attn.q_proj",
+        ".attn_k": "self_attn.k_proj",
+        ".attn_v": "self_attn.v_proj",
+        ".attn_output": "self_attn.o_proj",
+        ".ffn_norm": Rule("post_attention_layernorm", norm),
+        ".ffn_gate": "mlp.gate_proj",
+        ".ffn_up": "mlp.up_proj",
+        ".ffn_down": "mlp.down_proj",
+    }
+    return _table("model.layers.*.", {**shared, **rules})
+
+
+def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str, Any]:
+    """A layer's experts, stacked as they are now, or one by one as files were before April 2024."""
+    each = f"{layer}.experts.#."
+    return {
+        ".ffn_gate_inp": f"{layer}.{router}",
+        ".ffn_gate_exps": Rule(each + gate, STACK),
+        ".ffn_up_exps": Rule(each + up, STACK),
+        ".ffn_down_exps": Rule(each + down, STACK),
+        ".ffn_gate_up_exps": (Rule(each + gate, GATES), Rule(each + up, UPS)),
+        ".ffn_gate.#": each + gate,
+        ".ffn_up.#": each + up,
+        ".ffn_down.#": each + down,
+    }
+
+
+_HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
+_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj", "gate")
+_GEMMA2_NORMS = {
+    ".post_attention_norm": Rule("post_attention_layernorm", _ONE_ADDED),
+    ".ffn_norm": Rule("pre_feedforward_layernorm", _ONE_ADDED),
+    ".post_ffw_norm": Rule("post_feedforward_layernorm", _ONE_ADDED),
+}
+
+ARCHITECTURES: Mapping[str, Table] = {
+    # Llama 1 to 3, Mistral, Mixtral. Only here are queries and keys permuted.
+    "llama": _decoder(
+        {
+            ".attn_q": Rule("self_attn.q_proj", QUERIES),
+            ".attn_k": Rule("self_attn.k_proj", KEYS),
+            **_experts("block_sparse_moe", "w1", "w3", "w2", "gate"),
+        }
+    ),
+    "qwen2": _decoder({}),
+    "qwen2moe": _decoder(
+        {
+            **_QWEN_EXPERTS,
+            ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
+            ".ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            ".ffn_up_shexp": "mlp.shared_expert.up_proj",
+            ".ffn_down_shexp": "mlp.shared_expert.down_proj",
+        }
+    ),
+    "qwen3": _decoder(_HEAD_NORMS),
+    "qwen3moe": _decoder({**_HEAD_NORMS, **_QWEN_EXPERTS}),
+    "gemma": _decoder({}, norm=_ONE_ADDED),
+    "gemma2": _decoder(_GEMMA2_NORMS, norm=_ONE_ADDED),
+    "gemma3": _decoder(
+        {**_GEMMA2_NORMS, **{k: Rule(v, _ONE_ADDED) for k, v in _HEAD_NORMS.items()}},
+        norm=_ONE_ADDED,
+    ),
+    "gpt2": _table(
+        "transformer.h.*.",
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+            ".attn_norm": "ln_1",
+            ".attn_qkv": Rule("attn.c_attn", Transposed()),
+            ".attn_output": Rule("attn.c_proj", Transposed()),
+            ".ffn_norm": "ln_2",
+            ".ffn_up": Rule("mlp.c_fc", Transposed()),
+            ".ffn_down": Rule("mlp.c_proj", Transposed()),
+        },
+    ),
+    "bert": _table(
+        "encoder.layer.*.",
+        {
+            "token_embd": "embeddings.word_embeddings",
+            "position_embd": "embeddings.position_embeddings",
+            "token_types": "embeddings.token_type_embeddings",
+            "token_embd_norm": "embeddings.LayerNorm",
+            ".attn_q": "attention.self.query",
+            ".attn_k": "attention.self.key",
+            ".attn_v": "attention.self.value",
+            ".attn_output": "attention.output.dense",
+            ".attn_output_norm": "attention.output.LayerNorm",
+            ".ffn_up": "intermediate.dense",
+            ".ffn_down": "output.dense",
+            ".layer_output_norm": "output.LayerNorm",
+        },
+    ),
+}
+
+# Known and no weights: what they hold of rope belongs to the configuration (config.py), or is
+# computed by whoever runs the model.
+IGNORED = frozenset({"rope_freqs.weight", "blk.*.attn_rot_embd.weight"})
+_NO_ROPE = frozenset({"gpt2", "bert"})
+
+_INDEX = r"(0|[1-9][0-9]{0,5})"
+# No name of a file holds the signs that stand for numbers in the tables.
+_NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias)")
+
+
+def hf_names(
+    architecture: str,
+    tensors: Collection[str] | Mapping[str, Sequence[int]],
+    metadata: Mapping[str, Any],
+    *,
+    path: str | os.PathLike[str] | None = None,
+) -> dict[str, Source]:
+    """The tensors of a GGUF file by the names they have in Hugging Face's checkpoints.
+
+    Args:
+        architecture: The file's ``general.architecture``.
+        tensors: The names of its tensors. Where they come with shapes (``[out, in]``, the
+            reverse of GGUF's order) it is checked that their layouts fit.
+        metadata: Its metadata, for the counts of layers, heads and experts.
+        path: The file, for messages.
+
+    Returns:
+        Name → where it comes from, in the order of ``tensors``. Stacked experts are one entry
+        each.
+
+    Raises:
+        UnsupportedModelError: The architecture has no table; the message lists those that do.
+        CheckpointMismatchError: Tensors are not in the table; the message names them.
+        CheckpointFormatError: A count is missing or wrong, two tensors are the same one, or a
+            shape does not go with its layout.
+
+    Example:
+        >>> metadata = {"llama.block_count": 1, "llama.attention.head_count": 4}
+        >>> found = hf_names("llama", ["blk.0.attn_q.weight"], metadata)
+        >>> found["model.layers.0.self_attn.q_proj.weight"]
+        Source(tensor='blk.0.attn_q.weight', layout=Permuted(heads=4))
+    """
+    table = _find(architecture, path)
+    counts = _Counts(settings(metadata, architecture, path))
+    ignored = frozenset() if architecture in _NO_ROPE else IGNORED
+    found: dict[str, Source] = {}
+    unknown = []
+    for tensor in tensors:
+        if _generic(tensor) in ignored:
+            continue
+        entries = list(_entries(table, tensor, counts))
+        if not entries:
+            unknown.append(tensor)
+        elif isinstance(tensors, Mapping):
+            _check_shape(tensor, entries[0][1], tensors[tensor], path)
+        for name, layout in entries:
+            if name in found:
+                raise CheckpointFormatError(
+                    f"'{found[name].tensor}' and '{tensor}' are both '{name}'", path=path
+                )
+            found[name] = Source(tensor, layout)
+    if unknown:
+        raise CheckpointMismatchError(
+            f"tensors that a {architecture} model does not have: {some(unknown)}", path=path
+        )
+    return found
+
+
+def _find(architecture: str, path: Any) -> Table:
+    table = ARCHITECTURES.get(architecture)
+    if table is None:
+        known = ", ".join(ARCHITECTURES)
+        what = f"the GGUF architecture {architecture[:80]!r} (there are {known})"
+        raise unsupported(what, path)
+    return table
+
+
+class _Counts:
+    """What layouts need of the metadata, looked up when a tensor asks for it."""
+
+    def __init__(self, given: Settings):
+        self._given = given
+        self.layers: int = given.count("block_count", maximum=MAX_LAYERS)
+
+    def experts(self) -> int:
+        return self._given.count("expert_count", maximum=MAX_EXPERTS)
+
+    def layout(self, what: Layout | str, expert: int) -> Layout:
+        if isinstance(what, Layout):
+            return what
+        if what == QUERIES:
+            return Permuted(self._given.count("attention.head_count"))
+        if what == KEYS:
+            heads = self._given.count("attention.head_count_kv", None)
+            return self.layout(QUERIES, expert) if heads is None else Permuted(heads)
+        parts = {STACK: (0, 1), GATES: (0, 2), UPS: (1, 2)}[what]
+        return Expert(expert, self.experts(), *parts)
+
+
+def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, Layout]]:
+    """(name, layout) of each tensor that a GGUF tensor is; none if it is unknown."""
+    match = _NAME.fullmatch(tensor)
+    if match is None:
+        return
+    layer, stem, expert, suffix = match.groups()
+    key = ("blk.*." if layer else "") + stem + (".#" if expert else "")
+    if layer and int(layer) >= counts.layers:
+        return
+    if expert and not (key in table and int(expert) < counts.experts()):
+        return
+    for rule in table.get(key, ()):
+        name = rule.name.replace("*", layer or "", 1) + f".{suffix}"
+        what = rule.layout
+        if suffix == "bias" and isinstance(what, (Transposed, Plus)):
+            what = Same()  # a vector has no columns, and nothing was added to a bias
+        if isinstance(what, str) and "#" in name:
+            for i in range(counts.experts()):
+                yield name.replace("#", str(i)), counts.layout(what, i)
+        else:
+            yield name.replace("#", expert or ""), counts.layout(what, 0)
+
+
+def _generic(tensor: str) -> str:
+    return re.sub(rf"\Ablk\.{_INDEX}\.", "blk.*.", tensor)
+
+
+def _check_shape(tensor: str, layout: Layout, shape: Sequence[int], path: Any) -> None:
+    try:
+        layout.shape(tuple(shape))
+    except CheckpointFormatError as error:
+        raise CheckpointFormatError(
+            error.problem, path=path, tensor=tensor, expected=error.expected, found=error.found
+        ) from None

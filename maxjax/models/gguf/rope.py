@@ -1,0 +1,130 @@
+"""Floor 5. How a GGUF file says that rope is stretched → ``rope_scaling`` as Hugging Face has it.
+
+Below: metadata. Above: config.
+
+Sources: ``TextModel.set_gguf_parameters`` and ``LlamaModel.generate_extra_tensors`` of llama.cpp's
+converter; for keys that only old files have, its reader of hyperparameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointFormatError, UserInputError
+from .metadata import Settings
+
+# What Llama 3.1 and 3.2 were made with. The file holds divisors only, not these.
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def rope_scaling(
+    given: Settings, head_dim: int, theta: float, factors: np.ndarray | None
+) -> dict[str, Any] | None:
+    """The content of ``rope_scaling``, None where rope is not stretched.
+
+    Args:
+        given: The settings of the file's architecture.
+        head_dim: Width of a head.
+        theta: The base of rope.
+        factors: The values of ``rope_freqs.weight``, None where there is no such tensor.
+    """
+    kind = given.text("rope.scaling.type", "linear")
+    old = given.number("rope.scale_linear", 1.0, positive=False)
+    factor = given.number("rope.scaling.factor", old, positive=False) or 1.0
+    if factors is not None:
+        if factor != 1.0:
+            raise given.unsupported("rope that both a factor and rope_freqs.weight stretch")
+        return _divided(given, head_dim, theta, _checked(factors, head_dim, given))
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return _yarn(given, factor)
+    raise given.unsupported(f"rope scaling of type {kind[:80]!r}")
+
+
+def _yarn(given: Settings, factor: float) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    found["original_max_position_embeddings"] = given.count("rope.scaling.original_context_length")
+    for key, suffix in (
+        ("attention_factor", "yarn_attn_factor"),
+        ("beta_fast", "yarn_beta_fast"),
+        ("beta_slow", "yarn_beta_slow"),
+    ):
+        value = given.number(f"rope.scaling.{suffix}", None)
+        if value is not None:
+            found[key] = value
+    return found
+
+
+def _checked(factors: Any, head_dim: int, given: Settings) -> np.ndarray:
+    factors = np.asarray(factors, np.float64)
+    if factors.shape != (head_dim // 2,):
+        raise CheckpointFormatError(
+            "not one divisor for each pair of features",
+            path=given.path,
+            tensor="rope_freqs.weight",
+            expected=f"shape [{head_dim // 2}]",
+            found=f"shape {list(factors.shape)}",
+        )
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointFormatError(
+            "a divisor is not a positive number", path=given.path, tensor="rope_freqs.weight"
+        )
+    return factors
+
+
+def _divided(
+    given: Settings, head_dim: int, theta: float, factors: np.ndarray
+) -> dict[str, Any] | None:
+    """Rope whose frequencies have a divisor each: Llama 3's if they are those, else as they are."""
+    if (factors == 1).all():
+        return None
+    largest = round(float(factors.max()), 4)
+    if np.allclose(factors, llama3_factors(head_dim, theta, largest), rtol=1e-4, atol=0):
+        return {"rope_type": "llama3", "factor": largest, **LLAMA3}
+    # LongRoPE is the one kind that lists divisors. With both lists equal and no factor on cos and
+    # sin, nothing of it depends on the length.
+    listed = [float(factor) for factor in factors]
+    return {
+        "rope_type": "longrope",
+        "short_factor": listed,
+        "long_factor": listed,
+        "original_max_position_embeddings": given.count("context_length"),
+        "attention_factor": 1.0,
+    }
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
+    """The divisor of each frequency in Llama 3.1 and 3.2 (arXiv:2407.21783): float64 [head_dim // 2].
+
+    Example:
+        >>> llama3_factors(8, 500000.0, 8.0).round(3)
+        array([1.   , 1.   , 2.695, 8.   ])
+    """
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    speeds = theta ** -(np.arange(0, head_dim - 1, 2) / head_dim)
+    turns = LLAMA3["original_max_position_embeddings"] * speeds / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def required(factors: np.ndarray | None, tensors: Any) -> np.ndarray | None:
+    """The factors, which the caller must have read if the file has them.
+
+    Raises:
+        UserInputError: It has, and they were not passed.
+    """
+    if "rope_freqs.weight" not in tensors:
+        return None
+    if factors is None:
+        raise UserInputError("the file stretches rope: pass the values of its 'rope_freqs.weight'")
+    return factors

@@ -1,0 +1,14 @@
+"""Floor 1. ggml's quantised blocks: their layouts as data, and how they become float32.
+
+Below: the files of this folder. Above: gguf.
+"""
+
+from .decoded import Decoded as Decoded
+from .decoders import DECODERS as DECODERS
+from .decoders import decode as decode
+from .decoders import decode_into as decode_into
+from .layout import LAYOUTS as LAYOUTS
+from .layout import Field as Field
+from .layout import Layout as Layout
+from .layout import layout_of as layout_of
+from .layout import swap_blocks as swap_blocks
