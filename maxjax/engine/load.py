@@ -18,10 +18,10 @@ import numpy as np
 from ..dtype import DType
 from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
 from ..graph import Model, compile_cache
-from ..graph.weights import Weights, load_weights
+from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import PretrainedModel, build, config_beside
-from .pooling import read_pooling
-from .tokenizer import Tokenizer, load_tokenizer
+from .pooling import gguf_pooling, read_pooling
+from .tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 
 
 @overload
@@ -56,10 +56,10 @@ def load(
     """Opens a checkpoint and loads its model.
 
     Args:
-        path: A directory with ``config.json`` and weights, or a file of weights with
-            ``config.json`` beside it.
+        path: A directory with ``config.json`` and weights, a file of weights with
+            ``config.json`` beside it, or a GGUF file, whose metadata has all of it.
         dtype: Of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
-            keeps the checkpoint's.
+            keeps the checkpoint's, and the blocks of quantised weights packed.
         reduce_dtype: What norms, softmax and pooling are computed in. With
             ``"bfloat16"`` as well as ``dtype="bfloat16"`` everything is in 16 bits.
         mesh: Where the weights go (``make_mesh``): each device's part is read by itself.
@@ -85,15 +85,21 @@ def load(
     pooling, place = read_pooling(directory)
     if path.is_dir():
         path = directory = place
-    if config is None:  # looked for first: without it, whatever else is there is of no use
+    if config is None and not _has_gguf(path):  # without it, whatever else is there is of no use
         config = config_beside(path)
     with load_weights(path) as weights:
         if wanted is None:
             _refuse_float64(weights)
+        if config is None and not isinstance(weights, GGUFWeights):
+            config = config_beside(path)
         model = build(weights, config, wanted, reduce_dtype=reduce)
         if mesh is not None:
             model.to(mesh)
-        tokenizer = load_tokenizer(directory)
+        if isinstance(weights, GGUFWeights):
+            tokenizer = gguf_tokenizer(weights.metadata, path=path) or load_tokenizer(directory)
+            pooling = gguf_pooling(weights.metadata, path=path) or pooling
+        else:
+            tokenizer = load_tokenizer(directory)
         if pooling is not None:
             model.pooling = pooling
         cast = wanted is not None
@@ -104,6 +110,13 @@ def load(
             program = pool.submit(model.compile, *compile)
             model.load_state_dict(weights, cast=cast)
     return model, tokenizer, program.result()
+
+
+def _has_gguf(path: Path) -> bool:
+    """Whether it is a GGUF file, or a directory of such."""
+    if path.is_dir():
+        return any(file.suffix == ".gguf" for file in path.iterdir())
+    return path.suffix == ".gguf"
 
 
 def _float_type(option: str, dtype: Any) -> DType:

@@ -7,7 +7,7 @@ What to do is written in the files that sentence-transformers puts beside a mode
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..errors import CheckpointFormatError, CheckpointUnsafeError
 from ..models.config import ModelConfig, read_object, setting
+from ..models.gguf import pooling
 from ..storage.jsontext import load_json
 
 
@@ -193,6 +194,28 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         unsupported,
     )
     return found, transformer
+
+
+# What llama.cpp's kinds are called here.
+_GGUF_MODES = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+
+
+def gguf_pooling(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> Pooling | None:
+    """What the metadata of a GGUF file says; None when it says nothing.
+
+    Embeddings are scaled to length 1, which llama.cpp does unless it is told otherwise.
+
+    Raises:
+        CheckpointFormatError: A kind that nobody knows.
+    """
+    mode = pooling(metadata, path=path)
+    if mode is None:
+        return None
+    if mode not in _GGUF_MODES:
+        return Pooling(unsupported=f"the pooling {mode!r} of the GGUF file")
+    return Pooling((_GGUF_MODES[mode],), normalize=True)
 
 
 def _modules(file: Path) -> list[_Module]:

@@ -6,9 +6,10 @@ what it raises is turned into maxjax's own errors here. Above: load, embed.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from ..errors import CheckpointFormatError, CheckpointMissingError, UserInputError
 from ..models.config import read_object
+from ..models.gguf import tokenizer_json
 from ..storage.files import Limits
 from ..storage.jsontext import load_json, read_json_bytes
 
@@ -146,6 +148,29 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
         pad_id = backend.padding["pad_id"]
     max_length = _max_length(settings, directory / "tokenizer_config.json")
     return Tokenizer(backend, pad_id=pad_id or 0, max_length=max_length)
+
+
+def gguf_tokenizer(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> Tokenizer | None:
+    """The tokenizer in the metadata of a GGUF file, or None when there is none.
+
+    Raises:
+        UnsupportedModelError: It is of a kind that is not rebuilt from metadata yet.
+        CheckpointFormatError: A key is missing or wrong; names it.
+    """
+    if "tokenizer.ggml.model" not in metadata:
+        return None
+    document = tokenizer_json(metadata, path=path)
+    import tokenizers
+
+    try:
+        backend = _guarded(tokenizers.Tokenizer.from_str, json.dumps(document))
+    except UserInputError as error:
+        raise CheckpointFormatError("not a tokenizer", path=path, found=error) from None
+    pad = metadata.get("tokenizer.ggml.padding_token_id", 0)
+    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    return Tokenizer(backend, pad_id=int(pad), max_length=int(length) if length else None)
 
 
 def _backend(file: Path) -> Any:

@@ -175,7 +175,7 @@ class BertAttention(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """The columns that belong to a device's heads."""
-        heads, size = self.self.num_heads, int(self.output.dense.weight.shape[1])
+        heads, size = self.self.num_heads, int(self.output.dense.weight.logical_shape[1])
         columns = ShardingStrategy.head_aware_columnwise(1, heads, size // heads)
         return linear_rules("output.dense", columns)
 

@@ -30,9 +30,10 @@ from .scratch import Scratch, add, fill_product, nibbles
 
 def q1_0(blocks: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
     d, qs = LAYOUTS["Q1_0"].split(blocks)
-    set_ = np.unpackbits(qs, axis=1, bitorder="little").view(bool)
-    d = d.astype(np.float32)[:, None]
-    out[...] = np.where(set_, d, -d)
+    values = np.unpackbits(qs, axis=1, bitorder="little")
+    values *= 2
+    values -= 1
+    fill_product(out, values.view(np.int8), d.astype(np.float32))
 
 
 def q2_0(blocks: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
