@@ -1,4 +1,4 @@
-"""Floor 7. The command line: ``maxjax inspect``, ``maxjax plan``, ``maxjax embed``, ``maxjax env``.
+"""Floor 7. The command line: ``maxjax inspect``, ``verify``, ``plan``, ``embed``, ``env``.
 
 The result goes to stdout and nothing else does; an error is one line on stderr
 (``--debug`` shows the traceback). Exit codes: 0 done, 1 failed (or planned, and it does not
@@ -10,6 +10,7 @@ heavy is imported inside the command that needs it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import math
@@ -25,6 +26,9 @@ from .cli_plan import plan, plan_arguments
 from .columns import columns, visible
 from .errors import CheckpointError, UnsupportedModelError, UserInputError
 
+# Items of a list of metadata that `inspect` shows.
+_SHOWN_ITEMS = 16
+_SHOWN_CHARACTERS = 80
 # What a user can meet without a defect in maxjax: the message alone says enough.
 EXPECTED = (CheckpointError, UserInputError, UnsupportedModelError, OSError, MemoryError)
 
@@ -78,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, run, text in (
         ("inspect", inspect, "list the tensors of a checkpoint; reads headers only"),
+        ("verify", verify, "read all of a checkpoint and compare its checksums; 0 if it is sound"),
         ("plan", plan, "what a checkpoint takes on the devices of a mesh; reads headers only"),
         ("embed", embed, "embed texts; one JSON line for each, or a .npy file"),
         ("env", env, "show versions, devices and caches"),
@@ -108,8 +113,8 @@ def inspect(options: argparse.Namespace) -> Iterable[str]:
         tensors = [
             {
                 "name": entry.name,
-                "dtype": entry.dtype.name,
-                "shape": list(entry.shape),
+                "dtype": entry.encoding or entry.dtype.name,
+                "shape": _logical(entry),
                 "bytes": entry.nbytes,
                 "file": files[entry.file]["path"],
             }
@@ -117,7 +122,7 @@ def inspect(options: argparse.Namespace) -> Iterable[str]:
         ]
         document = {
             "format": table.format,
-            "metadata": dict(table.metadata),
+            "metadata": {key: _plain(value) for key, value in table.metadata.items()},
             "files": files,
             "tensors": tensors,
             "totals": _totals(tensors),
@@ -125,6 +130,60 @@ def inspect(options: argparse.Namespace) -> Iterable[str]:
     finally:
         table.close()
     return [json.dumps(document, indent=1)] if options.json else _inspect_table(document)
+
+
+def _logical(entry: Any) -> list[int]:
+    """The shape of a tensor counted in weights, where it is packed in blocks."""
+    if entry.encoding is None:
+        return list(entry.shape)
+    from .graph.quantization import QuantizationEncoding
+
+    encoding = QuantizationEncoding(entry.encoding)
+    *rows, nbytes = entry.shape
+    return [*rows, nbytes // encoding.block_size * encoding.elements_per_block]
+
+
+def _plain(value: Any) -> Any:
+    """A value of a file's metadata as JSON has it; a vocabulary is counted, not shown."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, list):
+        return items
+    if len(items) > _SHOWN_ITEMS:
+        return {"items": len(items), "first": [_plain(item) for item in items[:3]]}
+    return [_plain(item) for item in items]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['items']:,} items: {', '.join(map(str, value['first']))[:40]} …"
+    text = visible(str(value))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+
+
+# --- maxjax verify ------------------------------------------------------------------------
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="+", help="a file, a directory, an index, or several files")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def verify(options: argparse.Namespace) -> Iterable[str]:
+    """Reads every tensor, compares the checksums there are, and says so; exit code 1 if one is wrong.
+
+    The structure is checked in any format; checksums are in PyTorch's and NumPy's archives.
+    """
+    from .storage.index import open_checkpoint
+    from .storage.verify import verify as verify_table
+
+    with open_checkpoint(options.path if len(options.path) > 1 else options.path[0]) as table:
+        found, format = verify_table(table), table.format
+    if options.json:
+        return [json.dumps({"sound": True, "format": format} | dataclasses.asdict(found), indent=1)]
+    sums = f"{found.checksums} checksums agree" if found.checksums else "it has no checksums"
+    return [
+        f"sound: {format}, {found.tensors:,} tensors, {found.nbytes:,} bytes, {found.files} files; {sums}"
+    ]
 
 
 def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,6 +201,10 @@ def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
+    if document["metadata"]:
+        rows = [[visible(key), _short(value)] for key, value in document["metadata"].items()]
+        yield from columns([["metadata", "value"], *rows], right=set())
+        yield ""
     yield from columns(
         [["name", "dtype", "shape", "bytes", "file"]]
         + [
@@ -286,6 +349,6 @@ def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
 
 
 _ARGUMENTS = {
-    "inspect": _inspect_arguments, "plan": plan_arguments, "embed": _embed_arguments,
+    "inspect": _inspect_arguments, "verify": _verify_arguments, "plan": plan_arguments, "embed": _embed_arguments,
     "env": _env_arguments,
 }  # fmt: skip

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 
+import gguf
 import numpy as np
 import pytest
 
@@ -311,3 +313,56 @@ def test_env():
 def test_env_json():
     found = json.loads(succeeds("env", "--json"))
     assert found["versions"]["jax"] and found["devices"][0]["platform"] == "cpu"
+
+
+# --- verify, and formats ------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive(tmp_path):
+    path = tmp_path / "w.npz"
+    np.savez(path, a=np.arange(6, dtype=np.float32), b=np.ones((2, 3), np.int8))
+    return path
+
+
+def test_verify_says_what_it_looked_at(archive):
+    said = succeeds("verify", archive).strip()
+    assert said == "sound: npz, 2 tensors, 30 bytes, 1 files; 2 checksums agree"
+    found = json.loads(succeeds("verify", archive, "--json"))
+    assert found == {
+        "sound": True, "format": "npz", "tensors": 2, "nbytes": 30, "files": 1, "checksums": 2,
+    }  # fmt: skip
+
+
+def test_verify_of_a_format_without_checksums(minilm):
+    assert "it has no checksums" in succeeds("verify", minilm)
+
+
+def test_verify_finds_a_flipped_bit(archive):
+    content = bytearray(archive.read_bytes())
+    content[content.index(np.float32(5).tobytes())] ^= 1
+    archive.write_bytes(content)
+    error = fails("verify", archive)
+    assert "tensor 'a'" in error and "CRC-32" in error
+
+
+def test_inspect_of_a_gguf_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("a \x1b[31mname")
+    writer.add_token_list([f"t{i}" for i in range(40)])
+    writer.add_tensor("w", np.zeros((2, 36), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+    writer.add_tensor("v", np.zeros(3, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    said = succeeds("inspect", path)
+    assert "\x1b" not in said and "40 items: t0, t1, t2 …" in said
+    assert re.search(r"^w +Q4_0 +2x64 +72 ", said, re.MULTILINE)
+    found = json.loads(succeeds("inspect", path, "--json"))
+    assert found["format"] == "gguf" and found["metadata"]["general.architecture"] == "llama"
+    assert found["metadata"]["tokenizer.ggml.tokens"] == {"items": 40, "first": ["t0", "t1", "t2"]}
+    assert {row["dtype"]: row["values"] for row in found["totals"]} == {
+        "Q4_0": 128, "float32": 3, "all": 131,
+    }  # fmt: skip

@@ -32,7 +32,7 @@ FLOORS: list[list[str]] = [
     + files("storage/", "deflate zip_end zip_directory zip npy_text npy npz")
     + files("storage/", "pickle_values pickle_reader pickles")
     + files("storage/", "pytorch_names pytorch_tensors pytorch_tree pytorch_legacy pytorch")
-    + files("storage/", "safetensors shards index __init__"),
+    + files("storage/", "safetensors shards index verify __init__"),
     # 2 kernels: arithmetic on values
     ["kernels/"],
     # 3 graph: what a weight is and where it lives

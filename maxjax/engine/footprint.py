@@ -24,6 +24,7 @@ from ..errors import (
     UserInputError,
 )
 from ..graph.placement import Placed, axis_of, by_pattern, check_mesh, mesh_of, place
+from ..graph.quantization import QuantizationEncoding
 from ..graph.shape import StaticDim
 from ..graph.stacked_weight import StackedWeight
 from ..graph.weights import GGUFWeights, Weights
@@ -47,6 +48,7 @@ class Held(NamedTuple):
         spec: For each axis, the axes of the mesh it is split over.
         parts: How many parts it is split into; 0 for one in the memory of the host.
         why: One phrase for people.
+        encoding: The blocks that it is packed in, if it is; ``shape`` is then in bytes.
     """
 
     names: Sequence[str]
@@ -55,6 +57,20 @@ class Held(NamedTuple):
     spec: PartitionSpec
     parts: int
     why: str
+    encoding: QuantizationEncoding | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the encoding or the dtype."""
+        return self.dtype.name if self.encoding is None else self.encoding.value
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape counted in weights."""
+        if self.encoding is None:
+            return self.shape
+        *rows, nbytes = self.shape
+        return (*rows, nbytes // self.encoding.block_size * self.encoding.elements_per_block)
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +132,7 @@ def _planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list[He
     """As ``module.to(mesh, rules=rules)`` would place it."""
     return [
         Held(_names(one.name, one.holder), one.shape, _dtype(one.holder, dtype),
-             one.placed.spec, _parts(one.placed.spec, mesh), one.placed.why)
+             one.placed.spec, _parts(one.placed.spec, mesh), one.placed.why, _packing(one.holder))
         for one in plan_places(module, mesh, None, rules)
     ]  # fmt: skip
 
@@ -140,7 +156,14 @@ def _lying(name: str, holder: Any, dtype: DType | None) -> Held:
         spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[int(stacked) :])
         if where.memory_kind not in (None, "device"):
             parts, why = 0, f"{why}; in the memory of the host ({where.memory_kind})".lstrip("; ")
-    return Held(_names(name, holder), shape, _dtype(holder, dtype), spec, parts, why)
+    return Held(
+        _names(name, holder), shape, _dtype(holder, dtype), spec, parts, why, _packing(holder)
+    )
+
+
+def _packing(holder: Any) -> QuantizationEncoding | None:
+    template = holder.template if isinstance(holder, StackedWeight) else holder
+    return template._packing
 
 
 def _names(name: str, holder: Any) -> Sequence[str]:
@@ -245,12 +268,12 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
             check_mesh(mesh)
         found = []
         for (_, shape, logical, own, encoding, given, _), (members, wish) in groups.items():
-            block, stored = (encoding.elements_per_block if encoding else 1), own
+            block, stored, packing = (encoding.elements_per_block if encoding else 1), own, encoding
             if dtype is not None and (encoding or own.is_float()):
-                shape, block, stored = logical, 1, dtype  # decoded, and rounded
+                shape, block, stored, packing = logical, 1, dtype, None  # decoded, and rounded
             placed = _placed(members[0], logical, wish, mesh, given, block)
             parts = 1 if mesh is None else _parts(placed.spec, mesh)
-            found.append(Held(members, shape, stored, placed.spec, parts, placed.why))
+            found.append(Held(members, shape, stored, placed.spec, parts, placed.why, packing))
         return found
 
     note = () if config is not None else (

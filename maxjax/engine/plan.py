@@ -137,7 +137,7 @@ def _kinds(held: list[Held]) -> list[Kind]:
     rows: dict[tuple[Any, ...], list[int]] = {}
     for one in held:
         spec = str(tuple(one.spec))
-        key = (names.generic(one.names[0]), one.dtype.name, one.shape, spec, one.why)
+        key = (names.generic(one.names[0]), one.kind, one.logical_shape, spec, one.why)
         sums = rows.setdefault(key, [0, 0, 0])
         count = len(one.names)
         for i, value in enumerate((1, one.nbytes, one.nbytes_per_device)):
