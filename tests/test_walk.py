@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.test_load_gguf import write
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -21,11 +23,24 @@ def run_blocks(file, **names):
     return names
 
 
-def test_the_readme_runs(minilm):
+@pytest.fixture
+def gguf_file(minilm, tmp_path, monkeypatch):
+    """The GGUF file that the pages speak of, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "minilm-q8_0.gguf", minilm, "Q8_0")
+
+
+def test_the_readme_runs(minilm, gguf_file):
     names = run_blocks(ROOT / "README.md", path=str(minilm))
     assert names["query"].exists()
     assert names["out"].last_hidden_state.shape == (1, 8, 384)
     assert list(names["model"].state_dict())[-1] == "layers.99.weight"
+
+
+def test_the_page_of_formats_runs(gguf_file):
+    names = run_blocks(ROOT / "docs" / "formats.md")
+    assert names["data"].quantization_encoding.value == "Q8_0"
+    assert names["data"].logical_shape == [384, 384] and names["data"].shape == [384, 408]
 
 
 @pytest.mark.parametrize("page", ["compile-once", "export", "placement"])

@@ -38,6 +38,7 @@ def write(path, directory, kind="F32"):
     writer.add_tokenizer_model("bert")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
+    writer.add_token_type_count(2)
     gguf.SpecialVocab(directory, n_vocab=len(tokens)).add_to_gguf(writer, quiet=True)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 6)
     for name, values in tensors.items():
