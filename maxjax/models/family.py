@@ -26,6 +26,9 @@ from ..nn.linear import Linear
 from .config import ModelConfig
 from .gguf import hf_tensors
 
+# Layers whose arithmetic takes packed weights.
+_TAKES_BLOCKS = (Linear, Embedding)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -143,7 +146,12 @@ class PretrainedModel(Module):
         Only layers whose arithmetic takes blocks keep them; of stacked layers only those that
         are packed alike.
         """
-        packs = {id(m.weight) for _, m in self.named_modules() if type(m) in (Linear, Embedding)}
+        modules = [m for _, m in self.named_modules()]
+        packs = {
+            id(m.weight)
+            for m in modules
+            if isinstance(m, _TAKES_BLOCKS) and type(m) in _TAKES_BLOCKS
+        }
         for name, weight in self.raw_state_dict().items():
             data = found.get(name)
             if data is None:

@@ -97,8 +97,8 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
         if entry.coding is None:
             jobs.extend(_plan(table.files[entry.file], entry, needed))
         else:
-            parts = [(t.region[:-1], t.array.view(entry.dtype.np)[..., 0]) for t in needed]
-            jobs.extend(coded_jobs(table.files[entry.file], entry, parts))
+            regions = [(t.region[:-1], t.array.view(entry.dtype.np)[..., 0]) for t in needed]
+            jobs.extend(coded_jobs(table.files[entry.file], entry, regions))
     jobs.sort(key=_place)
     read = sum(run_jobs(_execute, jobs, nbytes, threads))
     for number in {table.entries[name].file for name in targets}:
@@ -111,7 +111,7 @@ def _place(job: _Job | CodedJob) -> Any:
 
 
 def _execute(job: _Job | CodedJob) -> int:
-    return _read(job) if type(job) is _Job else job.run()
+    return job.run() if isinstance(job, CodedJob) else _read(job)
 
 
 # --- what is asked for ------------------------------------------------------------------------
