@@ -2,15 +2,14 @@
 
 Every format's parser gives one of these: validated entries and open files, no data yet.
 Reading is positioned reads, in parallel, into aligned memory of our own; never a mapping,
-which would die with the file. Below: files, entry. Above: regions, the formats, graph.weights.
+which would die with the file. Below: files, entry, checksums. Above: regions, the formats,
+graph.weights.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..dtype import DType
-from ..errors import (
-    CheckpointCorruptError,
-    OutOfMemoryError,
-)
+from ..errors import OutOfMemoryError
+from .checksums import Sum, is_summed_with_data
 from .entry import Checksum, CodedJob, TensorEntry, check_bool, coded_jobs, fill, whole
 from .files import ALIGNMENT, OpenFile, aligned_empty
 
@@ -35,8 +32,6 @@ SMALL_BYTES = 128 << 10
 SLAB_BYTES = 4 << 20
 # Parts of one scattered read; the system's own bound (IOV_MAX) is 1024.
 SCATTER = 512
-# What a checksum is computed of at a time: it fits the cache.
-CHECKED_BYTES = 1 << 20
 # Below this a pool of threads costs more than it saves.
 PARALLEL_BYTES = 8 << 20
 
@@ -73,7 +68,6 @@ class TensorTable:
         self.entries = entries
         self.metadata = metadata or {}
         self._sound: set[tuple[int, Checksum]] = set()
-        self._lock = threading.Lock()
 
     def read(self, name: str) -> np.ndarray:
         """The tensor ``name``: owned, C-contiguous, at a multiple of 64 bytes.
@@ -104,10 +98,18 @@ class TensorTable:
         """
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
-        self.check(entries, threads=threads)
-        arrays, jobs = _plan(entries, self.files)
+        sums, others = {}, []
+        for users in self._unchecked(entries).values():
+            if complete := next(filter(is_summed_with_data, users), None):
+                sums[complete.name] = Sum(self.files[complete.file], complete)
+            else:
+                others.append(users[0])
+        self.check(others, threads=threads)
+        arrays, jobs = _plan(entries, self.files, sums)
         nbytes = sum(array.nbytes for array in arrays.values())
         run_jobs(_run, jobs, nbytes, threads)
+        self._compare(sums.values())
+        # Last: nothing is read after it.
         for number in {entry.file for entry in entries}:
             self.files[number].check_unchanged()
         return {entry.name: arrays[entry.name] for entry in entries}
@@ -117,17 +119,29 @@ class TensorTable:
 
         Raises:
             CheckpointCorruptError: They differ.
+            CheckpointChangedError: They differ, and the file was written to since it was opened.
         """
-        wanted = {(e.file, e.checksum): e for e in entries if e.checksum and e.nbytes}
-        with self._lock:
-            jobs = [
-                _Check(self.files[key[0]], entry)
-                for key, entry in wanted.items()
-                if key not in self._sound
-            ]
-        run_jobs(_run, jobs, sum(job.entry.nbytes for job in jobs), threads)
-        with self._lock:
-            self._sound.update(wanted)  # type: ignore[arg-type]
+        sums = [Sum(self.files[of[0].file], of[0]) for of in self._unchecked(entries).values()]
+        jobs = [block for one in sums for block in one.blocks(BLOCK_BYTES)]
+        run_jobs(_run, jobs, sum(job.nbytes for job in jobs), threads)
+        self._compare(sums)
+
+    def _unchecked(
+        self, entries: Iterable[TensorEntry]
+    ) -> dict[tuple[int, Checksum], list[TensorEntry]]:
+        """Each checksum that was not compared yet, with the file's number, and whose it is."""
+        found: dict[tuple[int, Checksum], list[TensorEntry]] = {}
+        for entry in entries:
+            if entry.checksum is not None and entry.nbytes:
+                key = entry.file, entry.checksum
+                if key not in self._sound:
+                    found.setdefault(key, []).append(entry)
+        return found
+
+    def _compare(self, sums: Iterable[Sum]) -> None:
+        for one in sums:
+            one.compare()
+            self._sound.add((one.entry.file, one.checksum))
 
     def close(self) -> None:
         """Closes the files. Arrays that were read stay valid."""
@@ -152,7 +166,8 @@ class TensorTable:
 class _Job:
     """One positioned read: ``views`` take the file's bytes from ``offset`` on, in turn.
 
-    Several entries: one view each. One entry: one block of it, ``start`` bytes in.
+    Several entries: one view each. One entry: one block of it, ``start`` bytes in, and ``sum``
+    its checksum if that is still to be compared.
     """
 
     file: OpenFile
@@ -160,9 +175,12 @@ class _Job:
     entries: list[TensorEntry]
     views: list[np.ndarray]
     start: int = 0
+    sum: Sum | None = None
 
     def run(self) -> None:
         """Reads it."""
+        if self.sum is not None:
+            return self.sum.read(self.offset, self.views[0].size, memoryview(self.views[0]))
         views = [memoryview(view) for view in self.views]
         wanted = sum(map(len, views))
         got = self.file.pread_some(views, self.offset, tensor=self.entries[0].name)
@@ -175,36 +193,8 @@ class _Job:
                 check_bool(self.file, entry, self.start, view)
 
 
-@dataclass(slots=True)
-class _Check:
-    """The comparison of one checksum, that of ``entry``."""
-
-    file: OpenFile
-    entry: TensorEntry
-
-    def run(self) -> None:
-        """Reads all that it is of."""
-        sum_of = self.entry.checksum
-        assert sum_of is not None
-        block, crc = aligned_empty(min(CHECKED_BYTES, sum_of.nbytes)), 0
-        for start in range(0, sum_of.nbytes, CHECKED_BYTES):
-            view = memoryview(block)[: sum_of.nbytes - start]
-            self.file.pread_into(view, sum_of.offset + start, tensor=self.entry.name)
-            crc = zlib.crc32(view, crc)
-        if crc != sum_of.crc:
-            raise CheckpointCorruptError(
-                f"the bytes of {sum_of.name} are not those that were written",
-                path=self.file.path,
-                tensor=self.entry.name,
-                offset=sum_of.offset,
-                expected=f"CRC-32 {sum_of.crc:08x}",
-                found=f"{crc:08x}",
-                hint="The file was damaged on its way or on the disk: fetch it again.",
-            )
-
-
 def _plan(
-    entries: list[TensorEntry], files: list[OpenFile]
+    entries: list[TensorEntry], files: list[OpenFile], sums: dict[str, Sum]
 ) -> tuple[dict[str, np.ndarray], list[_Job | CodedJob]]:
     """The arrays, still empty, and the reads that fill them, in the order of the files."""
     arrays: dict[str, np.ndarray] = {}
@@ -222,14 +212,14 @@ def _plan(
         length = -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         if length > SMALL_BYTES:
             memory = _allocate(entry.nbytes, entry, files)
-            jobs.extend(_blocks(entry, files[entry.file], memory))
+            jobs.extend(_blocks(entry, files[entry.file], memory, sums.get(entry.name)))
         else:
             if used + length > len(slab):
                 nbytes = SLAB_BYTES if len(entries) > 1 else length
                 slab, used = _allocate(nbytes, entry, files), 0
             memory = slab[used : used + entry.nbytes]
             used += length
-            _append_small(jobs, entry, files[entry.file], memory)
+            _append_small(jobs, entry, files[entry.file], memory, sums.get(entry.name))
         arrays[entry.name] = memory.view(entry.dtype.np).reshape(entry.shape)
     return arrays, jobs
 
@@ -245,24 +235,29 @@ def _allocate(nbytes: int, entry: TensorEntry, files: list[OpenFile]) -> np.ndar
         ) from error
 
 
-def _blocks(entry: TensorEntry, file: OpenFile, memory: np.ndarray) -> Iterable[_Job]:
+def _blocks(
+    entry: TensorEntry, file: OpenFile, memory: np.ndarray, sum: Sum | None
+) -> Iterable[_Job]:
     for start in range(0, entry.nbytes, BLOCK_BYTES):
         view = memory[start : start + BLOCK_BYTES]
-        yield _Job(file, entry.offset + start, [entry], [view], start)
+        yield _Job(file, entry.offset + start, [entry], [view], start, sum)
 
 
-def _append_small(jobs: list[Any], entry: TensorEntry, file: OpenFile, memory: np.ndarray) -> None:
+def _append_small(
+    jobs: list[Any], entry: TensorEntry, file: OpenFile, memory: np.ndarray, sum: Sum | None
+) -> None:
     """Puts a small tensor into the last read if it lies right behind it, else into its own."""
     if not entry.nbytes:
         return
     last = jobs[-1] if jobs else None
     if type(last) is _Job and last.file is file and last.entries[-1].nbytes <= SMALL_BYTES:
         end = last.entries[-1].offset + last.entries[-1].nbytes
-        if end == entry.offset and len(last.views) < SCATTER:
+        is_plain = last.sum is None and sum is None
+        if is_plain and end == entry.offset and len(last.views) < SCATTER:
             last.entries.append(entry)
             last.views.append(memory)
             return
-    jobs.append(_Job(file, entry.offset, [entry], [memory]))
+    jobs.append(_Job(file, entry.offset, [entry], [memory], sum=sum))
 
 
 # --- reading ----------------------------------------------------------------------------------
