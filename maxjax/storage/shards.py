@@ -2,7 +2,8 @@
 
 The index maps each tensor to the file that holds it. Its file names come from outside and
 may only lead downwards from its own directory; what they lead to there may be a link, as
-in the Hugging Face cache. Below: files, jsontext, safetensors, pytorch, table. Above: index.
+in the Hugging Face cache. Below: files, jsontext, directory, safetensors, pytorch, table.
+Above: index.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..errors import (
     CheckpointUnsafeError,
     some,
 )
+from .directory import fetch_hint
 from .entry import TensorEntry
 from .files import Limits, OpenFile, open_regular, os_error
 from .jsontext import KeyPath, Text, collector_paused, read_json_bytes
@@ -27,7 +29,8 @@ from .safetensors import read_header
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
-_PYTORCH_INDEX = ".bin.index.json"
+# The name may have a variant in it: pytorch_model.bin.index.fp16.json.
+_PYTORCH_INDEX = re.compile(r"\.bin\.index(\.[\w-]+)?\.json\Z")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # What leads out of the directory, on any system that may have written the name.
 _OUTSIDE = re.compile(r"^[/~]|\\|\0|^[A-Za-z][A-Za-z0-9+.-]*:|(^|/)\.\.(/|$)")
@@ -74,7 +77,7 @@ class _Index:
     def __init__(self, path: str | os.PathLike[str], limits: Limits):
         self.path = os.fspath(path)
         self.limits = limits
-        pytorch = self.path.endswith(_PYTORCH_INDEX)
+        pytorch = _PYTORCH_INDEX.search(self.path)
         self.format, self.end = ("pytorch", ".bin") if pytorch else ("safetensors", ".safetensors")
         data = read_json_bytes(self.path, limits)
         self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
@@ -143,7 +146,7 @@ class _Index:
             wanted = "a plain name beside the index"
             raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
         if shard.lower().endswith(_PICKLES) and self.format == "safetensors":
-            cls, problem = CheckpointUnsafeError, "a pickle can run any code and is never opened"
+            cls, problem = CheckpointUnsafeError, "an index of safetensors files names a pickle"
             raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
         parts = shard.split("/")
         longest = max(len(part.encode()) for part in parts)
@@ -192,15 +195,12 @@ class _Index:
             # Links are followed: the user's own cache is made of them.
             return open_regular(shard, dir_fd=handle, shown=shown)
         except CheckpointMissingError as error:
-            part = any(os.path.exists(shown + end) for end in (".incomplete", ".part", ".tmp"))
             name = os.path.basename(self.path)
             raise CheckpointMissingError(
                 f"{error.problem}, but {name} says it holds {self.shards[shard]} of the "
                 f"{len(self.shard_of)} tensors",
                 path=shown,
-                hint="Its download is not complete: fetch it again."
-                if part
-                else "Fetch the missing file.",
+                hint=fetch_hint(shown),
             ) from error
 
     def _sort(
@@ -252,7 +252,9 @@ class _Index:
     def _check_total(self, entries: dict[str, TensorEntry]) -> None:
         says = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
         total = sum(entry.nbytes for entry in entries.values())
-        if says is not None and says != total:
+        # Tensors tied to one another are stored once in PyTorch files, and counted once.
+        places = {(entry.file, entry.offset, entry.nbytes) for entry in entries.values()}
+        if says is not None and says not in (total, sum(place[2] for place in places)):
             _LOG.warning(
                 "%s: total_size is %s but the tensors have %d bytes; ignored",
                 self.path,

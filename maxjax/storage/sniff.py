@@ -1,7 +1,8 @@
 """Floor 1. What a file really is, from its first bytes, whatever it is called.
 
-Used only to explain a refusal: a file is read as what its name says or not at all.
-Below: errors. Above: the parsers, which ask when their own magic does not fit.
+A file is read as what its name says or not at all: this explains the refusal, and says what name
+the file should have. Below: errors. Above: the parsers, which ask when their own magic does not
+fit, and index, which asks about a file whose name says nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
 
 _FETCH = "The download gave an error page instead of the file: fetch it again."
-_CONVERT = "Convert it to safetensors."
+_RENAME = "Rename it so that its name ends in {}."
 _REFETCH = "Fetch the file again."
 
 # What the first bytes say, in the order asked: (pattern, what it is, what to do).
@@ -23,11 +24,15 @@ _SIGNS: list[tuple[re.Pattern[bytes], str, str]] = [
             "git-lfs pointer",
             "The content was not downloaded: run `git lfs pull` in the repository.",
         ),
-        (rb"GGUF|FUGG", "GGUF", "GGUF is not supported yet: use a safetensors version."),
-        (rb"PK(\x03\x04|\x05\x06)", "zip archive", _CONVERT),
-        (rb"\x80[\x02-\x05]|c[a-z_][\w.]*\n\w+\n|\(lp\d|\(dp\d", "pickle", _CONVERT),
-        (rb"\x93NUMPY", "NumPy array (.npy)", _CONVERT),
-        (rb"\x89HDF\r\n", "HDF5", _CONVERT),
+        (rb"GGUF|FUGG", "GGUF", _RENAME.format(".gguf")),
+        (rb"PK(\x03\x04|\x05\x06)", "zip archive", "Unpack it first."),
+        (
+            rb"\x80[\x02-\x05]|c[a-z_][\w.]*\n\w+\n|\(lp\d|\(dp\d",
+            "pickle",
+            "A pickle can run any code: only those of PyTorch are read, and they are not run.",
+        ),
+        (rb"\x93NUMPY", "NumPy array (.npy)", _RENAME.format(".npy")),
+        (rb"\x89HDF\r\n", "HDF5", "Convert it to safetensors."),
         (rb"\x1f\x8b", "gzip", "Decompress it first."),
         (rb"\x28\xb5\x2f\xfd", "zstd", "Decompress it first."),
         (rb"\xfd7zXZ\x00", "xz", "Decompress it first."),
@@ -37,6 +42,14 @@ _SIGNS: list[tuple[re.Pattern[bytes], str, str]] = [
         (rb"\x7fELF", "ELF program", _REFETCH),
     ]
 ]
+
+# A zip archive by the end of its first member's name: what it is, and how its own name should end.
+_ARCHIVES = [
+    ((".pkl", ".format_version", ".storage_alignment", "version"), "PyTorch checkpoint", ".pt"),
+    ((".npy",), "NumPy .npz", ".npz"),
+]
+# What torch.save wrote before version 1.6: protocol 2 and the format's number.
+_PYTORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 # Bytes that ``sniff`` wants to see.
 SNIFF_BYTES = 4096
@@ -57,15 +70,16 @@ def sniff(start: bytes) -> str | None:
 def foreign(path: str, start: bytes, expected: str) -> CheckpointError | None:
     """The error for a file that is recognisably not ``expected``; None when it is not.
 
-    A bare pickle gives CheckpointUnsafeError with the first global it would import.
+    A pickle gives CheckpointUnsafeError with the first global it would import.
     """
     for sign, what, hint in _SIGNS:
         if sign.match(start):
             if what == "pickle":
-                return _pickle(path, start, expected)
-            what = zip_kind(start) if what == "zip archive" else what
+                return _pickle(path, start, expected, hint)
+            if what == "zip archive":
+                what, hint = zip_kind(start), _zip_hint(start) or hint
             return CheckpointFormatError(
-                f"the file is a {what}",
+                f"the file is {_named(what)}",
                 path=path,
                 offset=0,
                 expected=expected,
@@ -75,12 +89,30 @@ def foreign(path: str, start: bytes, expected: str) -> CheckpointError | None:
     return None
 
 
+def _named(what: str) -> str:
+    article = "an" if what.startswith(("HDF5", "HTML", "XML", "ELF")) else "a"
+    return f"{article} {what}{' file' if what in ('GGUF', 'HDF5') else ''}"
+
+
 def zip_kind(start: bytes) -> str:
-    """A zip archive by the name of its first member."""
-    name = start[30 : 30 + int.from_bytes(start[26:28], "little")]
-    if name.endswith((b".pkl", b".format_version", b".storage_alignment", b"version")):
-        return "zip archive (PyTorch checkpoint)"
-    return "zip archive (NumPy .npz)" if name.endswith(b".npy") else "zip archive"
+    """A zip archive by the name of its first member.
+
+    Example:
+        >>> zip_kind(b"PK\\x03\\x04" + bytes(22) + b"\\x05\\0\\0\\0w.npy")
+        'zip archive (NumPy .npz)'
+    """
+    kind = _archive(start)
+    return f"zip archive ({kind[0]})" if kind else "zip archive"
+
+
+def _zip_hint(start: bytes) -> str | None:
+    kind = _archive(start)
+    return _RENAME.format(kind[1]) if kind else None
+
+
+def _archive(start: bytes) -> tuple[str, str] | None:
+    name = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode("latin-1")
+    return next(((what, end) for ends, what, end in _ARCHIVES if name.endswith(ends)), None)
 
 
 # A global by name and newline (protocols 0 to 3), or two short strings that STACK_GLOBAL takes.
@@ -90,15 +122,17 @@ _STACK_GLOBAL = re.compile(
 )
 
 
-def _pickle(path: str, start: bytes, expected: str) -> CheckpointError:
+def _pickle(path: str, start: bytes, expected: str, hint: str) -> CheckpointError:
     found = [m for m in (_GLOBAL.search(start), _STACK_GLOBAL.search(start)) if m]
     first = min(found, key=lambda match: match.start(), default=None)
     wants = b".".join(first.groups()).decode("ascii") if first else None
+    torch = start.startswith(_PYTORCH)
+    what = "PyTorch checkpoint (pickle)" if torch else "pickle"
     return CheckpointUnsafeError(
-        "the file is a pickle" + (f" that would import and may call '{wants}'" if wants else ""),
+        f"the file is a {what}" + (f" that would import and may call '{wants}'" if wants else ""),
         path=path,
         offset=first.start() if first else 0,
         expected=expected,
-        found="pickle",
-        hint="A pickle can run any code and is never opened. Use a safetensors version.",
+        found=what,
+        hint=_RENAME.format(".pt") + " It is read without being run." if torch else hint,
     )

@@ -12,9 +12,10 @@ from maxjax.errors import (
     CheckpointFormatError,
     CheckpointMissingError,
     CheckpointTruncatedError,
+    CheckpointUnsafeError,
     UserInputError,
 )
-from maxjax.storage import open_checkpoint
+from maxjax.storage import open_checkpoint, sniff
 from tests.storage.corpus import GGUF, PICKLE, A, file_bytes, floats
 
 INDEX = "model.safetensors.index.json"
@@ -49,10 +50,18 @@ def test_text_and_path_objects(tmp_path):
 # --- directories --------------------------------------------------------------------------
 
 
-def test_index_wins(tmp_path):
-    fill(tmp_path, one__safetensors=content("a", start=5.0), model__safetensors=content("a"))
+def test_index_wins_over_other_files(tmp_path):
+    fill(tmp_path, one__safetensors=content("a", start=5.0), two__safetensors=content("a"))
+    fill(tmp_path, model__safetensors__index__json={"weight_map": {"a": "one.safetensors"}})
+    fill(tmp_path, unet__safetensors__index__json={"weight_map": {"a": "two.safetensors"}})
+    assert first(tmp_path) == 5.0
+
+
+def test_single_file_wins_over_its_index_as_in_transformers(tmp_path):
+    fill(tmp_path, one__safetensors=content("a"), model__safetensors=content("a", start=5.0))
     fill(tmp_path, model__safetensors__index__json={"weight_map": {"a": "one.safetensors"}})
     assert first(tmp_path) == 5.0
+    assert first(tmp_path / INDEX) == 1.0
 
 
 def test_the_only_index_of_another_name(tmp_path):
@@ -107,10 +116,11 @@ def test_numbered_parts_without_an_index(tmp_path):
     assert caught.value.path == str(tmp_path / parts[1])
 
 
-def test_two_sets_of_parts_are_ambiguous(tmp_path):
-    for name in ("model-00001-of-00001.safetensors", "other-00001-of-00001.safetensors"):
-        (tmp_path / name).write_bytes(content("a"))
-    with pytest.raises(CheckpointFormatError, match="several sets"):
+@pytest.mark.parametrize("other", ["b-00001-of-00001", "a-00001-of-00002", "a-1-of-00001"])
+def test_two_sets_of_parts_are_ambiguous(other, tmp_path):
+    for name in ("a-00001-of-00001", other):
+        (tmp_path / f"{name}.safetensors").write_bytes(content("a"))
+    with pytest.raises(CheckpointFormatError, match="several (sets|files of one number).*Name"):
         open_checkpoint(tmp_path)
 
 
@@ -122,7 +132,7 @@ def test_pytorch_files_beside_are_left_out_and_said(tmp_path, caplog):
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "pytorch_model.bin"])
 def test_gguf_beside_is_ambiguous(name, tmp_path):
     (tmp_path / name).write_bytes(b"x")
     (tmp_path / "model-q4.gguf").write_bytes(GGUF)
@@ -134,16 +144,24 @@ def test_gguf_beside_is_ambiguous(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("model.gguf", "GGUF is not supported yet"),
-        ("pytorch_model.bin", "the PyTorch format is not supported yet"),
-        ("flax_model.msgpack", "flax msgpack is not supported yet"),
+        ("tf_model.h5", "HDF5 is not a format that is read"),
+        ("flax_model.msgpack", "flax msgpack is not a format that is read"),
+        ("model.onnx", "ONNX is not a format that is read"),
+        ("model.pkl", "a pickle is not a format that is read"),
     ],
 )
 def test_other_formats_are_named(name, says, tmp_path):
     (tmp_path / name).write_bytes(PICKLE)
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(CheckpointFormatError, match=says):
+        with pytest.raises(CheckpointFormatError, match=f"{says}.*Convert it to safetensors"):
             open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "pytorch_model.bin", "w.pt", "w.npz", "w.npy"])
+def test_a_name_is_believed_and_the_content_must_agree(name, tmp_path):
+    (tmp_path / name).write_bytes(b"cposix\nsystem\n(S'x'\ntR.")
+    with pytest.raises(CheckpointUnsafeError, match=r"posix\.system"):
+        open_checkpoint(tmp_path / name)
 
 
 def test_directory_without_weights_says_what_is_there(tmp_path):
@@ -152,7 +170,8 @@ def test_directory_without_weights_says_what_is_there(tmp_path):
     fill(tmp_path, config__json={}, README__md=b"x")
     with pytest.raises(CheckpointMissingError) as caught:
         open_checkpoint(tmp_path)
-    assert INDEX in caught.value.expected and "README.md, config.json" in caught.value.found
+    assert "*.safetensors" in caught.value.expected
+    assert "README.md, config.json" in caught.value.found
 
 
 def test_broken_file_in_a_directory_is_named(tmp_path):
@@ -166,7 +185,7 @@ def test_unreadable_directory(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(CheckpointAccessError, match="permission denied"):
         open_checkpoint(tmp_path)
 
@@ -212,6 +231,16 @@ def test_list_with_a_bad_file_closes_the_good_ones(tmp_path):
 def test_blob_without_an_ending_is_read_by_its_content(tmp_path):
     path = tmp_path / ("0" * 64)
     path.write_bytes(content("a"))
+    assert first(path) == 1.0
+
+
+@pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580])
+def test_header_length_that_looks_like_a_pickle(length, tmp_path):
+    """The first bytes are those of a pickle of protocol 2 to 5."""
+    header = json.dumps({"a": {**A, "data_offsets": [0, 16]}}).ljust(length)
+    path = tmp_path / ("0" * 64)
+    path.write_bytes(file_bytes(header, floats(4)))
+    assert path.read_bytes()[0] == 0x80 and sniff(path.read_bytes()) == "pickle"
     assert first(path) == 1.0
 
 

@@ -7,9 +7,10 @@ import zipfile
 
 import numpy as np
 import pytest
+import torch
 
 from maxjax.errors import CheckpointFormatError, CheckpointUnsafeError
-from maxjax.storage import sniff
+from maxjax.storage import open_checkpoint, sniff
 from maxjax.storage.sniff import foreign
 from tests.storage.corpus import GGUF, GOOD, HTML, LFS, PICKLE, SAFETENSORS
 
@@ -66,6 +67,52 @@ def test_zip_by_its_first_member(content, kind):
     error = foreign("m", content, "a safetensors file")
     assert type(error) is CheckpointFormatError
     assert kind in error.found
+
+
+def _saved(**options) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, buffer, **options)
+    return buffer.getvalue()
+
+
+def _npy() -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(2))
+    return buffer.getvalue()
+
+
+LEGACY = {"_use_new_zipfile_serialization": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "end"),
+    [
+        ("gguf", GGUF, ".gguf"),
+        ("npz", _npz(), ".npz"),
+        ("npy", _npy(), ".npy"),
+        ("zip", _saved(), ".pt"),
+        ("legacy", _saved(**LEGACY), ".pt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_name_it_should_have(name, content, end, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises((CheckpointFormatError, CheckpointUnsafeError)) as caught:
+        open_checkpoint(path)
+    assert (type(caught.value) is CheckpointUnsafeError) == (name == "legacy")
+    assert f"Rename it so that its name ends in {end}." in str(caught.value)
+    renamed = path.rename(tmp_path / f"model{end}")
+    with open_checkpoint(renamed) as table:
+        assert len(table.entries) == (name != "gguf")
+
+
+@pytest.mark.parametrize("saved", ["zip", "legacy"])
+def test_a_name_that_says_nothing(saved, tmp_path):
+    path = tmp_path / ("0" * 64)
+    path.write_bytes(_saved(**(LEGACY if saved == "legacy" else {})))
+    with open_checkpoint(path) as table:
+        assert table.read("w").tolist() == [1.0, 1.0]
 
 
 class _Payload:
