@@ -52,7 +52,7 @@ class Limits:
     """Arrays and objects inside one another."""
     json_digits: int = 4300
     """Digits of one number; the time to convert them grows with their square."""
-    tensors: int = 1_000_000
+    tensors: int = 200_000
     """Tensors in one file, or members in an archive."""
     name_bytes: int = 65_536
     """Length of a tensor's name in UTF-8."""

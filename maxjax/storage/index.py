@@ -20,6 +20,10 @@ from ..errors import CheckpointError, CheckpointFormatError, UserInputError, som
 from .directory import FORMATS, UNREADABLE, choose, is_weights, nothing, unread
 from .entry import TensorEntry
 from .files import Limits, open_regular, os_error
+from .gguf import open_gguf
+from .npy import open_npy
+from .npz import open_npz
+from .pytorch import open_pytorch
 from .safetensors import open_safetensors
 from .shards import open_index as open_index
 from .sniff import SNIFF_BYTES, zip_kind
@@ -33,6 +37,13 @@ _BY_CONTENT = {"GGUF": "gguf", "pickle": "pytorch", "NumPy array (.npy)": "npy"}
 _FOLDERS, _FILES = 100, 1000
 
 PathLike = str | os.PathLike[str]
+_READERS: dict[str, Callable[..., TensorTable]] = {
+    "safetensors": open_safetensors,
+    "gguf": open_gguf,
+    "pytorch": open_pytorch,
+    "npz": open_npz,
+    "npy": open_npy,
+}
 
 
 def open_checkpoint(
@@ -75,22 +86,7 @@ def _open_one(path: str, limits: Limits) -> TensorTable:
 def _open_file(path: str, limits: Limits) -> TensorTable:
     if path.endswith(".json"):
         return open_index(path, limits=limits)
-    return _reader(_format_of(path, limits))(path, limits=limits)
-
-
-def _reader(format: str) -> Callable[..., TensorTable]:
-    # Imported when a file of the format is met: most programs meet one.
-    if format == "gguf":
-        from .gguf import open_gguf as reader
-    elif format == "pytorch":
-        from .pytorch import open_pytorch as reader
-    elif format == "npz":
-        from .npz import open_npz as reader
-    elif format == "npy":
-        from .npy import open_npy as reader
-    else:
-        reader = open_safetensors
-    return reader
+    return _READERS[_format_of(path, limits)](path, limits=limits)
 
 
 def _format_of(path: str, limits: Limits) -> str:

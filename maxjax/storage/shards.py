@@ -25,6 +25,7 @@ from .directory import fetch_hint
 from .entry import TensorEntry
 from .files import Limits, OpenFile, open_regular, os_error
 from .jsontext import KeyPath, Text, collector_paused, read_json_bytes
+from .pytorch import read_pytorch
 from .safetensors import read_header
 from .table import TensorTable
 
@@ -185,8 +186,6 @@ class _Index:
     def _read(self, file: OpenFile, number: int) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
         if self.format == "safetensors":
             return read_header(file, number, self.limits)
-        from .pytorch import read_pytorch  # imported when a file of the format is met
-
         return read_pytorch(file, number, self.limits)
 
     def _open(self, handle: int, directory: str, shard: str) -> OpenFile:

@@ -1,5 +1,6 @@
 """What a JSON text shows without being parsed."""
 
+import json
 import random
 
 import pytest
@@ -52,3 +53,15 @@ def test_structure_agrees_across_chunks():
 def test_lone_surrogates(text, lone):
     found = LONE_SURROGATE.search(without_escaped_quotes(text))
     assert (found and found.group()) == lone
+
+
+def test_lone_surrogates_are_those_of_a_parser():
+    rng = random.Random(4)
+    pieces = (rb"\ud83d", rb"\uDE42", rb"\u0041", rb"\\", rb"\"", b"u", b"d83d", b"x")
+    lone = 0
+    for _ in range(2000):
+        text = b'"' + b"".join(rng.choices(pieces, k=rng.randrange(1, 7))) + b'"'
+        theirs = any(0xD800 <= ord(character) < 0xE000 for character in json.loads(text))
+        assert bool(LONE_SURROGATE.search(without_escaped_quotes(text))) == theirs, text
+        lone += theirs
+    assert 200 < lone < 1800
