@@ -25,7 +25,10 @@ FLOORS: list[list[str]] = [
     files("", "errors columns distributed dtype driver")
     + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
-    files("storage/", "files durable sniff jsonscan jsontext entry coding checksums table directory regions")
+    files(
+        "storage/",
+        "files durable sniff jsonscan jsontext entry coding checksums table directory regions",
+    )
     + files("storage/", "ggml_types")
     + ["storage/blocks/"]
     + files("storage/", "gguf_values gguf_table gguf_header gguf_swapped gguf")
