@@ -50,6 +50,8 @@ class Limits:
     """Length of an index, a configuration or a tokenizer file."""
     json_depth: int = 64
     """Arrays and objects inside one another."""
+    json_values: int = 10_000_000
+    """Commas in a JSON text, which bound the values in it."""
     json_digits: int = 4300
     """Digits of one number; the time to convert them grows with their square."""
     tensors: int = 200_000

@@ -189,6 +189,11 @@ class Text:
                 found=lone.group().decode(),
                 offset=self.base + lone.start(),
             )
+        # In strings they count too: a text of so many is refused before the parser starts.
+        commas = plain.count(b",")
+        if commas > self.limits.json_values:
+            problem = "the JSON text has too many values"
+            raise self.limits.error(problem, "json_values", commas, path=self.path)
         # A tensor takes three: itself, its shape and its offsets.
         most = self.limits.json_depth, 3 * self.limits.tensors + 8
         depth, containers, long_digits = jsonscan.structure(plain, most)

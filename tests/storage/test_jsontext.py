@@ -142,3 +142,11 @@ def test_mutated_texts_agree_with_json_or_are_refused():
         except CheckpointError:
             continue
         assert value == json.loads(bytes(data))
+
+
+def test_too_many_values_are_refused_before_the_parser_starts(monkeypatch):
+    data = b"[" + b"1," * 50 + b"1]"
+    assert len(load_json(data, name="x.json")) == 51
+    monkeypatch.setattr(json.JSONDecoder, "decode", None)
+    with pytest.raises(CheckpointLimitError, match="too many values.*json_values"):
+        load_json(data, name="x.json", limits=Limits(json_values=49))
