@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import CheckpointFormatError, CheckpointMissingError, UserInputError
 from ..models.config import read_object
-from ..models.gguf import tokenizer_json
+from ..models.gguf import chat_template, tokenizer_json
 from ..storage.files import Limits
 from ..storage.jsontext import load_json, read_json_bytes
 
@@ -47,9 +47,17 @@ class Tokenizer:
         pad_id: The id that fills up a batch.
         max_length: The most tokens its model takes, as its files say; None if they do not.
         vocab_size: Ids are below this.
+        chat_template: The Jinja template of a chat, from the metadata of a GGUF file; or None.
     """
 
-    def __init__(self, backend: Any, *, pad_id: int = 0, max_length: int | None = None):
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        pad_id: int = 0,
+        max_length: int | None = None,
+        chat_template: str | None = None,
+    ):
         # Files may carry the padding and truncation of whoever trained them.
         backend.no_padding()
         backend.no_truncation()
@@ -57,6 +65,7 @@ class Tokenizer:
         self._lock = threading.Lock()
         self.pad_id = pad_id
         self.max_length = max_length
+        self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size()
 
     def tokens(self, texts: Iterable[str], *, max_length: int | None = None) -> list[Tokens]:
@@ -170,7 +179,12 @@ def gguf_tokenizer(
         raise CheckpointFormatError("not a tokenizer", path=path, found=error) from None
     pad = metadata.get("tokenizer.ggml.padding_token_id", 0)
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-    return Tokenizer(backend, pad_id=int(pad), max_length=int(length) if length else None)
+    return Tokenizer(
+        backend,
+        pad_id=int(pad),
+        max_length=int(length) if length else None,
+        chat_template=chat_template(metadata, path=path),
+    )
 
 
 def _backend(file: Path) -> Any:

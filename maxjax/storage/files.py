@@ -51,7 +51,7 @@ class Limits:
     json_depth: int = 64
     """Arrays and objects inside one another."""
     json_values: int = 10_000_000
-    """Commas in a JSON text, which bound the values in it."""
+    """Commas and escaped characters in a JSON text: what takes time to parse."""
     json_digits: int = 4300
     """Digits of one number; the time to convert them grows with their square."""
     tensors: int = 200_000
@@ -74,7 +74,7 @@ class Limits:
     """Length of the header of a NumPy array."""
     pickle_bytes: int = 64 << 20
     """Length of the pickle of a PyTorch file, or of one value in it."""
-    pickle_items: int = 10_000_000
+    pickle_items: int = 2_000_000
     """Instructions of a pickle, and the values it holds when they are written out."""
     pickle_depth: int = 100
     """Containers inside one another in a pickle."""

@@ -174,6 +174,11 @@ class Text:
 
     def _check_bytes(self) -> bool:
         """Refuses what shows without parsing; True if a number may have too many digits."""
+        # In strings they count too: a text of so many is refused before the parser starts.
+        values = self.data.count(b",") + self.data.count(b"\\u")
+        if values > self.limits.json_values:
+            problem = "the JSON text has too many values"
+            raise self.limits.error(problem, "json_values", values, path=self.path)
         if not self.data.strip(b" \t\r\n"):
             found = f"{len(self.data)} bytes"
             problem = "the JSON text is empty"
@@ -189,11 +194,6 @@ class Text:
                 found=lone.group().decode(),
                 offset=self.base + lone.start(),
             )
-        # In strings they count too: a text of so many is refused before the parser starts.
-        commas = plain.count(b",")
-        if commas > self.limits.json_values:
-            problem = "the JSON text has too many values"
-            raise self.limits.error(problem, "json_values", commas, path=self.path)
         # A tensor takes three: itself, its shape and its offsets.
         most = self.limits.json_depth, 3 * self.limits.tensors + 8
         depth, containers, long_digits = jsonscan.structure(plain, most)

@@ -36,6 +36,7 @@ def write(path, directory, kind="F32"):
     writer.add_pooling_type(gguf.PoolingType.MEAN)
     tokens, types = stored(vocabulary(tokenizer), {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"})
     writer.add_tokenizer_model("bert")
+    writer.add_chat_template("{{ messages }}")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_type_count(2)
@@ -72,6 +73,7 @@ def test_minilm(minilm, original, tmp_path, kind, least):
     model, tokenizer = load(path)
     theirs, words, want = original
     assert tokenizer is not None and tokenizer.max_length == 512
+    assert tokenizer.chat_template == "{{ messages }}" and words.chat_template is None
     assert [tokenizer.encode(t) for t in TEXTS] == [words.encode(t) for t in TEXTS]
     got = embed(model, tokenizer, TEXTS)
     cosines = (got * want).sum(-1)
