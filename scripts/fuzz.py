@@ -530,6 +530,33 @@ def refusals(format: str) -> list[tuple[float, str, int]]:
     return found
 
 
+def long_headers() -> Iterator[tuple[str, bytes]]:
+    """Headers of safetensors as long as they may be, and wrong."""
+
+    def tensors(count: int) -> bytes:
+        one = '"t{0}":{{"dtype":"F32","shape":[1],"data_offsets":[{1},{2}]}}'
+        entries = (one.format(i, 4 * i, 4 * i + 4) for i in range(count))
+        return ("{" + ",".join(entries) + "}").encode()
+
+    yield "a million tensors", tensors(1_000_000)
+    yield "200,000 tensors without their data", tensors(199_999)
+    yield "numbers", b'{"a":[' + b"1," * 44_000_000 + b"1]}"
+    yield "a string", b'{"__metadata__":{"a":"' + b"x" * 90_000_000 + b'"},"b":1}'
+    escaped = rb"\ud83d\ude00" * 7_000_000
+    yield "escaped characters", b'{"__metadata__":{"a":"' + escaped + b'"},"b":1}'
+
+
+def long_refusals() -> list[tuple[float, str, int]]:
+    """(seconds, header, bytes) of each, the best of three."""
+    found = []
+    for name, header in long_headers():
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "m.safetensors"
+            path.write_bytes(len(header).to_bytes(8, "little") + header)
+            found.append((min(refusal_seconds(path) for _ in range(3)), name, len(header)))
+    return found
+
+
 def refusal_seconds(path: Path) -> float:
     from maxjax.errors import CheckpointError
 
@@ -553,6 +580,9 @@ def print_refusals(formats: list[str]) -> int:
             f"{t * 1e3:.1f} ms ({name}, {nbytes} bytes)" for t, name, nbytes in (small, slowest)
         )
         print(f"| {format} | {len(found)} | {' | '.join(told)} |", flush=True)
+    for seconds, name, nbytes in long_refusals():
+        print(f"a header of {nbytes} bytes, {name}: {seconds:.2f} s")
+        worst |= seconds > ANY_SECONDS
     return int(worst)
 
 
