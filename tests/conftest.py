@@ -20,6 +20,11 @@ def _on_gpu(config: pytest.Config) -> bool:
     return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
 
 
+# Folders whose tests compile programs: of a test with many cases there the fast set has a sample.
+SAMPLED = ("tests/kernels/", "tests/nn/", "tests/graph/", "tests/engine/", "tests/models/test_bert")
+MANY, ONE_IN = 6, 5
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the backend before anything starts it; child processes inherit the choice."""
     if _on_gpu(config):
@@ -36,7 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the many cases of one test as slow but for a sample; skips what needs a GPU."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.nodeid.startswith(SAMPLED):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in families.values():
+        for number, item in enumerate(cases if len(cases) >= MANY else []):
+            if number % ONE_IN:
+                item.add_marker(pytest.mark.slow)
     if _on_gpu(config):
         return
     skip = pytest.mark.skip(reason="needs a GPU: pytest -m gpu")
