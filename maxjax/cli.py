@@ -138,9 +138,7 @@ def _logical(entry: Any) -> list[int]:
         return list(entry.shape)
     from .graph.quantization import QuantizationEncoding
 
-    encoding = QuantizationEncoding(entry.encoding)
-    *rows, nbytes = entry.shape
-    return [*rows, nbytes // encoding.block_size * encoding.elements_per_block]
+    return list(QuantizationEncoding(entry.encoding).logical_shape(entry.shape))
 
 
 def _plain(value: Any) -> Any:

@@ -67,10 +67,7 @@ class Held(NamedTuple):
     @property
     def logical_shape(self) -> tuple[int, ...]:
         """The shape counted in weights."""
-        if self.encoding is None:
-            return self.shape
-        *rows, nbytes = self.shape
-        return (*rows, nbytes // self.encoding.block_size * self.encoding.elements_per_block)
+        return self.shape if self.encoding is None else self.encoding.logical_shape(self.shape)
 
     @property
     def nbytes(self) -> int:

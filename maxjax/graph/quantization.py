@@ -110,6 +110,19 @@ class QuantizationEncoding(enum.Enum):
             )
         return (*rows, columns // self.elements_per_block * self.block_size)
 
+    def logical_shape(self, packed: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the weights in packed bytes of a shape: what :meth:`packed_shape` undoes.
+
+        Raises:
+            KeyError: GPTQ, which has no fixed block.
+
+        Example:
+            >>> QuantizationEncoding.Q4_0.logical_shape((4, 36))
+            (4, 64)
+        """
+        *rows, nbytes = packed
+        return (*rows, nbytes // self.block_size * self.elements_per_block)
+
     @property
     def is_gguf(self) -> bool:
         """Whether GGUF files hold this encoding: all but GPTQ."""

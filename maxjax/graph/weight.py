@@ -282,8 +282,7 @@ class Weight(TensorValue):
         shape, encoding = Shape(self._dims), self._packing
         if encoding is None:
             return self.shape
-        nbytes, elements = encoding.block_size, encoding.elements_per_block
-        return Shape([*shape[:-1], int(shape[-1]) // nbytes * elements])
+        return Shape(encoding.logical_shape([*shape[:-1], int(shape[-1])]))  # type: ignore[list-item]
 
     @property
     def _packing(self) -> QuantizationEncoding | None:

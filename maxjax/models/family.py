@@ -143,8 +143,7 @@ class PretrainedModel(Module):
     def _take_dtypes(self, found: Mapping[str, WeightData]) -> None:
         """Gives each placeholder the float type its tensor has in the checkpoint, or its blocks.
 
-        Only layers whose arithmetic takes blocks keep them; of stacked layers only those that
-        are packed alike.
+        Only layers whose arithmetic takes blocks keep them.
         """
         modules = [m for _, m in self.named_modules()]
         packs = {

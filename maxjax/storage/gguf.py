@@ -18,6 +18,7 @@ from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointMissingError
 from .blocks import DECODERS, LAYOUTS, Decoded
 from .coding import Strided
+from .directory import fetch_hint
 from .entry import Coding, TensorEntry
 from .files import Limits, OpenFile, open_regular
 from .gguf_header import Header, read_header
@@ -145,15 +146,12 @@ def _open_part(path: str, known: Header, limits: Limits) -> OpenFile:
         return open_regular(path)
     except CheckpointMissingError as error:
         name = os.path.basename(known.file.path)
-        part = any(os.path.exists(path + end) for end in (".incomplete", ".part", ".tmp"))
         tensors = known.metadata.get(_TENSORS, "unknown")
         raise CheckpointMissingError(
             f"{error.problem}, but {name} says that its model is split over "
             f"{known.metadata[_COUNT]} files (tensors in all: {tensors})",
             path=path,
-            hint="Its download is not complete: fetch it again."
-            if part
-            else "Fetch the missing file.",
+            hint=fetch_hint(path),
         ) from error
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from .coding import Strided
-from .entry import TensorEntry, split, whole
+from .entry import TensorEntry, count, split, whole
 from .files import aligned_empty
 from .regions import Part, read_parts
 from .table import TensorTable
@@ -80,7 +80,7 @@ def _read(table: TensorTable, entry: TensorEntry) -> None:
         return
     memory = aligned_empty(0)
     for piece in split(box, max(1, _BYTES // itemsize)):
-        nbytes = itemsize * math.prod(stop - start for start, stop in piece)
+        nbytes = itemsize * count(piece)
         if nbytes > memory.size:
             memory = aligned_empty(nbytes)
         read_parts(table, [Part(entry.name, piece, memory[:nbytes])])

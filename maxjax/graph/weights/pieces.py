@@ -6,7 +6,6 @@ never has a whole tensor. Below: ``storage/regions.py`` reads the pieces. Above:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 
 from ...errors import OutOfMemoryError
-from ...storage.entry import Box
+from ...storage.entry import Box, count, extents
 from ...storage.files import aligned_empty
 from ...storage.regions import Part
 from ..layout import DeviceMajor
@@ -48,11 +47,6 @@ def boxes(sharding: Any, shape: Sequence[int]) -> dict[Box, list[Any]]:
         )
         found.setdefault(box, []).append(device)
     return found
-
-
-def sizes(box: Box) -> tuple[int, ...]:
-    """The shape of a part."""
-    return tuple(stop - start for start, stop in box)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -152,13 +146,13 @@ class Pieces(NamedTuple):
     def nbytes(self) -> int:
         """What its pieces take while they are on their way."""
         itemsize = self.data._stored_dtype.itemsize
-        return sum(math.prod(sizes(box)) * itemsize for box in boxes(self.sharding, self.shape))
+        return sum(count(box) * itemsize for box in boxes(self.sharding, self.shape))
 
     def empty(self) -> dict[Box, np.ndarray]:
         """Memory for the pieces as they are on the disk."""
         dtype = self.data._stored_dtype
         return {
-            box: memory_for(math.prod(sizes(box)) * dtype.itemsize, f"weight '{self.name}'")
+            box: memory_for(count(box) * dtype.itemsize, f"weight '{self.name}'")
             for box in boxes(self.sharding, self.shape)
         }
 
@@ -176,7 +170,7 @@ class Pieces(NamedTuple):
         """The pieces as the weight will have them; ``memory`` is taken apart on the way."""
         dtype, found = self.data._stored_dtype, {}
         for box in list(memory):
-            read = memory.pop(box).view(dtype).reshape(sizes(box))
+            read = memory.pop(box).view(dtype).reshape(extents(box))
             found[box] = np.asarray(self.convert(self.data._cast(read)))
         return found
 

@@ -14,15 +14,10 @@ import numpy as np
 
 from ...driver import Buffer
 from ...dtype import DType
+from ...storage.blocks import decode
 from ...storage.regions import Part
 from ..quantization import QuantizationEncoding
 from ..shape import Shape
-
-
-def decode(name: str, blocks: np.ndarray) -> np.ndarray:
-    from ...storage.blocks import decode
-
-    return decode(name, blocks)
 
 
 class Source(Protocol):
@@ -172,8 +167,7 @@ class WeightData:
         encoding = self.quantization_encoding
         if encoding is None or not self._is_packed:
             return self.shape
-        *rows, nbytes = map(int, self.shape)
-        return Shape((*rows, nbytes // encoding.block_size * encoding.elements_per_block))
+        return Shape(encoding.logical_shape(tuple(map(int, self.shape))))
 
     def _decoded(self) -> WeightData:
         """The weights that packed blocks hold, in float32."""

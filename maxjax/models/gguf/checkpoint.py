@@ -16,7 +16,7 @@ from ...dtype import DType
 from ...graph.weights import GGUFWeights, WeightData
 from ...storage import aligned_empty
 from ...storage.blocks import decode
-from ...storage.entry import Box, extents
+from ...storage.entry import Box, count, extents, whole
 from ...storage.regions import Part
 from .config import hf_config
 from .layouts import Layout, Matrix, Same
@@ -85,7 +85,7 @@ class _Relaid:
         """The tensor, in memory nobody else holds."""
         dtype, shape = self.stored(name)
         memory = aligned_empty(math.prod(shape) * dtype.itemsize)
-        self.read_parts([Part(name, tuple((0, size) for size in shape), memory)])
+        self.read_parts([Part(name, whole(shape), memory)])
         return memory.view(dtype).reshape(shape)
 
     def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
@@ -105,12 +105,12 @@ class _Relaid:
     def _read(self, part: Part) -> int:
         data, layout, is_decoded = self._of(part.name)
         dtype, shape = self.stored(part.name)
-        if not math.prod(extents(part.region)):
+        if not count(part.region):
             return 0
         array = part.memory.view(dtype).reshape(extents(part.region))
         if not layout.by_rows or isinstance(layout, Matrix):
-            whole, total = _whole(data, is_decoded)
-            array[...] = layout.apply(whole)[tuple(slice(*span) for span in part.region)]
+            values, total = _whole(data, is_decoded)
+            array[...] = layout.apply(values)[tuple(slice(*span) for span in part.region)]
             return total
         total = 0
         width = math.prod(shape[1:]) * dtype.itemsize
@@ -119,9 +119,9 @@ class _Relaid:
         for start in range(first, last, rows):
             stop = min(start + rows, last)
             wanted = layout.rows(shape[0])[start:stop]
-            values, count = _rows(data, wanted, part.region[1:], is_decoded)
+            values, nbytes = _rows(data, wanted, part.region[1:], is_decoded)
             array[start - first : stop - first] = layout.change(values)
-            total += count
+            total += nbytes
         return total
 
 

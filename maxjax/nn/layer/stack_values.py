@@ -6,7 +6,6 @@ array is made on the device and filled layer by layer, with one layer in host me
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -29,11 +28,10 @@ from ...graph.weights.pieces import (
     memory_for,
     places,
     read_pieces,
-    sizes,
     slices,
 )
 from ...graph.weights.weight_data import WeightData
-from ...storage.entry import Box
+from ...storage.entry import Box, count, extents
 from .values import Fit, as_it_is, host, in_pieces, is_lazy, materialise, pieces
 
 
@@ -64,7 +62,7 @@ class StackLoad:
         if not is_host(self._sharding):
             return
         for box in boxes(self._placed, self._layer):
-            nbytes = len(fits) * math.prod(sizes(box)) * self._dtype.itemsize
+            nbytes = len(fits) * count(box) * self._dtype.itemsize
             self._memory[box] = memory_for(
                 nbytes, f"the weights '{first.name}' of {len(fits)} layers"
             )
@@ -93,7 +91,7 @@ class StackLoad:
         if is_host(self._sharding):
             # JAX on a CPU keeps aligned memory; nobody else has seen this.
             layers = {
-                box: memory.view(self._dtype).reshape(len(self.fits), *sizes(box))
+                box: memory.view(self._dtype).reshape(len(self.fits), *extents(box))
                 for box, memory in self._memory.items()
             }
             for i in others:
