@@ -1,4 +1,4 @@
-"""Floor 1. ggml's quantised blocks: their layouts as data, and how they become float32.
+"""Floor 1. ggml's quantised blocks: their layouts as data, and their ways from and to float32.
 
 Below: the files of this folder. Above: gguf.
 """
@@ -7,6 +7,9 @@ from .decoded import Decoded as Decoded
 from .decoders import DECODERS as DECODERS
 from .decoders import decode as decode
 from .decoders import decode_into as decode_into
+from .encoders import ENCODERS as ENCODERS
+from .encoders import encode as encode
+from .layout import KEPT as KEPT
 from .layout import LAYOUTS as LAYOUTS
 from .layout import Field as Field
 from .layout import Layout as Layout
