@@ -1,6 +1,6 @@
 """Floor 2. The compiled kernels of ``kernels/cpu``: whether they are there, and for which processor.
 
-Below: nothing. Above: ``product`` and ``decode_attention``, which have a jnp form for
+Below: where the library is. Above: ``product`` and ``decode_attention``, which have a jnp form for
 every machine without them.
 
 The library knows nothing of Python: XLA calls it by what :func:`library` registers. It
@@ -14,30 +14,18 @@ import ctypes
 import functools
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
 
+# VARIABLE: "off" for the jnp forms, or the name of a level.
+from ..storage.crc32 import VARIABLE
+from ..storage.crc32 import library_path as path
+
 _LOG = logging.getLogger("maxjax")
 
-# "off": the jnp forms; or the name of a level.
-VARIABLE = "MAXJAX_KERNELS"
-
-# Another file than the one that installing made: scripts/sanitize_kernels.sh builds one.
-FILE_VARIABLE = "MAXJAX_KERNELS_LIBRARY"
-
 TARGETS = ("maxjax_matmul", "maxjax_decode_attention")
-
-
-def path() -> Path:
-    """Where the library is, if it was built."""
-    if given := os.environ.get(FILE_VARIABLE):
-        return Path(given)
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return Path(__file__).parent / "cpu" / f"libmaxjax_cpu.{suffix}"
 
 
 @functools.cache

@@ -1,50 +1,91 @@
 """Floor 1. CRC-32 sums of bytes that are read in blocks, in any order and by any thread.
 
-A sum is computed of each block right after it was read, while the cache holds it, so that
-nothing is read twice; the sums of neighbours make up that of both. Below: files, entry. Above: table.
+A sum is computed of each block right after it was read, so that nothing is read twice; the
+sums of neighbours make up that of both. Below: files, entry, crc32. Above: table, regions,
+and the writers.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, cast
 
-from ..dtype import DType
-from ..errors import CheckpointCorruptError
-from .entry import Checksum, TensorEntry, fill
+import numpy as np
+
+from ..errors import CheckpointCorruptError, CheckpointFormatError
+from .crc32 import combine, crc32, crc32_of
+from .entry import (
+    Box,
+    Checksum,
+    TensorEntry,
+    Wanted,
+    check_bool,
+    count,
+    extents,
+    fill,
+    split,
+    whole,
+    within,
+)
 from .files import OpenFile, aligned_empty
 
-# What is summed at a time: it is still in the cache of the core that read it.
+# What is read, or put together, for a sum alone: it stays in the cache of a core.
 STEP_BYTES = 1 << 20
-# A checksum may begin so many bytes before its tensor (a header) and be summed with it.
-HEAD_BYTES = 64 << 10
-# The polynomial of zip and zlib, its highest power in the lowest bit.
-_POLYNOMIAL = 0xEDB88320
+# Of what a checksum is of, so much may be read for it alone: a header, the space between two.
+GAP_BYTES = 64 << 10
 
 
 class Sum:
-    """The checksum of ``entry``, of the blocks that are read of the bytes it is of."""
+    """The checksum of ``entry``, of the blocks that are read of the bytes it is of.
+
+    Attributes:
+        parts: Of a checksum of values: the parts that were read, with their arrays.
+        wrong: A boolean that is none. Said only if the checksum agrees, which says it better.
+    """
+
+    __slots__ = ("_blocks", "checksum", "entry", "file", "parts", "wrong")
 
     def __init__(self, file: OpenFile, entry: TensorEntry):
         assert entry.checksum is not None
         self.file = file
         self.entry = entry
         self.checksum: Checksum = entry.checksum
+        self.parts: list[Wanted] = []
+        self.wrong: CheckpointFormatError | None = None
         # Place in the file → length and CRC-32.
         self._blocks: dict[int, tuple[int, int]] = {}
 
-    def read(self, offset: int, nbytes: int, into: memoryview | None = None) -> None:
-        """Reads a block, into memory or only for its sum. No two may overlap."""
-        scratch = memoryview(aligned_empty(min(STEP_BYTES, nbytes) if into is None else 0))
+    def add(self, offset: int, view: Any) -> None:
+        """Takes up a block that was read from ``offset`` of the file."""
+        self._put(offset, memoryview(view).nbytes, crc32(view))
+
+    def fill(self, entry: TensorEntry, start: int, view: memoryview) -> None:
+        """As the function ``fill``, and takes it up."""
+        # Not by steps that stay in a cache: so many more calls cost twice what that saves.
+        fill(self.file, entry, start, view)
+        self.add(entry.offset + start, view)
+
+    def read(self, offset: int, nbytes: int) -> None:
+        """Reads a block only for its sum."""
+        scratch = memoryview(aligned_empty(min(STEP_BYTES, nbytes)))
         crc = 0
         for start in range(0, nbytes, STEP_BYTES):
-            stop = min(start + STEP_BYTES, nbytes)
-            view = scratch[: stop - start] if into is None else into[start:stop]
+            view = scratch[: min(STEP_BYTES, nbytes - start)]
             fill(self.file, self.entry, offset + start - self.entry.offset, view)
-            crc = zlib.crc32(view, crc)
-        self._blocks[offset] = nbytes, crc
+            crc = crc32(view, crc)
+        self._put(offset, nbytes, crc)
+
+    def _put(self, offset: int, nbytes: int, crc: int) -> None:
+        if self._blocks.get(offset, (0, 0))[0] < nbytes:
+            self._blocks[offset] = nbytes, crc
+
+    def check_bool(self, entry: TensorEntry, start: int, view: np.ndarray) -> None:
+        """As the function ``check_bool``, but it is said later."""
+        try:
+            check_bool(self.file, entry, start, view)
+        except CheckpointFormatError as error:
+            self.wrong = self.wrong or error
 
     def blocks(self, size: int) -> Iterator[Block]:
         """All that it is of, in blocks of at most ``size`` bytes that are not read yet."""
@@ -52,31 +93,51 @@ class Sum:
         for done in range(0, nbytes, size):
             yield Block(self, start + done, min(size, nbytes - done))
 
-    def compare(self) -> None:
-        """Compares it with that of the file, once all blocks were read; a head is read here.
+    def compare(self, crc: int | None = None) -> bool:
+        """Compares it with that of the file, or gives False: much of its bytes was not read.
+
+        Up to 64 KiB of them are read here. ``crc`` is the sum where it is known.
 
         Raises:
             CheckpointCorruptError: They differ.
             CheckpointChangedError: They differ, and the file was written to since it was opened.
         """
         wanted = self.checksum
-        place, crc = wanted.offset, 0
-        for offset, (nbytes, of_block) in sorted(self._blocks.items()):
-            head = self.file.pread(place, offset - place, tensor=self.entry.name)
-            crc = combine(zlib.crc32(head, crc), of_block, nbytes)
-            place = offset + nbytes
-        assert place == wanted.offset + wanted.nbytes, "a block was not read"
-        if crc != wanted.crc:
+        if crc is None:
+            crc = self._of_values() if wanted.of_values else self._of_blocks()
+        if crc is None:
+            return False
+        if crc != wanted.crc and crc not in wanted.also:
             self.file.check_unchanged()
-            raise CheckpointCorruptError(
-                f"the bytes of {wanted.name} are not those that were written",
-                path=self.file.path,
-                tensor=self.entry.name,
-                offset=wanted.offset,
-                expected=f"CRC-32 {wanted.crc:08x}",
-                found=f"{crc:08x}",
-                hint="The file was damaged on its way or on the disk: fetch it again.",
-            )
+            raise differing(self.file.path, self.entry, crc)
+        return True
+
+    def _of_values(self) -> int | None:
+        shape = self.entry.shape
+        return crc32_of_boxes(shape, self.parts) if covers(shape, self.parts) else None
+
+    def _of_blocks(self) -> int | None:
+        start, stop = self.checksum.offset, self.checksum.offset + self.checksum.nbytes
+        nbytes, crc = self._blocks.get(start, (0, 0))
+        if nbytes == stop - start:
+            return crc
+        chain, place, gaps = [], start, 0
+        for offset in sorted(self._blocks):
+            nbytes, crc = self._blocks[offset]
+            if place <= offset and offset + nbytes <= stop:
+                chain.append((offset, nbytes, crc))
+                gaps += offset - place
+                place = offset + nbytes
+        if not chain or gaps + stop - place > GAP_BYTES:
+            return None
+        place, total = start, 0
+        for offset, nbytes, crc in [*chain, (stop, 0, 0)]:
+            if offset > place:
+                gap = self.file.pread(place, offset - place, tensor=self.entry.name)
+                total = crc32(gap, total)
+            total = combine(total, crc, nbytes)
+            place = offset + nbytes
+        return total
 
 
 @dataclass(slots=True)
@@ -92,43 +153,128 @@ class Block:
         self.sum.read(self.offset, self.nbytes)
 
 
-def is_summed_with_data(entry: TensorEntry) -> bool:
-    """Whether the reading of a tensor's array reads all that its checksum is of, but for a head."""
-    # A wrong boolean is refused when it is read: its checksum says better what is wrong.
-    if entry.checksum is None or entry.coding is not None or entry.dtype is DType.bool:
-        return False
-    head = entry.offset - entry.checksum.offset
-    return 0 <= head <= HEAD_BYTES and head + entry.nbytes == entry.checksum.nbytes
+def tapped(file: OpenFile, sum: Sum | None) -> OpenFile:
+    """The file, of which a sum takes up what is read."""
+    return file if sum is None or sum.checksum.of_values else cast(OpenFile, _Tapped(file, sum))
 
 
-def combine(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two runs of bytes behind one another, of that of each; the second has ``nbytes``.
+class _Tapped:
+    def __init__(self, file: OpenFile, sum: Sum):
+        self._file = file
+        self._sum = sum
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def pread(self, offset: int, nbytes: int, *, tensor: str | None = None) -> bytes:
+        data = self._file.pread(offset, nbytes, tensor=tensor)
+        self._sum.add(offset, data)
+        return data
+
+    def pread_into(self, view: memoryview, offset: int, *, tensor: str | None = None) -> None:
+        self._file.pread_into(view, offset, tensor=tensor)
+        self._sum.add(offset, view)
+
+
+def differing(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptError:
+    """The error for the bytes of a tensor that have another sum than its checksum says."""
+    wanted = entry.checksum
+    assert wanted is not None
+    hint = "The file was damaged on its way or on the disk: fetch it again."
+    if wanted.source is not None:
+        hint = stale(wanted.source)
+    sums = " or ".join(f"{crc:08x}" for crc in (wanted.crc, *wanted.also))
+    return CheckpointCorruptError(
+        f"the bytes of {wanted.name} are not those that were written",
+        path=path,
+        tensor=entry.name,
+        offset=None if wanted.of_values else wanted.offset,
+        expected=f"CRC-32 {sums}",
+        found=f"{found:08x}",
+        hint=hint,
+    )
+
+
+def stale(path: str) -> str:
+    """What to do about a file that does not agree with the digests at ``path``."""
+    return (
+        "It was damaged on its way or on the disk: use another copy. If another program wrote it "
+        f"since maxjax did, {path} is stale and may be deleted; verify=False reads it as it is."
+    )
+
+
+# --- of arrays in memory ------------------------------------------------------------------------
+
+
+def covers(shape: Sequence[int], parts: Sequence[Wanted]) -> bool:
+    """Whether parts of an array, which may overlap, leave nothing of it out.
 
     Example:
-        >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
+        >>> a = np.zeros((2, 2))
+        >>> covers((2, 4), [(((0, 2), (0, 2)), a), (((0, 2), (2, 4)), a)])
         True
     """
-    # Sums are polynomials: the first moves up by as many powers as the second has bits.
-    return _product(_power(nbytes), first) ^ second if first else second
+    return _is_covered(whole(shape), [box for box, _ in parts])
 
 
-@lru_cache(256)
-def _power(nbytes: int) -> int:
-    """x to the number of bits of ``nbytes`` bytes, modulo the polynomial."""
-    power, square = 1 << 31, 1 << 23  # 1 and x ** 8: the highest bit is the lowest power
-    while nbytes:
-        if nbytes & 1:
-            power = _product(power, square)
-        square = _product(square, square)
-        nbytes >>= 1
-    return power
+def _is_covered(box: Box, boxes: list[Box]) -> bool:
+    """Takes the first box that touches it away, and looks at what is left around that."""
+    if not count(box):
+        return True
+    for number, other in enumerate(boxes):
+        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+        if all(start < stop for start, stop in shared):
+            return all(_is_covered(rest, boxes[number + 1 :]) for rest in _around(box, shared))
+    return False
 
 
-def _product(a: int, b: int) -> int:
-    """The product of two polynomials modulo that of CRC-32, whose coefficients are bits."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
+def _around(box: Box, inner: Box) -> Iterator[Box]:
+    """Boxes that with ``inner`` make up ``box``."""
+    for axis, ((start, stop), (first, last)) in enumerate(zip(box, inner, strict=True)):
+        before, behind = inner[:axis], box[axis + 1 :]
+        for span in (start, first), (last, stop):
+            if span[0] < span[1]:
+                yield (*before, span, *behind)
+
+
+def crc32_of_boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> int:
+    """The CRC-32 of an array in C order, of which there are parts that together are all of it.
+
+    The parts may overlap, and their arrays may lie in memory in any way. Takes 1 MiB beside them.
+
+    Example:
+        >>> a = np.arange(8.0).reshape(2, 4)
+        >>> parts = [(((0, 2), (0, 3)), a[:, :3]), (((0, 2), (3, 4)), a[:, 3:])]
+        >>> crc32_of_boxes((2, 4), parts) == crc32(a)
+        True
+    """
+    pieces = (_swapped(piece) for box in _boxes(shape, parts) for piece in _gathered(box, parts))
+    return crc32_of(pieces)
+
+
+def _boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> Iterator[Box]:
+    itemsize = parts[0][1].dtype.itemsize if parts else 1
+    box = whole(shape)
+    return split(box, max(1, STEP_BYTES // itemsize)) if count(box) else iter(())
+
+
+def _gathered(box: Box, parts: Sequence[Wanted]) -> Iterator[np.ndarray]:
+    """The array of a box, out of one part as it is, or put together of several."""
+    touching = []
+    for outer, array in parts:
+        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, outer, strict=True))
+        if all(start < stop for start, stop in shared):
+            piece = array[(*within(shared, outer), ...)]
+            if shared == box:
+                yield np.ascontiguousarray(piece)
+                return
+            touching.append((shared, piece))
+    memory = np.empty(extents(box), touching[0][1].dtype)
+    for shared, piece in touching:
+        memory[(*within(shared, box), ...)] = piece
+    yield memory
+
+
+def _swapped(array: np.ndarray) -> np.ndarray:
+    """With the low byte of each value first."""
+    return array if array.dtype.newbyteorder("<") == array.dtype else array.byteswap()

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from .crc32 import crc32
 from .entry import DECODED_BYTES, Box, Coding, TensorEntry, Wanted, count, extents, within
 from .files import OpenFile, aligned_empty
 
@@ -95,7 +96,7 @@ class Deflated(Coding):
             if not piece and not inflater.eof and place == end and not inflater.unconsumed_tail:
                 break
             data = inflater.unconsumed_tail
-            total, crc = total + len(piece), zlib.crc32(piece, crc)
+            total, crc = total + len(piece), crc32(piece, crc)
             if total > self.size:
                 raise self._corrupt(file, offset, tensor, f"{self.size} bytes", "more")
             if piece:

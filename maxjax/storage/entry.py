@@ -51,8 +51,8 @@ class TensorEntry:
 
     ``dtype`` and ``shape`` are of the array that reading gives. Of blocks that stay packed
     these are uint8 and MAX's byte view, the last axis in bytes, and ``encoding`` names
-    the blocks ("Q4_K"). ``coding`` makes the array of the bytes where they are not its own, and ``checksum``
-    is looked at before the tensor is read for the first time.
+    the blocks ("Q4_K"). ``coding`` makes the array of the bytes where they are not its own, and
+    ``checksum`` is compared when all of it is read for the first time.
     """
 
     name: str
@@ -68,12 +68,22 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """CRC-32 (as of zip and zlib) of ``nbytes`` bytes of a file from ``offset`` on; ``name`` says of what."""
+    """CRC-32 (as of zip and zlib) of ``nbytes`` bytes of a file from ``offset`` on; ``name`` says of what.
+
+    Attributes:
+        also: Other sums that are right as well: of a file that was just being replaced.
+        source: The file that has the sum, where it is not the one with the bytes.
+        of_values: It is of the array's own bytes, in C order and the low byte first, whatever lies
+            in the file; ``offset`` is then 0.
+    """
 
     name: str
     offset: int
     nbytes: int
     crc: int
+    also: tuple[int, ...] = ()
+    source: str | None = None
+    of_values: bool = False
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 For sharded weights: every device's part is read into the memory that becomes that device's
 array. What several parts need is read once; what none needs is left on the disk. A tensor is
 cut into boxes that do not overlap: one that lies within a part goes straight into its memory,
-any other through a small scratch memory. Below: files, table. Above: whoever places weights.
+any other through a small scratch memory. Below: files, checksums, table. Above: whoever places weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dtype import DType
+from .checking import sum_of_parts
+from .checksums import Sum, tapped
 from .entry import (
     Box,
     CodedJob,
@@ -29,7 +31,8 @@ from .entry import (
     split,
 )
 from .files import OpenFile, aligned_empty
-from .table import BLOCK_BYTES, TensorTable, run_jobs
+from .parallel import run_jobs
+from .table import BLOCK_BYTES, TensorTable
 
 # Scratch memory of one thread. It fits the cache of a core, so that the second copy is cheap;
 # with 64 KiB or 4 MiB the same read took up to half as long again.
@@ -88,19 +91,23 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     targets: dict[str, list[_Target]] = {}
     for part in parts:
         targets.setdefault(part.name, []).append(_target(table.entries[part.name], part))
-    table.check((table.entries[name] for name in targets), threads=threads)
+    sums = table.checks.sums(table.entries[name] for name in targets)
     jobs: list[_Job | CodedJob] = []
     nbytes = 0
     for name, wanted in targets.items():
         entry, needed = table.entries[name], [t for t in wanted if t.array.size]
         nbytes += sum(target.array.nbytes for target in needed)
+        one = sum_of_parts(entry, [target.region[:-1] for target in needed], sums)
         if entry.coding is None:
-            jobs.extend(_plan(table.files[entry.file], entry, needed))
+            jobs.extend(_plan(table.files[entry.file], entry, needed, one))
         else:
             regions = [(t.region[:-1], t.array.view(entry.dtype.np)[..., 0]) for t in needed]
-            jobs.extend(coded_jobs(table.files[entry.file], entry, regions))
+            if one:
+                one.parts.extend(regions)
+            jobs.extend(coded_jobs(tapped(table.files[entry.file], one), entry, regions))
     jobs.sort(key=_place)
     read = sum(run_jobs(_execute, jobs, nbytes, threads))
+    table.checks.compare(sums, threads=threads)
     for number in {table.entries[name].file for name in targets}:
         table.files[number].check_unchanged()
     return read
@@ -153,7 +160,10 @@ def _target(entry: TensorEntry, part: Part) -> _Target:
 
 @dataclass(slots=True)
 class _Job:
-    """Up to 16 MiB of the tensor that is ``whole``. With a ``target``, all within that part."""
+    """Up to 16 MiB of the tensor that is ``whole``. With a ``target``, all within that part.
+
+    ``sum`` takes up what is read.
+    """
 
     file: OpenFile
     entry: TensorEntry
@@ -161,15 +171,18 @@ class _Job:
     box: Box
     target: _Target | None
     others: list[_Target]
+    sum: Sum | None
 
 
-def _plan(file: OpenFile, entry: TensorEntry, targets: list[_Target]) -> Iterator[_Job]:
+def _plan(
+    file: OpenFile, entry: TensorEntry, targets: list[_Target], sum: Sum | None
+) -> Iterator[_Job]:
     whole = tuple((0, size) for size in (*entry.shape, entry.dtype.np.itemsize))
     for large, target in _boxes(whole, targets, 0, 1) if targets else ():
         others = [other for other in targets if other is not target]
         for box in split(large, BLOCK_BYTES):
             touched = [other for other in others if _overlap(box, box, other.region)]
-            yield _Job(file, entry, whole, box, target, touched)
+            yield _Job(file, entry, whole, box, target, touched, sum)
 
 
 def _boxes(
@@ -271,10 +284,18 @@ def _fill_box(job: _Job, box: Box, memory: np.ndarray, region: Box) -> int:
     axis, length = _run(job.whole, box)
     places = _starts(box, region, axis)
     for start, place in zip(_starts(box, job.whole, axis), places, strict=True):
-        fill(job.file, entry, start, view[place : place + length])
+        run = view[place : place + length]
+        if job.sum is None:
+            fill(job.file, entry, start, run)
+        else:
+            job.sum.fill(entry, start, run)
         total += length
         if entry.dtype is DType.bool:
-            check_bool(job.file, entry, start, memory[place : place + length])
+            values = memory[place : place + length]
+            if job.sum is None:
+                check_bool(job.file, entry, start, values)
+            else:
+                job.sum.check_bool(entry, start, values)
     return total
 
 

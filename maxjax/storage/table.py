@@ -2,16 +2,14 @@
 
 Every format's parser gives one of these: validated entries and open files, no data yet.
 Reading is positioned reads, in parallel, into aligned memory of our own; never a mapping,
-which would die with the file. Below: files, entry, checksums. Above: regions, the formats,
+which would die with the file. Below: files, entry, checking. Above: regions, the formats,
 graph.weights.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +17,12 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import OutOfMemoryError
-from .checksums import Sum, is_summed_with_data
-from .entry import Checksum, CodedJob, TensorEntry, check_bool, coded_jobs, fill, whole
+from .checking import Checks, Key, sum_of
+from .checking import Verify as Verify
+from .checksums import Sum, tapped
+from .entry import CodedJob, TensorEntry, check_bool, coded_jobs, fill, whole
 from .files import ALIGNMENT, OpenFile, aligned_empty
+from .parallel import run, run_jobs
 
 # One read of a large tensor. From 2 to 64 MiB the speed is the same; a smaller block spreads
 # better over the threads, and bounds the scratch memory of a packed type.
@@ -32,17 +33,16 @@ SMALL_BYTES = 128 << 10
 SLAB_BYTES = 4 << 20
 # Parts of one scattered read; the system's own bound (IOV_MAX) is 1024.
 SCATTER = 512
-# Below this a pool of threads costs more than it saves.
-PARALLEL_BYTES = 8 << 20
 
 
 class TensorTable:
     """One opened checkpoint: names, types, shapes and places of its tensors; no data.
 
     Attributes: ``format`` ("safetensors"), ``files`` (open), ``entries`` (name → TensorEntry
-    in file order), ``metadata`` (text → text; of a GGUF file values of any of its types). Any
-    number of threads may read at once. Close
-    it, or use it in a ``with`` block, or drop it: the files close with the last reference.
+    in file order), ``metadata`` (text → text; of a GGUF file values of any of its types),
+    ``verify`` ("auto", True or False: when reading compares checksums), ``checks`` (what was
+    compared). Any number of threads may read at once. Close it, or use it in a ``with`` block, or
+    drop it: the files close with the last reference.
 
     Example:
         >>> import os, tempfile
@@ -67,7 +67,16 @@ class TensorTable:
         self.files = files
         self.entries = entries
         self.metadata = metadata or {}
-        self._sound: set[tuple[int, Checksum]] = set()
+        self.checks = Checks(files)
+
+    @property
+    def verify(self) -> Verify:
+        """When reading compares checksums: see :class:`Checks`."""
+        return self.checks.verify
+
+    @verify.setter
+    def verify(self, verify: Verify) -> None:
+        self.checks.verify = verify
 
     def read(self, name: str) -> np.ndarray:
         """The tensor ``name``: owned, C-contiguous, at a multiple of 64 bytes.
@@ -98,17 +107,11 @@ class TensorTable:
         """
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
-        sums, others = {}, []
-        for users in self._unchecked(entries).values():
-            if complete := next(filter(is_summed_with_data, users), None):
-                sums[complete.name] = Sum(self.files[complete.file], complete)
-            else:
-                others.append(users[0])
-        self.check(others, threads=threads)
+        sums = self.checks.sums(entries)
         arrays, jobs = _plan(entries, self.files, sums)
         nbytes = sum(array.nbytes for array in arrays.values())
-        run_jobs(_run, jobs, nbytes, threads)
-        self._compare(sums.values())
+        run_jobs(run, jobs, nbytes, threads)
+        self.checks.compare(sums, threads=threads)
         # Last: nothing is read after it.
         for number in {entry.file for entry in entries}:
             self.files[number].check_unchanged()
@@ -121,27 +124,7 @@ class TensorTable:
             CheckpointCorruptError: They differ.
             CheckpointChangedError: They differ, and the file was written to since it was opened.
         """
-        sums = [Sum(self.files[of[0].file], of[0]) for of in self._unchecked(entries).values()]
-        jobs = [block for one in sums for block in one.blocks(BLOCK_BYTES)]
-        run_jobs(_run, jobs, sum(job.nbytes for job in jobs), threads)
-        self._compare(sums)
-
-    def _unchecked(
-        self, entries: Iterable[TensorEntry]
-    ) -> dict[tuple[int, Checksum], list[TensorEntry]]:
-        """Each checksum that was not compared yet, with the file's number, and whose it is."""
-        found: dict[tuple[int, Checksum], list[TensorEntry]] = {}
-        for entry in entries:
-            if entry.checksum is not None and entry.nbytes:
-                key = entry.file, entry.checksum
-                if key not in self._sound:
-                    found.setdefault(key, []).append(entry)
-        return found
-
-    def _compare(self, sums: Iterable[Sum]) -> None:
-        for one in sums:
-            one.compare()
-            self._sound.add((one.entry.file, one.checksum))
+        self.checks.check(entries, threads=threads)
 
     def close(self) -> None:
         """Closes the files. Arrays that were read stay valid."""
@@ -166,35 +149,45 @@ class TensorTable:
 class _Job:
     """One positioned read: ``views`` take the file's bytes from ``offset`` on, in turn.
 
-    Several entries: one view each. One entry: one block of it, ``start`` bytes in, and ``sum``
-    its checksum if that is still to be compared.
+    Several entries: one view each. One entry: one block of it, ``start`` bytes in. ``sums`` has
+    for each entry the checksum that is computed of it, if any.
     """
 
     file: OpenFile
     offset: int
     entries: list[TensorEntry]
     views: list[np.ndarray]
+    sums: list[Sum | None]
     start: int = 0
-    sum: Sum | None = None
 
     def run(self) -> None:
         """Reads it."""
-        if self.sum is not None:
-            return self.sum.read(self.offset, self.views[0].size, memoryview(self.views[0]))
         views = [memoryview(view) for view in self.views]
+        if len(views) == 1 and self.sums[0] is not None:
+            self.sums[0].fill(self.entries[0], self.start, views[0])
+        else:
+            self._scatter(views)
+            for entry, view, sum in zip(self.entries, views, self.sums, strict=True):
+                if sum is not None:
+                    sum.add(entry.offset + self.start, view)
+        for entry, view, sum in zip(self.entries, self.views, self.sums, strict=True):
+            if entry.dtype is DType.bool:
+                if sum is None:
+                    check_bool(self.file, entry, self.start, view)
+                else:
+                    sum.check_bool(entry, self.start, view)
+
+    def _scatter(self, views: list[memoryview]) -> None:
         wanted = sum(map(len, views))
         got = self.file.pread_some(views, self.offset, tensor=self.entries[0].name)
         if got < wanted:
             # Rare: the file ended, or the system gave part. Again one by one, to know which.
             for entry, view in zip(self.entries, views, strict=True):
                 fill(self.file, entry, self.start, view)
-        for entry, view in zip(self.entries, self.views, strict=True):
-            if entry.dtype is DType.bool:
-                check_bool(self.file, entry, self.start, view)
 
 
 def _plan(
-    entries: list[TensorEntry], files: list[OpenFile], sums: dict[str, Sum]
+    entries: list[TensorEntry], files: list[OpenFile], sums: dict[Key, Sum]
 ) -> tuple[dict[str, np.ndarray], list[_Job | CodedJob]]:
     """The arrays, still empty, and the reads that fill them, in the order of the files."""
     arrays: dict[str, np.ndarray] = {}
@@ -203,23 +196,27 @@ def _plan(
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
         if entry.name in arrays:
             continue
+        file, sum = files[entry.file], sum_of(entry, sums)
         if entry.coding is not None:
             nbytes = math.prod(entry.shape) * entry.dtype.np.itemsize
             memory = _allocate(nbytes, entry, files)
             arrays[entry.name] = array = memory.view(entry.dtype.np).reshape(entry.shape)
-            jobs.extend(coded_jobs(files[entry.file], entry, [(whole(entry.shape), array)]))
+            parts = [(whole(entry.shape), array)]
+            if sum:
+                sum.parts.extend(parts)
+            jobs.extend(coded_jobs(tapped(file, sum), entry, parts))
             continue
         length = -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         if length > SMALL_BYTES:
             memory = _allocate(entry.nbytes, entry, files)
-            jobs.extend(_blocks(entry, files[entry.file], memory, sums.get(entry.name)))
+            jobs.extend(_blocks(entry, file, memory, sum))
         else:
             if used + length > len(slab):
                 nbytes = SLAB_BYTES if len(entries) > 1 else length
                 slab, used = _allocate(nbytes, entry, files), 0
             memory = slab[used : used + entry.nbytes]
             used += length
-            _append_small(jobs, entry, files[entry.file], memory, sums.get(entry.name))
+            _append_small(jobs, entry, file, memory, sum)
         arrays[entry.name] = memory.view(entry.dtype.np).reshape(entry.shape)
     return arrays, jobs
 
@@ -240,7 +237,7 @@ def _blocks(
 ) -> Iterable[_Job]:
     for start in range(0, entry.nbytes, BLOCK_BYTES):
         view = memory[start : start + BLOCK_BYTES]
-        yield _Job(file, entry.offset + start, [entry], [view], start, sum)
+        yield _Job(file, entry.offset + start, [entry], [view], [sum], start)
 
 
 def _append_small(
@@ -252,36 +249,9 @@ def _append_small(
     last = jobs[-1] if jobs else None
     if type(last) is _Job and last.file is file and last.entries[-1].nbytes <= SMALL_BYTES:
         end = last.entries[-1].offset + last.entries[-1].nbytes
-        is_plain = last.sum is None and sum is None
-        if is_plain and end == entry.offset and len(last.views) < SCATTER:
+        if end == entry.offset and len(last.views) < SCATTER:
             last.entries.append(entry)
             last.views.append(memory)
+            last.sums.append(sum)
             return
-    jobs.append(_Job(file, entry.offset, [entry], [memory], sum=sum))
-
-
-# --- reading ----------------------------------------------------------------------------------
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def run_jobs(
-    read: Callable[[Any], Any], jobs: Sequence[Any], nbytes: int, threads: int | None = None
-) -> list[Any]:
-    """What ``read`` gives for each job, in order; in threads (``read_many``'s) for many bytes."""
-    threads = threads or min(8, _cores())
-    if threads <= 1 or nbytes < PARALLEL_BYTES or len(jobs) < 2:
-        return [read(job) for job in jobs]
-    with ThreadPoolExecutor(min(threads, len(jobs)), "maxjax-read") as pool:
-        try:
-            return list(pool.map(read, jobs))
-        except BaseException:  # an interrupt too: what has not begun shall not
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _run(job: Any) -> Any:
-    return job.run()
+    jobs.append(_Job(file, entry.offset, [entry], [memory], [sum]))

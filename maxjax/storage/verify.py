@@ -5,17 +5,26 @@ Below: index. Above: the command line.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..dtype import DType
+from ..errors import CheckpointCorruptError
 from .coding import Strided
+from .deflate import Deflated
 from .entry import TensorEntry, count, split, whole
-from .files import aligned_empty
+from .files import OpenFile, aligned_empty
 from .regions import Part, read_parts
 from .table import TensorTable
 
 # So much of a tensor is read at a time.
 _BYTES = 16 << 20
+# What the Hugging Face cache calls a large file: its SHA-256.
+_BLOB = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -26,19 +35,25 @@ class Verified:
         tensors: How many tensors there are.
         nbytes: The bytes they take in the files.
         files: How many files there are.
-        checksums: How many checksums were compared; of formats that have none it is 0.
+        checksums: How many checksums of bytes or tensors were compared.
+        digests: Of how many tensors one of these is in the ``maxjax_digests.json`` beside the file.
+        blobs: How many files lie in a cache under the name of their SHA-256, and were compared.
     """
 
     tensors: int
     nbytes: int
     files: int
     checksums: int
+    digests: int = 0
+    blobs: int = 0
 
 
 def verify(table: TensorTable) -> Verified:
     """Reads every tensor of an open checkpoint once, and compares the checksums there are.
 
-    Opening has checked the structure already. Takes 16 MiB of memory, or that of the largest
+    They are those that the archives have, those of ``maxjax_digests.json``, and the names of
+    files in a Hugging Face cache, which are read once more for it. Opening has checked the
+    structure already. Takes 16 MiB of memory, or that of the largest
     tensor in a compressed archive.
 
     Raises:
@@ -53,22 +68,48 @@ def verify(table: TensorTable) -> Verified:
         >>> np.savez(path, a=np.ones(3), b=np.zeros((2, 2)))
         >>> with open_checkpoint(path) as table:
         ...     verify(table)
-        Verified(tensors=2, nbytes=56, files=1, checksums=2)
+        Verified(tensors=2, nbytes=56, files=1, checksums=2, digests=0, blobs=0)
     """
     entries = list(table.entries.values())
     table.check(entries)
     for entry in entries:
-        # What a checksum is of has been read, and its values can be anything.
-        if entry.checksum is None or not isinstance(entry.coding, Strided | None):
+        # What a checksum is of has been read, and most values can be anything.
+        is_any = isinstance(entry.coding, Strided | None) and entry.dtype is not DType.bool
+        if entry.checksum is None or not (entry.checksum.of_values or is_any):
             _read(table, entry)
     sums = {(entry.file, entry.checksum) for entry in entries if entry.checksum is not None}
-    packed = sum(
-        1 for entry in entries if entry.coding is not None and not entry.coding.is_divisible
-    )
+    packed = sum(1 for entry in entries if isinstance(entry.coding, Deflated))
     nbytes = sum(entry.nbytes for entry in entries)
+    digests = sum(1 for entry in entries if entry.checksum and entry.checksum.source)
+    blobs = _compare_blobs(table.files)
     for file in table.files:
         file.check_unchanged()
-    return Verified(len(entries), nbytes, len(table.files), len(sums) + packed)
+    return Verified(len(entries), nbytes, len(table.files), len(sums) + packed, digests, blobs)
+
+
+def _compare_blobs(files: Iterable[OpenFile]) -> int:
+    """Compares the SHA-256 of files that a cache calls by it; gives how many there were."""
+    found = 0
+    for file in files:
+        folder, name = os.path.split(os.path.realpath(file.path))
+        if os.path.basename(folder) != "blobs" or not _BLOB.fullmatch(name):
+            continue
+        sha256, memory = hashlib.sha256(), aligned_empty(min(_BYTES, file.size))
+        for start in range(0, file.size, max(1, len(memory))):
+            view = memoryview(memory)[: file.size - start]
+            file.pread_into(view, start)
+            sha256.update(view)
+        if sha256.hexdigest() != name:
+            file.check_unchanged()
+            raise CheckpointCorruptError(
+                "the bytes of the file are not those that were published",
+                path=file.path,
+                expected=f"SHA-256 {name}",
+                found=sha256.hexdigest(),
+                hint="It was damaged on its way or on the disk: delete it and fetch it again.",
+            )
+        found += 1
+    return found
 
 
 def _read(table: TensorTable, entry: TensorEntry) -> None:

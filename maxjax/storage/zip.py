@@ -7,10 +7,10 @@ zip_directory. Above: npz and the PyTorch format.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 
 from ..errors import CheckpointCorruptError, CheckpointFormatError, CheckpointLimitError
+from .crc32 import crc32
 from .deflate import Deflated
 from .entry import Checksum
 from .files import Limits, OpenFile
@@ -96,12 +96,12 @@ class Archive:
             coding, place = self.deflated(member), (member.offset, member.compressed)
             return b"".join(coding.pieces(self.file, *place, tensor=tensor))
         data = self.file.pread(member.offset, member.size, tensor=tensor)
-        if crc is not None and zlib.crc32(data) != crc:
+        if crc is not None and crc32(data) != crc:
             raise CheckpointCorruptError(
                 f"the bytes of {member.name} are not those that were written",
                 offset=member.offset,
                 expected=f"CRC-32 {crc:08x}",
-                found=f"{zlib.crc32(data):08x}",
+                found=f"{crc32(data):08x}",
                 hint="The file was damaged on its way or on the disk: fetch it again.",
                 **where,
             )

@@ -45,10 +45,10 @@ def _compiler(folder, text):
 @pytest.mark.parametrize(
     "machine, levels",
     [
-        ("x86_64", {"portable", "avx2", "avx512", "avx512bf16"}),
-        ("AMD64", {"portable", "avx2", "avx512", "avx512bf16"}),
-        ("aarch64", {"portable", "neon"}),
-        ("arm64", {"portable", "neon"}),
+        ("x86_64", {"portable", "avx2", "avx512", "avx512bf16", "crc_clmul", "crc_wide"}),
+        ("AMD64", {"portable", "avx2", "avx512", "avx512bf16", "crc_clmul", "crc_wide"}),
+        ("aarch64", {"portable", "neon", "crc_arm"}),
+        ("arm64", {"portable", "neon", "crc_arm"}),
         ("riscv64", {"portable"}),
     ],
 )
@@ -56,7 +56,7 @@ def test_every_processor_has_its_levels(machine, levels, commands, tmp_path):
     assert build.build(tmp_path / "library.so", machine=machine) == tmp_path / "library.so"
     *compiles, link = commands
     sources = {Path(next(a for a in c if a.endswith(".cc"))).name for c in compiles}
-    assert sources == {"handlers.cc", *(f"level_{level}.cc" for level in levels)}
+    assert sources == {"handlers.cc", "crc.cc", *(f"level_{level}.cc" for level in levels)}
     assert set(link) >= {c[-1] for c in compiles}
     assert [path.name for path in tmp_path.iterdir()] == ["library.so"]
 
@@ -65,7 +65,8 @@ def test_only_a_level_may_use_more_than_every_processor_has(commands, tmp_path):
     build.build(tmp_path / "library.so", machine="x86_64")
     for command in commands:
         beyond = [flag for flag in command if flag.startswith("-m")]
-        assert bool(beyond) == any("level_avx" in part for part in command if part.endswith(".cc"))
+        sources = [part for part in command if part.endswith(".cc")]
+        assert bool(beyond) == any("level_avx" in s or "level_crc" in s for s in sources)
 
 
 def test_flags_of_the_caller_reach_compiler_and_linker(commands, tmp_path):

@@ -1,7 +1,6 @@
 """Checksums that are computed of blocks as they are read: against zlib, and on damaged archives."""
 
 import os
-import random
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,30 +10,9 @@ import pytest
 import torch
 
 from maxjax.errors import CheckpointChangedError, CheckpointCorruptError
-from maxjax.storage import aligned_empty, checksums, open_checkpoint, table
-from maxjax.storage.checksums import combine, is_summed_with_data
+from maxjax.storage import aligned_empty, checksums, open_checkpoint, parallel, table
 from maxjax.storage.files import OpenFile
 from maxjax.storage.regions import Part, read_parts
-
-SIZES = (0, 1, 2, 3, 7, 8, 255, 256, 4097, 65_536, 1_000_003)
-
-
-@pytest.mark.parametrize("second", SIZES)
-@pytest.mark.parametrize("first", SIZES)
-def test_combine_is_the_crc_of_both(first, second):
-    data = random.Random(first * 7919 + second).randbytes(first + second)
-    one, other = zlib.crc32(data[:first]), zlib.crc32(data[first:])
-    assert combine(one, other, second) == zlib.crc32(data)
-
-
-def test_combine_of_many_blocks():
-    rng = random.Random(1)
-    for _ in range(50):
-        blocks = [rng.randbytes(rng.choice(SIZES[:-2])) for _ in range(rng.randint(1, 9))]
-        crc = 0
-        for block in blocks:
-            crc = combine(crc, zlib.crc32(block), len(block))
-        assert crc == zlib.crc32(b"".join(blocks))
 
 
 @pytest.fixture
@@ -42,7 +20,7 @@ def small_blocks(monkeypatch):
     """Bounds so small that tensors of some kilobytes have every kind of read."""
     monkeypatch.setattr(table, "BLOCK_BYTES", 10_000)
     monkeypatch.setattr(table, "SMALL_BYTES", 1 << 10)
-    monkeypatch.setattr(table, "PARALLEL_BYTES", 1 << 10)
+    monkeypatch.setattr(parallel, "PARALLEL_BYTES", 1 << 10)
     monkeypatch.setattr(checksums, "STEP_BYTES", 3000)
 
 
@@ -95,7 +73,8 @@ def test_sound_files(path, threads):
                 np.testing.assert_array_equal(read[name], array, strict=True)
 
 
-def test_nothing_is_read_twice(path, monkeypatch):
+@pytest.mark.parametrize("verify", ["auto", True])
+def test_nothing_is_read_twice(path, verify, monkeypatch):
     places = []
     original = OpenFile.pread_some
 
@@ -104,13 +83,13 @@ def test_nothing_is_read_twice(path, monkeypatch):
         return original(self, views, offset, **where)
 
     with open_checkpoint(path) as opened:
-        names = [name for name, e in opened.entries.items() if is_summed_with_data(e)]
-        assert {"small", "large", "even"} <= set(names)
-        names = [name for name in names if name != "part"]
+        opened.verify = verify
+        names = [name for name in opened.entries if name != "part"]
         monkeypatch.setattr(OpenFile, "pread_some", counted)
         opened.read_many(names)
         nbytes = sum(opened.entries[name].nbytes for name in names)
-    assert len(places) == nbytes == len(set(places))
+        assert len(places) == nbytes == len(set(places))
+        assert not opened.checks.unchecked(opened.entries.values())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -140,19 +119,25 @@ def test_a_changed_bit_is_found_wherever_it_is(name, path, threads):
         flip(path, place)
 
 
-def test_parts_of_a_damaged_tensor_are_refused(path):
+def test_parts_of_a_damaged_tensor_are_refused(path, monkeypatch):
+    monkeypatch.setattr(checksums, "GAP_BYTES", 1000)
     with open_checkpoint(path) as opened:
         sum_of = opened.entries["large"].checksum
         assert sum_of is not None
         flip(path, sum_of.offset + sum_of.nbytes - 1)
+        small = Part("large", ((0, 1), (0, 1)), aligned_empty(4))
+        for verify in "auto", False:
+            opened.verify = verify
+            read_parts(opened, [small])
+        opened.verify = True
         with pytest.raises(CheckpointCorruptError):
-            read_parts(opened, [Part("large", ((0, 1), (0, 1)), aligned_empty(4))])
+            read_parts(opened, [small])
 
 
 def test_a_view_that_is_read_alone_is_checked_by_its_storage(tmp_path, small_blocks):
     save_torch(tmp_path / "m.pt")
     with open_checkpoint(tmp_path / "m.pt") as opened:
-        assert not is_summed_with_data(opened.entries["part"])
+        opened.verify = True
         sum_of = opened.entries["part"].checksum
         assert sum_of is not None and sum_of == opened.entries["large"].checksum
         flip(tmp_path / "m.pt", sum_of.offset)

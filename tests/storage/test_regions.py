@@ -18,7 +18,14 @@ from maxjax.errors import (
     CheckpointFormatError,
     CheckpointTruncatedError,
 )
-from maxjax.storage import OpenFile, TensorEntry, TensorTable, open_regular, regions, table
+from maxjax.storage import (
+    OpenFile,
+    TensorEntry,
+    TensorTable,
+    open_regular,
+    parallel,
+    regions,
+)
 from maxjax.storage.coding import Nibbles
 from maxjax.storage.regions import Part, read_parts
 
@@ -96,7 +103,7 @@ def reads(monkeypatch) -> Reads:
 def bounds(request, monkeypatch):
     """Bounds so small that little tensors have every kind of read, in threads too."""
     if request.param == "small":
-        monkeypatch.setattr(table, "PARALLEL_BYTES", 1)
+        monkeypatch.setattr(parallel, "PARALLEL_BYTES", 1)
         for name, value in {
             "BLOCK_BYTES": 256, "SCRATCH_BYTES": 40, "DIRECT_BYTES": 24, "SHORT_BYTES": 5,
             "HOLE_BYTES": 30,

@@ -18,7 +18,7 @@ from maxjax.errors import (
     CheckpointTruncatedError,
     OutOfMemoryError,
 )
-from maxjax.storage import TensorTable, open_checkpoint, table
+from maxjax.storage import TensorTable, open_checkpoint, parallel, table
 from tests.storage.corpus import file_bytes, spec
 
 
@@ -55,7 +55,7 @@ def small_blocks(monkeypatch):
     """Bounds so small that a file of some megabytes has every kind of read."""
     monkeypatch.setattr(table, "BLOCK_BYTES", 1 << 20)
     monkeypatch.setattr(table, "SLAB_BYTES", 256 << 10)
-    monkeypatch.setattr(table, "PARALLEL_BYTES", 1 << 20)
+    monkeypatch.setattr(parallel, "PARALLEL_BYTES", 1 << 20)
 
 
 def expected(data: bytes) -> dict[str, np.ndarray]:

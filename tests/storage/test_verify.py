@@ -1,5 +1,6 @@
 """verify reads all there is, once, and finds what opening cannot."""
 
+import hashlib
 import os
 
 import gguf
@@ -8,7 +9,12 @@ import pytest
 import safetensors.numpy
 import torch
 
-from maxjax.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from maxjax.errors import (
+    CheckpointChangedError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+)
 from maxjax.storage import open_checkpoint, verify
 from maxjax.storage.verify import Verified
 from maxjax.storage.verify import verify as verified
@@ -76,4 +82,54 @@ def test_a_file_that_became_shorter(tmp_path):
     with open_checkpoint(path) as table:
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(CheckpointError):
+            verified(table)
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """A file as the Hugging Face cache has it: a link to one that is called by its SHA-256."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots").mkdir()
+    safetensors.numpy.save_file(ARRAYS, tmp_path / "m.safetensors")
+    digest = hashlib.sha256((tmp_path / "m.safetensors").read_bytes()).hexdigest()
+    os.rename(tmp_path / "m.safetensors", tmp_path / "blobs" / digest)
+    link = tmp_path / "snapshots" / "model.safetensors"
+    link.symlink_to(os.path.join("..", "blobs", digest))
+    return link
+
+
+def test_a_file_of_a_cache_is_compared_with_its_name(cached, monkeypatch):
+    monkeypatch.setattr(verify, "_BYTES", 64)
+    assert check(cached) == Verified(3, 163, 1, 0, blobs=1)
+    good = cached.read_bytes()
+    for at in (len(good) - 1, len(good) - 163):
+        bad = bytearray(good)
+        bad[at] ^= 1
+        (cached.parent / os.readlink(cached)).write_bytes(bad)
+        with pytest.raises(CheckpointCorruptError, match="SHA-256") as caught:
+            check(cached)
+        digest = os.path.basename(os.readlink(cached))
+        assert caught.value.expected == f"SHA-256 {digest}"
+        assert caught.value.found == hashlib.sha256(bad).hexdigest()
+
+
+def test_other_names_in_a_cache_are_none(cached):
+    """A small file is called by the SHA-1 of git there."""
+    blob = cached.parent.parent / "blobs" / os.path.basename(os.readlink(cached))
+    blob.rename(blob.with_name(blob.name[:40]))
+    cached.unlink()
+    cached.symlink_to(os.path.join("..", "blobs", blob.name[:40]))
+    assert check(cached).blobs == 0
+    elsewhere = cached.parent / blob.name
+    blob.with_name(blob.name[:40]).rename(elsewhere)
+    assert check(elsewhere).blobs == 0
+
+
+def test_a_cached_file_that_was_written_to_meanwhile(cached):
+    with open_checkpoint(cached) as table:
+        with open(cached, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\x01" if ARRAYS["b"][-1] != 1 else b"\x00")
+        os.utime(cached, ns=(1, 1))
+        with pytest.raises(CheckpointChangedError):
             verified(table)

@@ -26,6 +26,7 @@ LIBRARY = HERE / f"libmaxjax_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+_CLMUL = ["-msse4.1", "-mpclmul"]
 # For each architecture the files and what each of them may use of the processor. What is
 # used is chosen when the library is loaded, so that one library serves all.
 SOURCES: dict[str, dict[str, list[str]]] = {
@@ -35,10 +36,19 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "level_avx2.cc": _AVX2,
         "level_avx512.cc": _AVX512,
         "level_avx512bf16.cc": [*_AVX512, "-mavx512bf16"],
+        "crc.cc": [],
+        "level_crc_clmul.cc": _CLMUL,
+        "level_crc_wide.cc": [*_AVX512, *_CLMUL, "-mvpclmulqdq"],
     },
-    "aarch64": {"handlers.cc": [], "level_portable.cc": [], "level_neon.cc": []},
+    "aarch64": {
+        "handlers.cc": [],
+        "level_portable.cc": [],
+        "level_neon.cc": [],
+        "crc.cc": [],
+        "level_crc_arm.cc": [],
+    },
 }
-_OTHER = {"handlers.cc": [], "level_portable.cc": []}
+_OTHER = {"handlers.cc": [], "level_portable.cc": [], "crc.cc": []}
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 # No exceptions and no sharing of inline functions between levels: the linker may keep any

@@ -1,0 +1,132 @@
+"""Floor 1. CRC-32, the one of zip and zlib, as fast as the memory gives the bytes.
+
+The library of ``kernels/cpu`` has it for several processors: 10 to 50 GB/s a core, where zlib
+has 1 to 3. Where that library is not there, zlib's is used. Below: nothing. Above: checksums,
+the archives, the writers, ``kernels.native``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# "off": nothing compiled is used.
+VARIABLE = "MAXJAX_KERNELS"
+# Another file than the one that installing made.
+FILE_VARIABLE = "MAXJAX_KERNELS_LIBRARY"
+
+# Below this zlib is done before the other function is called.
+_SMALL_BYTES = 8192
+# The polynomial, its highest power in the lowest bit.
+_POLYNOMIAL = 0xEDB88320
+
+
+def library_path() -> Path:
+    """Where the library of compiled functions is, if it was built."""
+    if given := os.environ.get(FILE_VARIABLE):
+        return Path(given)
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return Path(__file__).parent.parent / "kernels" / "cpu" / f"libmaxjax_cpu.{suffix}"
+
+
+@functools.cache
+def _compiled() -> tuple[Callable[[int, int, int], int], str] | None:
+    """The compiled function (sum, address, bytes → sum), and what it runs on."""
+    if os.environ.get(VARIABLE) == "off":
+        return None
+    try:
+        library = ctypes.CDLL(str(library_path()))  # lets other threads run
+        function, level = library.maxjax_crc32, library.maxjax_crc32_level
+    except (OSError, AttributeError):
+        return None
+    function.restype, level.restype = ctypes.c_uint32, ctypes.c_char_p
+    function.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]
+    return function, level().decode()
+
+
+def level() -> str:
+    """What sums are computed with: "wide_clmul", "clmul", "arm", "portable", or "zlib".
+
+    Example:
+        >>> level() in ("wide_clmul", "clmul", "arm", "portable", "zlib")
+        True
+    """
+    compiled = _compiled()
+    return "zlib" if compiled is None else compiled[1]
+
+
+def is_fast() -> bool:
+    """Whether a sum takes so little that nobody who reads a file notices."""
+    return level() not in ("zlib", "portable")
+
+
+def crc32(buffer: Any, value: int = 0) -> int:
+    """zlib's CRC-32 of the bytes of ``buffer``, behind others whose sum is ``value``.
+
+    ``buffer`` is an array, or bytes or a memoryview in C order. Other threads run meanwhile.
+
+    Example:
+        >>> crc32(b"cde", crc32(b"ab")) == zlib.crc32(b"abcde")
+        True
+    """
+    if isinstance(buffer, np.ndarray):  # also of a type that NumPy lacks
+        buffer = buffer.reshape(-1).view(np.uint8)
+    nbytes = memoryview(buffer).nbytes
+    if nbytes < _SMALL_BYTES or (compiled := _compiled()) is None:
+        return zlib.crc32(buffer, value)
+    view = np.frombuffer(buffer, np.uint8)  # keeps it alive, and has its address
+    return compiled[0](value, view.ctypes.data, nbytes)
+
+
+def crc32_of(pieces: Iterable[Any]) -> int:
+    """The CRC-32 of pieces behind one another.
+
+    Example:
+        >>> crc32_of([b"ab", b"cde"]) == zlib.crc32(b"abcde")
+        True
+    """
+    crc = 0
+    for piece in pieces:
+        crc = crc32(piece, crc)
+    return crc
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of two runs of bytes behind one another, of that of each; the second has ``nbytes``.
+
+    Example:
+        >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
+        True
+    """
+    # Sums are polynomials: the first moves up by as many powers as the second has bits.
+    return _product(_power(nbytes), first) ^ second if first else second
+
+
+@functools.lru_cache(256)
+def _power(nbytes: int) -> int:
+    """x to the number of bits of ``nbytes`` bytes, modulo the polynomial."""
+    power, square = 1 << 31, 1 << 23  # 1 and x ** 8: the highest bit is the lowest power
+    while nbytes:
+        if nbytes & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        nbytes >>= 1
+    return power
+
+
+def _product(a: int, b: int) -> int:
+    """The product of two polynomials modulo that of CRC-32, whose coefficients are bits."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product

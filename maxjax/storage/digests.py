@@ -1,0 +1,282 @@
+"""Floor 1. ``maxjax_digests.json``: the checksums of the tensors in the files beside it.
+
+safetensors, GGUF and orbax have no checksums of their own, so what maxjax writes has them in a
+file more, which other programs leave alone. It says what the bytes were; it never makes a sound
+file unreadable: what it says of a file of another size is of another file, and not looked at.
+Below: jsontext, checksums, table. Above: index, orbax, the writers.
+
+    {"version": 1, "algorithm": "crc32",
+     "files": {"model.safetensors": [{"size": 123, "header": [72, "00c0ffee"],
+                                      "tensors": {"w": "89abcdef"}}]}}
+
+The header, if it is there, is that many bytes at the start of the file, which are looked at when
+it is opened: the names and types of the tensors, the metadata. A file has a second record while
+it is being replaced: there is the old one or the new one. An orbax checkpoint has one record, of
+file "." and size 0, with sums of the arrays' values.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import (
+    CheckpointAccessError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMissingError,
+)
+from .checksums import stale
+from .crc32 import crc32
+from .entry import Checksum, TensorEntry
+from .files import Limits, OpenFile
+from .jsontext import collector_paused, load_json
+from .table import TensorTable
+
+_LOG = logging.getLogger("maxjax")
+NAME = "maxjax_digests.json"
+# The key of a directory that is a checkpoint by itself.
+DIRECTORY = "."
+VERSION, ALGORITHM = 1, "crc32"
+# What is there, and what each of several interrupted replacements would have put there.
+_RECORDS = 8
+_CRC = re.compile("[0-9a-f]{8}")
+_HINT = "The weights may be sound: delete this file, or read them with verify=False."
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a file of ``size`` bytes has.
+
+    Attributes:
+        tensors: Name → CRC-32 of its bytes there.
+        header: How many bytes stand before all tensors, and their CRC-32.
+    """
+
+    size: int
+    tensors: dict[str, int]
+    header: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The content of a ``maxjax_digests.json``: name of a file → its records.
+
+    Example:
+        >>> digests = Digests({"m.safetensors": (Record(9, {"w": 255}), Record(8, {"w": 1}))})
+        >>> digests.of("m.safetensors", 9)
+        {'w': (255,)}
+        >>> parse(to_bytes(digests.files)) == digests
+        True
+    """
+
+    files: dict[str, tuple[Record, ...]] = field(default_factory=dict)
+
+    def of(self, file: str, size: int) -> dict[str, tuple[int, ...]]:
+        """tensor → the sums it may have, of the records of a file that are of its size."""
+        return _acceptable([one for one in self.files.get(file, ()) if one.size == size])
+
+
+def to_bytes(files: Mapping[str, Sequence[Record]]) -> bytes:
+    """The content of a ``maxjax_digests.json``: the same bytes for the same records.
+
+    Example:
+        >>> to_bytes({"m.gguf": [Record(9, {"w": 255})]})
+        b'{"algorithm":"crc32","files":{"m.gguf":[{"size":9,"tensors":{"w":"000000ff"}}]},"version":1}'
+    """
+    listed = {
+        name: [
+            {
+                "size": one.size,
+                "tensors": {tensor: f"{crc:08x}" for tensor, crc in one.tensors.items()},
+            }
+            | ({"header": [one.header[0], f"{one.header[1]:08x}"]} if one.header else {})
+            for one in records
+        ]
+        for name, records in files.items()
+    }
+    document = {"version": VERSION, "algorithm": ALGORITHM, "files": listed}
+    return json.dumps(document, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def parse(
+    source: bytes | str | os.PathLike[str],
+    *,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    name: str | None = None,
+) -> Digests | None:
+    """The digests of a file, or of bytes; None of a version or an algorithm that is not known.
+
+    Raises:
+        CheckpointFormatError: It is not what maxjax writes.
+        CheckpointError: As for ``load_json``.
+    """
+    path = name or (NAME if isinstance(source, bytes) else os.fspath(source))
+    try:
+        document = load_json(source, limits=limits, name=name)
+    except (CheckpointMissingError, CheckpointAccessError):
+        raise
+    except CheckpointError as error:
+        where = {"offset": error.offset, "expected": error.expected, "found": error.found}
+        raise type(error)(error.problem, path=path, **where, hint=_HINT) from None
+    _require(isinstance(document, dict), path, "the document", "an object", document)
+    version, algorithm = document.get("version"), document.get("algorithm")
+    if version != VERSION or algorithm != ALGORITHM or isinstance(version, bool):
+        what = f"version {version!r} with {algorithm!r}"
+        _LOG.info("%s: %s is not known, so nothing is compared with it", path, what[:200])
+        return None
+    files = document.get("files")
+    _require(isinstance(files, dict), path, "files", "an object", files)
+    return Digests({file: tuple(_records(path, file, of)) for file, of in files.items()})
+
+
+def read_digests(
+    directory: str | os.PathLike[str],
+    *,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+) -> Digests | None:
+    """Those of the files in a directory; None where there are none that can be read.
+
+    Raises:
+        CheckpointFormatError, CheckpointLimitError: As for ``parse``.
+    """
+    path = os.path.join(directory, NAME)
+    try:
+        return parse(path, limits=limits)
+    except CheckpointMissingError:
+        return None
+    except CheckpointAccessError as error:
+        _LOG.warning("%s; nothing is compared with it", error)
+        return None
+
+
+def attach(
+    table: TensorTable,
+    *,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+) -> None:
+    """Gives the tensors of a table the checksums that lie beside its files.
+
+    Those that have one of their own keep it, and what is listed with another size has none.
+
+    Raises:
+        CheckpointCorruptError: The header of a file is not the one that was written.
+        CheckpointFormatError, CheckpointLimitError: As for ``parse``.
+    """
+    found: dict[str, Digests | None] = {}
+    # Of each file: tensor → the sums it may have.
+    sums: list[dict[str, tuple[int, ...]]] = []
+    for file in table.files:
+        folder, name = os.path.split(file.path)
+        if folder not in found:
+            found[folder] = read_digests(folder, limits=limits)
+        digests = found[folder]
+        records = [] if digests is None else digests.files.get(name, ())
+        fitting = [record for record in records if record.size == file.size]
+        if records and not fitting:
+            _LOG.info("%s: its size is not that of %s: nothing is compared", file.path, NAME)
+        sums.append(_acceptable(_with_header(file, fitting, os.path.join(folder, NAME))))
+    if not any(sums):
+        return
+    paths = [os.path.join(os.path.dirname(file.path), NAME) for file in table.files]
+    with collector_paused():
+        for name, one in table.entries.items():
+            crcs = sums[one.file].get(name) if one.checksum is None else None
+            if crcs:
+                path = paths[one.file]
+                checksum = Checksum(name, one.offset, one.nbytes, crcs[0], crcs[1:], path)
+                # Not dataclasses.replace: there may be 100,000.
+                table.entries[name] = TensorEntry(
+                    name, one.dtype, one.shape, one.file, one.offset, one.nbytes,
+                    one.coding, one.encoding, checksum,
+                )  # fmt: skip
+
+
+def _acceptable(records: Iterable[Record]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for record in records:
+        for name, crc in record.tensors.items():
+            before = found.get(name, ())
+            found[name] = before if crc in before else (*before, crc)
+    return found
+
+
+def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[Record]:
+    """Those of a file's records whose header it has; those that say nothing of it are taken too."""
+    found, wrong = [], []
+    for record in records:
+        nbytes, wanted = record.header or (0, 0)
+        if nbytes > file.size:
+            raise _bad(path, "a header", f"at most {file.size} bytes", nbytes)
+        crc = crc32(file.pread(0, nbytes)) if nbytes else 0
+        if crc == wanted:
+            found.append(record)
+        else:
+            wrong.append((f"{wanted:08x}", f"{crc:08x}"))
+    if records and not found:
+        raise CheckpointCorruptError(
+            "the header is not the one that was written",
+            path=file.path,
+            expected=f"CRC-32 {' or '.join(wanted for wanted, _ in wrong)}",
+            found=wrong[0][1],
+            hint=stale(path),
+        )
+    return found
+
+
+def _records(path: str, file: str, records: Any) -> Iterable[Record]:
+    where = f"files[{file!r}]"
+    is_list = isinstance(records, list) and 0 < len(records) <= _RECORDS
+    _require(is_list, path, where, f"a list of 1 to {_RECORDS} records", records)
+    for record in records:
+        _require(isinstance(record, dict), path, where, "a list of objects", record)
+        size, tensors = record.get("size"), record.get("tensors")
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        _require(is_size, path, f"{where}: size", "a number of bytes", size)
+        _require(isinstance(tensors, dict), path, f"{where}: tensors", "an object", tensors)
+        sums = {name: _crc(path, name, crc) for name, crc in tensors.items()}
+        yield Record(size, sums, _header(path, f"{where}: header", record.get("header")))
+
+
+def _header(path: str, where: str, found: Any) -> tuple[int, int] | None:
+    if found is None:
+        return None
+    is_pair = isinstance(found, list) and len(found) == 2 and isinstance(found[1], str)
+    if is_pair and type(found[0]) is int and found[0] >= 0 and _CRC.fullmatch(found[1]):
+        return found[0], int(found[1], 16)
+    raise _bad(path, where, "a number of bytes and eight hexadecimal digits", found)
+
+
+def _crc(path: str, name: str, crc: Any) -> int:
+    if isinstance(crc, str) and _CRC.fullmatch(crc):
+        return int(crc, 16)
+    raise CheckpointFormatError(
+        "not a checksum",
+        path=path,
+        tensor=name,
+        expected="eight hexadecimal digits",
+        found=_shown(crc),
+        hint=_HINT,
+    )
+
+
+def _require(holds: bool, path: str, what: str, expected: str, found: Any) -> None:
+    if not holds:
+        raise _bad(path, what, expected, found)
+
+
+def _bad(path: str, what: str, expected: str, found: Any) -> CheckpointFormatError:
+    problem = f"{what} is not what it should be"
+    return CheckpointFormatError(
+        problem, path=path, expected=expected, found=_shown(found), hint=_HINT
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
