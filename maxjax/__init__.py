@@ -14,6 +14,7 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import distributed as distributed
     from . import dtype as dtype
     from . import errors as errors
@@ -21,6 +22,7 @@ if _TYPE_CHECKING:
     from . import kernels as kernels
     from . import models as models
     from . import nn as nn
+    from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
     from .engine.embed import embed as embed
     from .engine.export import export as export
@@ -49,8 +51,11 @@ if _TYPE_CHECKING:
 
 # Where each name lives; None is a submodule. tests/test_facade.py holds it to the list above.
 _HOMES: dict[str, str | None] = {
-    **dict.fromkeys(("distributed", "dtype", "errors", "graph", "kernels", "models", "nn")),
+    **dict.fromkeys(
+        ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "models", "nn")
+    ),
     "DType": "dtype",
+    "save_pretrained": "checkpoint.pretrained",
     "embed": "engine.embed",
     "export": "engine.export",
     "load_exported": "engine.exported",

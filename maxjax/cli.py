@@ -1,4 +1,4 @@
-"""Floor 7. The command line: ``maxjax inspect``, ``verify``, ``plan``, ``embed``, ``env``.
+"""Floor 7. The command line: ``maxjax inspect``, ``verify``, ``convert``, ``plan``, ``embed``, ``env``.
 
 The result goes to stdout and nothing else does; an error is one line on stderr
 (``--debug`` shows the traceback). Exit codes: 0 done, 1 failed (or planned, and it does not
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .cli_convert import convert, convert_arguments
 from .cli_plan import plan, plan_arguments
 from .columns import columns, visible
 from .errors import CheckpointError, UnsupportedModelError, UserInputError
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("inspect", inspect, "list the tensors of a checkpoint; reads headers only"),
         ("verify", verify, "read all of a checkpoint and compare its checksums; 0 if it is sound"),
+        ("convert", convert, "write a checkpoint in another format, type or number of files"),
         ("plan", plan, "what a checkpoint takes on the devices of a mesh; reads headers only"),
         ("embed", embed, "embed texts; one JSON line for each, or a .npy file"),
         ("env", env, "show versions, devices and caches"),
@@ -107,7 +109,8 @@ def inspect(options: argparse.Namespace) -> Iterable[str]:
     """Lists every tensor: name, dtype, shape, bytes, file; and the totals of each dtype."""
     from .storage.index import open_checkpoint
 
-    table = open_checkpoint(options.path if len(options.path) > 1 else options.path[0])
+    paths = options.path if len(options.path) > 1 else options.path[0]
+    table = open_checkpoint(paths, verify=False)  # headers only
     try:
         files = [{"path": os.fspath(file.path), "bytes": file.size} for file in table.files]
         tensors = [
@@ -169,7 +172,8 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 def verify(options: argparse.Namespace) -> Iterable[str]:
     """Reads every tensor, compares the checksums there are, and says so; exit code 1 if one is wrong.
 
-    The structure is checked in any format; checksums are in PyTorch's and NumPy's archives.
+    The structure is checked in any format. Checksums are in PyTorch's and NumPy's archives, in the
+    maxjax_digests.json beside what maxjax wrote, and in the names of files of Hugging Face's cache.
     """
     from .storage.index import open_checkpoint
     from .storage.verify import verify as verify_table
@@ -178,7 +182,9 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
         found, format = verify_table(table), table.format
     if options.json:
         return [json.dumps({"sound": True, "format": format} | dataclasses.asdict(found), indent=1)]
-    sums = f"{found.checksums} checksums agree" if found.checksums else "it has no checksums"
+    sums = f"{found.checksums:,} checksums agree" if found.checksums else "it has no checksums"
+    if found.blobs:
+        sums += f"; the SHA-256 of {found.blobs} files is their name in the cache"
     return [
         f"sound: {format}, {found.tensors:,} tensors, {found.nbytes:,} bytes, {found.files} files; {sums}"
     ]
@@ -347,6 +353,7 @@ def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
 
 
 _ARGUMENTS = {
-    "inspect": _inspect_arguments, "verify": _verify_arguments, "plan": plan_arguments, "embed": _embed_arguments,
+    "inspect": _inspect_arguments, "verify": _verify_arguments, "convert": convert_arguments,
+    "plan": plan_arguments, "embed": _embed_arguments,
     "env": _env_arguments,
 }  # fmt: skip

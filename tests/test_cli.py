@@ -331,7 +331,18 @@ def test_verify_says_what_it_looked_at(archive):
     found = json.loads(succeeds("verify", archive, "--json"))
     assert found == {
         "sound": True, "format": "npz", "tensors": 2, "nbytes": 30, "files": 1, "checksums": 2,
+        "digests": 0, "blobs": 0,
     }  # fmt: skip
+
+
+def test_verify_of_what_maxjax_wrote(tmp_path, archive):
+    succeeds("convert", archive, tmp_path / "w.safetensors")
+    found = json.loads(succeeds("verify", tmp_path / "w.safetensors", "--json"))
+    assert (found["checksums"], found["digests"], found["blobs"]) == (2, 2, 0)
+    with open(tmp_path / "w.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x07")
+    assert "tensor 'b'" in fails("verify", tmp_path / "w.safetensors")
 
 
 def test_verify_of_a_format_without_checksums(minilm):

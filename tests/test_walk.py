@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.engine.test_load_gguf import write
@@ -41,6 +42,14 @@ def test_the_page_of_formats_runs(gguf_file):
     names = run_blocks(ROOT / "docs" / "formats.md")
     assert names["data"].quantization_encoding.value == "Q8_0"
     assert names["data"].logical_shape == [384, 384] and names["data"].shape == [384, 408]
+
+
+def test_the_page_of_checkpoints_runs(minilm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks(ROOT / "docs" / "checkpoints.md", path=str(minilm))
+    assert names["found"]["data"] == {"epoch": 3, "file": "a.txt"}
+    model, body = names["model"].state_dict(), names["smaller"].layers.state_dict()
+    assert all((np.asarray(model[f"layers.{name}"]) == body[name]).all() for name in body)
 
 
 @pytest.mark.parametrize("page", ["compile-once", "export", "placement"])

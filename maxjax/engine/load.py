@@ -20,6 +20,8 @@ from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputE
 from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import PretrainedModel, build, config_beside
+from ..storage.orbax_paths import is_orbax, resolve
+from ..storage.table import Verify
 from .pooling import gguf_pooling, read_pooling
 from .tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 
@@ -32,6 +34,7 @@ def load(
     reduce_dtype: Any = DType.float32,
     mesh: Any = None,
     config: Any = None,
+    verify: Verify = "auto",
     compile: None = None,
 ) -> tuple[PretrainedModel, Tokenizer | None]: ...
 @overload
@@ -42,6 +45,7 @@ def load(
     reduce_dtype: Any = DType.float32,
     mesh: Any = None,
     config: Any = None,
+    verify: Verify = "auto",
     compile: Sequence[Any],
 ) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
 def load(
@@ -51,6 +55,7 @@ def load(
     reduce_dtype: Any = DType.float32,
     mesh: Any = None,
     config: Any = None,
+    verify: Verify = "auto",
     compile: Sequence[Any] | None = None,
 ) -> Any:
     """Opens a checkpoint and loads its model.
@@ -64,6 +69,8 @@ def load(
             ``"bfloat16"`` as well as ``dtype="bfloat16"`` everything is in 16 bits.
         mesh: Where the weights go (``make_mesh``): each device's part is read by itself.
         config: The content of ``config.json``, or the path of one, instead of that file.
+        verify: When checksums are compared with what is read: ``"auto"`` when all of a tensor
+            is read at once, which costs next to nothing; True always; False never.
         compile: Specs as of ``Module.compile``, one for each argument of the model: a program
             for them is compiled in another thread while the weights are read.
 
@@ -81,13 +88,15 @@ def load(
     wanted = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)
     path = _existing(path)
+    if path.is_dir() and is_orbax(path):
+        path = Path(resolve(os.fspath(path)))  # the newest step, which has its own config.json
     directory = path if path.is_dir() else path.parent
     pooling, place = read_pooling(directory)
     if path.is_dir():
         path = directory = place
     if config is None and not _has_gguf(path):  # without it, whatever else is there is of no use
         config = config_beside(path)
-    with load_weights(path) as weights:
+    with load_weights(path, verify=verify) as weights:
         if wanted is None:
             _refuse_float64(weights)
         if config is None and not isinstance(weights, GGUFWeights):

@@ -176,7 +176,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         if module.kind == "Transformer":
             transformer = place
         elif module.kind == "Pooling":
-            pooling = _modes(place / "config.json")
+            pooling = _modes(_settings(place))
         elif module.kind == "Normalize":
             normalize = True
         elif module.kind != "Dropout":  # nothing at inference
@@ -194,6 +194,39 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         unsupported,
     )
     return found, transformer
+
+
+def _settings(place: Path) -> Path:
+    """The configuration of a module: in its directory, or in a file called like it.
+
+    In a step of orbax every directory is taken for a tree of arrays.
+    """
+    flat = place.with_name(f"{place.name}.json")
+    is_flat = os.path.isfile(flat) and not os.path.isdir(place)
+    return flat if is_flat else place / "config.json"
+
+
+def pooling_files(pooling: Pooling) -> dict[str, Any]:
+    """The files that say the same: name → content as JSON has it; read by :func:`read_pooling`.
+
+    Example:
+        >>> sorted(pooling_files(Pooling(normalize=True)))
+        ['1_Pooling/config.json', 'modules.json', 'sentence_bert_config.json']
+    """
+    if pooling.unsupported is not None:
+        return {}
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds[: 3 if pooling.normalize else 2])
+    ]
+    modes = {key: mode in pooling.modes for key, mode in _KEYS.items()}
+    sentence = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
+    return {
+        "modules.json": modules,
+        "1_Pooling/config.json": modes,
+        "sentence_bert_config.json": sentence,
+    }
 
 
 # What llama.cpp's kinds are called here.
@@ -216,6 +249,12 @@ def gguf_pooling(
     if mode not in _GGUF_MODES:
         return Pooling(unsupported=f"the pooling {mode!r} of the GGUF file")
     return Pooling((_GGUF_MODES[mode],), normalize=True)
+
+
+def gguf_mode(pooling: Pooling) -> str | None:
+    """What llama.cpp calls the kind; None of one that it does not have."""
+    names = {mode: name for name, mode in _GGUF_MODES.items()}
+    return names.get(pooling.modes[0]) if len(pooling.modes) == 1 else None
 
 
 def _modules(file: Path) -> list[_Module]:

@@ -18,9 +18,12 @@ import numpy as np
 from ..errors import CheckpointFormatError, CheckpointMissingError, UserInputError
 from ..models.config import read_object
 from ..models.gguf import chat_template, tokenizer_json
+from ..models.gguf.tokenizer import end_ids, special_tokens
 from ..storage.files import Limits
 from ..storage.jsontext import load_json, read_json_bytes
+from .chat_files import TEMPLATE_FILE, listed_templates, read_templates
 
+_SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # Hugging Face writes int(1e30) for "no limit".
 _NO_LIMIT = 10**9
 
@@ -47,7 +50,10 @@ class Tokenizer:
         pad_id: The id that fills up a batch.
         max_length: The most tokens its model takes, as its files say; None if they do not.
         vocab_size: Ids are below this.
-        chat_template: The Jinja template of a chat, from the metadata of a GGUF file; or None.
+        chat_templates: The Jinja templates of a chat by name; that without a name is "default".
+        special_tokens: Special tokens by the names of a ``tokenizer_config.json``, e.g.
+            "bos_token" → "<s>".
+        eos_ids: The tokens that end a text, or an answer, as the tokenizer's files say.
     """
 
     def __init__(
@@ -57,6 +63,10 @@ class Tokenizer:
         pad_id: int = 0,
         max_length: int | None = None,
         chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_ids: Sequence[int] | None = None,
+        beside: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         # Files may carry the padding and truncation of whoever trained them.
         backend.no_padding()
@@ -65,16 +75,39 @@ class Tokenizer:
         self._lock = threading.Lock()
         self.pad_id = pad_id
         self.max_length = max_length
-        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})
+        if chat_template is not None:
+            self.chat_templates["default"] = chat_template
+        self.special_tokens = dict(special_tokens or {})
+        eos = self._special_id("eos_token") if eos_ids is None else None
+        self.eos_ids: tuple[int, ...] = tuple(eos_ids or ()) if eos is None else (eos,)
+        self._beside = dict(beside or {})
         self.vocab_size: int = backend.get_vocab_size()
 
-    def tokens(self, texts: Iterable[str], *, max_length: int | None = None) -> list[Tokens]:
+    @property
+    def chat_template(self) -> str | None:
+        """The template of a chat that has no name; None if there is none."""
+        return self.chat_templates.get("default")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text; None if there is none."""
+        return self._special_id("bos_token")
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def tokens(
+        self, texts: Iterable[str], *, max_length: int | None = None, special: bool = True
+    ) -> list[Tokens]:
         """The tokens of each text with the special ones its model expects.
 
         Args:
             texts: Any number of texts; an empty one is a text.
             max_length: Cut the middle out so that no text, special tokens and all, is
                 longer.
+            special: Whether there are special tokens around each text.
 
         Raises:
             TypeError: A text is not a str, or ``texts`` is one.
@@ -85,7 +118,7 @@ class Tokenizer:
             if max_length is not None:
                 self._truncate_to(max_length)
             try:
-                encodings = _guarded(self._backend.encode_batch, texts)
+                encodings = _guarded(self._backend.encode_batch, texts, False, special)
             finally:
                 self._backend.no_truncation()
         return [Tokens(encoding.ids, encoding.type_ids) for encoding in encodings]
@@ -96,9 +129,9 @@ class Tokenizer:
             raise UserInputError(f"max_length must be at least {least}, not {max_length}")
         self._backend.enable_truncation(max_length)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of one text. Raises as :meth:`tokens`."""
-        return self.tokens([text])[0].ids
+        return self.tokens([text], special=special)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of token ids."""
@@ -124,6 +157,38 @@ class Tokenizer:
             n = len(row.ids)
             ids[i, :n], types[i, :n], mask[i, :n] = row.ids, row.type_ids, 1
         return Batch(ids, mask, types)
+
+    def files(self) -> dict[str, str]:
+        """What a directory needs so that :func:`load_tokenizer` and transformers find it: name → text."""
+        with self._lock:
+            text = self._backend.to_str(pretty=True)
+        settings = dict(self._beside.get("tokenizer_config.json", {}))
+        if not settings:
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            settings["pad_token"] = self._backend.id_to_token(self.pad_id)
+            if self.max_length is not None:
+                settings["model_max_length"] = self.max_length
+            settings |= self.special_tokens
+            if self.chat_templates:
+                settings["chat_template"] = self._written_templates()
+        found = {**self._beside, "tokenizer_config.json": settings}
+        written = {
+            n: json.dumps(d, indent=2, ensure_ascii=False) + "\n" for n, d in found.items() if d
+        }
+        jinja = self._chat_file()
+        return {"tokenizer.json": text, **written, **({TEMPLATE_FILE: jinja} if jinja else {})}
+
+    def _written_templates(self) -> str | list[dict[str, str]]:
+        """One by itself, several as a list with names."""
+        if list(self.chat_templates) == ["default"]:
+            return self.chat_templates["default"]
+        return [{"name": n, "template": text} for n, text in self.chat_templates.items()]
+
+    def _chat_file(self) -> str | None:
+        """The template, if the settings do not have it."""
+        settings = self._beside.get("tokenizer_config.json", {})
+        has_it = self.chat_template == listed_templates(settings).get("default")
+        return None if has_it or not settings else self.chat_template
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, max_length={self.max_length})"
@@ -156,7 +221,15 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     if pad_id is None and backend.padding:
         pad_id = backend.padding["pad_id"]
     max_length = _max_length(settings, directory / "tokenizer_config.json")
-    return Tokenizer(backend, pad_id=pad_id or 0, max_length=max_length)
+    beside = {"tokenizer_config.json": settings, "special_tokens_map.json": special}
+    return Tokenizer(
+        backend,
+        pad_id=pad_id or 0,
+        max_length=max_length,
+        chat_templates=read_templates(directory, settings),
+        special_tokens=_special_tokens(special) | _special_tokens(settings),
+        beside=beside,
+    )
 
 
 def gguf_tokenizer(
@@ -165,10 +238,11 @@ def gguf_tokenizer(
     """The tokenizer in the metadata of a GGUF file, or None when there is none.
 
     Raises:
-        UnsupportedModelError: It is of a kind that is not rebuilt from metadata yet.
+        UnsupportedModelError: It is of a kind that is not rebuilt from metadata, or splits text in an
+            unknown way; names it.
         CheckpointFormatError: A key is missing or wrong; names it.
     """
-    if "tokenizer.ggml.model" not in metadata:
+    if metadata.get("tokenizer.ggml.model", "none") == "none":
         return None
     document = tokenizer_json(metadata, path=path)
     import tokenizers
@@ -183,8 +257,29 @@ def gguf_tokenizer(
         backend,
         pad_id=int(pad),
         max_length=int(length) if length else None,
-        chat_template=chat_template(metadata, path=path),
+        chat_templates=_gguf_templates(metadata, path),
+        special_tokens=special_tokens(metadata, path=path),
+        eos_ids=end_ids(metadata, path=path),
     )
+
+
+def _gguf_templates(metadata: Mapping[str, Any], path: Any) -> dict[str, str]:
+    """All chat templates in the metadata of a GGUF file."""
+    start = "tokenizer.chat_template."
+    names = [key[len(start) :] for key in metadata if key.startswith(start)]
+    found = {name: chat_template(metadata, name, path=path) for name in [*names, None]}
+    return {name or "default": text for name, text in found.items() if text is not None}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens in a ``tokenizer_config.json``: each a text, or an object with one."""
+    found = {}
+    for name in _SPECIAL:
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
 
 
 def _backend(file: Path) -> Any:

@@ -11,20 +11,71 @@ from pathlib import Path
 from typing import Any
 
 from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError
-from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..errors import (
+    CheckpointFormatError,
+    CheckpointMissingError,
+    UnsupportedModelError,
+    UserInputError,
+)
+from ..graph.weights import GGUFWeights, Weights
 from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
 from .bert import BertOutput as BertOutput
 from .config import ModelConfig as ModelConfig
 from .config import read_object
+from .decoder import Decoder as Decoder
+from .decoder_config import DecoderConfig as DecoderConfig
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
-from .family import tensors
+from .family import main_dtype, tensors
 from .gguf import config_of
+from .llama import LLAMA as _LLAMA
+from .llama import MISTRAL as _MISTRAL
+from .llama import Llama as Llama
+from .llama import LlamaConfig as LlamaConfig
+from .llama import Mistral as Mistral
+from .llama import MistralConfig as MistralConfig
+from .qwen import QWEN2 as _QWEN2
+from .qwen import QWEN3 as _QWEN3
+from .qwen import Qwen2 as Qwen2
+from .qwen import Qwen2Config as Qwen2Config
+from .qwen import Qwen3 as Qwen3
+from .qwen import Qwen3Config as Qwen3Config
 
-FAMILIES: tuple[Family, ...] = (_BERT,)
+FAMILIES: list[Family] = [_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _BERT]
+"""What maxjax can run; :func:`register` adds to it."""
+
+
+def register(family: Family) -> Family:
+    """Adds a model family of your own, so that ``build`` and ``maxjax.load`` find it.
+
+    Args:
+        family: It. One of the same model type takes the place of the one there is; that also
+            changes what maxjax's own do.
+
+    Returns:
+        The family.
+
+    Raises:
+        UserInputError: One of its architectures belongs to another family.
+
+    Example:
+        >>> import dataclasses
+        >>> mine = dataclasses.replace(Llama.family, model_type="mine", architectures=("Mine",))
+        >>> register(mine) is find_family({"architectures": ["Mine"]})
+        True
+        >>> FAMILIES.remove(mine)
+    """
+    others = [other for other in FAMILIES if other.model_type != family.model_type]
+    for other in others:
+        taken = set(other.architectures) & set(family.architectures)
+        if taken:
+            raise UserInputError(
+                f"the architecture {sorted(taken)[0]!r} belongs to the family {other.model_type!r}"
+            )
+    FAMILIES[:] = [*others, family]
+    return family
 
 
 def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Family:
@@ -61,7 +112,10 @@ def _unsupported(what: str, path: Any) -> UnsupportedModelError:
     known = "; ".join(f"{f.model_type}: {', '.join(f.architectures)}" for f in FAMILIES)
     where = f"{os.fspath(path)}: " if path is not None else ""
     what = "".join(c if c.isprintable() else "?" for c in what[:200])
-    return UnsupportedModelError(f"{where}{what} is not supported. Supported are {known}")
+    return UnsupportedModelError(
+        f"{where}{what} is not supported. Supported are {known}. "
+        "maxjax.models.register(family) adds one of your own"
+    )
 
 
 def build(
@@ -70,6 +124,7 @@ def build(
     dtype: Any = None,
     *,
     reduce_dtype: Any = DType.float32,
+    stacked: bool = True,
 ) -> PretrainedModel:
     """A lazy Module for a checkpoint: names, shapes and dtypes, and no memory.
 
@@ -82,7 +137,10 @@ def build(
         dtype: Of all weights; None keeps each tensor's own from the checkpoint, blocks
             packed where the layer's arithmetic takes them. Loading another dtype than the
             file's needs ``load_state_dict(..., cast=True)``.
-        reduce_dtype: What norms, softmax and pooling are computed in.
+        reduce_dtype: What norms, softmax and pooling are computed in; decoders always do it in
+            float32.
+        stacked: Whether the layers of a decoder are a LayerStack, compiled once, or each has
+            weights of its own.
 
     Raises:
         UnsupportedModelError: The configuration names a model that maxjax does not have.
@@ -92,8 +150,11 @@ def build(
     family = find_family(raw, path=path)
     settings = family.config.from_dict(raw, path=path)
     found = family.adapt(tensors(weights))
-    main = _main_dtype(found) if dtype is None else DType.of(dtype)
+    main = main_dtype(found) or DType.float32 if dtype is None else DType.of(dtype)
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
+    model.hf_config = raw
+    if not stacked and isinstance(model, Decoder):
+        model.unstack()
     if dtype is None:
         model._take_dtypes(found)
     return model
@@ -125,15 +186,3 @@ def config_beside(path: str | os.PathLike[str]) -> Path:
             hint="Pass its content or its path as config=.",
         )  # fmt: skip
     return config
-
-
-def _main_dtype(found: Mapping[str, WeightData]) -> DType:
-    """The float type that most of the checkpoint's values have."""
-    sizes: dict[DType, int] = {}
-    for data in found.values():
-        if data.dtype.is_float():
-            count = 1
-            for d in data.shape:
-                count *= int(d)
-            sizes[data.dtype] = sizes.get(data.dtype, 0) + count
-    return max(sizes, key=lambda dtype: sizes[dtype], default=DType.float32)

@@ -10,6 +10,8 @@ things otherwise.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from ..dtype import DType
 from ..errors import CheckpointFormatError, CheckpointMismatchError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..nn.embedding import Embedding
@@ -103,10 +106,36 @@ def tensors(weights: Weights) -> dict[str, WeightData]:
     return dict(weights._named_data())
 
 
+def main_dtype(found: Mapping[str, Any]) -> DType | None:
+    """The float type that most of the values of a checkpoint, or of a model's weights, have."""
+    sizes: dict[DType, int] = {}
+    for data in found.values():
+        if data.dtype.is_float():
+            sizes[data.dtype] = sizes.get(data.dtype, 0) + math.prod(map(int, data.shape))
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
 class PretrainedModel(Module):
     """A whole model of a family, which loads that family's checkpoints as they are."""
 
     family: ClassVar[Family]
+    # As text: what a definition compares must be quick to compare.
+    _config_text: str | None = None
+
+    @property
+    def hf_config(self) -> dict[str, Any] | None:
+        """The content of the ``config.json`` it was built with, or None; a new dict each time.
+
+        The architecture named there is that of what the model holds: the base model of a
+        checkpoint of which only that was read.
+        """
+        return None if self._config_text is None else json.loads(self._config_text)
+
+    @hf_config.setter
+    def hf_config(self, config: Mapping[str, Any] | None) -> None:
+        if config is not None and "architectures" in config:
+            config = {**config, "architectures": [self.family.architectures[0]]}
+        self._config_text = None if config is None else json.dumps(config)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Weights, **options: Any) -> Any:
         """As :meth:`Module.load_state_dict`, after the family's table has been applied.

@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable
+from typing import Any
 
 from ..errors import CheckpointError, CheckpointMissingError, CheckpointSaveError
 from .files import os_error
@@ -38,7 +39,7 @@ def require_writable(path: str) -> None:
         raise _error(f"cannot be written: it is {what}", path, errno.EISDIR, "Name a file.")
 
 
-def replace_file(path: str, pieces: Iterable[bytes]) -> None:
+def replace_file(path: str, pieces: Iterable[Any]) -> None:
     """Puts a file with these bytes, in turn, in the place of what is at ``path``.
 
     It is written beside it, flushed to the disk and renamed: however this ends, there is the
@@ -58,29 +59,41 @@ def replace_file(path: str, pieces: Iterable[bytes]) -> None:
     """
     target = os.path.realpath(path)  # what a link leads to is replaced, not the link
     folder = os.path.dirname(target)
-    temporary = os.path.join(folder, f".maxjax-{secrets.token_hex(8)}.tmp")
-    kept = "The file that was there before is untouched." if os.path.exists(target) else None
+    temporary = os.path.join(folder, f".maxjax-{secrets.token_hex(8)}.part")
+    kept = "The file that was there before is untouched." if os.path.exists(target) else ""
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            _fill(fd, target, pieces)
+            write_new(temporary, pieces, like=target)
             os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
     except OSError as error:
-        found = os_error(error, folder, "writing failed")
-        if type(found) is not CheckpointError:
-            raise found from error
-        raise _error(found.problem, path, error.errno, kept) from error
-    _flush_folder(folder, path)
-
-
-def _fill(fd: int, target: str, pieces: Iterable[bytes]) -> None:
+        if isinstance(error, CheckpointError):
+            raise
+        raise save_error(error, path, "writing failed", kept) from error
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.fchmod(fd, stat.S_IMODE(os.stat(target).st_mode))
+        flush_folder(folder)
+    except OSError as error:
+        problem = f"the new file is there, but its directory was not flushed: {error.strerror}"
+        raise _error(problem, path, error.errno, "A power cut may undo it.") from error
+
+
+def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> None:
+    """Makes a file that is not there yet, of these bytes, and flushes it to the disk.
+
+    Args:
+        like: A file whose mode it gets, if that is there.
+
+    Raises:
+        OSError: As the system says.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        if like is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(fd, stat.S_IMODE(os.stat(like).st_mode))
         for piece in pieces:
             rest = memoryview(piece)
             while rest:
@@ -90,18 +103,49 @@ def _fill(fd: int, target: str, pieces: Iterable[bytes]) -> None:
         os.close(fd)
 
 
-def _flush_folder(folder: str, path: str) -> None:
-    """Makes the new name durable, where the file system can."""
+def flush_folder(folder: str) -> None:
+    """Makes new names in a directory durable, where the file system can.
+
+    Raises:
+        OSError: As the system says.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
-            problem = f"the new file is there, but its directory was not flushed: {error.strerror}"
-            raise _error(problem, path, error.errno, "A power cut may undo it.") from error
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def save_error(
+    error: OSError, path: str, doing: str, kept: str = "", needed: int | None = None
+) -> CheckpointError:
+    """The exception of maxjax.errors for what the system reported while saving to ``path``.
+
+    Args:
+        kept: A sentence on what was there before.
+        needed: How many bytes were to be written.
+    """
+    found = os_error(error, path, doing)
+    if type(found) is not CheckpointError:
+        if kept:
+            found = type(found)(found.problem, path=path, hint=kept)
+        return found
+    problem = found.problem
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem += f" ({_space(path, needed)})"
+    return _error(problem, path, error.errno, kept or None)
+
+
+def _space(path: str, needed: int | None) -> str:
+    folder = os.path.realpath(path)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    status = os.statvfs(folder)
+    free = f"{status.f_bavail * status.f_frsize:,} bytes are free"
+    return free if needed is None else f"{needed:,} bytes are needed, {free}"
 
 
 def _error(problem: str, path: str, number: int | None, hint: str | None) -> CheckpointSaveError:

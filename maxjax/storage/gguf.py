@@ -16,7 +16,7 @@ from math import prod
 
 from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointMissingError
-from .blocks import DECODERS, LAYOUTS, Decoded
+from .blocks import DECODERS, KEPT, LAYOUTS, Decoded
 from .coding import Strided
 from .directory import fetch_hint
 from .entry import Coding, TensorEntry
@@ -25,9 +25,6 @@ from .gguf_header import Header, read_header
 from .gguf_swapped import Swapped
 from .gguf_table import Info, bad
 from .table import TensorTable
-
-KEPT = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-"""Types that stay packed, for kernels that take them so. The others become float32."""
 
 _COUNT, _NUMBER, _TENSORS = "split.count", "split.no", "split.tensors.count"
 _PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)

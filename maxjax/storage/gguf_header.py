@@ -17,7 +17,7 @@ from ..errors import (
 )
 from .files import Limits, OpenFile
 from .gguf_table import REQUANTISE, Info, check_layout, own_limit, padded, read_table
-from .gguf_values import REFETCH, UINT32, Cursor
+from .gguf_values import REFETCH, UINT32, Cursor, number
 from .jsontext import collector_paused
 from .sniff import SNIFF_BYTES, foreign
 
@@ -49,6 +49,16 @@ def read_header(file: OpenFile, limits: Limits) -> Header:
                 raise wrong from error
             raise
     return header
+
+
+def typed_metadata(file: OpenFile, limits: Limits = Limits()) -> dict[str, Any]:  # noqa: B008
+    """The metadata of an open file with NumPy's scalars for numbers: each keeps its type in the file.
+
+    Raises:
+        CheckpointError: As for ``open_gguf``.
+    """
+    header = read_header(file, limits)
+    return {key: number(header.kinds[key], value) for key, value in header.metadata.items()}
 
 
 def _byte_order(file: OpenFile) -> str:
@@ -112,8 +122,8 @@ def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
 class Header:
     """The header of one file. ``order`` is "<" or ">", its byte order.
 
-    Attributes set by ``read``: ``metadata`` (key → value), ``places`` (key → byte offset),
-    ``infos`` (in the order of the file), ``data_start`` (byte offset).
+    Attributes set by ``read``: ``metadata`` (key → value), ``kinds`` (key → the number of its
+    type), ``places`` (key → byte offset), ``infos`` (in the order of the file), ``data_start`` (byte offset).
     """
 
     def __init__(self, file: OpenFile, limits: Limits, order: str):
@@ -122,6 +132,7 @@ class Header:
         self.order = order
         self.cursor = Cursor(file, limits, order, 8)
         self.metadata: dict[str, Any] = {}
+        self.kinds: dict[str, int] = {}
         self.places: dict[str, int] = {}
         self.infos: list[Info] = []
         self.alignment = _DEFAULT_ALIGNMENT
@@ -133,8 +144,8 @@ class Header:
         self.tensors, self.keys = cursor.u64("tensor count"), cursor.u64("key count")
         self._check_count("tensor count", 8, self.tensors, "tensors", _LEAST_TENSOR)
         self._check_count("key count", 16, self.keys, "metadata_keys", _LEAST_KEY)
-        for number in range(1, self.keys + 1):
-            self._read_key(number)
+        for index in range(1, self.keys + 1):
+            self._read_key(index)
         self.table_start = cursor.place
         read_table(cursor, self.tensors, self.infos)
         self.data_start = padded(cursor.place, self.alignment)
@@ -164,7 +175,7 @@ class Header:
             value: Any = self.alignment
         else:
             value = cursor.value(kind, what)
-        self.metadata[key], self.places[key] = value, place
+        self.metadata[key], self.kinds[key], self.places[key] = value, kind, place
 
     def _read_alignment(self, kind: int) -> int:
         cursor, what = self.cursor, f"key '{ALIGNMENT_KEY}'"

@@ -47,6 +47,16 @@ KEY_BYTES = 65_535
 REFETCH = "Incomplete download? Delete the file and fetch it again."
 
 
+def number(kind: int, value: Any) -> Any:
+    """A number as NumPy's scalar of its type in the file; any other value as it is.
+
+    Example:
+        >>> number(2, 7).dtype, number(BOOL, True), number(STRING, "7")
+        (dtype('uint16'), True, '7')
+    """
+    return value if kind in (BOOL, STRING, ARRAY) else np.dtype(_NUMBERS[kind]).type(value)
+
+
 class Cursor:
     """A place in the header of an open file, and the block of the file around it.
 

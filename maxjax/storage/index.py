@@ -16,19 +16,30 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 
-from ..errors import CheckpointError, CheckpointFormatError, UserInputError, some
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointIncompleteError,
+    UserInputError,
+    some,
+)
+from .digests import attach
 from .directory import FORMATS, UNREADABLE, choose, is_weights, nothing, unread
 from .entry import TensorEntry
 from .files import Limits, open_regular, os_error
 from .gguf import open_gguf
 from .npy import open_npy
 from .npz import open_npz
+from .orbax import open_orbax
+from .orbax_paths import MARKS as ORBAX_MARKS
+from .orbax_paths import is_orbax
 from .pytorch import open_pytorch
 from .safetensors import open_safetensors
 from .shards import open_index as open_index
 from .sniff import SNIFF_BYTES, zip_kind
 from .sniff import sniff as sniff
-from .table import TensorTable
+from .staging import leftovers
+from .table import TensorTable, Verify
 
 _LOG = logging.getLogger("maxjax")
 # What a file whose name says nothing is, as `sniff` calls it.
@@ -50,6 +61,7 @@ def open_checkpoint(
     path: PathLike | Sequence[PathLike],
     *,
     limits: Limits = Limits(),  # noqa: B008 (frozen)
+    verify: Verify = "auto",
 ) -> TensorTable:
     """Opens a checkpoint: reads headers and index, no data.
 
@@ -57,8 +69,15 @@ def open_checkpoint(
     directory; or a list of any of these, in which the last of equal names wins. Of a directory the
     first of these that is there is read: ``model.safetensors``, its index, one other index, all
     ``*.safetensors``; the same of ``pytorch_model.bin``; one GGUF file or one set of them; one
-    ``.pt``, ``.pth`` or ``.ckpt``; one ``.npz``. ``consolidated*`` stands behind all others; what
-    training leaves (``optimizer.pt``), adapters, hidden files and directories are never read.
+    ``.pt``, ``.pth`` or ``.ckpt``; one ``.npz``. A checkpoint of orbax's is a directory, or one with
+    a directory for each step (see :func:`maxjax.storage.orbax.open_orbax`). ``consolidated*`` stands
+    behind all others; what training leaves (``optimizer.pt``), adapters, hidden files and other
+    directories are never read.
+
+    ``verify`` is when checksums are compared, those in the files and those that maxjax writes beside
+    them (``maxjax_digests.json``): "auto" when all of a tensor is read at once, and it takes less
+    than a tenth of the time; True whenever some of it is read, if need be by reading the rest; False
+    never, and that file is not looked at.
 
     Raises:
         CheckpointMissingError: Nothing there, or a directory without weights of a model.
@@ -72,15 +91,28 @@ def open_checkpoint(
         Traceback (most recent call last):
         maxjax.errors.CheckpointMissingError: no/such/directory: no such file
     """
+    if verify is not True and verify is not False and verify != "auto":
+        raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
     if isinstance(path, str | os.PathLike):
-        return _open_one(os.fspath(path), limits)
-    if not path:
+        table = _open_one(os.fspath(path), limits, verify)
+    elif path:
+        table = _merged([os.fspath(one) for one in path], limits, verify, last_wins=True)
+    else:
         raise UserInputError("no path was given. Name a file or a directory of weights.")
-    return _merged([os.fspath(one) for one in path], limits, last_wins=True)
+    table.verify = verify
+    if verify is not False:
+        try:
+            attach(table, limits=limits)
+        except BaseException:
+            table.close()
+            raise
+    return table
 
 
-def _open_one(path: str, limits: Limits) -> TensorTable:
-    return _open_directory(path, limits) if os.path.isdir(path) else _open_file(path, limits)
+def _open_one(path: str, limits: Limits, verify: Verify) -> TensorTable:
+    if os.path.isdir(path):
+        return _open_directory(path, limits, verify)
+    return _open_file(path, limits)
 
 
 def _open_file(path: str, limits: Limits) -> TensorTable:
@@ -117,13 +149,13 @@ def _format_of(path: str, limits: Limits) -> str:
     return _BY_CONTENT.get(what or "", "safetensors")
 
 
-def _merged(paths: list[str], limits: Limits, *, last_wins: bool) -> TensorTable:
+def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool) -> TensorTable:
     """One table of several checkpoints; equal names are refused unless the last one wins."""
     files, metadata, formats = [], {}, set()
     entries: dict[str, TensorEntry] = {}
     try:
         for path in paths:
-            table = _open_one(path, limits)
+            table = _open_one(path, limits, verify)
             first = len(files)
             formats.add(table.format)
             files.extend(table.files)
@@ -148,9 +180,23 @@ def _merged(paths: list[str], limits: Limits, *, last_wins: bool) -> TensorTable
 # --- directories ------------------------------------------------------------------------------
 
 
-def _open_directory(directory: str, limits: Limits) -> TensorTable:
+def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTable:
     names, folders = _listed(directory)
+    if any(mark in names for mark in ORBAX_MARKS):
+        return open_orbax(directory, limits=limits, verify=verify)
     chosen = choose(directory, names)
+    if not chosen and is_orbax(directory):  # a root of steps, or one without marks of its own
+        return open_orbax(directory, limits=limits, verify=verify)
+    left = leftovers(directory)
+    if not chosen and left:
+        raise CheckpointIncompleteError(
+            "the saving of a checkpoint began here and did not end, and no other is here",
+            path=directory,
+            found=some([os.path.basename(path) for path in left], 3),
+            hint="Save again: that removes what is left.",
+        )
+    if left:
+        _tell(directory, len(left))
     if not chosen:
         listed = sorted([*names, *(f"{folder}/" for folder in folders)])
         raise nothing(directory, listed, _with_weights(directory, folders))
@@ -159,7 +205,14 @@ def _open_directory(directory: str, limits: Limits) -> TensorTable:
     paths = [os.path.join(directory, name) for name in chosen]
     if len(paths) == 1:
         return _open_file(paths[0], limits)
-    return _merged(paths, limits, last_wins=False)
+    return _merged(paths, limits, verify, last_wins=False)
+
+
+@lru_cache(1024)
+def _tell(directory: str, count: int) -> None:
+    what = f"{count} interrupted saves" if count > 1 else "an interrupted save"
+    _LOG.warning("%s: the checkpoint is whole; %s left files, which the next save removes",
+                 directory, what)  # fmt: skip
 
 
 @lru_cache(1024)  # once for a directory, not for each time it is opened

@@ -8,10 +8,12 @@ sniff, jsontext, table. Above: shards and index, which open sets of such files.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from .blocks import KEPT, layout_of
 from .coding import Nibbles
 from .entry import TensorEntry
 from .files import Limits, OpenFile, open_regular
@@ -32,6 +34,8 @@ _DTYPES = {
     if d.safetensors and d.safetensors not in _UNSUPPORTED
 }
 _METADATA = "__metadata__"
+# The key of the metadata that says which tensors are blocks, and of what kind.
+ENCODINGS = "maxjax.encodings"
 _REFETCH = "Incomplete download? Delete the file and fetch it again."
 
 
@@ -135,7 +139,35 @@ class _Header:
             )
         entries = {name: self._entry(name, spec) for name, spec in header.items()}
         self._check_layout(entries)
+        for name, encoding in self._encodings(metadata).items():
+            entries[name] = self._packed(name, entries.get(name), encoding)
         return entries, metadata
+
+    def _encodings(self, metadata: dict[str, str]) -> dict[str, Any]:
+        """Which tensors are quantised blocks: maxjax writes it into the metadata."""
+        if ENCODINGS not in metadata:
+            return {}
+        try:
+            data = metadata[ENCODINGS].encode()
+        except UnicodeEncodeError:
+            data = b""
+        found = Text(data, self.file.path, self.limits, cut=CheckpointFormatError).parse()
+        if type(found) is not dict:
+            raise self._bad(_METADATA, ENCODINGS, "not an object", "an object of names", found)
+        return found
+
+    def _packed(self, name: str, entry: TensorEntry | None, encoding: Any) -> TensorEntry:
+        block = layout_of(encoding).nbytes if encoding in KEPT else None
+        if entry is None or block is None:
+            problem, expected = "no such tensor", "a tensor of the file"
+            if entry is not None:
+                problem, expected = "an unknown encoding", f"one of {', '.join(KEPT)}"
+            raise self._bad(_METADATA, ENCODINGS, f"'{name}': {problem}", expected, encoding)
+        if entry.dtype is not DType.uint8 or not entry.shape or entry.shape[-1] % block:
+            problem = f"'{name}' is no {encoding}: its rows are not blocks of {block} bytes"
+            found = f"{entry.dtype.name} {_shown(list(entry.shape))}"
+            raise self._bad(_METADATA, ENCODINGS, problem, f"uint8 rows of {block} bytes", found)
+        return replace(entry, encoding=encoding)
 
     def _bad(
         self, name: str, field: str, problem: str, expected: Any, found: Any, hint: str = ""

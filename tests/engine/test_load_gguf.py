@@ -133,12 +133,17 @@ def test_plan_of_a_gguf_file(minilm, tmp_path):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "bert"])
 def test_plans_of_decoders(case, tmp_path):
-    """By the names of Hugging Face, though the models are not there yet."""
+    """By the names of Hugging Face, also where the model is not there yet."""
     made = random_model(case)
     tensors = checkpoint(made, tmp_path / "hf")
     path = write_random(tmp_path / "m.gguf", case, made, tensors)
     found = maxjax.plan(path, maxjax.make_mesh(model=2))
     # Most of it is split: names are understood.
     assert found.bytes_per_device < 0.75 * found.total_bytes
-    with pytest.raises(UnsupportedModelError, match="is not supported"):
-        load(path)
+    try:
+        model, _ = load(path)
+    except UnsupportedModelError as error:
+        assert not case.startswith(("llama", "mistral", "qwen2", "qwen3")) or "moe" in case, error
+        assert "supported" in str(error)
+    else:
+        assert set(model.state_dict()) <= set(tensors)

@@ -72,6 +72,11 @@ class _Family:
         entry = self.open_table().entries[name]
         return entry.dtype.np, entry.shape
 
+    def is_divisible(self, name: str) -> bool:
+        """Whether a part of a tensor can be read without the rest."""
+        coding = self.open_table().entries[name].coding
+        return coding is None or coding.is_divisible
+
 
 class Weights:
     """A place in the tree of names of a checkpoint.

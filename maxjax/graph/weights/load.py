@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage import TensorTable, open_checkpoint
+from ...storage.table import Verify
 from .cursor import SafetensorWeights, Weights
 from .gguf import GGUFWeights
 from .weight_data import WeightData
@@ -39,13 +40,17 @@ def weights_format(weight_paths: Sequence[Any]) -> WeightsFormat:
     raise ValueError(f"weights type cannot be inferred from {paths}")
 
 
-def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Weights:
+def load_weights(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, verify: Verify = "auto"
+) -> Weights:
     """Opens a checkpoint and reads its headers.
 
     Args:
         paths: A file (safetensors, GGUF, PyTorch, npz, npy), a directory (a single file, a
             sharded set with its index, or several files), an index file, or a list of files,
             which is MAX's: safetensors, or one GGUF file.
+        verify: When checksums are compared with what is read: ``"auto"`` when all of a tensor
+            is read at once, which costs next to nothing; True always; False never.
 
     Raises:
         CheckpointError: The path is missing, unreadable, damaged or of a format that is
@@ -59,7 +64,7 @@ def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
         maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file
     """
     if isinstance(paths, (str, os.PathLike)):
-        return _cursor(open_checkpoint(paths), os.fspath(paths))
+        return _cursor(open_checkpoint(paths, verify=verify), os.fspath(paths))
     files = [Path(p) for p in paths]
     if not files:
         raise ValueError("no paths provided, cannot load weights.")
@@ -69,8 +74,8 @@ def load_weights(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     if weights_format(files) is WeightsFormat.gguf:
         if len(files) > 1:
             raise ValueError("loading multiple gguf files is not supported.")
-        return GGUFWeights(files[0])
-    return SafetensorWeights(files)
+        return GGUFWeights._of(open_checkpoint(files[0], verify=verify), str(files[0]))
+    return SafetensorWeights._of(open_checkpoint(files, verify=verify), str(files[0]))
 
 
 def _cursor(table: TensorTable, path: str) -> Weights:

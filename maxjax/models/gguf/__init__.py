@@ -1,8 +1,8 @@
 """Floor 5. GGUF files as Hugging Face's checkpoints: names, layouts, configuration, tokenizer.
 
 llama.cpp's converter gives tensors and settings other names, and moves or shifts the values of
-some. Tables here say for each architecture what it did; nothing here reads a file. Below: the
-metadata and the shapes that the storage floor found.
+some. Tables here say for each architecture what it did, and serve to undo and to do it; nothing
+here reads a file. Below: the metadata and the shapes that the storage floor found.
 """
 
 from .checkpoint import config_of as config_of
@@ -20,3 +20,9 @@ from .names import Source as Source
 from .names import hf_names as hf_names
 from .tokenizer import chat_template as chat_template
 from .tokenizer import tokenizer_json as tokenizer_json
+from .write_metadata import gguf_metadata as gguf_metadata
+from .write_tensors import GGUFTensors as GGUFTensors
+from .write_tensors import gguf_tensors as gguf_tensors
+from .write_tokenizer import gguf_tokenizer_metadata as gguf_tokenizer_metadata
+from .write_types import encoding_for as encoding_for
+from .write_types import is_wide as is_wide

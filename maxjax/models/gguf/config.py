@@ -28,7 +28,7 @@ _GELU = "gelu_pytorch_tanh"
 # general.file_type → the type of a model's values. What quantised files were made of they do not
 # say; bfloat16 has the range of all of it.
 _FILE_TYPES = {0: "float32", 1: "float16"}
-_POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # llama.cpp knows Gemma's largest models by their number of layers: their queries are divided by
 # another number than the width of a head.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
@@ -115,9 +115,9 @@ def pooling(
     """
     given = settings(metadata, path=path)
     kind = given.count("pooling_type", 0, minimum=0)
-    if kind not in _POOLING:
-        raise given.wrong("pooling_type", f"0 to {max(_POOLING)}", kind, "is unknown")
-    return _POOLING[kind]
+    if kind not in POOLING:
+        raise given.wrong("pooling_type", f"0 to {max(POOLING)}", kind, "is unknown")
+    return POOLING[kind]
 
 
 # --- what several architectures have -----------------------------------------------------------

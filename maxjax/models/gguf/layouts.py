@@ -62,6 +62,10 @@ class Layout:
         self.shape(stored.shape)
         return self.change(stored)
 
+    def back(self) -> Layout:
+        """The change from Hugging Face's tensor to GGUF's; of a stack of experts there is none."""
+        return Same()
+
 
 @dataclass(frozen=True)
 class Same(Layout):
@@ -101,6 +105,10 @@ class Permuted(Layout):
         self.shape(stored.shape)
         return stored[self.rows(len(stored))]
 
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Paired(self.heads)
+
     def _check(self, count: int) -> None:
         if count % (2 * self.heads):
             raise CheckpointFormatError(
@@ -108,6 +116,26 @@ class Permuted(Layout):
                 expected=f"a multiple of 2 × {self.heads} heads",
                 found=f"{count} rows",
             )
+
+
+@dataclass(frozen=True)
+class Paired(Permuted):
+    """The rows of queries or keys from Hugging Face's order to llama.cpp's: undoes ``Permuted``.
+
+    Example:
+        >>> Paired(heads=1).rows(6)
+        array([0, 3, 1, 4, 2, 5])
+    """
+
+    def rows(self, count: int) -> np.ndarray:
+        """See :class:`Layout`."""
+        self._check(count)
+        halves = np.arange(count).reshape(self.heads, 2, -1)
+        return halves.swapaxes(1, 2).reshape(-1)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Permuted(self.heads)
 
 
 @dataclass(frozen=True)
@@ -140,6 +168,10 @@ class Plus(Layout):
             )
         wide = np.float64 if values.dtype == np.float64 else np.float32
         return (values.astype(wide) + wide(self.value)).astype(values.dtype)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Plus(-self.value)
 
 
 @dataclass(frozen=True)
@@ -182,6 +214,10 @@ class Transposed(Layout):
         if stored.dtype == np.uint8:
             raise UserInputError(f"{self} needs values: unpack the tensor's blocks first")
         return stored.T
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return self
 
 
 @dataclass(frozen=True)

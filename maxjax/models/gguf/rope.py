@@ -103,16 +103,22 @@ def _divided(
     }
 
 
-def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
+def llama3_factors(
+    head_dim: int,
+    theta: float,
+    factor: float,
+    low: float = LLAMA3["low_freq_factor"],
+    high: float = LLAMA3["high_freq_factor"],
+    length: float = LLAMA3["original_max_position_embeddings"],
+) -> np.ndarray:
     """The divisor of each frequency in Llama 3.1 and 3.2 (arXiv:2407.21783): float64 [head_dim // 2].
 
     Example:
         >>> llama3_factors(8, 500000.0, 8.0).round(3)
         array([1.   , 1.   , 2.695, 8.   ])
     """
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     speeds = theta ** -(np.arange(0, head_dim - 1, 2) / head_dim)
-    turns = LLAMA3["original_max_position_embeddings"] * speeds / (2 * math.pi)
+    turns = length * speeds / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
 

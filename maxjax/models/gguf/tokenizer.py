@@ -1,28 +1,40 @@
 """Floor 5. The tokenizer in a GGUF file → the content of a ``tokenizer.json``.
 
-So far for BERT's WordPiece, which the ``tokenizers`` package then runs; and the chat templates,
-which are there for all models. Below: metadata. Above: whoever opens a GGUF file as a model.
+The ``tokenizers`` package then runs it. Each kind has a file of its own: BERT's WordPiece, GPT-2's
+and Llama's byte pairs; here are the chat templates, which are there for all models. Below:
+metadata, tokenizer_wordpiece, tokenizer_bpe, ``storage.jsontext``. Above: whoever opens a GGUF
+file as a model.
 
-Sources: ``BertModel.set_vocab`` of llama.cpp's converter, ``Keys.Tokenizer`` in gguf-py's
-``constants.py``; for defaults, the WPM vocabulary in llama.cpp's reader.
+Sources: ``Keys.Tokenizer`` in gguf-py's ``constants.py``, docs/gguf.md of ggml.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import CheckpointFormatError, UserInputError, some
+from ...storage.jsontext import load_json
 from .metadata import Settings
+from .tokenizer_bpe import ENDS, byte_level, sentencepiece
+from .tokenizer_wordpiece import PIECE as PIECE
+from .tokenizer_wordpiece import wordpiece
 
-_UNKNOWN, _CONTROL, _USER = 2, 3, 4  # tokenizer.ggml.token_type
-_WORD = "▁"
-_PIECE = "##"
-# Where the special tokens of BERT lie, if the file does not say.
-_DEFAULT_IDS = {"unknown": 100, "bos": 101, "seperator": 102, "padding": 0, "mask": 103}
-_MAX_WORD = 100  # BERT's own: a longer word is unknown
+HF_JSON = "tokenizer.huggingface.json"
+"""The key of a whole ``tokenizer.json``, as docs/gguf.md of ggml has it."""
+
+# tokenizer.ggml.model → what makes the content.
+_KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
+    "bert": wordpiece,
+    "gpt2": byte_level,
+    "llama": sentencepiece,
+}
+# GGUF's names of special tokens → those of a tokenizer_config.json.
+_SPECIAL = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token",
+    "padding": "pad_token", "mask": "mask_token",
+}  # fmt: skip
 
 
 def tokenizer_json(
@@ -30,16 +42,19 @@ def tokenizer_json(
 ) -> dict[str, Any]:
     """The content of a ``tokenizer.json`` for the tokenizer in a GGUF file.
 
-    Whether text becomes lower case, and so loses its accents, only newer files say. In others it
-    does unless the vocabulary has upper-case words.
+    A file that has a whole ``tokenizer.json`` in it gives that. Else the kinds "bert", "gpt2" and
+    "llama" are rebuilt. Whether text becomes lower case, and so loses its accents, only newer files
+    of "bert" say; in others it does unless the vocabulary has upper-case words.
 
     Args:
         metadata: The file's key-value pairs, of which those in ``tokenizer.ggml`` are read.
         path: The file, for messages.
 
     Raises:
-        NotImplementedError: The tokenizer is none of BERT's (``tokenizer.ggml.model``).
+        UnsupportedModelError: The tokenizer is of another kind (``tokenizer.ggml.model``), or
+            splits text in a way that is not known (``tokenizer.ggml.pre``); names it.
         CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
+        CheckpointLimitError: A token is too long.
 
     Example:
         >>> tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁embed", "ding"]
@@ -51,39 +66,15 @@ def tokenizer_json(
         >>> list(made["model"]["vocab"])[4:]
         ['embed', '##ding']
     """
+    if HF_JSON in metadata:
+        return _kept(metadata, path)
     given = Settings(metadata, "tokenizer.ggml.", path)
     kind = given.text("model")
-    if kind != "bert":
+    if kind not in _KINDS:
         raise given.unsupported(
-            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; so far there is 'bert')"
+            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; there are {some(list(_KINDS))})"
         )
-    stored = given.items("tokens", str)
-    types = _types(given, stored)
-    tokens = _spelled(stored, types)
-    vocab = _vocabulary(tokens, path)
-    unknown = _special(given, tokens, "unknown")
-    if unknown is None:
-        raise CheckpointFormatError(
-            "no token for what is unknown: 'tokenizer.ggml.unknown_token_id' is missing", path=path
-        )
-    special = [i for i, type_ in enumerate(types) if type_ in (_CONTROL, _UNKNOWN, _USER)]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(i, tokens[i], types[i] != _USER) for i in special],
-        "normalizer": _normalizer(given, tokens, types),
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": _template(given, tokens),
-        "decoder": {"type": "WordPiece", "prefix": _PIECE, "cleanup": True},
-        "model": {
-            "type": "WordPiece",
-            "unk_token": tokens[unknown],
-            "continuing_subword_prefix": _PIECE,
-            "max_input_chars_per_word": _MAX_WORD,
-            "vocab": vocab,
-        },
-    }
+    return _KINDS[kind](given)
 
 
 def chat_template(
@@ -119,120 +110,60 @@ def chat_template(
     return given.text(f"chat_template.{name}")
 
 
-# --- WordPiece --------------------------------------------------------------------------------
+def special_tokens(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> dict[str, str]:
+    """The special tokens by the names of a ``tokenizer_config.json``: "bos_token" → "<s>".
 
+    Raises:
+        CheckpointFormatError: A number is not that of a token.
 
-def _types(given: Settings, tokens: list[str]) -> list[int]:
-    """The type of each token; a file without types has those that its keys name as control."""
-    types = given.items("token_type", int, None)
-    if types is None:
-        named = {_special(given, tokens, key) for key in _DEFAULT_IDS}
-        return [_CONTROL if i in named else 1 for i in range(len(tokens))]
-    if len(types) != len(tokens):
-        raise given.wrong(
-            "token_type", f"{len(tokens)} values", len(types), "is of another length", shown=True
-        )
-    return types
-
-
-def _spelled(tokens: list[str], types: list[int]) -> list[str]:
-    """Tokens as BERT spells them: GGUF marks the beginnings of words, BERT what goes on."""
-    if not any(token.startswith(_WORD) for token in tokens):
-        return tokens  # some writers leave BERT's spelling
-
-    def spelled(token: str) -> str:
-        return token[1:] if token.startswith(_WORD) else _PIECE + token
-
-    return [
-        token if type_ == _CONTROL else spelled(token)
-        for token, type_ in zip(tokens, types, strict=True)
-    ]
-
-
-def _vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
-    vocab: dict[str, int] = {}
-    for i, token in enumerate(tokens):
-        if vocab.setdefault(token, i) != i:
-            raise CheckpointFormatError(
-                f"'tokenizer.ggml.tokens' has the token {token[:80]!r} twice",
-                path=path,
-                found=f"numbers {vocab[token]} and {i}",
-            )
-    return vocab
-
-
-def _normalizer(given: Settings, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """What is done to a text first. A null for accents means: as for the case."""
-    lowercase = given.flag("normalizer.lowercase", None)
-    if lowercase is None:
-        words = (
-            token
-            for token, type_ in zip(tokens, types, strict=True)
-            if type_ not in (_CONTROL, _UNKNOWN) and not _is_reserved(token)
-        )
-        lowercase = not any(re.search("[A-Z]", word) for word in words)
-    return {
-        "type": "BertNormalizer",
-        "clean_text": True,
-        "handle_chinese_chars": True,
-        "strip_accents": given.flag("normalizer.strip_accents", None),
-        "lowercase": lowercase,
-    }
-
-
-def _is_reserved(token: str) -> bool:
-    """A place that is kept free, such as [unused1] or [PAD7], and no word."""
-    return re.fullmatch(r"\[[^\]]*\]", token) is not None
-
-
-def _special(given: Settings, tokens: list[str], key: str) -> int | None:
-    """The id of a special token: as the file says, else where BERT has it; None if not there."""
-    found = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
-    if found is None:
-        usual = _DEFAULT_IDS[key]
-        is_there = usual < len(tokens) and re.fullmatch(r"\[[A-Z]+\]", tokens[usual])
-        return usual if is_there else None
+    Example:
+        >>> special_tokens({"tokenizer.ggml.tokens": ["<s>", "a"], "tokenizer.ggml.bos_token_id": 0})
+        {'bos_token': '<s>'}
+    """
+    given = Settings(metadata, "tokenizer.ggml.", path)
+    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    found = {}
+    for key, name in _SPECIAL.items():
+        index = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+        if index is not None:
+            found[name] = tokens[index]
     return found
 
 
-def _added(index: int, token: str, special: bool) -> dict[str, Any]:
-    return {
-        "id": index,
-        "content": token,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": special,
-    }
+def end_ids(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> tuple[int, ...]:
+    """The tokens that end an answer: the end of a text, of a turn, and what llama.cpp takes for such.
+
+    Raises:
+        CheckpointFormatError: A number is not that of a token.
+
+    Example:
+        >>> end_ids({"tokenizer.ggml.tokens": ["</s>", "<|im_end|>"], "tokenizer.ggml.eos_token_id": 0})
+        (0, 1)
+    """
+    given = Settings(metadata, "tokenizer.ggml.", path)
+    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    found = [
+        given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+        for key in ("eos", "eot", "eom")
+    ]
+    ends = ENDS
+    if {"<|return|>", "<|call|>"} <= set(tokens):  # of gpt-oss, where <|end|> ends a part alone
+        ends = ENDS - {"<|end|>"}
+    found += [index for index, token in enumerate(tokens) if token in ends]
+    return tuple(dict.fromkeys(index for index in found if index is not None))
 
 
-def _template(given: Settings, tokens: list[str]) -> dict[str, Any]:
-    """What stands around a text and between a pair: [CLS] a [SEP] b [SEP]."""
-    # llama.cpp puts both there whatever add_bos_token and its like say.
-    first = _special(given, tokens, "bos")
-    if given.has("cls_token_id"):  # files of 2024 and before
-        first = given.count("cls_token_id", minimum=0, maximum=len(tokens) - 1)
-    key = (
-        "eos" if given.has("eos_token_id") and not given.has("seperator_token_id") else "seperator"
-    )
-    last = _special(given, tokens, key)
-
-    def mark(index: int | None, segment: int) -> list[dict[str, Any]]:
-        if index is None:
-            return []
-        return [{"SpecialToken": {"id": tokens[index], "type_id": segment}}]
-
-    def text(which: str, segment: int) -> list[dict[str, Any]]:
-        return [{"Sequence": {"id": which, "type_id": segment}}]
-
-    single = [*mark(first, 0), *text("A", 0), *mark(last, 0)]
-    used = {index for index in (first, last) if index is not None}
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, *text("B", 1), *mark(last, 1)],
-        "special_tokens": {
-            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in sorted(used)
-        },
-    }
+def _kept(metadata: Mapping[str, Any], path: Any) -> dict[str, Any]:
+    """The ``tokenizer.json`` that a file has in it."""
+    text = Settings(metadata, path=path).text(HF_JSON)
+    where = HF_JSON if path is None else f"{os.fspath(path)}: {HF_JSON}"
+    found = load_json(text.encode("utf-8", "surrogateescape"), name=where)
+    if not isinstance(found, dict):
+        raise CheckpointFormatError(
+            f"metadata key '{HF_JSON}' is no object", path=path, found=type(found).__name__
+        )
+    return found

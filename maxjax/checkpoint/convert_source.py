@@ -1,0 +1,130 @@
+"""Floor 6. What convert reads: a checkpoint of any format, open, and what lies beside it.
+
+Below: ``graph.weights``, ``models.gguf``, engine's pooling and tokenizer. Above: convert_gguf,
+convert.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..engine.pooling import gguf_pooling, pooling_files
+from ..engine.tokenizer import gguf_tokenizer
+from ..errors import UnsupportedModelError
+from ..graph.weights import GGUFWeights, WeightData, Weights, load_weights
+from ..models.config import read_object
+from ..models.family import tensors as model_tensors
+from ..models.gguf import config_of
+from ..models.gguf.tokenizer import HF_JSON
+from ..storage.files import OpenFile, open_regular
+from ..storage.orbax_paths import is_orbax, resolve
+from ..storage.outgoing import PIECE_BYTES
+from ..storage.safetensors import ENCODINGS
+from .pretrained import METADATA
+from .writing import json_bytes
+
+_LOG = logging.getLogger("maxjax")
+# What lies beside weights and belongs to the model; code is no part of it.
+_BESIDE = (".json", ".txt", ".model", ".jinja", ".md")
+_NOT_BESIDE = (".index.json", "maxjax_digests.json", "commit_success.txt")
+_FOLDERS = ("_Pooling", "_Normalize", "_Dense")
+_IN_FOLDERS = (".json", ".safetensors", ".bin")
+_MOST_BESIDE = 100
+
+
+@dataclass
+class Opened:
+    """A checkpoint that is to be converted."""
+
+    path: Path
+    weights: Weights
+    tensors: dict[str, WeightData]
+    config: dict[str, Any] | None
+    beside: dict[str, Path]
+    made: dict[str, bytes] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=lambda: dict(METADATA))
+    as_given: bool = False
+
+
+@contextmanager
+def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
+    path = Path(source)
+    if is_orbax(path):
+        path = Path(resolve(os.fspath(path)))  # the newest step
+    # Or a broken value would get a new checksum that agrees with it.
+    with load_weights(path, verify=True) as weights:
+        if isinstance(weights, GGUFWeights):
+            yield Opened(path, weights, {}, None, {})
+            return
+        table = weights._family.open_table()
+        found = {name: weights[name].data() for name in table.entries}
+        folder = path if path.is_dir() else path.parent
+        file = folder / "config.json"
+        config = read_object(file) if file.is_file() else None
+        # Beside a single file may lie anything; with a configuration it is a model's directory.
+        beside = _beside(folder) if path.is_dir() or config is not None else {}
+        opened = Opened(path, weights, found, config, beside)
+        if table.format == "safetensors":
+            kept = {k: v for k, v in table.metadata.items() if k != ENCODINGS}
+            opened.metadata, opened.as_given = kept, True
+        yield opened
+
+
+def _beside(folder: Path) -> dict[str, Path]:
+    """The files that belong to the model, by name; of directories only those of embeddings."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or len(found) >= _MOST_BESIDE:
+            continue
+        if path.is_dir() and path.name.endswith(_FOLDERS):
+            inside = sorted(p for p in path.iterdir() if p.name.endswith(_IN_FOLDERS))
+            found.update({f"{path.name}/{p.name}": p for p in inside if p.is_file()})
+        elif path.name.endswith(_BESIDE) and not path.name.endswith(_NOT_BESIDE) and path.is_file():
+            found[_deep_name(path)] = path
+    return found
+
+
+def _deep_name(path: Path) -> str:
+    """What ``flat_name`` undoes: a module's file in a step of orbax."""
+    return f"{path.stem}/config.json" if path.stem.endswith(_FOLDERS) else path.name
+
+
+def content(path: Path) -> Iterator[memoryview]:
+    file = open_regular(path)
+    try:
+        yield from file_range(file, 0, file.size)
+    finally:
+        file.close()
+
+
+def file_range(file: OpenFile, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a file from ``start`` to ``stop``, in pieces."""
+    for at in range(start, stop, PIECE_BYTES):
+        yield memoryview(file.pread(at, min(PIECE_BYTES, stop - at)))
+
+
+def as_hugging_face(found: Opened) -> None:
+    """Gives what was opened as a GGUF file the names and files of Hugging Face."""
+    weights = found.weights
+    assert isinstance(weights, GGUFWeights)
+    found.tensors, found.config = model_tensors(weights), config_of(weights)
+    pooling = gguf_pooling(weights.metadata, path=weights._path)
+    if pooling is not None:
+        files = pooling_files(pooling)
+        found.made.update((name, json_bytes(content)) for name, content in files.items())
+    try:
+        tokenizer = gguf_tokenizer(weights.metadata, path=weights._path)
+    except UnsupportedModelError as error:
+        _LOG.warning("%s; the new checkpoint has no tokenizer", error)
+        return
+    if tokenizer is not None:
+        files = tokenizer.files()
+        if HF_JSON in weights.metadata:  # the file itself, with all that only others heed
+            files["tokenizer.json"] = weights.metadata[HF_JSON]
+        found.made.update((n, text.encode("utf-8", "surrogateescape")) for n, text in files.items())

@@ -1,0 +1,132 @@
+"""Floor 7. ``maxjax convert``: a checkpoint in another format, type or number of files.
+
+A bar on stderr shows how far it is, if that is a terminal. Below: ``checkpoint/convert.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("source", metavar="SRC", help="a file, a directory or an index")
+    parser.add_argument(
+        "destination", metavar="DST", help="a .safetensors or .gguf file, or a directory"
+    )
+    parser.add_argument("--to", choices=["safetensors", "gguf", "orbax"],
+                        help="by default what DST's name says; a directory is safetensors")  # fmt: skip
+    parser.add_argument("--dtype", metavar="TYPE", help="convert floats: bf16, f16, f32, …")
+    parser.add_argument("--quantize", choices=["q8_0", "q4_0", "q4_k", "q6_k"],
+                        help="GGUF: pack the large weights")  # fmt: skip
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
+                        help="of safetensors files in a directory (default 5GB)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+_SHORT = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+}
+
+
+def convert(options: argparse.Namespace) -> Iterable[str]:
+    """Writes SRC as DST, piece by piece. What was at DST stays until the new checkpoint is whole."""
+    from .checkpoint.convert import convert as convert_checkpoint
+
+    dtype = options.dtype and _SHORT.get(options.dtype.lower(), options.dtype)
+    with _stoppable(), _Bar() as bar:
+        found = convert_checkpoint(
+            options.source,
+            options.destination,
+            to=options.to,
+            dtype=dtype,
+            quantize=options.quantize,
+            max_shard_size=options.max_shard_size,
+            watch=bar.watch,
+        )
+    if options.json:
+        document = {"path": str(found.path), "format": found.format, "tensors": found.tensors,
+                    "bytes": found.nbytes, "packed": found.packed}  # fmt: skip
+        return [json.dumps(document, indent=1)]
+    packed = ""
+    if found.packed and found.format == "safetensors":
+        packed = (f"; {found.packed} of them stay quantised blocks, which only maxjax opens "
+                  "in safetensors (--dtype bf16 decodes them)")  # fmt: skip
+    return [
+        f"wrote {found.path}: {found.format}, {found.tensors:,} tensors, {found.nbytes:,} bytes{packed}"
+    ]
+
+
+# The second try to end it comes after so many seconds.
+_AGAIN = 0.02
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does: what was written so far is removed.
+
+    Where Python ignores exceptions no signal would end anything: in what JAX has the collector
+    of garbage call, for example. Then a timer raises it once more.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ignored: list[BaseException] = []
+
+    def stop(*_: Any) -> None:
+        raise SystemExit(143)
+
+    def again(*_: Any) -> None:
+        raise ignored[-1].with_traceback(None)
+
+    def ignore(found: Any) -> None:
+        if isinstance(found.exc_value, SystemExit | KeyboardInterrupt):
+            ignored.append(found.exc_value)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        else:
+            hook(found)
+
+    hook, sys.unraisablehook = sys.unraisablehook, ignore
+    numbers = {signal.SIGTERM: stop, signal.SIGALRM: again}
+    before = {number: signal.signal(number, handler) for number, handler in numbers.items()}
+    try:
+        yield
+    finally:
+        waits = signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = hook
+    if waits:
+        raise ignored[-1]
+
+
+class _Bar:
+    """A bar on a terminal; without one nothing is shown."""
+
+    def __enter__(self) -> _Bar:
+        self._bar: Any = None
+        return self
+
+    def watch(self, total: int) -> Any:
+        """Shows how many bytes of ``total`` are written."""
+        if not sys.stderr.isatty():
+            return lambda nbytes: None
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="convert", leave=False)
+        return self._bar.update
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

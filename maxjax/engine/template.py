@@ -1,0 +1,101 @@
+"""Floor 6. A chat template and the messages of a chat → the prompt, as text.
+
+Templates come out of files that anybody may have written: they run in a sandbox, for a short time
+and up to a size. Below: errors, template_budget, template_sandbox (imported with the first template,
+as jinja2 is). Above: chat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserInputError
+
+_LONGEST = 1 << 20  # characters; published ones have some thousands
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """The text that a template makes of the values of its variables.
+
+    Lists and dicts reach the template as copies, and objects that JSON has not by their type's name.
+
+    Raises:
+        UserInputError: It says so itself (``raise_exception``), has a mistake, or takes too long
+            or makes too much.
+
+    Example:
+        >>> render("{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}",
+        ...        {"messages": [{"role": "user", "content": "Hi"}]})
+        '[user] Hi\\n'
+        >>> render("{{ raise_exception('roles must alternate') }}", {})
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.UserInputError: the chat template says: roles must alternate
+    """
+    import jinja2
+
+    from .template_budget import TooMuchError, watched
+
+    if len(template) > _LONGEST:
+        raise UserInputError(f"the chat template has {len(template)} characters; most: {_LONGEST}")
+    try:
+        given = {key: plain(value) for key, value in values.items()}
+        with watched(given):
+            return _compiled(template).render(given)
+    except TooMuchError as error:
+        text = f"the chat template does too much: {error}"
+    except jinja2.TemplateSyntaxError as error:
+        text = f"the chat template has a mistake in line {error.lineno}: {error.message}"
+    except jinja2.UndefinedError as error:
+        text = f"the chat template needs what is not there: {error.message}"
+    except jinja2.TemplateError as error:
+        text = f"the chat template says: {error.message}"
+    except RecursionError:
+        text = "the chat template or a message has too much in itself"
+    except Exception as error:  # a template can raise whatever Python can
+        text = f"the chat template failed: {type(error).__name__}: {error}"
+    raise UserInputError(_line(text)) from None
+
+
+@lru_cache(16)
+def _compiled(template: str) -> Any:
+    from .template_sandbox import Sandbox
+
+    return Sandbox().from_string(template)
+
+
+def _line(text: str) -> str:
+    text = text if len(text) <= 500 else f"{text[:500]}…"
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def plain(value: Any) -> Any:
+    """A copy in JSON's types, which have no methods that a template should not find.
+
+    Example:
+        >>> plain({"a": (1, {2}), "b": True})
+        {'a': (1, '<set>'), 'b': True}
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):  # what derives from one may have more methods
+        if isinstance(value, kind):
+            return getattr(kind, f"__{kind.__name__}__")(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (
+            type(value)(map(plain, value)) if type(value) in (list, tuple) else [*map(plain, value)]
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    return f"<{type(value).__name__}>"

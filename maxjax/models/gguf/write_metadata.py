@@ -1,0 +1,249 @@
+"""Floor 5. The content of ``config.json`` → the metadata of a GGUF file.
+
+The tables of config.py, read from right to left; then they are read again, and a configuration
+that would not come back the same is refused. Below: config, write_config, write_tensors. Above:
+whoever saves a model as GGUF.
+
+Source: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``Keys`` and
+``LlamaFileType`` in gguf-py's ``constants.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import CheckpointMismatchError, UserInputError
+from ...graph.weights import WeightData
+from .config import POOLING, hf_config
+from .metadata import unsupported
+from .write_config import Decoder, Model, Plain, read_config
+from .write_rope import rope_keys
+from .write_types import is_wide
+
+# general.file_type: what most values of the file are.
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32,
+    "MXFP4": 38,
+}  # fmt: skip
+_PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
+_QUANTIZATION_VERSION = 2
+# Settings that no key of a GGUF file says, and what they are in every model that is in one.
+_FIXED: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+             "add_cross_attention": False},
+    "bert": {"is_decoder": False, "add_cross_attention": False},
+    "llama": {"partial_rotary_factor": 1.0, "use_sliding_window": False},
+}  # fmt: skip
+# Said elsewhere, said otherwise without a change of the model, or checked on their own.
+_NOT_COMPARED = {"architectures", "model_type", "torch_dtype", "rope_scaling"}
+
+
+def gguf_metadata(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, WeightData],
+    *,
+    encoding: str | None = None,
+    dtype: DType | None = None,
+    name: str | None = None,
+    pooling: str | None = None,
+    path: Any = None,
+) -> dict[str, Any]:
+    """The metadata of a GGUF file for a model, all but its tokenizer's.
+
+    Numbers with a fraction are float32 there. The configuration that ``hf_config`` makes of the
+    result builds the same model.
+
+    Args:
+        config: The content of ``config.json``.
+        tensors: The tensors of the file, as ``gguf_tensors`` makes them.
+        encoding: What most of them will be packed as, "Q4_K" say; None as they are.
+        dtype: What they will be converted to; None as they are.
+        name: What the model is called.
+        pooling: Of an encoder: how its tokens become one vector, as ``pooling`` gives it.
+        path: The checkpoint, for messages.
+
+    Raises:
+        UnsupportedModelError: The architecture has no table, or the configuration says what no
+            GGUF file can say; names the setting.
+        CheckpointMismatchError: The configuration does not go with the tensors.
+        CheckpointFormatError: A setting is missing or wrong; names it.
+    """
+    model = read_config(config, path=path)
+    found: dict[str, Any] = {"general.architecture": model.architecture, "general.type": "model"}
+    if name:
+        found["general.name"] = name
+    found |= file_type(encoding or dtype or _most(tensors))
+    size = model.size
+    keys = _decoder(model, size, path) if isinstance(size, Decoder) else _plain(model, size)
+    if pooling is not None:
+        numbers = {text: number for number, text in POOLING.items()}
+        if pooling not in numbers:
+            raise UserInputError(
+                f"pooling {pooling!r} is none of {', '.join(filter(None, numbers))}"
+            )
+        keys["pooling_type"] = numbers[pooling]
+    found |= {f"{model.architecture}.{key}": value for key, value in keys.items()}
+    if isinstance(size, Plain) and size.token_types and model.architecture == "bert":
+        found["tokenizer.ggml.token_type_count"] = size.token_types
+    _check(model, found, tensors, path)
+    return found
+
+
+def file_type(kind: str | DType) -> dict[str, Any]:
+    """The metadata that says what most values of a file are.
+
+    Example:
+        >>> file_type("Q8_0"), file_type(DType.float16)
+        ({'general.file_type': 7, 'general.quantization_version': 2}, {'general.file_type': 1})
+    """
+    name = _PLAIN.get(kind, kind.name) if isinstance(kind, DType) else kind
+    found = {"general.file_type": FILE_TYPES[name]} if name in FILE_TYPES else {}
+    if name not in _PLAIN.values():
+        found["general.quantization_version"] = _QUANTIZATION_VERSION
+    return found
+
+
+def _most(tensors: Mapping[str, WeightData]) -> str:
+    """The type that most values of the file have."""
+    sizes: Counter[str] = Counter()
+    for name, data in tensors.items():
+        shape = tuple(map(int, data.logical_shape))
+        if not is_wide(name, shape):
+            encoding = data.quantization_encoding if data._is_packed else None
+            kind = encoding.value if encoding else _PLAIN.get(data.dtype, data.dtype.name)
+            sizes[kind] += math.prod(shape)
+    return sizes.most_common(1)[0][0] if sizes else "F32"
+
+
+# --- what several architectures have ------------------------------------------------------------
+
+
+def _decoder(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
+    found = {
+        "vocab_size": size.vocab_size,
+        "context_length": size.context,
+        "embedding_length": size.hidden_size,
+        "block_count": size.layers,
+        "feed_forward_length": size.intermediate_size,
+        "attention.head_count": size.heads,
+        "attention.head_count_kv": size.kv_heads,
+        "attention.key_length": size.head_dim,
+        "attention.value_length": size.head_dim,
+        "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
+        "rope.dimension_count": size.head_dim,
+        "rope.freq_base": size.rope_theta,
+        **rope_keys(model.rope, size.context, path=path),
+    }
+    if size.experts:
+        found |= _experts(model, size, path)
+    more = {"llama": _window, "gemma2": _gemma, "gemma3": _gemma}.get(model.architecture)
+    return found | (more(model, size, path) if more else {})
+
+
+def _experts(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
+    found = {"expert_count": size.experts, "expert_used_count": size.experts_used}
+    if size.expert_width:
+        found["expert_feed_forward_length"] = size.expert_width
+    if size.shared_width and model.architecture == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = size.shared_width
+    return found
+
+
+def _window(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
+    """The window of Mistral and Mixtral."""
+    return {"attention.sliding_window": size.sliding_window} if size.sliding_window else {}
+
+
+def _gemma(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
+    """Soft caps, windows, and which layers look through one."""
+    found: dict[str, Any] = {}
+    caps = {"attn_logit_softcapping": size.attn_cap, "final_logit_softcapping": size.final_cap}
+    for key, cap in caps.items():
+        if cap:
+            found[key] = cap
+        elif model.architecture == "gemma2":
+            raise unsupported(f"Gemma 2 without '{key}' in a GGUF file", path)
+    if model.architecture == "gemma3":
+        if size.attn_cap:
+            raise unsupported("Gemma 3 with 'attn_logit_softcapping' in a GGUF file", path)
+        found["rope.freq_base_swa"] = size.local_theta
+    usual = 2 if model.architecture == "gemma2" else 6
+    slides = _slides(model, size, usual)
+    if not any(slides) and model.architecture == "gemma3":
+        return found
+    found["attention.sliding_window"] = size.sliding_window or size.context
+    if slides != [bool((i + 1) % usual) for i in range(size.layers)]:
+        found["attention.sliding_window_pattern"] = np.array(slides, bool)
+    return found
+
+
+def _slides(model: Model, size: Decoder, usual: int) -> list[bool]:
+    listed = model.said.get("layer_types")
+    if isinstance(listed, list) and len(listed) == size.layers:
+        return [kind == "sliding_attention" for kind in listed]
+    period = model.said.get("sliding_window_pattern")
+    period = period if type(period) is int and period > 0 else usual
+    return [bool((i + 1) % period) for i in range(size.layers)]
+
+
+def _plain(model: Model, size: Plain) -> dict[str, Any]:
+    found = {
+        "vocab_size": size.vocab_size,
+        "context_length": size.context,
+        "embedding_length": size.hidden_size,
+        "block_count": size.layers,
+        "feed_forward_length": size.inner or 4 * size.hidden_size,
+        "attention.head_count": size.heads,
+        "attention.layer_norm_epsilon": size.eps,
+    }
+    if model.architecture == "bert":
+        found["attention.causal"] = False
+    return found
+
+
+# --- whether it comes back the same -------------------------------------------------------------
+
+
+def _check(
+    model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
+) -> None:
+    said = dict(model.said)
+    if said.get("n_inner", ...) is None:
+        said["n_inner"] = 4 * model.size.hidden_size
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
+    divisors = model.divisors(path)
+    again = hf_config(metadata, shapes, rope_freqs=divisors, path=path)
+    if isinstance(model.size, Decoder):
+        again["head_dim"] = model.size.head_dim
+        if not again.get("sliding_window") or not any(
+            kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
+        ):
+            said.pop("sliding_window", None)  # of no layer
+    if model.architecture == "bert":
+        said.pop("tie_word_embeddings", None)  # has no head
+    for key, value in {**_FIXED.get(model.architecture, _FIXED["llama"]), **again}.items():
+        there = said.get(key)
+        if key in _NOT_COMPARED or there is None or _alike(there, value):
+            continue
+        if key in ("vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias"):
+            raise CheckpointMismatchError(
+                f"the configuration's '{key}' does not go with the tensors",
+                path=path,
+                expected=there,
+                found=value,
+            )
+        raise unsupported(f"{key!r} {str(there)[:80]} in a GGUF file (it would be {value})", path)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal, but that a float was once rounded to float32."""
+    numbers = (int, float)
+    if type(a) in numbers and type(b) in numbers:
+        return math.isclose(a, b, rel_tol=1e-6)
+    return a == b

@@ -1,0 +1,141 @@
+"""Floor 5. How a ``config.json`` says that rope is stretched → how a GGUF file says it.
+
+Below: models.config, rope. Above: write_config, write_tensors, write_metadata.
+
+Sources: as for rope.py, read from right to left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointFormatError
+from ..config import ModelConfig, setting
+from .metadata import short, unsupported
+from .rope import LLAMA3, llama3_factors
+
+
+@dataclass(frozen=True)
+class Rope(ModelConfig):
+    """How rope is stretched; ``short`` and ``long`` are the divisors that LongRoPE lists."""
+
+    kind: str = setting("rope_type", default="default")
+    factor: float | None = setting(default=None, minimum=1e-3)
+    low: float = setting("low_freq_factor", default=LLAMA3["low_freq_factor"])
+    high: float = setting("high_freq_factor", default=LLAMA3["high_freq_factor"])
+    length: int | None = setting("original_max_position_embeddings", default=None, minimum=1)
+    attention_factor: float | None = setting(default=None)
+    beta_fast: float | None = setting(default=None, minimum=1e-3)
+    beta_slow: float | None = setting(default=None, minimum=1e-3)
+    mscale: float | None = setting(default=None)
+    mscale_all_dim: float | None = setting(default=None)
+    truncate: bool | None = setting(default=None)
+    short: tuple[float, ...] | None = dataclasses.field(default=None, metadata={"key": "-"})
+    long: tuple[float, ...] | None = dataclasses.field(default=None, metadata={"key": "-"})
+
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ValueError(
+                f"'low_freq_factor' {self.low} is not less than 'high_freq_factor' {self.high}"
+            )
+
+
+def one_rope(said: dict[str, Any], path: Any) -> tuple[dict[str, Any], Rope | None]:
+    """The settings with rope said as before transformers 5, and how rope is stretched.
+
+    Raises:
+        CheckpointFormatError: A setting is wrong; names it.
+    """
+    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointFormatError(
+            "'rope_scaling' has the wrong type", path=path, expected="{…}", found=short(rope)
+        )
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    if isinstance(local, Mapping) and "rope_theta" in local:
+        said["rope_local_base_freq"] = local["rope_theta"]
+    if not isinstance(rope, Mapping):
+        raise CheckpointFormatError(
+            "'full_attention' has the wrong type", path=path, expected="{…}", found=short(rope)
+        )
+    if "rope_theta" in rope:
+        said["rope_theta"] = rope["rope_theta"]
+    found = Rope.from_dict({"rope_type": rope.get("type"), **rope}, path=path)
+    lists = {key: _divisors(key, rope.get(key), path) for key in ("short_factor", "long_factor")}
+    found = replace(found, short=lists["short_factor"], long=lists["long_factor"])
+    return said, found if found.kind != "default" else None
+
+
+def _divisors(key: str, given: Any, path: Any) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(
+        type(value) in (int, float) and 0 < value < 1e30 for value in given
+    ):
+        raise CheckpointFormatError(
+            f"'{key}' is wrong",
+            path=path,
+            expected="a list of positive numbers",
+            found=short(given),
+        )
+    return tuple(map(float, given))
+
+
+def rope_divisors(
+    rope: Rope | None, head_dim: int, theta: float, *, path: Any = None
+) -> np.ndarray | None:
+    """The values of ``rope_freqs.weight``: float32 [head_dim // 2]; None where rope needs none.
+
+    Raises:
+        UnsupportedModelError: Rope is stretched as no GGUF file can say.
+    """
+    if rope is None:
+        return None
+    if rope.kind == "llama3":
+        factor = 8.0 if rope.factor is None else rope.factor
+        constants = rope.low, rope.high, rope.length or LLAMA3["original_max_position_embeddings"]
+        return llama3_factors(head_dim, theta, factor, *constants).astype(np.float32)
+    if rope.kind != "longrope":
+        return None
+    if rope.short != rope.long or rope.attention_factor != 1.0 or rope.short is None:
+        raise unsupported("rope whose divisors depend on the length ('longrope')", path)
+    if len(rope.short) != head_dim // 2:
+        raise CheckpointFormatError(
+            "'short_factor' is not one divisor for each pair of features",
+            path=path, expected=head_dim // 2, found=len(rope.short),
+        )  # fmt: skip
+    return np.asarray(rope.short, np.float32)
+
+
+def rope_keys(rope: Rope | None, context: int, *, path: Any = None) -> dict[str, Any]:
+    """The metadata that says how rope is stretched, without the prefix of the architecture.
+
+    Raises:
+        UnsupportedModelError: Rope is stretched as no GGUF file can say.
+    """
+    if rope is None or rope.kind in ("llama3", "longrope"):
+        return {}
+    factor = 1.0 if rope.factor is None else rope.factor
+    found: dict[str, Any] = {"rope.scaling.type": rope.kind, "rope.scaling.factor": factor}
+    if rope.kind == "linear":
+        return found
+    if rope.kind != "yarn":
+        raise unsupported(f"rope scaling of type {rope.kind[:80]!r} in a GGUF file", path)
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    # llama.cpp multiplies by the usual factor whatever the file says.
+    if not math.isclose(usual if rope.attention_factor is None else rope.attention_factor, usual,
+                        rel_tol=1e-6):  # fmt: skip
+        raise unsupported("yarn with an 'attention_factor' of its own in a GGUF file", path)
+    if rope.mscale or rope.mscale_all_dim or rope.truncate is False:
+        raise unsupported("yarn with 'mscale' or without 'truncate' in a GGUF file", path)
+    found["rope.scaling.original_context_length"] = rope.length or context
+    for key, value in (("beta_fast", rope.beta_fast), ("beta_slow", rope.beta_slow)):
+        if value is not None:
+            found[f"rope.scaling.yarn_{key}"] = value
+    return found

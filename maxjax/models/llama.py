@@ -1,0 +1,74 @@
+"""Floor 5. Llama 1 to 3 and Mistral. Attributes are named as in Hugging Face's checkpoints.
+
+Below: the decoder. Above: the registry of families.
+
+Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; arXiv:2310.06825.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import setting
+from .decoder import Decoder, make
+from .decoder_config import DecoderConfig
+from .family import Family
+
+# Tables of frequencies, which old files hold and which are computed.
+KNOWN = ("*rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    """The settings of a Llama, with Hugging Face's defaults for what files leave out."""
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A Llama has no window, whatever its file says."""
+        return {"sliding_window": None}
+
+
+@dataclass(frozen=True)
+class MistralConfig(DecoderConfig):
+    """The settings of a Mistral: a Llama whose layers all look back through a window, if any."""
+
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The window is 4096 if nothing is said, and none if it is null; there are no biases."""
+        window = raw.get("sliding_window", 4096)
+        return {"sliding_window": window, "attention_bias": False, "mlp_bias": False}
+
+
+class Llama(Decoder):
+    """A Llama.
+
+    Example:
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> list(model.raw_state_dict())[:3]
+        ['lm_head.weight', 'model.embed_tokens.weight', 'model.norm.weight']
+    """
+
+
+class Mistral(Decoder):
+    """A Mistral."""
+
+
+LLAMA = Llama.family = Family(
+    model_type="llama",
+    architectures=("LlamaForCausalLM",),
+    config=LlamaConfig,
+    make=make(Llama),
+    ignored=KNOWN,
+)
+MISTRAL = Mistral.family = Family(
+    model_type="mistral",
+    architectures=("MistralForCausalLM",),
+    config=MistralConfig,
+    make=make(Mistral),
+    ignored=KNOWN,
+)

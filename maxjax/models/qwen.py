@@ -1,0 +1,97 @@
+"""Floor 5. Qwen 2, 2.5 and 3. Attributes are named as in Hugging Face's checkpoints.
+
+Below: the decoder. Above: the registry of families.
+
+Sources: arXiv:2407.10671, arXiv:2412.15115, arXiv:2505.09388.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import setting
+from .decoder import Decoder, make
+from .decoder_config import DecoderConfig, own, slides_of
+from .family import Family
+from .llama import KNOWN
+
+
+def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The window and which layers look through it: those from ``max_window_layers`` on, if any.
+
+    Raises:
+        ValueError: A value is of the wrong type.
+        UnsupportedModelError: A layer of an unknown kind.
+    """
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    first, layers = raw.get("max_window_layers", 28), raw.get("num_hidden_layers")
+    if type(first) is not int or type(layers) is not int or not 0 < layers <= 1000:
+        return {"sliding_window": window}
+    slides = [window is not None and i >= first for i in range(layers)]
+    found: dict[str, Any] = {"slides": slides_of(raw, slides)}
+    # A window that no layer looks through is none.
+    found["sliding_window"] = window if window is not None and any(found["slides"]) else None
+    return found
+
+
+@dataclass(frozen=True)
+class Qwen2Config(DecoderConfig):
+    """The settings of a Qwen 2 or 2.5: queries, keys and values have biases, nothing else has."""
+
+    max_position_embeddings: int = setting(default=32768, minimum=1)
+    attention_bias: bool = setting(default=True)
+    output_bias: bool | None = own(False)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Biases and the window, whatever else its file says."""
+        heads = raw.get("num_key_value_heads", 32)
+        biases = {"attention_bias": True, "mlp_bias": False}
+        return {"num_key_value_heads": heads, **biases, **window_settings(raw)}
+
+
+@dataclass(frozen=True)
+class Qwen3Config(DecoderConfig):
+    """The settings of a Qwen 3: each head of queries and keys is normalised."""
+
+    max_position_embeddings: int = setting(default=32768, minimum=1)
+    head_dim: int | None = setting(default=128, minimum=1)
+    qk_norm: bool = own(True)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The window, whatever else its file says."""
+        heads = raw.get("num_key_value_heads", 32)
+        return {"num_key_value_heads": heads, "mlp_bias": False, **window_settings(raw)}
+
+
+class Qwen2(Decoder):
+    """A Qwen 2 or 2.5.
+
+    Example:
+        >>> config = Qwen2Config(100, 8, 16, num_layers=2, num_heads=2)
+        >>> [name for name in Qwen2(config).raw_state_dict() if "0.self_attn" in name][:2]
+        ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.q_proj.bias']
+    """
+
+
+class Qwen3(Decoder):
+    """A Qwen 3."""
+
+
+QWEN2 = Qwen2.family = Family(
+    model_type="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    config=Qwen2Config,
+    make=make(Qwen2),
+    ignored=KNOWN,
+)
+QWEN3 = Qwen3.family = Family(
+    model_type="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    config=Qwen3Config,
+    make=make(Qwen3),
+    ignored=KNOWN,
+)

@@ -1,0 +1,279 @@
+"""Kills processes that save, and looks at what they leave.
+
+    python scripts/kill_saves.py                       # 200 kills for each kind, and at every call
+    python scripts/kill_saves.py --kind set --count 50 --seed 7
+    python scripts/kill_saves.py --quick               # a few of each: does it work
+
+A process saves models 1, 2, 3, … to one place and tells of each that is saved. It is ended at
+random moments (SIGKILL, SIGTERM), or interrupted (SIGINT: it goes on), or by SIGKILL in the place
+of the n-th system call that changes a file, for each n. Wanted: what is there opens, is of one
+save throughout and of no older one than was told of, agrees with its checksums, and the next save
+works and removes what is left over. Prints a table; ends with 1 if anything is otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.save_trials import (
+    KILL,
+    KINDS,
+    LARGE,
+    SMALL,
+    Problem,
+    Server,
+    can_run,
+    strays,
+    temporaries,
+    which_save,
+)  # fmt: skip
+
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+
+
+@dataclass
+class Row:
+    """What came of the trials of one way to end a save."""
+
+    kind: str
+    how: str
+    trials: int = 0
+    inside: int = 0  # those that ended a save, not what is between two
+    old: int = 0
+    new: int = 0
+    leftovers: int = 0  # times that something was left for the next save to remove
+    dropped: int = 0  # interrupts that Python itself lost
+    lost: int = 0
+    mixed: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def bad(self, problem: str, what: str = "") -> None:
+        self.problems.append(problem)
+        self.lost += what == "lost"
+        self.mixed += what == "mixed"
+
+    def look(self, path: str, atleast: int) -> int:
+        """What is there now; ``atleast`` was said to be saved."""
+        try:
+            found = which_save(self.kind, path)
+        except Problem as problem:
+            self.bad(str(problem), "mixed" if "mixed" in str(problem) else "lost")
+            return atleast
+        if found < atleast:
+            self.bad(f"{atleast} was said to be saved, and {found} is there", "lost")
+        self.new += found > atleast
+        self.old += found <= atleast
+        return max(found, atleast)
+
+
+def at_random(server: Server, kind: str, how: str, count: int, rng: random.Random) -> Row:
+    """Ends saves at random moments."""
+    row = Row(kind, how)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "checkpoint")
+        k, seconds = 0, _seconds(server, kind, folder)
+        for _ in range(count):
+            row.trials += 1
+            server.start(job="again", kind=kind, path=path, k=k + 1, nbytes=LARGE)
+            server.hear()
+            time.sleep(rng.uniform(0, 3 * seconds))
+            os.kill(server.pid, SIGNALS[how])
+            try:
+                k = _after(server, row, path, k, how)
+            except Problem as problem:
+                row.bad(str(problem))
+                server.abandon()
+        _final(server, row, path, k)
+    return row
+
+
+def _seconds(server: Server, kind: str, folder: str) -> float:
+    """How long a save takes here."""
+    path = os.path.join(folder, "timed")
+    server.start(job="again", kind=kind, path=path, k=1, nbytes=LARGE)
+    times = []
+    while len(times) < 4:
+        server.hear()
+        times.append(time.monotonic())
+    os.kill(server.pid, signal.SIGKILL)
+    server.end()
+    return (times[-1] - times[1]) / 2
+
+
+def _after(server: Server, row: Row, path: str, k: int, how: str) -> int:
+    """Looks at what a save has left that was ended; gives the newest that is there."""
+    if how != "SIGINT":
+        heard = server.end()
+        saved = max((one.get("saved", 0) for one in heard), default=0)
+        left = temporaries(path)
+        row.leftovers += bool(left)
+        before = max(k, saved)
+        found = row.look(path, before)
+        row.inside += bool(left) or found > before
+        return found
+    message, more = server.hear(), 0
+    while "saved" in message:
+        k, message, more = message["saved"], server.hear(), more + 1
+        if more > 12:  # Python drops an interrupt that comes in a weakref's callback, or in __del__
+            if "Exception ignored" not in server.said():
+                raise Problem("an interrupt was not heeded")
+            os.kill(server.pid, signal.SIGINT)
+            row.dropped, more = row.dropped + 1, 0
+    if "interrupted" not in message:
+        server.pid = 0
+        raise Problem(f"SIGINT was not caught: {message} {server.said()[-500:]}")
+    row.inside += 1
+    if left := temporaries(path):
+        row.leftovers += 1
+        row.bad(f"left after an interrupt: {left}")
+    k = row.look(path, k)
+    server.send(go=True)
+    saved = max((one.get("saved", 0) for one in server.end()), default=0)
+    if not saved:
+        row.bad(f"the save after the interrupt failed: {server.said()[-500:]}")
+    if which_save(row.kind, path) != saved:
+        row.bad("the save after the interrupt is not what is there")
+    return max(k, saved)
+
+
+def _final(server: Server, row: Row, path: str, k: int) -> None:
+    """One save that nothing ends: it works, and nothing is left over."""
+    server.start(**_fault(row.kind, path, k + 1, 0, LARGE))
+    message = server.hear()
+    server.send(save=False)
+    server.end()
+    if message.get("saved") != k + 1 or which_save(row.kind, path) != k + 1:
+        row.bad(f"the last save failed: {message.get('message')}")
+    if left := strays(path):
+        row.bad(f"the last save left over: {left}")
+
+
+def _fault(kind: str, path: str, k: int, n: int, nbytes: int) -> dict[str, Any]:
+    below = os.path.dirname(path)
+    fault = {"n": n, "action": KILL, "errno": 0, "forever": 0, "below": below}
+    return {"job": "fault", "kind": kind, "path": path, "k": k, "nbytes": nbytes, **fault}
+
+
+def at_each_call(server: Server, kind: str, most: int, start: int = 1) -> Row:
+    """Kills a save in the place of its first call that changes a file, of its second, …
+
+    Before each there are two whole saves, ``start`` and the one behind it.
+    """
+    row = Row(kind, f"at each call of save {start + 2}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "checkpoint")
+        for n in range(1, most + 1):
+            k = start + 4 * n - 4  # turns: what is replaced, and by what, is always the same
+            _two_saves(server, row, path, k, f"call {n}")
+            if not _killed_at(server, kind, path, k + 2, n):
+                break
+            row.trials, row.inside = row.trials + 1, row.inside + 1
+            row.leftovers += bool(strays(path))
+            row.look(path, k + 1)
+    return row
+
+
+def at_each_call_of_the_first(server: Server, kind: str, most: int) -> Row:
+    """The same where nothing was saved before: nothing is there then, or all."""
+    row = Row(kind, "at each call of the first")
+    for n in range(1, most + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "checkpoint")
+            if not _killed_at(server, kind, path, 1, n):
+                break
+            row.trials, row.inside = row.trials + 1, row.inside + 1
+            row.leftovers += bool(strays(path))
+            try:
+                found = which_save(kind, path)
+            except Problem as problem:
+                found = 0
+                if "mixed" in str(problem):
+                    row.bad(f"call {n}: {problem}", "mixed")
+            row.new, row.old = row.new + found, row.old + 1 - found
+            _two_saves(server, row, path, 2, f"call {n}")
+    return row
+
+
+def _two_saves(server: Server, row: Row, path: str, k: int, when: str) -> None:
+    """Saves k and k + 1, which work and remove what a save before has left."""
+    server.start(**_fault(row.kind, path, k, 0, SMALL))
+    message = server.hear()
+    server.send(save=True)
+    server.end()
+    if "saved" not in message or which_save(row.kind, path) != k + 1:
+        row.bad(f"{when}: the save after the kill before it failed: {message.get('message')}")
+    if left := strays(path):
+        row.bad(f"{when}: the saves after the kill before it left over: {left}")
+
+
+def _killed_at(server: Server, kind: str, path: str, k: int, n: int) -> bool:
+    """Saves k with a kill at call n; False if it has not so many."""
+    server.start(**_fault(kind, path, k, n, SMALL))
+    if "ended" in server.hear():
+        server.pid = 0
+        return True
+    server.send(save=False)
+    server.end()
+    return False
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as markdown."""
+    head = "| kind | ended | trials | in a save | old there | new there | left to sweep | lost | mixed | other |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        other = len(row.problems) - row.lost - row.mixed
+        cells = [row.kind, row.how, row.trials, row.inside, row.old, row.new, row.leftovers,
+                 row.lost, row.mixed, other]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--count", type=int, default=200, help="kills at random moments")
+    parser.add_argument("--calls", type=int, default=1000, help="at each of so many calls")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
+    given = parser.parse_args(arguments)
+    count, most = (4, 6) if given.quick else (given.count, given.calls)
+    rows: list[Row] = []
+    with Server() as server:
+        for kind in filter(can_run, given.kind or KINDS):
+            rng = random.Random(f"{given.seed} {kind}")
+            for how in SIGNALS:
+                times = count if how == "SIGKILL" else (count + 3) // 4
+                rows.append(at_random(server, kind, how, times, rng))
+                print(rows[-1], file=sys.stderr, flush=True)
+            for start in (1, 2) if kind == "turns" else (1,):
+                rows.append(at_each_call(server, kind, most, start))
+                print(rows[-1], file=sys.stderr, flush=True)
+            rows.append(at_each_call_of_the_first(server, kind, most))
+            print(rows[-1], file=sys.stderr, flush=True)
+    print(table(rows))
+    for problem, times in Counter(
+        f"{r.kind}, {r.how}: {p}" for r in rows for p in r.problems
+    ).items():
+        print(f"{times} x {problem}")
+    if given.json:
+        Path(given.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return int(any(row.problems for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""What kill_saves.py and fault_saves.py share: saves in a process of their own that comes to harm.
+
+Run as a program this is that process: it imports everything once, then forks itself for each
+trial it is told of on its standard input. ``fault_shim.c`` is loaded into it, so that a system
+call can be made to fail, or to be the last. All values of the k-th model that is saved are k, so
+a checkpoint tells which save it is of, and whether it is of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+KINDS = ("file", "set", "turns", "gguf", "orbax")
+LARGE, SMALL = 16 << 20, 200_000  # bytes of a model
+TENSORS = 8
+KILL, FAIL, SHORT = 1, 2, 3  # as in fault_shim.c
+ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EDQUOT", "EROFS")}
+START_SECONDS, ANSWER_SECONDS, EXIT_SECONDS = 120.0, 60.0, 5.0
+CONFIG = {"architectures": ["Of no family"], "tensors": TENSORS}
+
+
+# --- the process that saves -------------------------------------------------------------------
+
+
+def make_model(k: int, nbytes: int) -> Any:
+    """A model all of whose values are k."""
+    from maxjax import nn
+    from maxjax.graph import DeviceRef
+
+    size = nbytes // TENSORS // 4
+    layers = [nn.Linear(size, 1, "float32", DeviceRef.CPU()) for _ in range(TENSORS)]
+    model = nn.Sequential(layers)
+    model.load_state_dict(
+        {f"{i}.weight": np.full((1, size), k, np.float32) for i in range(TENSORS)}
+    )
+    return model
+
+
+def save(kind: str, path: str, k: int, model: Any, nbytes: int) -> None:
+    """Saves the k-th model to a directory, as a user would."""
+    import maxjax.checkpoint
+
+    if kind == "orbax":
+        maxjax.checkpoint.save(path, model, step=k, keep=2)
+        return
+    if kind == "gguf":
+        save_gguf(path, model)
+        return
+    parts = kind == "set" or (kind == "turns" and k % 2)
+    limit = nbytes // 3 if parts else "5GB"
+    maxjax.save_pretrained(model, path, max_shard_size=limit, config=CONFIG)
+
+
+def save_gguf(path: str, model: Any) -> None:
+    """One GGUF file, written as convert does it."""
+    from maxjax.checkpoint.pretrained import model_data
+    from maxjax.checkpoint.writing import write_file
+    from maxjax.graph.weights.outgoing import outgoing_data
+    from maxjax.storage.gguf_writer import plan_gguf
+
+    tensors = [outgoing_data(data, name) for name, data in model_data(model).items()]
+    metadata = {"general.architecture": "none"}
+    nbytes = plan_gguf(metadata, tensors).nbytes
+    os.makedirs(path, exist_ok=True)
+    file = os.path.join(path, "model.gguf")
+    write_file(file, tensors, lambda found: plan_gguf(metadata, found).pieces(), nbytes)
+
+
+def say(**message: Any) -> None:
+    """Tells the process that drives; one write, so that a kill leaves no half of it."""
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def hear() -> dict[str, Any]:
+    """A line of what that process says; byte by byte, for the next is perhaps for another."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit(0)
+        line += byte
+    return json.loads(line)
+
+
+def shim() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    library.shim_names.restype = ctypes.c_char_p
+    return library
+
+
+def save_again_and_again(job: dict[str, Any]) -> None:
+    """Saves k, k + 1, … until something ends it; after an interrupt once more when told so."""
+    k, kind, path, nbytes = job["k"], job["kind"], job["path"], job["nbytes"]
+    make_model(k, nbytes)
+    say(started=k)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while True:
+            model = make_model(k, nbytes)
+            save(kind, path, k, model, nbytes)
+            say(saved=k)
+            k += 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    say(interrupted=k)
+    hear()
+    save(kind, path, k + 1, make_model(k + 1, nbytes), nbytes)
+    say(saved=k + 1)
+
+
+def save_with_fault(job: dict[str, Any]) -> None:
+    """Saves k with a fault on its way, tells how it ended, and saves k + 1 when told to."""
+    k, kind, path, nbytes = job["k"], job["kind"], job["path"], job["nbytes"]
+    model, library = make_model(k, nbytes), shim()
+    fault = (job["n"], job["action"], job["errno"], job["forever"])
+    library.shim_arm(os.path.realpath(job["below"]).encode(), *fault)
+    found: dict[str, Any] = {"saved": k}
+    try:
+        save(kind, path, k, model, nbytes)
+    except Exception as error:
+        found = {"error": type(error).__name__, "errno": getattr(error, "errno", None)}
+        found["message"] = str(error)
+    library.shim_disarm()
+    names = library.shim_names().decode(errors="replace").splitlines()
+    say(**found, faults=library.shim_faults(), names=names)
+    if hear().get("save"):
+        save(kind, path, k + 1, make_model(k + 1, nbytes), nbytes)
+        say(saved=k + 1)
+    say(leaving=time.time())
+
+
+def serve() -> None:
+    """Forks a process for every job; what it says is heard before how it ended."""
+    import maxjax
+    import maxjax.checkpoint
+    import maxjax.nn
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    say(ready=maxjax.__version__)
+    while True:
+        job = hear()
+        pid = os.fork()
+        if not pid:
+            say(pid=os.getpid())
+            {"again": save_again_and_again, "fault": save_with_fault}[job["job"]](job)
+            sys.exit(0)
+        _, status = os.waitpid(pid, 0)
+        say(ended=os.waitstatus_to_exitcode(status))
+
+
+# --- the process that drives ------------------------------------------------------------------
+
+
+class Problem(Exception):
+    """What must not be."""
+
+
+class Server:
+    """The process above, with the shim in it; a context manager."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="maxjax-shim-")
+        library = os.path.join(self.folder, "shim.so")
+        source = str(ROOT / "scripts" / "fault_shim.c")
+        flags = ["-O1", "-Wall", "-shared", "-fPIC"]
+        subprocess.run([_compiler(), *flags, "-o", library, source, "-ldl"], check=True)
+        self.stderr = open(os.path.join(self.folder, "stderr"), "w+b")
+        environment = {**os.environ, "LD_PRELOAD": library, "JAX_PLATFORMS": "cpu"}
+        environment["MAXJAX_COMPILE_CACHE"] = "0"
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.stderr, env=environment, bufsize=0,
+        )  # fmt: skip
+        self.buffer, self.pid = b"", 0
+        self.hear(START_SECONDS)
+
+    def hear(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            Problem: There is none in time.
+        """
+        end = time.monotonic() + seconds
+        assert self.process.stdout is not None
+        while b"\n" not in self.buffer:
+            if not select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))[0]:
+                raise Problem(f"nothing was heard for {seconds:.0f} s")
+            data = os.read(self.process.stdout.fileno(), 65536)
+            if not data:
+                raise Problem(f"the process that forks has ended: {self.said()}")
+            self.buffer += data
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return json.loads(line)
+
+    def start(self, **job: Any) -> None:
+        """Forks a process for a job."""
+        self.send(**job)
+        self.pid = self.hear()["pid"]
+
+    def send(self, **message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def end(self, seconds: float = ANSWER_SECONDS) -> list[dict[str, Any]]:
+        """What the forked process said before its end, and how it ended."""
+        heard = []
+        end = time.monotonic() + seconds
+        try:
+            while not heard or "ended" not in heard[-1]:
+                heard.append(self.hear(max(0.0, end - time.monotonic())))
+        except Problem as problem:
+            self.abandon()
+            raise Problem(f"it has not ended: {problem}") from None
+        self.pid = 0
+        return heard
+
+    def abandon(self) -> None:
+        """Ends the forked process, if there is one."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            while "ended" not in self.hear():
+                pass
+        self.pid = 0
+
+    def said(self) -> str:
+        """What was printed to the standard error since this was asked last."""
+        text = Path(self.stderr.name).read_text(errors="replace")
+        os.truncate(self.stderr.name, 0)
+        self.stderr.seek(0)
+        return text
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _compiler() -> str:
+    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if found is None:
+        raise SystemExit("no C compiler: set CC")
+    return found
+
+
+def can_run(kind: str) -> bool:
+    """Whether saves of a kind are there to be tried."""
+    import maxjax.checkpoint
+
+    return kind != "orbax" or hasattr(maxjax.checkpoint, "save")
+
+
+def which_save(kind: str, path: str) -> int:
+    """Which save a checkpoint is of, every bit of it; 0 if there is none.
+
+    Raises:
+        Problem: It cannot be read, is of several, or its checksums say otherwise.
+    """
+    import maxjax
+    from maxjax.errors import CheckpointError
+
+    if not os.path.isdir(path) or not any(not name.startswith(".") for name in os.listdir(path)):
+        return 0
+    place = _newest_step(path) if kind == "orbax" else path
+    if place is None:
+        return 0
+    try:
+        with maxjax.load_weights(place, verify=True) as weights:
+            arrays = {name: np.asarray(one.data().data) for name, one in weights.items()}
+            if kind != "orbax":
+                _check_digests(weights._family.open_table())
+    except CheckpointError as error:
+        raise Problem(f"{type(error).__name__}: {error}") from error
+    values = {float(value) for array in arrays.values() for value in np.unique(array)}
+    if len(arrays) != TENSORS or len(values) != 1:
+        raise Problem(f"mixed: {len(arrays)} tensors, values {sorted(values)[:5]}")
+    found = int(values.pop())
+    if kind == "orbax" and place != os.path.join(path, str(found)):
+        raise Problem(f"{place} is of save {found}")
+    if kind not in ("orbax", "gguf"):
+        file = Path(path, "config.json")
+        config = json.loads(file.read_bytes()) if file.exists() else None
+        if config != {**CONFIG, "dtype": "float32"}:
+            raise Problem(f"config.json: {config}")
+    return found
+
+
+def _newest_step(path: str) -> str | None:
+    steps = [int(name) for name in os.listdir(path) if name.isdecimal()]
+    return os.path.join(path, str(max(steps))) if steps else None
+
+
+def _check_digests(table: Any) -> None:
+    """That each file has a record, and agrees with it, by zlib's own sums."""
+    for number, file in enumerate(table.files):
+        folder, name = os.path.split(file.path)
+        records = json.loads(Path(folder, "maxjax_digests.json").read_bytes())["files"].get(
+            name, []
+        )
+        sums = {
+            entry.name: f"{zlib.crc32(file.pread(entry.offset, entry.nbytes)):08x}"
+            for entry in table.entries.values()
+            if entry.file == number
+        }
+        if not any(_agrees(record, file, sums) for record in records):
+            raise Problem(f"{name}: no record of checksums agrees with it")
+
+
+def _agrees(record: dict[str, Any], file: Any, sums: dict[str, str]) -> bool:
+    length, crc = record.get("header", (0, "00000000"))
+    header = f"{zlib.crc32(file.pread(0, length)):08x}"
+    return (record["size"], record["tensors"], crc) == (file.size, sums, header)
+
+
+def temporaries(path: str) -> list[str]:
+    """What is there that is only of a save that goes on, or that was ended."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return [name for name in names if name.startswith(".") or "tmp" in name]
+
+
+def strays(path: str) -> list[str]:
+    """What is there that does not belong to the checkpoint."""
+    kept = {"config.json", "maxjax_digests.json", "model.safetensors", "model.gguf"}
+    index = Path(path, "model.safetensors.index.json")
+    if index.exists():
+        kept |= {index.name, *json.loads(index.read_bytes())["weight_map"].values()}
+    names = set(os.listdir(path)) if os.path.isdir(path) else set()
+    return sorted(name for name in names - kept if not name.isdecimal())
+
+
+if __name__ == "__main__":
+    serve()

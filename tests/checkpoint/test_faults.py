@@ -1,0 +1,67 @@
+"""A sample of the campaigns of scripts/kill_saves.py and fault_saves.py."""
+
+import random
+import shutil
+import sys
+
+import pytest
+
+from scripts import fault_saves, kill_saves
+from scripts.save_trials import Problem, Server, which_save
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not (shutil.which("cc") or shutil.which("gcc")),
+    reason="needs Linux and a C compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as found:
+        yield found
+
+
+@pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+def test_ended_at_random(server, kind, how):
+    row = kill_saves.at_random(server, kind, how, 3, random.Random(f"{kind} {how}"))
+    assert row.trials == 3 and not row.problems
+
+
+@pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.slow)])
+def test_killed_at_calls(server, kind, monkeypatch):
+    killed = kill_saves._killed_at
+    monkeypatch.setattr(  # one in thirteen of the calls
+        kill_saves, "_killed_at", lambda s, k, p, save, n: killed(s, k, p, save, 13 * n - 8)
+    )
+    row = kill_saves.at_each_call(server, kind, 30)
+    assert 3 < row.trials < 30 and row.leftovers and not row.problems
+
+
+@pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault, forever", [("ENOSPC", False), ("EIO", True), ("short", True)])
+def test_calls_that_fail(server, kind, fault, forever):
+    row = fault_saves.campaign(server, kind, fault, forever=forever, calls=[2, 9, 19, 27])
+    assert row.trials == 4 and not row.problems
+    assert (row.raised, row.saved)[fault == "short"] >= 3
+
+
+def test_what_is_wrong_is_seen(server, tmp_path, monkeypatch):
+    """The campaigns would tell if a save did not keep its word."""
+    path = tmp_path / "checkpoint"
+    fault_saves._save(server, "set", str(path), 4)
+    assert which_save("set", str(path)) == 4
+    part = sorted(path.glob("model-*.safetensors"))[0]
+    good = part.read_bytes()
+    part.write_bytes(good[:-4] + b"\0\0\0\0")
+    with pytest.raises(Problem, match="CheckpointCorruptError|mixed"):
+        which_save("set", str(path))
+    part.write_bytes(good[:-1])
+    with pytest.raises(Problem, match="Checkpoint"):
+        which_save("set", str(path))
+    part.write_bytes(good)
+    row = kill_saves.Row("set", "?")
+    assert row.look(str(path), 5) == 5 and row.lost == 1
+    (path / "config.json").write_text("{}")
+    with pytest.raises(Problem, match="config"):
+        which_save("set", str(path))
