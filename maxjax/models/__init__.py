@@ -17,7 +17,7 @@ from ..errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from ..graph.weights import GGUFWeights, Weights
+from ..graph.weights import GGUFWeights, WeightData, Weights
 from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
@@ -150,14 +150,21 @@ def build(
     family = find_family(raw, path=path)
     settings = family.config.from_dict(raw, path=path)
     found = family.adapt(tensors(weights))
-    main = main_dtype(found) or DType.float32 if dtype is None else DType.of(dtype)
+    main = _main(found) if dtype is None else DType.of(dtype)
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
     model.hf_config = raw
-    if not stacked and isinstance(model, Decoder):
-        model.unstack()
     if dtype is None:
         model._take_dtypes(found)
+    if stacked and isinstance(model, Decoder):
+        model.stack()
     return model
+
+
+def _main(found: Mapping[str, WeightData]) -> DType:
+    """What a model's activations are: the type of most values; beside packed ones, float32."""
+    if any(data._is_packed for data in found.values()):
+        return DType.float32  # the few floats of such a file say nothing about the others' range
+    return main_dtype(found) or DType.float32
 
 
 def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | None]:

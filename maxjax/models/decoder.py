@@ -11,7 +11,7 @@ vocabulary V.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any, ClassVar
 
 import jax
@@ -32,7 +32,7 @@ from ..nn.kv_cache import KVCache
 from ..nn.layer import LayerList, LayerStack, Module
 from ..nn.linear import Linear
 from .decoder_attention import Cached, Step
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, pattern
 from .decoder_layer import DecoderLayer, norm
 from .family import Family, PretrainedModel
 
@@ -40,13 +40,13 @@ from .family import Family, PretrainedModel
 class DecoderModel(Module):
     """Embedding, layers, norm: what Hugging Face's files call ``model``."""
 
-    def __init__(self, config: DecoderConfig, dtype: DType, layer_class: Any, stacked: bool):
+    def __init__(self, config: DecoderConfig, dtype: DType, layer_class: Any):
         super().__init__()
         self.dtype, self.embedding_scale = dtype, config.embedding_scale
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, DeviceRef.CPU())
-        layers = LayerList(layer_class(config, i, dtype) for i in range(config.num_layers))
-        first, period = config.pattern()
-        self.layers = layers.stack(period=period, first=first) if stacked else layers
+        self.layers: Any = LayerList(
+            layer_class(config, i, dtype) for i in range(config.num_layers)
+        )
         self.norm = norm(config, dtype)
 
     def __call__(
@@ -108,10 +108,12 @@ class Decoder(PretrainedModel):
         super().__init__()
         kind = DType.of(dtype)
         self.config, self.dtype = config, kind
-        self.model = DecoderModel(config, kind, self.layer_class, stacked)
+        self.model = DecoderModel(config, kind, self.layer_class)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
+        if stacked:
+            self.stack()
 
     def sharding_rules(self) -> dict[str, Any]:
         """The head by the vocabulary, by columns where that does not divide; tied, as the table."""
@@ -122,6 +124,14 @@ class Decoder(PretrainedModel):
     def max_length(self) -> int:
         """The most tokens a sequence may have, as the configuration says."""
         return self.config.max_position_embeddings
+
+    def stack(self) -> Decoder:
+        """Itself, with its layers in a LayerStack: equal ones, or a pattern of them, compiled once."""
+        layers = self.model.layers
+        if not isinstance(layers, LayerStack):
+            first, period = pattern([_kind(layer) for layer in layers])
+            self.model.layers = layers.stack(period=period, first=first)
+        return self
 
     def unstack(self) -> Decoder:
         """Itself, with layers that have weights of their own. Exact."""
@@ -255,6 +265,12 @@ def _known(
     return jnp.where(fits[..., None], logits, jnp.nan)
 
 
+def _kind(layer: Module) -> Hashable:
+    """What layers of a stack have in common: structure, settings and types."""
+    leaves, structure = jax.tree.flatten(layer)
+    return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+
+
 def _beside(cache: KVCache, array: jax.Array) -> jax.Array:
     """Of a cache on a mesh with Explicit axes: the rows of ``array`` where those of the cache are."""
     mesh = explicit.mesh_of(cache.keys)
@@ -265,12 +281,15 @@ def _beside(cache: KVCache, array: jax.Array) -> jax.Array:
 
 
 def make(kind: type[Decoder]) -> Any:
-    """What a Family calls to make a decoder of this class."""
+    """What a Family calls to make a decoder of this class.
+
+    Its layers are not stacked yet: a checkpoint may give each of them weights of another type.
+    """
 
     def make_decoder(
         config: DecoderConfig, names: Collection[str], dtype: DType, reduce_dtype: DType
     ) -> Decoder:
-        return kind(config, dtype)
+        return kind(config, dtype, stacked=False)
 
     return make_decoder
 

@@ -161,29 +161,26 @@ class DecoderConfig(ModelConfig):
         """
         return {}
 
-    def kind(self, layer: int) -> Hashable:
-        """What a layer is, in which it may differ from others: equal layers are compiled once."""
-        return self.slides[layer]
 
-    def pattern(self) -> tuple[int, int]:
-        """(layers at the front that do not repeat, length of the pattern that does).
+def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
+    """Of layers of these kinds: (how many at the front do not repeat, length of what repeats).
 
-        Chosen so that few bodies are compiled.
+    Equal layers are compiled once; chosen so that few bodies are compiled.
 
-        Example:
-            >>> config = DecoderConfig(8, 8, 8, 7, 2, sliding_window=4, slides=(False,) * 3 + (True,) * 4)
-            >>> config.pattern()
-            (3, 1)
-        """
-        kinds = [self.kind(i) for i in range(self.num_layers)]
-        best = (self.num_layers, 0, 1)
-        for period in range(1, min(_LONGEST_PERIOD, self.num_layers) + 1):
-            first = self.num_layers - period
-            while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
-                first -= 1
-            bodies = first + period + (self.num_layers - first) % period
-            best = min(best, (bodies, first, period))
-        return (self.num_layers - 1, 1) if best[0] >= self.num_layers else best[1:]
+    Example:
+        >>> pattern("fffssss"), pattern("ssfssfs")
+        ((3, 1), (0, 3))
+    """
+    count = len(kinds)
+    best = (count, count - 1, 1)
+    for period in range(1, min(_LONGEST_PERIOD, count) + 1):
+        first = count - period
+        while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
+            first -= 1
+        bodies = first + period + (count - first) % period
+        if bodies < best[0]:
+            best = (bodies, first, period)
+    return best[1:]
 
 
 def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ...]:

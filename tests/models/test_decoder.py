@@ -16,6 +16,7 @@ import maxjax
 from maxjax import models
 from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.models import Decoder, DecoderConfig, Llama, LlamaConfig, find_family, register
+from maxjax.models.decoder_config import pattern
 from maxjax.models.decoder_layer import DecoderLayer
 from maxjax.models.decoder_rope import Rope
 from maxjax.nn import LayerList, LayerStack
@@ -213,8 +214,8 @@ def test_layers_of_several_kinds():
         post_norms=True, norm_offset=1.0, qk_norm=True, embedding_scale=4.0, query_scale=0.3,
         logit_soft_cap=2.0,
     )  # fmt: skip
-    assert config.pattern() == (0, 3)
     model, ids = made(config), ids_of(2, 9)
+    assert str(model.model.layers._layout) == "7 layers: 2 times 3 and 1 more"
     whole = call(model, ids)
     assert float(jnp.abs(whole).max()) < 2
     cache = model.cache(2, 12)
@@ -242,12 +243,12 @@ def test_a_window_hides_what_is_behind_it():
      ("sfssf", (4, 1)), ("fs", (1, 1))],
 )  # fmt: skip
 def test_patterns(slides, expected):
+    assert pattern(slides) == expected
     flags = tuple(c == "s" for c in slides)
     config = dataclasses.replace(CONFIG, num_layers=len(flags), slides=flags, sliding_window=4)
-    assert config.pattern() == expected
-    first, period = expected
-    assert all(flags[i] == flags[i + period] for i in range(first, len(flags) - period))
-    Decoder(config)  # the stack takes it
+    layers = Decoder(config).model.layers
+    assert isinstance(layers, LayerStack)
+    assert (layers._layout.first, layers._layout.period) == expected
 
 
 def test_a_family_of_ones_own():

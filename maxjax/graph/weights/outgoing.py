@@ -7,7 +7,6 @@ weight_data, ``storage/outgoing.py``. Above: saving and conversion.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,7 +21,7 @@ from ...storage.outgoing import PIECE_BYTES, Outgoing, nibbles, pieces
 from ...storage.regions import Part
 from ..quantization import QuantizationEncoding
 from ..weight import Weight
-from .weight_data import WeightData
+from .weight_data import PartSource, WeightData
 
 # Makes blocks of a kind of float32 rows.
 Encoder = Callable[[str, np.ndarray], np.ndarray]
@@ -116,7 +115,7 @@ def weight_data(name: str, weight: Weight) -> WeightData:
     return WeightData._lazy(held, name, DType.of(held.array.dtype), held.shape, encoding)
 
 
-class _Held:
+class _Held(PartSource):
     """The Source of a weight's value: an array, or a part of one along its leading axes."""
 
     def __init__(self, array: Any, index: tuple[int, ...], shape: Sequence[int]):
@@ -137,16 +136,6 @@ class _Held:
     def rows(self, name: str) -> Iterator[np.ndarray]:
         """The values in turn."""
         return array_rows(self.array, self.index)
-
-    def read(self, name: str) -> np.ndarray:
-        """All of it, in memory nobody else holds."""
-        memory = aligned_empty(math.prod(self.shape) * self.array.dtype.itemsize)
-        self.read_parts([Part(name, whole(self.shape), memory)])
-        return memory.view(np.dtype(self.array.dtype)).reshape(self.shape)
-
-    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Several at once."""
-        return {name: self.read(name) for name in names}
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Rectangles of it, into the memory for each."""

@@ -6,6 +6,7 @@ pair of types (:func:`cast_array`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ import numpy as np
 from ...driver import Buffer
 from ...dtype import DType
 from ...storage.blocks import decode
+from ...storage.entry import whole
+from ...storage.files import aligned_empty
 from ...storage.regions import Part
 from ..quantization import QuantizationEncoding
 from ..shape import Shape
@@ -38,6 +41,29 @@ class Source(Protocol):
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """Dtype and shape of a tensor on the disk."""
         ...
+
+
+class PartSource:
+    """A Source that has all else from :meth:`stored` and :meth:`read_parts`."""
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor as it is read."""
+        raise NotImplementedError
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Rectangles of some, into the memory for each."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, in memory nobody else holds."""
+        dtype, shape = self.stored(name)
+        memory = aligned_empty(math.prod(shape) * dtype.itemsize)
+        self.read_parts([Part(name, whole(shape), memory)])
+        return memory.view(dtype).reshape(shape)
+
+    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
+        """Several at once."""
+        return {name: self.read(name) for name in names}
 
 
 class WeightData:

@@ -1,6 +1,6 @@
 """Floor 5. How text is split before it becomes tokens: ``tokenizer.json`` → llama.cpp's names.
 
-Below: metadata. Above: write_tokenizer.
+Below: metadata, tokenizer_splits. Above: write_tokenizer.
 
 Source: ``llm_tokenizer_bpe`` and the table of ``tokenizer_pre`` in llama.cpp's llama-vocab.cpp.
 """
@@ -11,29 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from .metadata import short, unsupported
-
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+from .tokenizer_splits import GPT2, GPT4O, LLAMA3, QWEN2, TEKKEN
 
 # The pattern of a tokenizer.json, and whether a word that is a token is taken as it is
 # (ignore_merges, which llama.cpp has in its code) → the name.
 _PATTERNS = {
-    (rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}", True): "llama-bpe",
-    (rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}", False): "dbrx",
-    (rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_MARKS}|{_SPACES}", False): "qwen2",
-    (rf"{_CASES % ('', '')}|\p{{N}}|{_PATHS}|{_SPACES}", True): "tekken",
-    (
-        rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}",
-        False,
-    ): "gpt-4o",
-    (_GPT2, False): "gpt-2",
-    (_GPT2 + r"|\s+", False): "gpt-2",
+    (LLAMA3, True): "llama-bpe",
+    (LLAMA3, False): "dbrx",
+    (QWEN2, False): "qwen2",
+    (TEKKEN, True): "tekken",
+    (GPT4O, False): "gpt-4o",
+    (GPT2, False): "gpt-2",
+    (GPT2.removesuffix(r"|\s+"), False): "gpt-2",
 }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...dtype import DType
 from ...graph.weights import WeightData
+from ...graph.weights.weight_data import PartSource
 from ...storage import aligned_empty
 from ...storage.blocks import decode
 from ...storage.entry import Box, count, extents, whole
@@ -25,7 +26,7 @@ from .names import Source
 _READ_BYTES = 4 << 20
 
 
-class Relaid:
+class Relaid(PartSource):
     """The Source of tensors whose values lie elsewhere, or otherwise, in the file."""
 
     def __init__(self, stored: Mapping[str, WeightData], names: Mapping[str, Source]):
@@ -37,17 +38,6 @@ class Relaid:
         shape = data.logical_shape if is_decoded else data.shape
         dtype = DType.float32 if is_decoded else data.dtype
         return dtype.np, layout.shape(tuple(map(int, shape)))
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor, in memory nobody else holds."""
-        dtype, shape = self.stored(name)
-        memory = aligned_empty(math.prod(shape) * dtype.itemsize)
-        self.read_parts([Part(name, whole(shape), memory)])
-        return memory.view(dtype).reshape(shape)
-
-    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Several at once."""
-        return {name: self.read(name) for name in names}
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Rectangles of some, into the memory for each."""
@@ -87,7 +77,7 @@ class Relaid:
         return total
 
 
-class Stacked:
+class Stacked(PartSource):
     """The Source of tensors that are stacks of others, equal in type and shape: the experts'."""
 
     def __init__(self, stacks: Mapping[str, Sequence[WeightData]]):
@@ -97,17 +87,6 @@ class Stacked:
         """Dtype and shape of a stack."""
         stack = self._stacks[name]
         return stack[0].dtype.np, (len(stack), *map(int, stack[0].shape))
-
-    def read(self, name: str) -> np.ndarray:
-        """The stack, in memory nobody else holds."""
-        dtype, shape = self.stored(name)
-        memory = aligned_empty(math.prod(shape) * dtype.itemsize)
-        self.read_parts([Part(name, whole(shape), memory)])
-        return memory.view(dtype).reshape(shape)
-
-    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Several at once."""
-        return {name: self.read(name) for name in names}
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Rectangles of some, tensor by tensor, into the memory for each."""

@@ -20,15 +20,15 @@ _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}"
-_QWEN2 = rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_MARKS}|{_SPACES}"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}"
+QWEN2 = rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_MARKS}|{_SPACES}"
 _QWEN35 = (
     rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-_TEKKEN = rf"{_CASES % ('', '')}|\p{{N}}|{_PATHS}|{_SPACES}"
-_GPT4O = rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
+TEKKEN = rf"{_CASES % ('', '')}|\p{{N}}|{_PATHS}|{_SPACES}"
+GPT4O = rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
 _SEED = rf"{_SHORT}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _DEEPSEEK3 = (
@@ -74,7 +74,7 @@ class Splitting:
 
 def _pre_tokenizer(patterns: tuple[str, ...]) -> dict[str, Any]:
     """The patterns in a row; GPT-2's, if it is the last, is built in."""
-    is_gpt2 = patterns[-1] == _GPT2
+    is_gpt2 = patterns[-1] == GPT2
     last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     last["use_regex"] = is_gpt2
     steps = [_step(pattern) for pattern in (patterns[:-1] if is_gpt2 else patterns)]
@@ -96,21 +96,21 @@ def _kinds(names: str, *patterns: str, **more: bool) -> dict[str, Splitting]:
 SPLITTINGS: dict[str, Splitting] = {
     **_kinds(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 jais"
-        " trillion granite-docling", _GPT2,
+        " trillion granite-docling", GPT2,
     ),
-    **_kinds("mpt olmo", _GPT2, composes=True),
-    **_kinds("starcoder refact smollm codeshell exaone minerva-7b", r"\p{N}", _GPT2),
-    **_kinds("command-r", r"\p{N}", _GPT2, composes=True),
+    **_kinds("mpt olmo", GPT2, composes=True),
+    **_kinds("starcoder refact smollm codeshell exaone minerva-7b", r"\p{N}", GPT2),
+    **_kinds("command-r", r"\p{N}", GPT2, composes=True),
     **_kinds(
-        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", _LLAMA3,
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", LLAMA3,
         ignore_merges=True, adds_bos=True,
     ),
-    **_kinds("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3),
-    **_kinds("qwen2", _QWEN2, composes=True),
+    **_kinds("dbrx smaug-bpe glm4 chatglm-bpe", LLAMA3),
+    **_kinds("qwen2", QWEN2, composes=True),
     **_kinds("qwen35", _QWEN35, composes=True),
-    **_kinds("deepseek-r1-qwen stablelm2 hunyuan grok-2 megrez kormo", _QWEN2),
-    **_kinds("tekken", _TEKKEN, ignore_merges=True, adds_bos=True),
-    **_kinds("gpt-4o llama4 minimax-m2", _GPT4O),
+    **_kinds("deepseek-r1-qwen stablelm2 hunyuan grok-2 megrez kormo", QWEN2),
+    **_kinds("tekken", TEKKEN, ignore_merges=True, adds_bos=True),
+    **_kinds("gpt-4o llama4 minimax-m2", GPT4O),
     **_kinds("seed-coder", _SEED),
     **_kinds("poro-chat bloom gpt3-finnish", _BLOOM),
     **_kinds("viking", _BLOOM, r"\p{N}"),
@@ -119,7 +119,7 @@ SPLITTINGS: dict[str, Splitting] = {
     ),
     **_kinds("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
     **_kinds("deepseek-v3 hunyuan-dense", r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
-    **_kinds("falcon", r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
-    **_kinds("default", r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **_kinds("falcon", r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
+    **_kinds("default", r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }  # fmt: skip
 """The name in "tokenizer.ggml.pre" → what it stands for."""
