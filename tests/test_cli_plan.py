@@ -19,7 +19,7 @@ def llama(tmp_path_factory):
 
 def test_a_table(llama):
     out = succeeds("plan", llama, "--mesh", "model=8,data=2")
-    assert out.startswith("mesh model=8, data=2 (16 devices); rules by tensor names\n")
+    assert out.startswith("mesh model=8, data=2 (16 devices); the model's own rules\n"), out[:120]
     row = next(line for line in out.splitlines() if "gate_proj" in line).split()
     assert row[:4] == ["model.layers.*.mlp.gate_proj.weight", "2", "bfloat16", "53248x16384"]
     assert row[6:8] == [f"{2 * 2 * 53248 * 16384:,}", f"{2 * 2 * 53248 * 16384 // 8:,}"]

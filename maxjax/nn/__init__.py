@@ -12,6 +12,7 @@ from .identity import Identity as Identity
 from .init import init as init
 from .init import merge as merge
 from .init import partition as partition
+from .kv_cache import KVCache as KVCache
 from .layer import Layer as Layer
 from .layer import LayerList as LayerList
 from .layer import LayerStack as LayerStack

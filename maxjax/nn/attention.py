@@ -37,6 +37,7 @@ def attention(
     mask: Any = None,
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
 ) -> jax.Array:
     """``softmax(scale · q kᵀ) v`` for each head by itself.
@@ -48,6 +49,7 @@ def attention(
         mask: Booleans, True = attend: ``[B, S]`` (which keys are there),
             ``[B, T, S]``, or ``[B, H or 1, T or 1, S]``. None: everybody sees everything.
         scale: ``1/√D`` by default.
+        soft_cap: Scores become ``soft_cap · tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
         softmax_dtype: What scores and softmax are computed in.
 
     Returns:
@@ -71,10 +73,11 @@ def attention(
         mask = _mask_4d(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
     mesh = explicit.mesh_of(query, key, value)
     if mesh is None:
-        return _attention(query, key, value, mask, scale, dtype)
+        return _attention(query, key, value, mask, scale, soft_cap, dtype)
 
     def run(query: Any, key: Any, value: Any, *masks: Any) -> jax.Array:
-        return _attention(query, key, value, masks[0] if masks else None, scale, dtype)
+        mask = masks[0] if masks else None
+        return _attention(query, key, value, mask, scale, soft_cap, dtype)
 
     masks = () if mask is None else (mask,)
     run = explicit.automatic(run, mesh, explicit.entries(query))
@@ -82,7 +85,13 @@ def attention(
 
 
 def _attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, scale: float, dtype: Any
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Any,
+    scale: float,
+    soft_cap: float | None,
+    dtype: Any,
 ) -> jax.Array:
     # Heads first, then products over whole matrices, then the division, of D numbers for each
     # query and not of S: on a CPU 2 to 4 times faster than the obvious einsums and softmax.
@@ -94,6 +103,8 @@ def _attention(
         "bhtd,bhsd->bhts", q.reshape(*grouped, width), k, preferred_element_type=dtype
     )
     scores = scores.reshape(batch, heads, length, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     if mask is not None:
         # Not -inf: a row with nothing to see would become NaN.
         scores = jnp.where(mask, scores, jnp.finfo(dtype).min)

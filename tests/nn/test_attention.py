@@ -286,3 +286,13 @@ def test_what_the_layer_refuses():
         layer_of(mask_variant=MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK)
     with pytest.raises(ValueError, match=r"\[B, T, E\]"):
         layer_of()[0](jnp.ones((1, 1, 6, 16)))
+
+
+def test_soft_cap():
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, 4, 2, 8), np.float32) * 3 for _ in range(3))
+    scores = np.einsum("bthd,bshd->bhts", q.astype(np.float64), k) / np.sqrt(8)
+    capped = np.exp(2.0 * np.tanh(scores / 2.0))
+    wanted = np.einsum("bhts,bshd->bthd", capped / capped.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(attention(q, k, v, soft_cap=2.0), wanted, atol=1e-5)
+    assert np.abs(np.asarray(attention(q, k, v)) - wanted).max() > 1e-2
