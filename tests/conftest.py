@@ -5,6 +5,7 @@ A mixed-width sum or a silently broadcast rank is an error in the library's own 
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,11 @@ from pathlib import Path
 import pytest
 
 from scripts.minilm import minilm_directory
+
+# A shell that starts this in the background has it ignore interrupts, and so its children, which
+# tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEVICES = 8
 
