@@ -15,13 +15,12 @@ anything is otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from scripts.save_trials import (
     Problem,
     Server,
     can_run,
+    report,
     strays,
     which_save,
 )  # fmt: skip
@@ -197,14 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
                             campaign(server, kind, fault, forever=forever, calls=calls, start=start)
                         )
                         print(rows[-1], file=sys.stderr, flush=True)
-    print(table(rows))
-    for problem, times in Counter(
-        f"{row.kind}, {row.fault}: {p}" for row in rows for p in row.problems
-    ).items():
-        print(f"{times} x {problem}")
-    if given.json:
-        Path(given.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return int(any(row.problems for row in rows))
+    return report(rows, table(rows), "fault", given.json)
 
 
 if __name__ == "__main__":

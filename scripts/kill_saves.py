@@ -14,15 +14,13 @@ works and removes what is left over. Prints a table; ends with 1 if anything is 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from scripts.save_trials import (
     Problem,
     Server,
     can_run,
+    report,
     strays,
     temporaries,
     which_save,
@@ -265,14 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(rows[-1], file=sys.stderr, flush=True)
             rows.append(at_each_call_of_the_first(server, kind, most))
             print(rows[-1], file=sys.stderr, flush=True)
-    print(table(rows))
-    for problem, times in Counter(
-        f"{r.kind}, {r.how}: {p}" for r in rows for p in r.problems
-    ).items():
-        print(f"{times} x {problem}")
-    if given.json:
-        Path(given.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return int(any(row.problems for row in rows))
+    return report(rows, table(rows), "how", given.json)
 
 
 if __name__ == "__main__":

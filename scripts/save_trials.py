@@ -21,6 +21,9 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +356,22 @@ def strays(path: str) -> list[str]:
         kept |= {index.name, *json.loads(index.read_bytes())["weight_map"].values()}
     names = set(os.listdir(path)) if os.path.isdir(path) else set()
     return sorted(name for name in names - kept if not name.isdecimal())
+
+
+def report(rows: Sequence[Any], table: str, how: str, file: str | None) -> int:
+    """Prints a campaign's table and its problems, and writes the rows as JSON; 1 if there are any.
+
+    Args:
+        how: The attribute of a row that says what was done.
+        file: Where the JSON goes, if anywhere.
+    """
+    print(table)
+    problems = (f"{row.kind}, {getattr(row, how)}: {p}" for row in rows for p in row.problems)
+    for problem, times in Counter(problems).items():
+        print(f"{times} x {problem}")
+    if file:
+        Path(file).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return int(any(row.problems for row in rows))
 
 
 if __name__ == "__main__":

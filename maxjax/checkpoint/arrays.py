@@ -5,7 +5,7 @@ Nothing is copied where JAX can see the values as they lie. Below: nn, graph. Ab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from ..dtype import DType
 from ..errors import UserInputError
 from ..graph.stacked_weight import StackedWeight
 from ..graph.weight import Weight
+from ..graph.weights.pieces import box_of
 from ..nn.layer import Module
 
 # Types of JAX that the storage of orbax does not have.
@@ -141,7 +142,7 @@ def held_parts(array: Any) -> list[tuple[Any, Any]]:
     owner = owners(array)
     found: dict[Any, Any] = {}
     for shard in array.addressable_shards:
-        box = _box(shard.index, array.shape)
+        box = box_of(shard.index, array.shape)
         if owner[box] == jax.process_index():
             found.setdefault(box, shard.data)
     return list(found.items())
@@ -151,14 +152,9 @@ def owners(array: jax.Array) -> dict[Any, int]:
     """Each box of an array → the lowest process that has it."""
     found: dict[Any, int] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        box, process = _box(index, array.shape), int(device.process_index or 0)
+        box, process = box_of(index, array.shape), int(device.process_index or 0)
         found[box] = min(found.get(box, process), process)
     return found
-
-
-def _box(index: Any, shape: Iterable[int]) -> Any:
-    pairs = zip(index, shape, strict=True)
-    return tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in pairs)
 
 
 def is_on_host(array: Any) -> bool:

@@ -29,9 +29,9 @@ from ..storage.blocks import Decoded, encode, layout_of
 from ..storage.entry import TensorEntry
 from ..storage.gguf_header import typed_metadata
 from ..storage.gguf_writer import plan_gguf
-from ..storage.outgoing import Outgoing
+from ..storage.outgoing import Outgoing, file_range
 from ..storage.table import TensorTable
-from .convert_source import Opened, file_range
+from .convert_source import Opened
 from .converted import Converted, Watch, result_of, watched
 from .writing import write_file
 

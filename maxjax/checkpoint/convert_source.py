@@ -22,9 +22,9 @@ from ..models.config import read_object
 from ..models.family import tensors as model_tensors
 from ..models.gguf import config_of
 from ..models.gguf.tokenizer import HF_JSON
-from ..storage.files import OpenFile, open_regular
+from ..storage.files import open_regular
 from ..storage.orbax_paths import is_orbax, resolve
-from ..storage.outgoing import PIECE_BYTES
+from ..storage.outgoing import file_range
 from ..storage.safetensors import ENCODINGS
 from .pretrained import METADATA
 from .writing import json_bytes
@@ -96,17 +96,12 @@ def _deep_name(path: Path) -> str:
 
 
 def content(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file that goes along, in pieces."""
     file = open_regular(path)
     try:
         yield from file_range(file, 0, file.size)
     finally:
         file.close()
-
-
-def file_range(file: OpenFile, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes of a file from ``start`` to ``stop``, in pieces."""
-    for at in range(start, stop, PIECE_BYTES):
-        yield memoryview(file.pread(at, min(PIECE_BYTES, stop - at)))
 
 
 def as_hugging_face(found: Opened) -> None:

@@ -16,10 +16,11 @@ from ..graph.weights import Weights
 from ..storage.entry import TensorEntry
 from ..storage.files import open_regular
 from ..storage.orbax import open_orbax, orbax_items
+from ..storage.orbax_own import metadata_sum
 from ..storage.table import TensorTable
 from .saving import MODEL
 from .steps import COMMITTED
-from .sums import METADATA, VERSION, metadata_sum
+from .sums import METADATA, VERSION
 
 
 @dataclass(slots=True)
@@ -55,32 +56,43 @@ def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
     item = title if title in found else None
     if item is None and title == MODEL:
         item = next(iter(found)) if len(found) == 1 else None
-    content = _content(directory, next(iter(found)) if item is None else item)
+    # Any of its trees has what maxjax wrote.
+    table = open_orbax(directory, item=next(iter(found)) if item is None else item)
+    try:
+        saved = _saved(directory, title, item, table)
+    except BaseException:
+        table.close()
+        raise
+    if saved is None or saved.table is not table:
+        table.close()
+    if saved is not None:
+        saved.table.verify = verify
+    return saved
+
+
+def _saved(directory: str, title: str, item: str | None, table: TensorTable) -> Saved | None:
+    """The tree ``title``, which orbax calls ``item``; None for that if all its arrays are empty."""
+    content = _content(directory, table)
     kinds = ("plain", "empty", "encodings", "keys")
     part = {kind: content.get(kind, {}).get(item or title, {}) for kind in kinds}
     if item is None and title not in content.get("items", ()):
         return None
     plain = {name: _value(directory, name, *pair) for name, pair in part["plain"].items()}
-    if item is None:
-        # All its arrays are empty: orbax has no directory for it.
+    if item is None:  # orbax has no directory for it
         entries = {
             name: TensorEntry(name, DType.of(dtype), tuple(shape), 0, 0, 0)
             for name, (dtype, shape) in part["empty"].items()
         }
         table = TensorTable("orbax", [open_regular(os.path.join(directory, COMMITTED))], entries)
-    else:
-        table = open_orbax(directory, item=item)
-    table.verify = verify
     weights = Weights._of(table, directory)
     return Saved(
         title, directory, weights, table, plain, part["encodings"], part["keys"], bool(content)
     )
 
 
-def _content(directory: str, item: str) -> dict[str, Any]:
+def _content(directory: str, table: TensorTable) -> dict[str, Any]:
     """What maxjax wrote into orbax's own metadata; nothing, if another program wrote it."""
-    with open_orbax(directory, item=item) as table:
-        text = table.metadata.get(METADATA)
+    text = table.metadata.get(METADATA)
     if text is None:
         return {}
     try:

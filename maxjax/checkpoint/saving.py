@@ -19,12 +19,12 @@ from pathlib import Path
 from .. import distributed
 from ..errors import CheckpointError, PeerLostError
 from ..storage.digests import DIRECTORY, NAME, Record, to_bytes
-from ..storage.durable import flush_folder
+from ..storage.durable import flush_folder, save_failed
 from ..storage.staging import Staging
 from .arrays import is_on_host
 from .orbax_api import Writing, barrier, quiet, system_error
 from .pytree import Item
-from .steps import Step, failed, steps_in
+from .steps import Step, steps_in
 from .sums import METADATA, Sums, metadata_of
 
 MODEL = "model"
@@ -184,7 +184,7 @@ def _save(response: Response, place: Step, items: dict[str, Item], keep: Keep) -
         raise
     _finish(response, place, sums, keep)
     if not os.path.isdir(place.path):
-        raise failed("process 0 could not put the step into its place", place.root)
+        raise save_failed("process 0 could not put the step into its place", place.root)
     return place.path
 
 
@@ -203,14 +203,16 @@ def _finish(response: Response, place: Step, sums: Sums, keep: Keep) -> None:
 
 
 def commit(place: Step, staging: Staging, sums: Mapping[str, int], keep: Keep) -> None:
+    """Makes what was written durable and gives it its place; then the steps that are not kept go."""
     name = str(place.number)
     for file, content in place.beside.items():
         staging.write(f"{name}/{file}", [content])
     staging.write(f"{name}/{NAME}", [to_bytes({DIRECTORY: [Record(0, dict(sums))]})])
     with staging.saving("flushing the files", needed=place.needed):
         flush_tree(place.written)
-    kept = {*keep([*steps_in(place.root), place.number]), place.number}
-    gone = [str(number) for number in steps_in(place.root) if number not in kept]
+    there = steps_in(place.root)
+    kept = {*keep([*there, place.number]), place.number}
+    gone = [str(number) for number in there if number not in kept]
     staging.commit([name], remove=gone)
 
 
@@ -237,9 +239,9 @@ def translated(error: BaseException, place: Step) -> BaseException:
             text = next(iter(str(error).splitlines()), "")[:300]
             problem = f"orbax could not save it ({type(error).__name__}: {text})"
             hint = getattr(place.staging, "_kept", "") or None
-            raise failed(problem, place.root, None, hint) from error
+            raise save_failed(problem, place.root, None, hint) from error
         if place.staging is None:
-            raise failed(f"writing failed: {system.strerror}", place.root, system.errno)
+            raise save_failed(f"writing failed: {system.strerror}", place.root, system.errno)
         with place.staging.saving("writing the arrays failed", needed=place.needed):
             raise system
     except CheckpointError as found:

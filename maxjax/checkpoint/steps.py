@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from .. import distributed
-from ..errors import CheckpointError, CheckpointSaveError
+from ..errors import CheckpointError
+from ..storage.durable import save_failed
 from ..storage.staging import Staging
 
 COMMITTED = "_CHECKPOINT_METADATA"
@@ -51,7 +52,7 @@ class Step:
         if refused is not None:
             raise refused
         if "error" in found:
-            raise failed(f"process 0 cannot save: {found['error']}", root)
+            raise save_failed(f"process 0 cannot save: {found['error']}", root)
         self.root, self.number, self.folder = root, int(found["step"]), str(found["folder"])
         self.written = os.path.join(self.folder, str(self.number))
         self.path = Path(root, str(self.number))
@@ -67,7 +68,7 @@ class Step:
             if os.path.lexists(os.path.join(root, str(self.number))):
                 hint = "Save another step, or delete this one first: nothing is written over."
                 path = os.path.join(root, str(self.number))
-                raise failed("the step is there already", path, errno.EEXIST, hint)
+                raise save_failed("the step is there already", path, errno.EEXIST, hint)
             staging.require_space(self.needed + _EXTRA_BYTES)
         except BaseException:
             staging.close()
@@ -100,12 +101,3 @@ def steps_in(root: str | os.PathLike[str]) -> list[int]:
         return []
     found = [int(name) for name in names if name.isascii() and name.isdecimal()]
     return sorted(n for n in found if os.path.isfile(os.path.join(root, str(n), COMMITTED)))
-
-
-def failed(
-    problem: str, path: str, number: int | None = None, hint: str | None = None
-) -> CheckpointSaveError:
-    """A CheckpointSaveError with an errno."""
-    error = CheckpointSaveError(problem, path=path, hint=hint)
-    error.errno = number
-    return error

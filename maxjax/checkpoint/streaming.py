@@ -17,8 +17,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import UserInputError
-from ..graph.weights import WeightData
-from ..graph.weights.outgoing import data_rows
+from ..graph.weights import WeightData, read_all
 from ..storage.checksums import crc32_of_boxes
 from ..storage.entry import whole
 from .arrays import known
@@ -117,6 +116,6 @@ def _batches(tensors: Mapping[str, WeightData]) -> Iterator[dict[str, WeightData
 
 def _read(data: WeightData) -> np.ndarray:
     """The tensor; unlike ``data.data`` it is not kept there."""
-    rows = list(data_rows(data))
-    array = rows[0] if len(rows) == 1 else np.concatenate([row.reshape(-1) for row in rows])
-    return array.reshape(tuple(map(int, data.shape)))
+    if data.is_loaded:
+        return np.asarray(data._typed())
+    return data._cast(read_all([data])[id(data)])

@@ -17,6 +17,7 @@ import numpy as np
 from ..storage.checksums import crc32_of_boxes
 from ..storage.crc32 import combine, crc32
 from ..storage.entry import Box
+from ..storage.orbax_own import metadata_sum
 from .arrays import held_parts, is_on_host, owners
 from .pytree import Item
 
@@ -39,12 +40,6 @@ def metadata_of(items: Mapping[str, Item]) -> dict[str, Any]:
         },
     }
     return {**content, "crc32": f"{metadata_sum(content):08x}"}
-
-
-def metadata_sum(content: Mapping[str, Any]) -> int:
-    """The checksum of our metadata, without the one that is in it."""
-    rest = {key: value for key, value in content.items() if key != "crc32"}
-    return crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _text(value: Any) -> str:

@@ -22,7 +22,7 @@ from ..storage.crc32 import crc32, crc32_of
 from ..storage.digests import NAME as DIGESTS
 from ..storage.digests import Record, read_digests, to_bytes
 from ..storage.index import open_checkpoint
-from ..storage.outgoing import PIECE_BYTES, Outgoing
+from ..storage.outgoing import Outgoing, file_range
 from ..storage.safetensors_writer import Shard, file_pieces, index
 from ..storage.shards import open_index
 from ..storage.staging import Staging
@@ -39,8 +39,6 @@ def write_file(
     tensors: Sequence[Outgoing],
     pieces: Callable[[Sequence[Outgoing]], Iterable[Any]],
     nbytes: int,
-    *,
-    progress: Progress | None = None,
 ) -> None:
     """Replaces one file.
 
@@ -58,7 +56,7 @@ def write_file(
         if os.path.exists(target):
             staging.keeps(f"The file that was there before is untouched: {os.fspath(path)}.")
         staging.require_space(nbytes)
-        sums = Sums(progress)
+        sums = Sums()
         staging.write(name, sums.passing(pieces(list(map(sums.of, tensors)))), nbytes=nbytes)
         staging.hold()
         _commit(staging, {name: sums.record}, [name])
@@ -161,9 +159,8 @@ def _agreeing(path: str, records: list[Record]) -> list[Record]:
             size = table.files[0].size
             sums = {}
             for name, entry in table.entries.items():
-                places = range(entry.offset, entry.offset + entry.nbytes, PIECE_BYTES)
                 end, file = entry.offset + entry.nbytes, table.files[entry.file]
-                sums[name] = crc32_of(file.pread(at, min(PIECE_BYTES, end - at)) for at in places)
+                sums[name] = crc32_of(file_range(file, entry.offset, end))
             start = min((entry.offset for entry in table.entries.values()), default=size)
             header = start, crc32(table.files[0].pread(0, start))
     except CheckpointError:

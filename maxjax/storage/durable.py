@@ -36,7 +36,7 @@ def require_writable(path: str) -> None:
         raise CheckpointMissingError(f"no such directory: {folder}", path=path, hint=hint)
     if os.path.exists(target) and not os.path.isfile(target):
         what = "a directory" if os.path.isdir(target) else "no regular file"
-        raise _error(f"cannot be written: it is {what}", path, errno.EISDIR, "Name a file.")
+        raise save_failed(f"cannot be written: it is {what}", path, errno.EISDIR, "Name a file.")
 
 
 def replace_file(path: str, pieces: Iterable[Any]) -> None:
@@ -77,7 +77,7 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
         flush_folder(folder)
     except OSError as error:
         problem = f"the new file is there, but its directory was not flushed: {error.strerror}"
-        raise _error(problem, path, error.errno, "A power cut may undo it.") from error
+        raise save_failed(problem, path, error.errno, "A power cut may undo it.") from error
 
 
 def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> None:
@@ -136,7 +136,7 @@ def save_error(
     problem = found.problem
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         problem += f" ({_space(path, needed)})"
-    return _error(problem, path, error.errno, kept or None)
+    return save_failed(problem, path, error.errno, kept or None)
 
 
 def _space(path: str, needed: int | None) -> str:
@@ -148,7 +148,10 @@ def _space(path: str, needed: int | None) -> str:
     return free if needed is None else f"{needed:,} bytes are needed, {free}"
 
 
-def _error(problem: str, path: str, number: int | None, hint: str | None) -> CheckpointSaveError:
+def save_failed(
+    problem: str, path: str, number: int | None = None, hint: str | None = None
+) -> CheckpointSaveError:
+    """A CheckpointSaveError with an errno."""
     error = CheckpointSaveError(problem, path=path, hint=hint)
     error.errno = number
     return error

@@ -2,8 +2,7 @@
 
 Orbax knows arrays alone, and none without elements. Quantised blocks are saved as their bytes,
 and so is a type that tensorstore lacks; which they are stands in the checkpoint's custom metadata,
-and so do empty arrays. Below: blocks,
-orbax_metadata. Above: orbax.
+and so do empty arrays. Below: blocks, orbax_metadata. Above: orbax, ``checkpoint/sums.py``.
 
     {"maxjax": {"version": 1, "encodings": {"model": {"w": "Q4_K"}}, "dtypes": {"model": {...}}}}
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,11 +98,10 @@ def read_own(metadata: dict[str, str], place: Place, limits: Limits) -> Own:
 
 
 def _check_sum(document: dict[str, Any], path: str) -> None:
-    """Compares the checksum in it with that of the rest, as maxjax.checkpoint computes it."""
+    """Compares the checksum in it with that of the rest."""
     if "crc32" not in document:
         return
-    rest = {key: value for key, value in document.items() if key != "crc32"}
-    found = f"{crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+    found = f"{metadata_sum(document):08x}"
     if document["crc32"] != found:
         raise CheckpointCorruptError(
             f"{KEY}: what maxjax wrote into the metadata is not what is there",
@@ -112,6 +110,12 @@ def _check_sum(document: dict[str, Any], path: str) -> None:
             found=found,
             hint="Open an earlier step.",
         )
+
+
+def metadata_sum(content: Mapping[str, Any]) -> int:
+    """The checksum of our metadata, without the one that is in it."""
+    rest = {key: value for key, value in content.items() if key != "crc32"}
+    return crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _encodings(document: dict[str, Any], place: Place, path: str) -> dict[str, str]:

@@ -27,9 +27,8 @@ from ..errors import (
     CheckpointBusyError,
     CheckpointError,
     CheckpointMissingError,
-    CheckpointSaveError,
 )
-from .durable import flush_folder, save_error, write_new
+from .durable import flush_folder, save_error, save_failed, write_new
 
 _LOG = logging.getLogger("maxjax")
 _START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
@@ -125,8 +124,7 @@ class Staging:
             found = save_error(error, self.shown, doing, self._kept, needed)
             if isinstance(found, CheckpointMissingError):  # nothing was to be read
                 kept = self._kept or None
-                found = CheckpointSaveError(found.problem, path=self.shown, hint=kept)
-                found.errno = error.errno
+                found = save_failed(found.problem, self.shown, error.errno, kept)
             raise found from error
 
     def require_space(self, nbytes: int) -> None:

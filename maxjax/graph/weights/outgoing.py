@@ -21,6 +21,7 @@ from ...storage.outgoing import PIECE_BYTES, Outgoing, nibbles, pieces
 from ...storage.regions import Part
 from ..quantization import QuantizationEncoding
 from ..weight import Weight
+from .pieces import box_of, is_host
 from .weight_data import PartSource, WeightData
 
 # Makes blocks of a kind of float32 rows.
@@ -168,11 +169,8 @@ def _parts(array: Any, index: tuple[int, ...]) -> list[tuple[Box, _Piece]]:
         return [(whole(array.shape[len(index) :]), _Piece(array, index))]
     found: dict[Box, _Piece] = {}
     for shard in array.addressable_shards:
-        spans = [
-            (s.start or 0, n if s.stop is None else s.stop)
-            for s, n in zip(shard.index, array.shape, strict=True)
-        ]
-        first, rest = spans[: len(index)], tuple(spans[len(index) :])
+        spans = box_of(shard.index, array.shape)
+        first, rest = spans[: len(index)], spans[len(index) :]
         if rest not in found and all(a <= i < b for i, (a, b) in zip(index, first, strict=True)):
             at = tuple(i - a for i, (a, _) in zip(index, first, strict=True))
             found[rest] = _Piece(shard.data, at)
@@ -188,13 +186,9 @@ class _Piece:
     @cached_property
     def array(self) -> np.ndarray:
         data = self._data
-        if not isinstance(data, jax.Array) or _on_host(data):
+        if not isinstance(data, jax.Array) or is_host(data.sharding):
             return np.asarray(data)[self._at]
         return np.asarray(data[self._at])  # nothing else comes from the device
-
-
-def _on_host(array: jax.Array) -> bool:
-    return next(iter(array.devices())).platform == "cpu"
 
 
 def _gather(into: np.ndarray, box: Box, parts: list[tuple[Box, _Piece]]) -> None:

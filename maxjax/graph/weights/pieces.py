@@ -41,12 +41,19 @@ def boxes(sharding: Any, shape: Sequence[int]) -> dict[Box, list[Any]]:
     """
     found: dict[Box, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
-        box = tuple(
-            (s.start or 0, size if s.stop is None else s.stop)
-            for s, size in zip(index, shape, strict=True)
-        )
-        found.setdefault(box, []).append(device)
+        found.setdefault(box_of(index, shape), []).append(device)
     return found
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box of a shape that an index is, as JAX says what a device has.
+
+    Example:
+        >>> box_of((slice(None), slice(1, 2)), (4, 3))
+        ((0, 4), (1, 2))
+    """
+    pairs = zip(index, shape, strict=True)
+    return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in pairs)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
