@@ -24,11 +24,18 @@ if _TYPE_CHECKING:
     from . import nn as nn
     from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
+    from .engine.chat import apply_chat_template as apply_chat_template
+    from .engine.completion import Completion as Completion
+    from .engine.conversation import Conversation as Conversation
     from .engine.embed import embed as embed
     from .engine.export import export as export
     from .engine.exported import load_exported as load_exported
+    from .engine.generate import generate as generate
+    from .engine.generate import stream as stream
     from .engine.load import load as load
+    from .engine.nans import first_nan as first_nan
     from .engine.plan import plan as plan
+    from .engine.sampling import Sampling as Sampling
     from .engine.tokenizer import load_tokenizer as load_tokenizer
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
@@ -56,11 +63,18 @@ _HOMES: dict[str, str | None] = {
     ),
     "DType": "dtype",
     "save_pretrained": "checkpoint.pretrained",
+    "apply_chat_template": "engine.chat",
+    "Completion": "engine.completion",
+    "Conversation": "engine.conversation",
     "embed": "engine.embed",
     "export": "engine.export",
     "load_exported": "engine.exported",
+    "generate": "engine.generate",
+    "stream": "engine.generate",
     "load": "engine.load",
+    "first_nan": "engine.nans",
     "plan": "engine.plan",
+    "Sampling": "engine.sampling",
     "load_tokenizer": "engine.tokenizer",
     "CheckpointError": "errors",
     "DeviceRef": "graph",

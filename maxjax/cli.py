@@ -1,10 +1,11 @@
-"""Floor 7. The command line: ``maxjax inspect``, ``verify``, ``convert``, ``plan``, ``embed``, ``env``.
+"""Floor 7. The command line: ``maxjax generate``, ``inspect``, ``convert``, ``plan`` and so on.
 
 The result goes to stdout and nothing else does; an error is one line on stderr
 (``--debug`` shows the traceback). Exit codes: 0 done, 1 failed (or planned, and it does not
 fit), 2 wrong usage, 130 interrupted, 141 the reader of stdout went away. Each command does all
-that can fail before it returns the lines to print, so a failure leaves stdout empty. Everything
-heavy is imported inside the command that needs it.
+that can fail before it returns the lines to print, so a failure leaves stdout empty; only
+``generate`` and ``chat`` write to stdout themselves, as the text comes. Everything heavy is imported
+inside the command that needs it.
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .cli_bench import bench, bench_arguments
+from .cli_chat import chat, chat_arguments
 from .cli_convert import convert, convert_arguments
+from .cli_errors import explain
+from .cli_generate import generate, generate_arguments
+from .cli_model import positive
 from .cli_plan import plan, plan_arguments
 from .columns import columns, visible
-from .errors import CheckpointError, UnsupportedModelError, UserInputError
+from .errors import UserInputError
 
 # Items of a list of metadata that `inspect` shows.
 _SHOWN_ITEMS = 16
 _SHOWN_CHARACTERS = 80
-# What a user can meet without a defect in maxjax: the message alone says enough.
-EXPECTED = (CheckpointError, UserInputError, UnsupportedModelError, OSError, MemoryError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code. ``argv`` is what follows the program's name."""
     parser = _parser()
     options = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         _print(options.run(options))
     except BrokenPipeError:
@@ -50,24 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        print(f"maxjax: {_explain(error)}", file=sys.stderr)
+        print(f"maxjax: {explain(error)}", file=sys.stderr)
         return 1
     return getattr(options, "code", 0)
 
 
 def _print(lines: Iterable[str]) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     for line in lines:
         sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _explain(error: Exception) -> str:
-    message = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, EXPECTED):
-        return message
-    return f"unexpected {type(error).__name__}: {message} (--debug shows where)"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"maxjax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, run, text in (
+        ("generate", generate, "have a language model go on with a text"),
+        ("chat", chat, "chat with a language model"),
+        ("bench", bench, "measure a language model beside the memory's bandwidth"),
         ("inspect", inspect, "list the tensors of a checkpoint; reads headers only"),
         ("verify", verify, "read all of a checkpoint and compare its checksums; 0 if it is sound"),
         ("convert", convert, "write a checkpoint in another format, type or number of files"),
@@ -241,18 +241,11 @@ def _embed_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="without any: lines from stdin")
     parser.add_argument("--output", type=Path, metavar="FILE.npy", help="write float32 [n, d]")
-    parser.add_argument("--batch-size", type=_positive, default=32, metavar="N")
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"]
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
 
 
 def embed(options: argparse.Namespace) -> Iterable[str]:
@@ -353,6 +346,7 @@ def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
 
 
 _ARGUMENTS = {
+    "generate": generate_arguments, "chat": chat_arguments, "bench": bench_arguments,
     "inspect": _inspect_arguments, "verify": _verify_arguments, "convert": convert_arguments,
     "plan": plan_arguments, "embed": _embed_arguments,
     "env": _env_arguments,

@@ -45,7 +45,7 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
     from .checkpoint.convert import convert as convert_checkpoint
 
     dtype = options.dtype and _SHORT.get(options.dtype.lower(), options.dtype)
-    with _stoppable(), _Bar() as bar:
+    with stoppable(), _Bar() as bar:
         found = convert_checkpoint(
             options.source,
             options.destination,
@@ -73,7 +73,7 @@ _AGAIN = 0.02
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """SIGTERM ends it as Ctrl-C does: what was written so far is removed.
 
     Where Python ignores exceptions no signal would end anything: in what JAX has the collector

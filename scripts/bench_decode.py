@@ -1,7 +1,7 @@
 """Text generation's two steps on a CPU, against llama.cpp and against what the memory gives.
 
 decode    one token of every sequence: a random Llama written by this script as a Hugging Face
-          directory and as a GGUF file, run by maxjax's layers (decode_model.py) and by a live
+          directory and as a GGUF file, run by what maxjax.generate dispatches and by a live
           llama.cpp on the same weights, in turns, with a probe of the memory's bandwidth beside
           every pair. Printed: the median ratio of llama.cpp's time to ours (above 1: we are
           faster), its quartiles, and which part of the bandwidth measured beside it our step
@@ -9,6 +9,7 @@ decode    one token of every sequence: a random Llama written by this script as 
 prefill   prompts of 128 and 512 tokens, the same way.
 others    beside it, where installed: hand-written JAX (unrolled, einsum), transformers on torch,
           and Modular MAX (float32) where MAX_COMMAND names its program, `max`.
+generate  a token of maxjax.generate and of maxjax.stream, over a step; eight texts over one.
 stack     the same model as one loop over stacked layers and unrolled.
 parts     one product, and attention over one layer's cache: the jnp form's time over the kernel's.
 
@@ -19,6 +20,7 @@ processor; without it its columns are empty. --only a,b chooses rows by a part o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -34,7 +36,6 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")
 
-import decode_model
 import jax
 import jax.numpy as jnp
 import llama_cpp_peer
@@ -42,6 +43,8 @@ import numpy as np
 import random_llama
 import tokenizers
 
+import maxjax
+from maxjax.engine.decoding import Decoding, bucket
 from maxjax.kernels import decode_attention, matmul, native, product
 
 attention_module = sys.modules["maxjax.kernels.decode_attention"]
@@ -78,35 +81,68 @@ QUICK = [Row("tiny", "BF16", 2, 64), Row("tiny", "F32", 1, 0, 64)]
 
 
 class Ours:
-    """maxjax on one row."""
+    """maxjax on one row: what ``maxjax.generate`` dispatches, with a text of `context` tokens before."""
 
-    def __init__(self, model: decode_model.Llama, row: Row):
+    def __init__(self, model: Any, row: Row):
         self.model, self.row = model, row
-        slots = -(-(row.prompt or row.context + 64) // 256) * 256
-        self.cache = model.cache(row.batch, slots, CACHES[row.kind])
-        tokens = np.random.default_rng(0).integers(3, 1000, (row.batch, max(row.prompt, 1)))
-        self.tokens = jnp.asarray(tokens, jnp.int32)
+        length = row.prompt or 8
+        prompts = np.random.default_rng(0).integers(3, 1000, (row.batch, length)).tolist()
+        # The room of the whole context is made at once.
+        self.most = (row.prompt or row.context) + 64
+        self.texts = Decoding(
+            model, prompts, [self.most] * row.batch,
+            chunk=bucket(row.prompt or 8), cache_dtype=CACHES[row.kind],
+        )  # fmt: skip
         self.step(1)
 
     def step(self, count: int) -> list[float]:
-        """Seconds of each of `count` steps."""
-        row = self.row
-        tokens = self.tokens if row.prompt else self.tokens[:, 0]
-        lengths = jnp.full(row.batch, row.context, jnp.int32)
-        cache, times = self.cache._replace(lengths=lengths), []
-        for _ in range(count):
-            start = time.perf_counter()
-            logits, cache = decode_model.step(self.model, tokens, cache)
-            logits.block_until_ready()
-            times.append(time.perf_counter() - start)
-        self.cache = cache
-        return times
+        """Seconds of each of `count` steps, written in one dispatch; of a prompt, of each reading."""
+        if self.row.prompt:
+            return [self._read() for _ in range(count)]
+        self._at(self.row.context)
+        start = time.perf_counter()
+        self.texts.fetch(self.texts.decode(count))
+        return [(time.perf_counter() - start) / count] * count
+
+    def _read(self) -> float:
+        self._at(0)
+        self.texts._read = 0
+        start = time.perf_counter()
+        self.texts.prefill()
+        return time.perf_counter() - start
+
+    def _at(self, length: int) -> None:
+        """As if so many tokens of each text were in the cache, and none were done."""
+        state = self.texts.state
+        full = jax.device_put(
+            np.full(self.row.batch, length, np.int32), state.cache.lengths.sharding
+        )
+        done = jax.device_put(np.zeros(self.row.batch, bool), state.done.sharding)
+        cache = dataclasses.replace(state.cache, lengths=full)
+        self.texts.state = state._replace(cache=cache, done=done)
+        self.texts._used = max(length, 1)
 
     def bytes_read(self) -> int:
         """Weights, once, and the keys and values of the tokens so far."""
-        weights = sum(a.nbytes for a in jax.tree.leaves(self.model))
-        used = self.row.context * self.cache.keys.nbytes // self.cache.keys.shape[3]
-        return weights + 2 * used
+        keys = self.texts.state.cache.keys
+        used = self.row.context * keys.nbytes // keys.shape[3]
+        return weight_bytes(self.model) + 2 * used
+
+
+def weight_bytes(model: Any) -> int:
+    """What a decode step reads of the weights: of a table of words that is no head, next to nothing."""
+    total = sum(a.nbytes for a in jax.tree.leaves(model))
+    return (
+        total
+        if model.config.tie_word_embeddings
+        else total - model.model.embed_tokens.weight.value.nbytes
+    )
+
+
+def load(directory: Path, stacked: bool = True) -> Any:
+    """The model of a directory."""
+    model, _ = maxjax.load(directory, tokenizer=False)
+    return model if stacked else model.unstack()
 
 
 class Theirs:
@@ -149,7 +185,7 @@ class Bandwidth:
 def measure(row: Row, folder: Path, pairs: int, bandwidth: Any) -> str:
     """The line of one row."""
     directory, gguf = files(folder, row.size, row.kind)
-    ours = Ours(decode_model.load(directory), row)
+    ours = Ours(load(directory), row)
     theirs = Theirs(gguf, row) if llama_cpp_peer.available() else None
     count = 2 if row.prompt else 8 if row.size == "135m" else 4
     if row.prompt >= 512 or (row.prompt and row.size == "1b"):
@@ -197,11 +233,11 @@ def check(folder: Path, size: str, kind: str) -> str:
     """How far our logits are from llama.cpp's, in their standard deviations."""
     directory, gguf = files(folder, size, kind)
     tokens = np.random.default_rng(1).integers(3, 1000, 40).tolist()
-    model = decode_model.load(directory)
-    logits, cache = decode_model.step(
-        model, jnp.asarray([tokens[:-1]], jnp.int32), model.cache(1, 256, CACHES[kind])
-    )
-    logits, cache = decode_model.step(model, jnp.asarray(tokens[-1:], jnp.int32), cache)
+    model = load(directory)
+    run = jax.jit(lambda m, ids, cache: m(ids, cache, last=True))
+    cache = model.cache(1, 256, CACHES[kind])
+    logits, cache = run(model, jnp.asarray([tokens[:-1]], jnp.int32), cache)
+    logits, cache = run(model, jnp.asarray([tokens[-1:]], jnp.int32), cache)
     with llama_cpp_peer.Peer(gguf, context=256) as peer:
         theirs = np.asarray(peer.logits(tokens))
     worst = np.abs(np.asarray(logits)[0] - theirs).max() / theirs.std()
@@ -213,7 +249,7 @@ def stacked(folder: Path, pairs: int, size: str = "135m", kind: str = "BF16") ->
     """One loop over stacked layers against the same layers unrolled."""
     directory, _ = files(folder, size, kind)
     row = Row(size, kind, 1, 128)
-    sides = [Ours(decode_model.load(directory, stacked=flag), row) for flag in (True, False)]
+    sides = [Ours(load(directory, stacked=flag), row) for flag in (True, False)]
     ratios = []
     for i in range(pairs):
         found = {}
@@ -221,6 +257,77 @@ def stacked(folder: Path, pairs: int, size: str = "135m", kind: str = "BF16") ->
             found[side] = statistics.median(side.step(8))
         ratios.append(found[sides[1]] / found[sides[0]])
     return f"{size} {kind} unrolled / stacked, time of a decode step: {statistics.median(ratios):.3f}  wanted >= 0.98"
+
+
+def through(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
+    """maxjax.generate and maxjax.stream themselves, beside the steps they dispatch."""
+    model = load(files(folder, size, kind)[0])
+    prompt = np.random.default_rng(0).integers(3, 1000, 128).tolist()
+    count = 128
+    row = Row(size, kind, 1, 128)
+    steps = Ours(model, row)
+
+    def generated() -> float:
+        """Seconds of a token: of 1 + count, less those of 1."""
+        times = []
+        for new in (1, 1 + count):
+            start = time.perf_counter()
+            maxjax.generate(
+                model, None, prompt, max_new_tokens=new, eos_ids=(), cache_dtype=CACHES[kind]
+            )
+            times.append(time.perf_counter() - start)
+        return (times[1] - times[0]) / count
+
+    def streamed() -> float:
+        pieces = maxjax.stream(
+            model, None, prompt, max_new_tokens=1 + count, eos_ids=(), cache_dtype=CACHES[kind]
+        )
+        start = first = time.perf_counter()
+        texts, decoding = pieces._decoding, type(pieces._decoding)
+        whole = decoding.prefill
+
+        def prefill(self: Any) -> Any:
+            nonlocal first
+            found = whole(self)
+            first = time.perf_counter()
+            return found
+
+        decoding.prefill = prefill
+        try:
+            for _ in pieces:
+                pass
+        finally:
+            decoding.prefill = whole
+        assert first > start and len(pieces.completion.tokens) == 1 + count, texts
+        return (time.perf_counter() - first) / count
+
+    def plain() -> float:
+        return statistics.mean(statistics.median(steps.step(32)) for _ in range(4))
+
+    generated(), streamed()
+    ratios: dict[str, list[float]] = {"generate": [], "stream": []}
+    more: dict[str, list[float]] = {"generate": [], "stream": []}
+    for _ in range(pairs):
+        base = plain()
+        for name, run in (("generate", generated), ("stream", streamed)):
+            found = run()
+            ratios[name].append(found / base)
+            more[name].append((found - base) * 1e3)
+    return [
+        f"{size} {kind:4} maxjax.{name}, time of a token over that of a step: {statistics.median(ratios[name]):.3f}, "
+        f"{statistics.median(more[name]):+.3f} ms  wanted <= 0.3 ms more"
+        for name in ratios
+    ]
+
+
+def batches(folder: Path, pairs: int, size: str, kind: str) -> str:
+    """Tokens a second of eight texts at once over those of one."""
+    model = load(files(folder, size, kind)[0])
+    one, eight = (Ours(model, Row(size, kind, batch, 128)) for batch in (1, 8))
+    ratios = [
+        8 * statistics.median(one.step(8)) / statistics.median(eight.step(8)) for _ in range(pairs)
+    ]
+    return f"{size} {kind:4} batch 8 / batch 1, tokens a second: {statistics.median(ratios):.2f}  wanted >= 4"
 
 
 def parts(pairs: int) -> list[str]:
@@ -286,9 +393,9 @@ def against(theirs: Any, ours: Any, arguments: Any, pairs: int) -> float:
 # --- others ----------------------------------------------------------------------------------
 
 
-def by_hand(model: decode_model.Llama, row: Row) -> Any:
+def by_hand(model: Any, row: Row) -> Any:
     """Plain JAX as it is mostly written: layers unrolled, einsum, a cache of float32 or bf16."""
-    config, weights = model.config, dict(model.state_dict())
+    config, weights = model.hf_config, dict(model.state_dict())
     heads, kv, width = (
         config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -393,9 +500,9 @@ def others(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
     """Decode steps of others, as ratios to ours measured in turns."""
     row = Row(size, kind, 1, 128)
     directory, _ = files(folder, size, kind)
-    model = decode_model.load(directory)
+    model = load(directory)
     ours, lines = Ours(model, row), []
-    peers = {"hand-written JAX": lambda: by_hand(decode_model.load(directory, stacked=False), row)}
+    peers = {"hand-written JAX": lambda: by_hand(load(directory, stacked=False), row)}
     try:
         import transformers  # noqa: F401
 
@@ -449,6 +556,10 @@ def main() -> int:
             if wants(str(row)):
                 print(measure(row, folder, pairs, bandwidth), flush=True)
         small = "tiny" if options.quick else "135m"
+        if wants("generate"):
+            for kind in ("BF16",) if options.quick else ("F32", "BF16"):
+                print(*through(folder, pairs, small, kind), sep="\n", flush=True)
+                print(batches(folder, pairs, small, kind), flush=True)
         if wants("stack"):
             print(stacked(folder, pairs, small), flush=True)
         if wants("parts"):

@@ -12,17 +12,19 @@ Needs about 18 GB of memory on the accelerator. --quick runs a small model on an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import re
 import statistics
 import sys
 import time
 
-import decode_model
 import jax
 import jax.numpy as jnp
 
 from maxjax import init
+from maxjax.models import Llama, LlamaConfig
+from maxjax.nn import KVCache
 
 # Llama 3.1 8B.
 CONFIG = {
@@ -52,12 +54,18 @@ def median(run: functools.partial, rounds: int) -> float:
     return statistics.median(times[2:])
 
 
-def decode(model: decode_model.Llama, batch: int, context: int, steps: int) -> tuple[float, int]:
+@functools.partial(jax.jit, donate_argnums=2)
+def step(model: Llama, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """A token of each sequence → logits of the next, and the cache."""
+    return model(tokens, cache, last=True)
+
+
+def decode(model: Llama, batch: int, context: int, steps: int) -> tuple[float, int]:
     """Seconds of a step, of many that are waited for together, and the bytes it has to read."""
     cache = model.cache(batch, -(-(context + 4 * steps) // 256) * 256, "bfloat16")
-    cache = cache._replace(lengths=jnp.full(batch, context, jnp.int32))
-    tokens = jnp.arange(batch, dtype=jnp.int32)
-    program = decode_model.step.lower(model, tokens, cache).compile()
+    cache = dataclasses.replace(cache, lengths=jnp.full(batch, context, jnp.int32))
+    tokens = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    program = step.lower(model, tokens, cache).compile()
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -65,11 +73,9 @@ def decode(model: decode_model.Llama, batch: int, context: int, steps: int) -> t
             logits, cache = program(model, tokens, cache)
         logits.block_until_ready()
         times.append((time.perf_counter() - start) / steps)
-    weights = (
-        sum(a.nbytes for a in jax.tree.leaves(model)) - model.model.embed_tokens.weight.value.nbytes
-    )
-    if model.lm_head is None:
-        weights += model.model.embed_tokens.weight.value.nbytes
+    weights = sum(a.nbytes for a in jax.tree.leaves(model))
+    if not model.config.tie_word_embeddings:
+        weights -= model.model.embed_tokens.weight.value.nbytes
     used = 2 * context * cache.keys.nbytes // cache.keys.shape[3]
     return min(times), weights + used
 
@@ -101,9 +107,9 @@ def main() -> int:
     steps = 2 if options.quick else 32
     probe = bandwidth((1 << 22) if options.quick else (4 << 30), 3 if options.quick else 20)
     print(f"{device.device_kind}: reads {probe / 1e9:.0f} GB/s")
-    model = init(decode_model.Llama(config, "bfloat16"), jax.random.key(0))
-    tokens, cache = jnp.zeros(1, jnp.int32), model.cache(1, 256, "bfloat16")
-    program = decode_model.step.lower(model, tokens, cache).compile()
+    model = init(Llama(LlamaConfig.from_dict(config), "bfloat16"), jax.random.key(0))
+    tokens, cache = jnp.zeros((1, 1), jnp.int32), model.cache(1, 256, "bfloat16")
+    program = step.lower(model, tokens, cache).compile()
     least = config["hidden_size"] * config["num_key_value_heads"] * config["head_dim"]
     print(f"copies of weights in a decode step: {copied(program, least):,} bytes  wanted 0")
     for batch in (1, 8):

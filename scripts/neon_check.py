@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ class Attend(ctypes.Structure):
 
     _fields_ = [
         ("q", ctypes.c_uint64), ("q_stride", ctypes.c_int64), ("queries", ctypes.c_int64),
-        ("keys", ctypes.c_uint64), ("values", ctypes.c_uint64), ("type", ctypes.c_int),
+        ("keys", ctypes.c_uint64), ("values", ctypes.c_uint64),
+        ("key_scales", ctypes.c_uint64), ("value_scales", ctypes.c_uint64), ("type", ctypes.c_int),
         ("depth", ctypes.c_int64), ("begin", ctypes.c_int64), ("end", ctypes.c_int64),
         ("cap", ctypes.c_float),
         ("top", ctypes.c_uint64), ("sum", ctypes.c_uint64), ("out", ctypes.c_uint64),
@@ -192,15 +193,24 @@ class Machine:
             return self.get(to, y)
 
     def attend(
-        self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, begin: int, end: int, cap: float
+        self,
+        q: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        begin: int,
+        end: int,
+        cap: float,
+        scales: Sequence[np.ndarray] = (),
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The highest score of each query, the sum of the weights and that of the values."""
+        kind = FLOAT if scales else keys.dtype
         with self.room():
             scalars = np.zeros(len(q), np.float32)
             top, total, out = map(self.put, (scalars, scalars, np.zeros_like(q)))
             self.call("attend", Attend(
                 self.put(q), q.shape[1], len(q), self.put(keys), self.put(values),
-                TYPES.index(keys.dtype), keys.shape[1], begin, end, cap, top, total, out,
+                *(map(self.put, scales) if scales else (0, 0)),
+                TYPES.index(kind), keys.shape[1], begin, end, cap, top, total, out,
             ))  # fmt: skip
             return self.get(top, scalars), self.get(total, scalars), self.get(out, q)
 
@@ -331,6 +341,17 @@ def check_attend(machine: Machine, rng: np.random.Generator) -> str:
         wide = np.pad(q, ((0, 0), (0, -depth % PAD)))
         top, total, out = machine.attend(wide, keys, values, begin, end, cap)
         exact_top, exact = exact_attention(q, keys[begin:end], values[begin:end], cap)
+        np.testing.assert_allclose(top, exact_top, rtol=1e-6, atol=4e-6)
+        worst = max(worst, float(np.abs(out[:, :depth] / total[:, None] - exact).max()))
+        count += 1
+    for queries, depth, (begin, end) in itertools.product((1, 3, 6), (8, 20, 64), parts):
+        keys, values = rng.integers(-127, 128, (2, end, depth)).astype(np.int8)
+        scales = rng.uniform(0.01, 0.02, (2, end)).astype("f4")
+        q = (rng.standard_normal((queries, depth)) / depth**0.5).astype("f4")
+        wide = np.pad(q, ((0, 0), (0, -depth % PAD)))
+        top, total, out = machine.attend(wide, keys, values, begin, end, 0, [*scales])
+        floats = [a * s[:, None] for a, s in zip((keys, values), scales, strict=True)]
+        exact_top, exact = exact_attention(q, *(a[begin:end] for a in floats), 0)
         np.testing.assert_allclose(top, exact_top, rtol=1e-6, atol=4e-6)
         worst = max(worst, float(np.abs(out[:, :depth] / total[:, None] - exact).max()))
         count += 1

@@ -30,6 +30,7 @@ from ..graph.stacked_weight import StackedWeight
 from ..graph.weights import GGUFWeights, Weights
 from ..models import PretrainedModel, build, config_beside, find_family, names, tensors
 from ..models.config import read_object
+from ..models.decoder_config import DecoderConfig
 from ..models.gguf import config_of
 from ..nn.attention import AttentionWithRope
 from ..nn.layer.definition import Walk
@@ -193,7 +194,15 @@ def _attention_of(module: Any) -> list[names.Heads]:
             names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
         ]
     config = getattr(module, "config", None)
-    return _attention_said(config, f"{type(module).__name__} has no AttentionWithRope, and")
+    said = _attention_said(config, f"{type(module).__name__} has no AttentionWithRope, and")
+    if not isinstance(config, DecoderConfig) or not any(config.slides):
+        return said
+    sliding, window = sum(config.slides), config.sliding_window
+    return [
+        one._replace(layers=count, window=window)
+        for one in said
+        for count, window in ((config.num_layers - sliding, None), (sliding, window))
+    ]
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -306,7 +315,7 @@ def _attention_said(config: Any, who: str) -> list[names.Heads]:
     if said.get("kv_lora_rank") or said.get("is_encoder_decoder"):
         what = "latent attention" if said.get("kv_lora_rank") else "an encoder with a decoder"
         raise UserInputError(f"the size of the cache of {what} is not known: leave batch= out")
-    if None in found:
+    if None in found[: found._fields.index("window")]:
         raise UserInputError(
             f"the size of a cache is not known: {who} does not say how many layers, heads of keys "
             "and values and how wide ones there are (num_hidden_layers, num_key_value_heads, "
@@ -327,6 +336,9 @@ def cache_bytes(
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
         >>> cache_bytes([names.Heads(3, 8, 8, 64, 64)], 2, 10, DType.bfloat16, mesh)
         (15360, [])
+        >>> heads = [names.Heads(1, 8, 8, 64, 64), names.Heads(2, 8, 8, 64, 64, window=4)]
+        >>> cache_bytes(heads, 2, 10, DType.int8, mesh)
+        (4896, [])
     """
     axes = {kind: mesh and axis_of(mesh, kind) for kind in ("data", "fsdp", "model")}
     n = {kind: mesh.shape[axis] if axis else 1 for kind, axis in axes.items()}
@@ -344,5 +356,8 @@ def cache_bytes(
             heads = one.kv_heads or 0
             notes.append(f"the cache: the {heads} heads of keys and values do not divide by "
                          f"{axes['model']}={n['model']}, every device along it keeps all")  # fmt: skip
-        total += count * rows * length * heads * (key + value)
-    return total * dtype.size_in_bits // 8, list(dict.fromkeys(notes))
+        kept = count * rows * heads * min(length, one.window or length)
+        total += kept * (key + value) * dtype.size_in_bits // 8
+        if dtype == DType.int8:  # one scale for each row of keys and of values
+            total += kept * 2 * DType.float32.size_in_bits // 8
+    return total, list(dict.fromkeys(notes))

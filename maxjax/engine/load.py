@@ -16,12 +16,14 @@ import jax
 import numpy as np
 
 from ..dtype import DType
-from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
+from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError
 from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
-from ..models import PretrainedModel, build, config_beside
+from ..models import Decoder, PretrainedModel, build, config_beside
 from ..storage.orbax_paths import is_orbax, resolve
 from ..storage.table import Verify
+from .defaults import read_defaults
+from .hub import find_model
 from .pooling import gguf_pooling, read_pooling
 from .tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 
@@ -35,6 +37,8 @@ def load(
     mesh: Any = None,
     config: Any = None,
     verify: Verify = "auto",
+    revision: str | None = None,
+    tokenizer: bool = True,
     compile: None = None,
 ) -> tuple[PretrainedModel, Tokenizer | None]: ...
 @overload
@@ -46,6 +50,8 @@ def load(
     mesh: Any = None,
     config: Any = None,
     verify: Verify = "auto",
+    revision: str | None = None,
+    tokenizer: bool = True,
     compile: Sequence[Any],
 ) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
 def load(
@@ -56,13 +62,17 @@ def load(
     mesh: Any = None,
     config: Any = None,
     verify: Verify = "auto",
+    revision: str | None = None,
+    tokenizer: bool = True,
     compile: Sequence[Any] | None = None,
 ) -> Any:
     """Opens a checkpoint and loads its model.
 
     Args:
         path: A directory with ``config.json`` and weights, a file of weights with
-            ``config.json`` beside it, or a GGUF file, whose metadata has all of it.
+            ``config.json`` beside it, or a GGUF file, whose metadata has all of it. What is
+            no path may be a name on the Hugging Face hub, ``org/name``, ``org/name@revision``
+            or ``org/name/file.gguf``, or ``"tiny"``, the small model that comes with maxjax.
         dtype: Of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
             keeps the checkpoint's, and the blocks of quantised weights packed.
         reduce_dtype: What norms, softmax and pooling are computed in. With
@@ -71,11 +81,13 @@ def load(
         config: The content of ``config.json``, or the path of one, instead of that file.
         verify: When checksums are compared with what is read: ``"auto"`` when all of a tensor
             is read at once, which costs next to nothing; True always; False never.
+        revision: A branch, tag or commit on the hub.
+        tokenizer: False loads the model alone, whatever its tokenizer is.
         compile: Specs as of ``Module.compile``, one for each argument of the model: a program
             for them is compiled in another thread while the weights are read.
 
     Returns:
-        The model, and its tokenizer, which is None when the directory has none; with
+        The model, and its tokenizer, which is None when there is none or none is wanted; with
         ``compile`` the program as a third.
 
     Raises:
@@ -87,7 +99,9 @@ def load(
     compile_cache.enable()
     wanted = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)
-    path = _existing(path)
+    if path is None:  # to find_model it is "tiny"
+        raise TypeError("path must be a str or a Path, not NoneType")
+    path = find_model(path, revision)
     if path.is_dir() and is_orbax(path):
         path = Path(resolve(os.fspath(path)))  # the newest step, which has its own config.json
     directory = path if path.is_dir() else path.parent
@@ -105,20 +119,36 @@ def load(
         if mesh is not None:
             model.to(mesh)
         if isinstance(weights, GGUFWeights):
-            tokenizer = gguf_tokenizer(weights.metadata, path=path) or load_tokenizer(directory)
             pooling = gguf_pooling(weights.metadata, path=path) or pooling
-        else:
-            tokenizer = load_tokenizer(directory)
+        text = _tokenizer(weights, path) if tokenizer else None
         if pooling is not None:
             model.pooling = pooling
+        if isinstance(model, Decoder):
+            ends = () if text is None else text.eos_ids
+            model.generation = read_defaults(directory, model.hf_config, ends)
         cast = wanted is not None
         if compile is None:
             model.load_state_dict(weights, cast=cast)
-            return model, tokenizer
+            return model, text
         with ThreadPoolExecutor(1, "maxjax-compile") as pool:
             program = pool.submit(model.compile, *compile)
             model.load_state_dict(weights, cast=cast)
-    return model, tokenizer, program.result()
+    return model, text, program.result()
+
+
+def _tokenizer(weights: Weights, path: Path) -> Tokenizer | None:
+    """The one in a GGUF file, or that of the files beside the weights."""
+    directory = path if path.is_dir() else path.parent
+    found = None
+    if isinstance(weights, GGUFWeights):
+        try:
+            found = gguf_tokenizer(weights.metadata, path=path, beside=directory)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{error}. Put the model's tokenizer.json beside the file, or load the model alone"
+                " with tokenizer=False."
+            ) from None
+    return found or load_tokenizer(directory)
 
 
 def _has_gguf(path: Path) -> bool:
@@ -143,22 +173,6 @@ def _float_type(option: str, dtype: Any) -> DType:
 
 def _has_float64() -> bool:
     return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-
-
-def _existing(path: Any) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or a Path, not {type(path).__name__}")
-    path = Path(path)
-    try:
-        exists = path.exists()
-    except (OSError, ValueError) as error:  # a name too long, or with a NUL in it
-        raise UserInputError(f"the path cannot be used: {error}") from None
-    if not exists:
-        raise CheckpointMissingError(
-            "no such file or directory", path=path,
-            hint="Names on the Hugging Face hub are not looked up yet: download the files first.",
-        )  # fmt: skip
-    return path
 
 
 def _refuse_float64(weights: Weights) -> None:

@@ -77,7 +77,7 @@ def plan(
         >>> print(found.suggestion)
         mesh model=4 (4 devices) with dtype=bfloat16: 24,576 bytes (0.00 GiB) on each device
     """
-    grid = _mesh(mesh, rules)
+    grid = read_mesh(mesh, rules)
     if (batch is None) != (length is None):
         raise UserInputError("the size of a cache takes both batch= and length=")
     for option, value in (("batch", batch), ("length", length)):
@@ -207,8 +207,13 @@ def _attempt(source: Footprint, sizes: dict[str, int], request: _Request) -> tup
 # --- options ----------------------------------------------------------------------------------
 
 
-def _mesh(mesh: Any, rules: Any) -> Any:
-    """The mesh that is meant; sizes alone make one without devices."""
+def read_mesh(mesh: Any, rules: Any = None) -> Any:
+    """The mesh that is meant; sizes alone make one without devices.
+
+    Example:
+        >>> dict(read_mesh("model=8,data=2").shape)
+        {'model': 8, 'data': 2}
+    """
     if mesh is None:
         if rules is not None:
             raise UserInputError("rules= are for a mesh: plan(model, mesh, rules=...)")

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointFormatError, CheckpointMissingError, UserInputError
+from ..errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    UnsupportedModelError,
+    UserInputError,
+)
 from ..models.config import read_object
 from ..models.gguf import chat_template, tokenizer_json
 from ..models.gguf.tokenizer import end_ids, special_tokens
@@ -233,24 +239,35 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
 
 
 def gguf_tokenizer(
-    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    metadata: Mapping[str, Any],
+    *,
+    path: str | os.PathLike[str] | None = None,
+    beside: str | os.PathLike[str] | None = None,
 ) -> Tokenizer | None:
     """The tokenizer in the metadata of a GGUF file, or None when there is none.
 
+    Args:
+        metadata: The file's key-value pairs.
+        path: The file, for messages.
+        beside: A directory whose ``tokenizer.json``, if it has one, is taken where the metadata
+            cannot be rebuilt into one. All else is still as the metadata says.
+
     Raises:
+        CheckpointMismatchError: The ``tokenizer.json`` beside has other tokens than the file.
         UnsupportedModelError: It is of a kind that is not rebuilt from metadata, or splits text in an
             unknown way; names it.
         CheckpointFormatError: A key is missing or wrong; names it.
     """
     if metadata.get("tokenizer.ggml.model", "none") == "none":
         return None
-    document = tokenizer_json(metadata, path=path)
-    import tokenizers
-
+    file = None if beside is None else Path(beside) / "tokenizer.json"
     try:
-        backend = _guarded(tokenizers.Tokenizer.from_str, json.dumps(document))
-    except UserInputError as error:
-        raise CheckpointFormatError("not a tokenizer", path=path, found=error) from None
+        backend = _rebuilt(tokenizer_json(metadata, path=path), path)
+    except UnsupportedModelError:
+        if file is None or not file.exists():
+            raise
+        backend = _backend(file)
+        _same_tokens(backend, metadata, file)
     pad = metadata.get("tokenizer.ggml.padding_token_id", 0)
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     return Tokenizer(
@@ -261,6 +278,31 @@ def gguf_tokenizer(
         special_tokens=special_tokens(metadata, path=path),
         eos_ids=end_ids(metadata, path=path),
     )
+
+
+def _rebuilt(document: Mapping[str, Any], path: Any) -> Any:
+    import tokenizers
+
+    try:
+        return _guarded(tokenizers.Tokenizer.from_str, json.dumps(document))
+    except UserInputError as error:
+        raise CheckpointFormatError("not a tokenizer", path=path, found=error) from None
+
+
+def _same_tokens(backend: Any, metadata: Mapping[str, Any], file: Path) -> None:
+    """Refuses a ``tokenizer.json`` that is of another model than the GGUF file beside it.
+
+    llama.cpp's converter fills the vocabulary up to the number of embeddings.
+    """
+    theirs = metadata.get("tokenizer.ggml.tokens", ())
+    ours = backend.get_vocab_size()
+    same = sum(backend.token_to_id(str(token)) == i for i, token in enumerate(theirs[:ours]))
+    if ours > len(theirs) or same < 0.5 * ours:
+        raise CheckpointMismatchError(
+            "is the tokenizer of another model than the GGUF file beside it", path=file,
+            expected=f"{len(theirs)} tokens", found=f"{ours}, of which {same} are the same",
+            hint="Put the right one there, or load the model alone with tokenizer=False.",
+        )  # fmt: skip
 
 
 def _gguf_templates(metadata: Mapping[str, Any], path: Any) -> dict[str, str]:

@@ -20,8 +20,12 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 
 from . import explicit
+from .int8_rows import quantised, restored
 from .operation import Operation
 from .product import FLOATS
+
+# Where the scales of a cache in int8 are among the operands.
+_SCALES = 9
 
 
 class _Static(NamedTuple):
@@ -47,7 +51,8 @@ def decode_attention(
     soft_cap: float | None = None,
     interleaved: bool = False,
     rotating: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scales: tuple[Any, Any] | None = None,
+) -> tuple[jax.Array, ...]:
     """Writes a token of each sequence into the cache, and attends from it to the cache.
 
     Args:
@@ -68,15 +73,18 @@ def decode_attention(
             first half with the second.
         rotating: A sequence longer than S goes on in slot 0: it sees the last S tokens.
             Without it what comes after slot S - 1 is not written, and its result is NaN.
+        scales: Of a cache in int8: float32, of keys and of values, the shape of the cache
+            without D (``int8_rows``).
 
     Returns:
         The result ``[B, H, D]`` in the dtype of ``q``, and the two caches, in place where
-        they are donated. Scores, softmax and sums are in float32.
+        they are donated; then the two scales if there are. Scores, softmax and sums are in
+        float32.
 
     Raises:
         ValueError: Shapes that do not fit together; a window or a cap that is not positive.
 
-    On a CPU a C++ kernel does it, where the types are float32, float16 or bfloat16; else,
+    On a CPU a C++ kernel does it, where the types are float32, float16, bfloat16 or int8; else,
     in exported programs, and where it is differentiated, :func:`definition`.
 
     Example:
@@ -103,8 +111,20 @@ def decode_attention(
     grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
     numbers = [jnp.asarray(0 if layer is None else layer, jnp.int32), lengths.astype(jnp.int32)]
     angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
-    out, keys, values = _run(static, grouped, k, v, keys, values, *numbers, *angles)
-    return out.reshape(q.shape), keys, values
+    more = _checked(scales, keys)
+    out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, *more)
+    return out.reshape(q.shape), *caches
+
+
+def _checked(scales: tuple[Any, Any] | None, keys: jax.Array) -> list[jax.Array]:
+    found = [] if scales is None else list(map(jnp.asarray, scales))
+    right = [(keys.shape[:-1], jnp.float32)] * 2 if keys.dtype == jnp.int8 else []
+    if [(a.shape, a.dtype) for a in found] != right:
+        raise ValueError(
+            f"a cache in int8 comes with two scales, float32 {list(keys.shape[:-1])}, and no other; "
+            f"not {keys.dtype} with {[f'{a.dtype}{list(a.shape)}' for a in found]}"
+        )
+    return found
 
 
 def _check(
@@ -142,14 +162,18 @@ def _check(
 
 
 def _run(static: _Static, *operands: Any) -> Any:
-    if not all(a.dtype in FLOATS for a in operands[:5]) or operands[1].dtype != operands[2].dtype:
+    eight_bits = len(operands) > _SCALES
+    if (
+        not all(a.dtype in FLOATS for a in operands[: 3 if eight_bits else 5])
+        or operands[1].dtype != operands[2].dtype
+    ):
         return definition(static, *operands)
     if not all(isinstance(n, int) for a in operands for n in a.shape):  # symbolic
         return definition(static, *operands)
     mesh = explicit.mesh_of(*operands)
     if mesh is None:
         return _OPERATION(operands, static)
-    wanted = [explicit.entries(operands[i]) for i in (0, 3, 4)]
+    wanted = [explicit.entries(operands[i]) for i in (0, 3, 4, 9, 10) if i < len(operands)]
     run = lambda *a: _OPERATION(a, static)
     return explicit.automatic(run, mesh, wanted)(*operands)
 
@@ -165,6 +189,7 @@ def definition(
     lengths: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
+    *scales: jax.Array,
 ) -> list[jax.Array]:
     """What :func:`decode_attention` is, in jnp; ``q`` is ``[B, K, H/K, D]``."""
     slots = keys.shape[-2]
@@ -174,11 +199,15 @@ def definition(
     slot = jnp.where(fits, lengths % slots, slots)  # beyond the last nothing is written
     rows = jnp.arange(q.shape[0])
     place = (rows, slice(None), slot) if keys.ndim == 4 else (layer, rows, slice(None), slot)
-    keys = keys.at[place].set(k32.astype(keys.dtype), mode="drop")
-    values = values.at[place].set(v.astype(values.dtype), mode="drop")
-    seen_keys, seen_values = (
-        _layer(a, layer).astype(jnp.float32) for a in (keys, values)
-    )  # [B, K, S, D]
+    new = [k32, v]
+    if scales:
+        (k8, ks), (v8, vs) = quantised(k32), quantised(v)
+        new = [k8, v8, ks, vs]
+    caches = [
+        a.at[place].set(x.astype(a.dtype), mode="drop")
+        for a, x in zip((keys, values, *scales), new, strict=True)
+    ]
+    seen_keys, seen_values = _read(caches, layer, keys.ndim == 5)  # [B, K, S, D]
     scores = jnp.einsum("bkgd,bksd->bkgs", q32 * static.scale, seen_keys)
     if static.cap:
         scores = static.cap * jnp.tanh(scores / static.cap)
@@ -191,13 +220,19 @@ def definition(
     out = jnp.einsum("bkgs,bksd->bkgd", weights, jnp.where(sees[:, None, :, None], seen_values, 0))
     missing = jnp.where(lengths < 0, 0.0, jnp.nan)[:, None, None, None]
     out = jnp.where(fits[:, None, None, None], out, missing)
-    return [out.astype(q.dtype), keys, values]
+    return [out.astype(q.dtype), *caches]
 
 
-def _layer(cache: jax.Array, layer: jax.Array) -> jax.Array:
-    if cache.ndim == 4:
-        return cache
-    return jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False, allow_negative_indices=False)
+def _read(caches: list[jax.Array], layer: jax.Array, of_layers: bool) -> list[jax.Array]:
+    """Keys and values of one layer, in float32."""
+    if of_layers:
+        caches = [
+            jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
+            for a in caches
+        ]
+    if len(caches) == 2:
+        return [a.astype(jnp.float32) for a in caches]
+    return [restored(n, scale) for n, scale in zip(caches[:2], caches[2:], strict=True)]
 
 
 def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Static) -> jax.Array:
@@ -218,21 +253,23 @@ def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Static) -> ja
 
 
 def _types(static: _Static, q: Any, *rest: Any) -> list[Any]:
-    return [q, rest[2], rest[3]]
+    return [q, rest[2], rest[3], *rest[_SCALES - 1 :]]
 
 
 def _kernel(static: _Static, *operands: Any) -> Any:
     q, _, _, keys, values, *_ = operands
     batch, kv_heads, group, width = q.shape
     flat = q.reshape(batch, kv_heads * group, width)
-    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (flat, keys, values)]
-    call = jax.ffi.ffi_call("maxjax_decode_attention", results, input_output_aliases={3: 1, 4: 2})
-    out, keys, values = call(
+    changed = (keys, values, *operands[_SCALES:])
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (flat, *changed)]
+    places = {3: 1, 4: 2} | {_SCALES + i: 3 + i for i in range(len(changed) - 2)}
+    call = jax.ffi.ffi_call("maxjax_decode_attention", results, input_output_aliases=places)
+    out, *changed = call(
         flat, *operands[1:],
         scale=np.float32(static.scale), window=np.int64(static.window), cap=np.float32(static.cap),
         interleaved=static.interleaved, rotating=static.rotating,
     )  # fmt: skip
-    return out.reshape(q.shape), keys, values
+    return out.reshape(q.shape), *changed
 
 
 def _rule(ranks: Sequence[int]) -> Any:
@@ -241,8 +278,9 @@ def _rule(ranks: Sequence[int]) -> Any:
     cache = ArrayMapping(*["l"][: ranks[3] - 4], b, h, "s", "d")
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
     angles = ArrayMapping(b, "p")
-    operands = (q, kv, kv, cache, cache, ArrayMapping(), ArrayMapping(b), angles, angles)
-    return SdyShardingRule(operands, (q, cache, cache))
+    scales = (ArrayMapping(*cache[:-1]),) * (len(ranks) - _SCALES)
+    operands = (q, kv, kv, cache, cache, ArrayMapping(), ArrayMapping(b), angles, angles, *scales)
+    return SdyShardingRule(operands, (q, cache, cache, *scales))
 
 
 def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
@@ -260,7 +298,8 @@ def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
         [batch, ()],
         [batch, ()],
     ]
-    return operands, [[batch, heads, (), ()], cache, cache], ()
+    scales = [cache[:-1]] * (len(specs) - _SCALES)
+    return operands + scales, [[batch, heads, (), ()], cache, cache, *scales], ()
 
 
 _OPERATION = Operation(

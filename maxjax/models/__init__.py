@@ -29,13 +29,32 @@ from .decoder_config import DecoderConfig as DecoderConfig
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
 from .family import main_dtype, tensors
+from .gemma import GEMMA as _GEMMA
+from .gemma import GEMMA2 as _GEMMA2
+from .gemma import GEMMA3 as _GEMMA3
+from .gemma import GEMMA3_SEEING as _GEMMA3_SEEING
+from .gemma import Gemma as Gemma
+from .gemma import Gemma2 as Gemma2
+from .gemma import Gemma2Config as Gemma2Config
+from .gemma import Gemma3 as Gemma3
+from .gemma import Gemma3Config as Gemma3Config
+from .gemma import GemmaConfig as GemmaConfig
 from .gguf import config_of
+from .gpt2 import GPT2 as GPT2
+from .gpt2 import GPT2_FAMILY as _GPT2
+from .gpt2 import GPT2Config as GPT2Config
 from .llama import LLAMA as _LLAMA
 from .llama import MISTRAL as _MISTRAL
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
 from .llama import Mistral as Mistral
 from .llama import MistralConfig as MistralConfig
+from .moe import MIXTRAL as _MIXTRAL
+from .moe import QWEN3_MOE as _QWEN3_MOE
+from .moe import Mixtral as Mixtral
+from .moe import Qwen3MoE as Qwen3MoE
+from .moe_config import MixtralConfig as MixtralConfig
+from .moe_config import Qwen3MoEConfig as Qwen3MoEConfig
 from .qwen import QWEN2 as _QWEN2
 from .qwen import QWEN3 as _QWEN3
 from .qwen import Qwen2 as Qwen2
@@ -43,7 +62,13 @@ from .qwen import Qwen2Config as Qwen2Config
 from .qwen import Qwen3 as Qwen3
 from .qwen import Qwen3Config as Qwen3Config
 
-FAMILIES: list[Family] = [_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _BERT]
+FAMILIES: list[Family] = [
+    *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3),
+    *(_MIXTRAL, _QWEN3_MOE),
+    *(_GEMMA, _GEMMA2, _GEMMA3, _GEMMA3_SEEING),
+    _GPT2,
+    _BERT,
+]
 """What maxjax can run; :func:`register` adds to it."""
 
 

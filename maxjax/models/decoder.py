@@ -11,7 +11,7 @@ vocabulary V.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -62,10 +62,7 @@ class DecoderModel(Module):
         Returns:
             ``[B, T, E]`` or ``[B, E]``, and the cache with these tokens.
         """
-        x = self.embed_tokens(ids).astype(self.dtype.np)
-        if self.embedding_scale != 1.0:
-            x = x * jnp.asarray(self.embedding_scale, x.dtype)
-        carry = (x, cached)
+        carry = (self.embed(ids, step), cached)
         if isinstance(self.layers, LayerStack):
             carry = self.layers.scan(carry, index="layer", step=step)
         else:
@@ -75,6 +72,13 @@ class DecoderModel(Module):
         if at is not None and x.ndim == 3:
             x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
         return self.norm(x), cached
+
+    def embed(self, ids: jax.Array, step: Step) -> jax.Array:
+        """What goes into the first layer, of the tokens alone: ``[B, T, E]`` or ``[B, E]``."""
+        x = self.embed_tokens(ids).astype(self.dtype.np)
+        if self.embedding_scale != 1.0:
+            x = x * jnp.asarray(self.embedding_scale, x.dtype)
+        return x
 
 
 class Decoder(PretrainedModel):
@@ -103,12 +107,13 @@ class Decoder(PretrainedModel):
     """
 
     layer_class: ClassVar[Any] = DecoderLayer
+    model_class: ClassVar[Any] = DecoderModel
 
     def __init__(self, config: DecoderConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__()
         kind = DType.of(dtype)
         self.config, self.dtype = config, kind
-        self.model = DecoderModel(config, kind, self.layer_class)
+        self.model = self.model_class(config, kind, self.layer_class)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
@@ -145,25 +150,33 @@ class Decoder(PretrainedModel):
         Args:
             batch: B, how many sequences. Split over the mesh's axes of the batch if they divide.
             capacity: S, how many tokens a sequence may have.
-            dtype: Of keys and values; that of the model by default.
+            dtype: Of keys and values: a float or int8; that of the model by default.
+
+        Layers that look through a window have as many slots as it is wide, if those are fewer.
 
         Raises:
-            UserInputError: A number that is not positive, or a dtype that is no float.
+            UserInputError: A number that is not positive, or another dtype.
         """
         config = self.config
+        sliding = sum(config.slides)
         return KVCache.empty(
-            config.num_layers, batch=batch, num_kv_heads=config.kv_heads, capacity=capacity,
-            head_dim=config.width, dtype=self.dtype if dtype is None else dtype,
+            config.num_layers - sliding, batch=batch, num_kv_heads=config.kv_heads,
+            capacity=capacity, head_dim=config.width, dtype=self.dtype if dtype is None else dtype,
             sharding=self._cache_sharding(batch),
+            sliding_layers=sliding, window=config.sliding_window,
         )  # fmt: skip
 
+    def _keys(self) -> tuple[Any, int]:
+        """A weight that keys come of, and which of its axes their heads lie along."""
+        return self.model.layers[0].self_attn.k_proj.weight, 0
+
     def _cache_sharding(self, batch: int) -> Any:
-        weight = self.model.layers[0].self_attn.k_proj.weight
+        weight, heads = self._keys()
         where = weight.sharding
         if not isinstance(where, NamedSharding):
             return where
         rows = batch_axes(where.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
-        spec = PartitionSpec(None, rows or None, split_over(weight, 0) or None, None, None)
+        spec = PartitionSpec(None, rows or None, split_over(weight, heads) or None, None, None)
         return NamedSharding(where.mesh, spec)
 
     def __call__(
@@ -198,8 +211,8 @@ class Decoder(PretrainedModel):
         starts = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
         if cache is not None:
             ids, counts = jax.tree.map(lambda a: _beside(cache, a), (ids, counts))
-        step = self._step(starts, counts, length)
-        cached = () if cache is None else (cache.keys, cache.values)
+        step = self._step(starts, counts, length, cache)
+        cached = () if cache is None else (cache.full, cache.sliding)
         one = cache is not None and length == 1
         at = None
         if last:
@@ -211,9 +224,10 @@ class Decoder(PretrainedModel):
             logits = logits[:, None]
         if cache is None:
             return logits
-        logits = _known(logits, step, length, cache.capacity, at)
+        logits = _known(logits, step._replace(counts=counts), length, cache.capacity, at)
         lengths = cache.lengths + (length if counts is None else counts)
-        return logits, dataclasses.replace(cache, keys=cached[0], values=cached[1], lengths=lengths)
+        full, sliding = cached
+        return logits, dataclasses.replace(cache, full=full, sliding=sliding, lengths=lengths)
 
     def _checked(self, ids: Any, cache: KVCache | None) -> jax.Array:
         given, size = unwrap(ids), self.config.vocab_size
@@ -227,6 +241,8 @@ class Decoder(PretrainedModel):
             raise UserInputError(
                 f"{given.shape[0]} rows of token ids do not go with a cache of {cache.batch}"
             )
+        if cache is not None:
+            self._check_layers(cache)
         if not isinstance(given, Tracer) and getattr(given, "is_fully_addressable", True):
             found = np.asarray(given)
             low, high = int(found.min()), int(found.max())
@@ -235,10 +251,29 @@ class Decoder(PretrainedModel):
                 raise UserInputError(f"token id {wrong} is not one of the {size} of the vocabulary")
         return jnp.asarray(given)
 
-    def _step(self, starts: jax.Array, counts: jax.Array | None, length: int) -> Step:
-        config = self.config
-        bare = Step(starts, counts, jnp.max(starts), {})
+    def _check_layers(self, cache: KVCache) -> None:
+        count, wanted = self.config.num_layers, sum(self.config.slides)
+        sliding = 0 if cache.sliding is None else cache.sliding.layers
+        if cache.num_layers != count or sliding not in (0, wanted):
+            raise UserInputError(
+                f"a cache of {cache.num_layers} layers, of which {sliding} slide, is none of this "
+                f"model's, of {count} and {wanted}"
+            )
+
+    def _step(
+        self, starts: jax.Array, counts: jax.Array | None, length: int, cache: KVCache | None
+    ) -> Step:
+        config, numbers = self.config, None
         after = starts + (length if counts is None else counts)  # [B]
+        if cache is not None and cache.sliding is not None:
+            # What goes round would write over other tokens with those that have no room.
+            room = jnp.maximum(cache.capacity - starts, 0)
+            counts = jnp.minimum(length if counts is None else counts, room)
+            if cache.full.layers:
+                numbers = jnp.asarray(_numbers(config.slides))
+        bare = Step(starts, counts, jnp.max(starts), {}, numbers=numbers)
+        if cache is not None and counts is not None:
+            bare = bare._replace(tokens=jnp.where(counts > 0, starts, -1))
         ropes = {"global": config.rope, "local": config.local_rope}
         turns = {
             name: rope.cos_sin(bare.positions(length), after, config.width)
@@ -263,6 +298,12 @@ def _known(
     if at is not None:
         fits = jnp.take_along_axis(fits, at[:, None], axis=1)[:, 0]
     return jnp.where(fits[..., None], logits, jnp.nan)
+
+
+def _numbers(slides: Sequence[bool]) -> np.ndarray:
+    """``[L]``: of each layer, how many of its kind come before it."""
+    flags = np.array(slides, bool)
+    return np.where(flags, np.cumsum(flags), np.cumsum(~flags)).astype(np.int32) - np.int32(1)
 
 
 def _kind(layer: Module) -> Hashable:

@@ -2,7 +2,8 @@
 
 Three ways lead through it: all tokens of a text at once, more tokens of texts that are in the
 cache (prefill, also in chunks), and one token of each (a decode step, ``kernels.decode_attention``).
-Below: ``nn.attention``, ``kernels``. Above: the layers of decoders.
+Layers that slide have a cache of their own, which goes round. Below: ``nn.attention``,
+``nn.kv_slots``, ``kernels``. Above: the layers of decoders.
 
 Shapes: L layers, B sequences, T tokens, H heads of queries and K of keys, S slots, width D,
 hidden size E.
@@ -11,6 +12,7 @@ hidden size E.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,17 +24,22 @@ from ..graph.placement import parts
 from ..graph.sharding import Segment, ShardingStrategy
 from ..kernels import decode_attention, explicit
 from ..nn.attention import attention
+from ..nn.kv_slots import Slots
 from ..nn.layer import Module
 from ..nn.linear import Linear, linear_rules, linears
 from ..nn.norm import RMSNorm
 from ..nn.rotary_embedding import rotate
 from .decoder_config import DecoderConfig
 
-# Keys and values of all layers, [L, B, K, S, D] each; or nothing, where there is no cache.
-Cached = tuple[jax.Array, ...]
+# Those of layers that see all tokens, and of layers that slide, as in a KVCache; or nothing,
+# where there is no cache.
+Cached = tuple[Slots | None, ...]
 
 # Prefill looks at T slots of the cache, or so many times as many, or at all.
 _STEP, _STEPS = 4, 3
+
+# A position that no token sees.
+_NOWHERE = 2**31 - 1
 
 
 class Step(NamedTuple):
@@ -43,12 +50,16 @@ class Step(NamedTuple):
         counts: ``[B]``: how many of a row are real, the rest is padding; None: all are.
         longest: The largest of the starts.
         turns: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of rope.
+        tokens: Of a decode step, ``[B]``: the starts, -1 for rows without a token.
+        numbers: ``[L]``: of each layer, which of its part of the cache it is; None: the same.
     """
 
     starts: jax.Array
     counts: jax.Array | None
     longest: jax.Array
     turns: dict[str, tuple[jax.Array, jax.Array]]
+    tokens: jax.Array | None = None
+    numbers: jax.Array | None = None
 
     def positions(self, length: int) -> jax.Array:
         """``[B or 1, T]``."""
@@ -129,17 +140,29 @@ class DecoderAttention(Module):
             The result, and the cache with these tokens.
         """
         q, k, v = self._projected(x)
+        turns = step.turns.get(self.rope)
+        part = int(self._rotates(cached))
+        if cached and step.numbers is not None:
+            layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
         if x.ndim == 2:
-            y, cached = self._decoded(q, k, v, step, cached, layer)
+            y, slots = self._decoded(q, k, v, step, cached[part], layer, bool(part))
         else:
-            cos, sin = step.turns[self.rope]
-            q, k = (rotate(a, cos, sin, interleaved=False) for a in (q, k))
+            if turns is not None:
+                q, k = (rotate(a, *turns, interleaved=False) for a in (q, k))
             if cached:
-                y, cached = self._prefilled(q, k, v, step, cached, layer)
+                way = self._slid if part else self._prefilled
+                y, slots = way(q, k, v, step, cached[part], layer)
             else:
-                y = self._attend(q, k, v, step.positions(x.shape[1]))
+                places = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+                y, slots = self._attend(q, k, v, step.positions(x.shape[1]), places), None
+        if cached:
+            cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
         y = y.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
         return self.o_proj(y).astype(x.dtype), cached
+
+    def _rotates(self, cached: Cached) -> bool:
+        """Whether this layer's part of the cache is the one that goes round."""
+        return bool(cached) and self.sliding_window is not None and cached[1] is not None
 
     def _projected(self, x: jax.Array) -> list[jax.Array]:
         """Queries ``[..., H, D]``, keys and values ``[..., K, D]``."""
@@ -152,46 +175,65 @@ class DecoderAttention(Module):
         return [q, k, v]
 
     def _decoded(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        starts = step.starts
-        if step.counts is not None:  # of rows without a token nothing is written
-            starts = jnp.where(step.counts > 0, starts, -1)
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any,
+        rotating: bool,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
         if self.num_kv_heads % parts(self.o_proj.weight, 1):
             q = placed(q, 1, ())  # the cache is whole on every device
-        cos, sin = (a[:, 0] for a in step.turns[self.rope])  # [B, D/2]
-        keys, values = cached
-        y, keys, values = decode_attention(
-            q, k, v, keys, values, starts, layer=layer, rope=(cos, sin), scale=self.scale,
-            sliding_window=self.sliding_window, soft_cap=self.soft_cap,
+        turns = step.turns.get(self.rope)
+        y, *new = decode_attention(
+            q, k, v, slots.keys, slots.values, step.starts if step.tokens is None else step.tokens,
+            layer=layer, rope=None if turns is None else tuple(a[:, 0] for a in turns),  # [B, D/2]
+            scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
+            rotating=rotating, scales=slots.scales,
         )  # fmt: skip
-        return y, (keys, values)
+        return y, Slots(*new)
 
     def _prefilled(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        length, slots = q.shape[1], cached[0].shape[-2]
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
+    ) -> tuple[jax.Array, Slots]:
+        """Writes, then looks at the cache from its first slot on."""
+        length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
-        place = positions if real is None else jnp.where(real, positions, slots)
-        keys, values = (
-            _written(whole, new, layer, place) for whole, new in zip(cached, (k, v), strict=True)
-        )
+        place = positions if real is None else jnp.where(real, positions, size)
+        slots = slots.written(layer, k, v, place)
 
         def attend(seen: int) -> jax.Array:
-            k, v = (_first(whole, layer, seen).astype(q.dtype) for whole in (keys, values))
-            return self._attend(q, k, v, positions)
+            places = jnp.arange(seen, dtype=jnp.int32)[None, :]
+            return self._attend(q, *slots.read(layer, seen, q.dtype), positions, places)
 
         # What is empty is not looked at, in steps, each of which is compiled.
-        sizes = [n for n in (length * _STEP**i for i in range(_STEPS)) if n < slots]
-        branches = [functools.partial(attend, n) for n in (*sizes, slots)]
-        needed = step.longest + length
-        which = sum((needed > n).astype(jnp.int32) for n in sizes)
-        y = jax.lax.switch(which, branches) if sizes else attend(slots)
-        return y, (keys, values)
+        sizes = [n for n in (length * _STEP**i for i in range(_STEPS)) if n < size]
+        return _chosen(attend, [*sizes, size], step.longest + length), slots
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
-        """Queries at positions ``[B or 1, T]`` look at keys at 0, 1, 2, …, none ahead of them."""
-        back = positions[:, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
+    def _slid(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
+    ) -> tuple[jax.Array, Slots]:
+        """Looks at what is there and at the new tokens, the last of which then go over it."""
+        length, size = q.shape[1], slots.size
+        positions, starts = step.positions(length), step.starts[:, None]
+        old, new = slots.alone(layer), slots.rounded(k, v)  # as all later tokens see them
+
+        def attend(seen: int) -> jax.Array:
+            if not seen:
+                return self._attend(q, *new, positions, positions)
+            before = old.read(0, seen, q.dtype)
+            keys, values = (explicit.concatenate(pair, 1) for pair in zip(new, before, strict=True))
+            places = _held(starts, size)[:, :seen]
+            places = jnp.where(places < 0, _NOWHERE, places)
+            places = explicit.concatenate([positions, places], 1)
+            return self._attend(q, keys, values, positions, places)
+
+        sizes = [n for n in (0, *(length * _STEP**i for i in range(1, _STEPS))) if n < size]
+        y = _chosen(attend, [*sizes, size], step.longest)
+        ends = starts + (length if step.counts is None else step.counts[:, None])
+        return y, slots.replaced(layer, old, k, v, _held(ends, size) - starts)
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, places: jax.Array
+    ) -> jax.Array:
+        """Queries at positions ``[B or 1, T]`` look at keys at such places, none ahead of them."""
+        back = positions[:, :, None] - places[:, None, :]
         sees = back >= 0
         if self.sliding_window is not None:
             sees = sees & (back < self.sliding_window)
@@ -204,13 +246,19 @@ class DecoderAttention(Module):
         )
 
 
-def _first(whole: jax.Array, layer: Any, seen: int) -> jax.Array:
-    """The first slots of one layer of the cache, ``[B, seen, K, D]``."""
-    _, batch, heads, _, width = whole.shape
-    part = jax.lax.dynamic_slice(
-        whole, (layer, 0, 0, 0, 0), (1, batch, heads, seen, width), allow_negative_indices=False
-    )
-    return part[0].swapaxes(1, 2)
+def _held(ends: jax.Array, size: int) -> jax.Array:
+    """Of ``[B, 1]`` tokens the one in each slot, the last that goes there: ``[B, S]``; or negative."""
+    last = ends - 1
+    return last - (last - jnp.arange(size, dtype=jnp.int32)[None, :]) % size
+
+
+def _chosen(attend: Callable[[int], jax.Array], sizes: Sequence[int], needed: Any) -> jax.Array:
+    """``attend`` of the first of these sizes that is enough."""
+    *less, most = sizes
+    if not less:
+        return attend(most)
+    which = sum((needed > n).astype(jnp.int32) for n in less)
+    return jax.lax.switch(which, [functools.partial(attend, n) for n in sizes])
 
 
 def placed(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
@@ -221,17 +269,3 @@ def placed(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
     wanted = explicit.entries(array)
     wanted[axis] = over
     return jax.sharding.reshard(array, explicit.sharding(mesh, wanted))
-
-
-def _written(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
-    """The cache with ``new`` ``[B, T, K, D]`` in the slots ``place`` ``[B, T]``; beyond S: nowhere."""
-
-    def run(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
-        rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-        return whole.at[layer, rows, :, place].set(new.astype(whole.dtype), mode="drop")
-
-    layer = jnp.asarray(layer, jnp.int32)
-    mesh = explicit.mesh_of(whole, new)
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, explicit.entries(whole))
-    return run(whole, new, layer, place)

@@ -146,11 +146,20 @@ class DecoderConfig(ModelConfig):
             context = given.get("max_position_embeddings")
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
-                given["rope"] = read_rope(raw, context)
+                given |= cls.ropes(raw, context)
             given |= cls.derived(raw)
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
         return super().from_dict(given, path=path)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """What a file says of rope, by field; ``context`` is the length it is said about.
+
+        Raises:
+            ValueError, UnsupportedModelError: As of ``read_rope``.
+        """
+        return {"rope": read_rope(raw, context)}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Heads(NamedTuple):
         layers: How many layers of it there are.
         heads, kv_heads: H heads of queries, and K of keys and values.
         head_dim, value_dim: Width of a head of queries and keys, and of one of values.
+        window: The most tokens that a cache keeps for it, if not all.
     """
 
     layers: int | None
@@ -71,6 +72,7 @@ class Heads(NamedTuple):
     kv_heads: int | None
     head_dim: int | None
     value_dim: int | None
+    window: int | None = None
 
 
 def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def heads(config: Any) -> Heads:
 
     Example:
         >>> heads({"n_layer": 2, "n_head": 4, "n_embd": 32})
-        Heads(layers=2, heads=4, kv_heads=4, head_dim=8, value_dim=8)
+        Heads(layers=2, heads=4, kv_heads=4, head_dim=8, value_dim=8, window=None)
     """
     said = text_part(config)
     found = {what: _count(said, keys) for what, keys in KEYS.items()}

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ..dtype import DType, promote
+from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placed import is_manual, on_mesh
 from ..graph.placement import EXPERTS, axis_of, batch_axes, mesh_of, split_over
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..kernels import explicit, matmul
+from .experts import ExpertWeights, mixture, sorted_mixture
 from .layer import LayerList, Module
 from .layer.definition import rebuild
 from .linear import Linear, linear_rules
@@ -200,7 +201,10 @@ class MoE(Module):
             chosen, shares = map(unwrap, self.gate(tokens))
             shares = shares.astype(jnp.float32)
             if _are_plain(self.experts):
-                y = _mixture(tokens, chosen, shares, *self._stacked(), self._activation)
+                maps = [
+                    ExpertWeights(*(m.weight._operand() for m in _maps(e))) for e in self.experts
+                ]
+                y = mixture(tokens, chosen, shares, maps, self._activation)
             else:
                 y = self._one_by_one(tokens, chosen, shares)
             if self.has_shared_experts:
@@ -229,7 +233,7 @@ class MoE(Module):
 
         def local(gate: Any, x: Any, both: Any, down: Any, weights: Any) -> jax.Array:
             chosen, shares = map(unwrap, rebuild(definition, gate)(x))
-            y = _mixture(x, chosen, shares.astype(jnp.float32), both, down, self._activation)
+            y = sorted_mixture(x, chosen, shares.astype(jnp.float32), both, down, self._activation)
             if fused:
                 kind = shared[0].activation_function
                 h = gated(matmul(x, weights[0]), matmul(x, weights[1]), kind, 0.0)
@@ -290,29 +294,6 @@ class MoE(Module):
         return total
 
 
-def _mixture(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, both: jax.Array, down: jax.Array, kind: str
-) -> jax.Array:
-    """The sum over a token's experts: ``[N, E]`` → ``[N, E]`` in float32.
-
-    Args:
-        chosen, shares: ``[N, k]``.
-        both, down: Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``.
-        kind: The activation function.
-    """
-    count, k = chosen.shape
-    experts, _, inner, width = both.shape
-    order = jnp.argsort(chosen.reshape(-1))  # [N k], stable
-    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
-    rows = x[order // k]  # [N k, E]
-    h = _ragged_matmul(rows, both.reshape(experts, 2 * inner, width), sizes)  # [N k, 2 F]
-    gate, up = jnp.split(h, 2, axis=-1)
-    y = _ragged_matmul(gated(gate, up, kind, 0.0), down, sizes)  # [N k, E]
-    # Back to the order of the tokens by a gather: sums in a fixed order on every device.
-    y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
-    return jnp.sum(y * shares[..., None], axis=1)
-
-
 def _maps(mlp: Any) -> tuple[Any, Any, Any]:
     return mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
@@ -346,18 +327,3 @@ def _is_bare(linear: Any) -> bool:
         and linear.clip_weight is None
         and linear.weight.quantization_encoding is None
     )
-
-
-def _ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """``x[rows of group i] @ w[i].T``: ``[M, in]`` and ``[X, out, in]`` → ``[M, out]``."""
-    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
-    dimensions = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-    y = jax.lax.ragged_dot_general(
-        x.astype(dtype), w.astype(dtype), sizes, dimensions,
-        preferred_element_type=jnp.float32 if dtype.itemsize < 4 else dtype,
-    )  # fmt: skip
-    return y.astype(dtype)

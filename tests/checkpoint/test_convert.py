@@ -790,6 +790,7 @@ def test_onto_the_same_steps_of_orbax(tmp_path):
 TEXTS = ["A cat sits on the mat.", "Where is the nearest station?", "ein Satz mit Ümläuten"]
 
 
+@pytest.mark.slow
 def test_minilm_embeds_the_same_in_every_format(minilm, tmp_path):
     def embedded(path):
         model, tokenizer = maxjax.load(path)

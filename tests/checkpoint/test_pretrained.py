@@ -30,6 +30,7 @@ from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
 from tests.models.test_bert import from_torch, inputs, pair, same
 from tests.nn.test_device_major import Net, initialized, placed
+from tests.products import pairwise
 
 CPU = DeviceRef.CPU()
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "maxjax_digests.json"
@@ -390,13 +391,15 @@ MESHES = [
     {"model": 4}, {"model": 1}, {"model": 2}, {"model": 8}, {"fsdp": 2}, {"fsdp": 8},
     {"fsdp": 2, "model": 2, "data": 2},
 ]  # fmt: skip
-BOTH = [(stacked, kind) for stacked in (True, False) for kind in (AxisType.Auto, AxisType.Explicit)]
 
 
-@pytest.mark.parametrize("stacked, kind", BOTH, ids=str)
-@pytest.mark.parametrize(
-    "sizes", [MESHES[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[1:])], ids=str
-)
+def from_meshes():
+    """The fast set has one mesh."""
+    for case in pairwise(MESHES, (True, False), (AxisType.Auto, AxisType.Explicit)):
+        yield pytest.param(*case, marks=() if case[0] == MESHES[0] else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("sizes", "stacked", "kind"), list(from_meshes()), ids=str)
 def test_bytes_are_the_same_from_every_mesh(tmp_path, sizes, stacked, kind):
     model = placed(stacked, **sizes, kind=kind)
     for limit, name in (("5GB", "whole"), (PARTS, "parts")):

@@ -116,6 +116,12 @@ def test_no_tokenizer_is_none(small):
     assert tokenizer is None and states(model).shape == (1, 3, 4)
 
 
+def test_no_tokenizer_wanted(small):
+    (small / "tokenizer.json").write_text("{")
+    model, tokenizer = load(small, tokenizer=False)
+    assert tokenizer is None and states(model).shape == (1, 3, 4)
+
+
 def test_a_plain_transformers_directory_has_no_pooling(small):
     (small / "modules.json").unlink()
     assert not hasattr(load(small)[0], "pooling")
@@ -182,8 +188,6 @@ def test_the_files_are_closed_and_may_change_afterwards(small):
 def test_a_path_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointMissingError, match="nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointMissingError, match="sentence-transformers/all-MiniLM-L6-v2.*hub"):
-        load("sentence-transformers/all-MiniLM-L6-v2")
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000])

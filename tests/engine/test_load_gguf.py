@@ -1,5 +1,6 @@
 """A GGUF file alone is a model: configuration, tokenizer, pooling and names come from its metadata."""
 
+import json
 import re
 
 import gguf
@@ -11,8 +12,10 @@ import tokenizers
 
 import maxjax
 from maxjax import embed, load
-from maxjax.errors import UnsupportedModelError
+from maxjax.errors import CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.models.gguf import gguf_tokenizer_metadata
+from tests.models import gguf_files, tokenizer_files
 from tests.models.gguf_files import CASES, checkpoint
 from tests.models.gguf_files import model as random_model
 from tests.models.gguf_files import write as write_random
@@ -147,3 +150,69 @@ def test_plans_of_decoders(case, tmp_path):
         assert "supported" in str(error)
     else:
         assert set(model.state_dict()) <= set(tensors)
+
+
+# --- a way of splitting text that no table has ----------------------------------------------
+
+SPECIALS = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+@pytest.fixture
+def unknown_splits(tmp_path, monkeypatch):
+    """(file, tokenizer.json) of a model whose text is split in a way that is new to llama.cpp."""
+    data = tokenizer_files.byte_level("gpt2")
+    metadata = gguf_tokenizer_metadata(data, SPECIALS, keep_json=False)
+    parameters = gguf_files.parameters
+
+    def with_tokenizer(writer, architecture, config):
+        parameters(writer, architecture, config)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("brand-new")
+        writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+        writer.add_token_types([int(kind) for kind in metadata["tokenizer.ggml.token_type"]])
+        writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+        writer.add_bos_token_id(metadata["tokenizer.ggml.bos_token_id"])
+        writer.add_eos_token_id(metadata["tokenizer.ggml.eos_token_id"])
+        writer.add_chat_template("{{ messages }}")
+
+    monkeypatch.setattr(gguf_files, "parameters", with_tokenizer)
+    made = random_model("llama")
+    (tmp_path / "gguf").mkdir()
+    path = tmp_path / "gguf" / "m.gguf"
+    return write_random(path, "llama", made, checkpoint(made, tmp_path / "hf")), data
+
+
+def test_without_a_tokenizer_beside_the_error_says_what_to_do(unknown_splits):
+    path, _ = unknown_splits
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(path)
+    assert re.search(r"m\.gguf: .*brand-new.* not supported\. ", str(caught.value))
+    assert "tokenizer.json" in str(caught.value) and "tokenizer=False" in str(caught.value)
+    model, tokenizer = load(path, tokenizer=False)
+    assert tokenizer is None and model(np.array([[3, 1, 2]], np.int32)).shape == (1, 3, 64)
+
+
+def test_the_tokenizer_beside_is_taken(unknown_splits):
+    path, data = unknown_splits
+    (path.parent / "tokenizer.json").write_text(json.dumps(data))
+    oracle = tokenizers.Tokenizer.from_str(json.dumps(data))
+    for place in (path, path.parent):
+        _, tokenizer = load(place)
+        for text in TEXTS:
+            assert tokenizer.encode(text, special=False) == oracle.encode(text).ids
+        # What only the GGUF file says is still there.
+        assert tokenizer.special_tokens.items() >= SPECIALS.items()
+        assert tokenizer.chat_template == "{{ messages }}"
+        assert tokenizer.eos_ids == (oracle.token_to_id("<|end|>"),)
+
+
+def test_the_tokenizer_of_another_model_beside(unknown_splits):
+    path, data = unknown_splits
+    more = data["model"]["vocab"] | {f"word{i}": len(data["model"]["vocab"]) + i for i in range(9)}
+    moved = {token: (i + 7) % len(more) for token, i in more.items()}
+    for vocab in (more, moved):
+        other = data | {"model": data["model"] | {"vocab": vocab}, "added_tokens": []}
+        (path.parent / "tokenizer.json").write_text(json.dumps(other))
+        with pytest.raises(CheckpointMismatchError, match=r"tokenizer\.json: is the tokenizer of"):
+            load(path)
+        assert load(path, tokenizer=False)[1] is None

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxjax.kernels import decode_attention, native
+from maxjax.kernels.int8_rows import quantised
 from scripts.sharding_product import collectives, mesh_of
 
 # The package has the function under the module's name.
@@ -194,7 +195,11 @@ def test_types_and_sizes(width, group, cache):
 @pytest.mark.parametrize("cache", TYPES)
 @pytest.mark.parametrize("q", TYPES)
 def test_every_type_and_size(q, cache):
-    for width, group in itertools.product(WIDTHS, GROUPS):
+    """A third of the sizes for each two types: all of them for each type of either operand."""
+    part = (list(TYPES).index(q) + list(TYPES).index(cache)) % 3
+    for (i, width), (j, group) in itertools.product(enumerate(WIDTHS), enumerate(GROUPS)):
+        if (i + j) % 3 != part:
+            continue
         given = operands((37, 3), 2 * group, 2, width, 40, q, cache, seed=width)
         all_right(given, jnp_too=group == 3)
 
@@ -340,6 +345,106 @@ def test_a_key_that_is_no_number_makes_the_result_none():
         assert (
             np.isnan(out[0, 1]).all() and np.isfinite(out[0, 0]).all() and np.isfinite(out[1]).all()
         )
+
+
+# --- int8 ---------------------------------------------------------------------------------------
+
+
+def narrowed(given):
+    """The same with a cache in int8, of two layers of which the second is that; and its floats."""
+    found = dict(given)
+    stack = lambda a: np.stack([np.zeros_like(a), a])
+    wide, scales = {}, []
+    for name in ("keys", "values"):
+        numbers, scale = (np.asarray(a) for a in quantised(jnp.asarray(given[name])))
+        wide[name] = numbers.astype(np.float32) * scale[..., None]
+        found[name] = stack(numbers)
+        scales.append(stack(scale))
+    return found | {"scales": tuple(scales), "layer": 1}, given | wide
+
+
+def check_int8(given, floats, got, rotating=False, **options):
+    """As ``check``, of the numbers that the cache stands for; and of those that were written."""
+    out, *caches = map(np.asarray, got)
+    before = (given["keys"], given["values"], *given["scales"])
+    for new, old in zip(caches, before, strict=True):
+        assert new.dtype == old.dtype and new.shape == old.shape and not new[0].any()
+    numbers, scales = caches[:2], caches[2:]
+    wide = [n[1] * s[1][..., None] for n, s in zip(numbers, scales, strict=True)]
+    news = turned(floats["k"], floats.get("rope"), False), floats["v"].astype(np.float64)
+    slots = floats["keys"].shape[2]
+    written = {name: floats[name].astype(np.float32) for name in ("k", "v")}
+    for (name, cache), new, old in zip(
+        zip(("k", "v"), wide, strict=True), news, (floats["keys"], floats["values"]), strict=True
+    ):
+        for b, length in enumerate(floats["lengths"].tolist()):
+            gone = slots_of(length, slots, None, rotating) is None
+            at = [] if gone else [length % slots]
+            np.testing.assert_array_equal(np.delete(cache[b], at, 1), np.delete(old[b], at, 1))
+            if not gone:  # half of a step, which is a 127th of the largest
+                off = np.abs(cache[b, :, at[0]] - new[b]).max(-1)
+                assert (off <= np.abs(new[b]).max(-1) / 127 * 0.5001).all()
+                written[name][b] = cache[b, :, at[0]]
+    # The result is that of floats, had the token been what was written.
+    there = {"keys": wide[0], "values": wide[1], **written}
+    queries = turned(floats["q"], floats.get("rope"), False).astype(np.float32)
+    exact = {**floats, **there, "q": queries.astype(floats["q"].dtype), "rope": None}
+    if exact["q"].dtype == np.float32 or floats.get("rope") is None:
+        check(exact, (out, *wide), rotating=rotating, **options)
+
+
+INT8 = {
+    "plain": ({}, {}),
+    "bfloat16": ({"q": "bfloat16", "width": 64}, {}),
+    "odd": ({"width": 33, "heads": 5, "kv_heads": 1, "pairs": 16}, {"soft_cap": 3.0}),
+    "window": ({"lengths": (300, 17, 600, 9), "slots": 300, "pairs": 8}, {"rotating": True, "sliding_window": 300}),
+    "parts": ({"lengths": (254, 599, 255, 0), "slots": 600, "heads": 12, "width": 80}, {"sliding_window": 300}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", INT8)
+def test_int8(which):
+    sizes, options = INT8[which]
+    given, floats = narrowed(operands(**({"lengths": (5, 0, -1, 9)} | sizes)))
+    for got in on_every_level(given, **options):
+        check_int8(given, floats, got, **options)
+    if which in ("odd", "window"):
+        run = export.export(jax.jit(functools.partial(decode_attention, **options)))(**given)
+        check_int8(given, floats, run.call(**given), **options)  # the jnp form
+
+
+@both
+@pytest.mark.parametrize("where", ["sequences and heads", "whole"])
+def test_int8_on_a_mesh(where, explicit):
+    """In place on every device, nothing exchanged."""
+    spec, local = PLACES[where]
+    given, floats = narrowed(operands((5, 0, -1, 9), 8, 4, pairs=8))
+    there = placed(floats, explicit, spec)
+    put = lambda a: jax.device_put(a, NamedSharding(mesh_of(SIZES, explicit), P(None, *spec)))
+    there |= {name: put(given[name]) for name in ("keys", "values")}
+    there["scales"] = tuple(map(put, given["scales"]))
+    caches = {name: there.pop(name) for name in ("keys", "values", "scales")}
+    run = jax.jit(lambda c, given: decode_attention(**c, **given, layer=1), donate_argnums=0)
+    program = run.lower(caches, there).compile()
+    assert not collectives(program.as_text()) and kernels_in(program.as_text()) == [local]
+    shardings = [caches["keys"].sharding, caches["scales"][0].sharding]
+    got = program(caches, there)
+    assert all(
+        a.sharding.is_equivalent_to(s, a.ndim)
+        for a, s in zip(got[1:], [shardings[0]] * 2 + [shardings[1]] * 2, strict=True)
+    )
+    check_int8(given, floats, got)
+
+
+def test_int8_without_its_scales():
+    given, _ = narrowed(operands((5, 0)))
+    scales, layer = given.pop("scales"), given.pop("layer")
+    shorter, narrower = ([f(s) for s in scales] for f in (lambda s: s[..., :3], np.float16))
+    for wrong in (None, scales[:1], shorter, narrower):
+        with pytest.raises(ValueError, match="two scales, float32"):
+            decode_attention(**given, layer=layer, scales=wrong)
+    with pytest.raises(ValueError, match="and no other"):
+        decode_attention(**operands((5, 0)), scales=tuple(s[1] for s in scales))
 
 
 # --- layers, steps, memory ----------------------------------------------------------------------

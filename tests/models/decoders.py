@@ -32,7 +32,12 @@ def ids_of(batch, length, seed=0):
 
 def oracle(kind, directory, seed=0, **settings):
     """transformers' model of one kind ("Llama"), in the directory as well; logits of deviation 1."""
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **settings})
+    if kind == "GPT2":
+        return gpt2_oracle(directory, seed, **{**SMALL, **settings})
+    settings_of = {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config")
+    config = getattr(transformers, settings_of)(**{**SMALL, **settings})
+    cap = getattr(config, "final_logit_softcapping", None)
+    one = float(kind.startswith("Gemma"))  # what it adds to weights of norms
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -41,9 +46,35 @@ def oracle(kind, directory, seed=0, **settings):
             size = 1 / np.sqrt(weight.shape[-1]) if weight.ndim == 2 else 0.3
             weight.normal_(0, 1.5 * size)
             if "norm" in name:  # ones and zeros would hide a mistake
-                weight.add_(1.0)
+                weight.add_(1.0 - one)
+        if cap is not None:  # it is 1 before the cap
+            config.final_logit_softcapping = None
         spread = model(torch.tensor(ids_of(4, 32)).long()).logits.std()
-        model.model.norm.weight.div_(spread)
+        model.model.norm.weight.add_(one).div_(spread).sub_(one)
+        if cap is not None:
+            config.final_logit_softcapping = cap
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(directory)
+    return model
+
+
+def gpt2_oracle(directory, seed=0, **settings):
+    """The same of a GPT-2, whose maps have weights [in, out]."""
+    config = transformers.GPT2Config(**settings)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            size = 1 / np.sqrt(weight.shape["c_" not in name]) if weight.ndim == 2 else 0.3
+            weight.normal_(0, 1.5 * size)
+            if ".ln_" in name and name.endswith("weight"):
+                weight.add_(1.0)
+        ids = ids_of(4, min(24, config.n_positions)) % config.vocab_size
+        spread = model(torch.tensor(ids).long()).logits.std()
+        for weight in model.transformer.ln_f.parameters():
+            weight.div_(spread)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(directory)
@@ -101,7 +132,7 @@ def greedy(model, prompts, new, chunk=None):
     rows, lengths = padded(prompts)
     cache = model.cache(len(prompts), rows.shape[1] + new)
     width = chunk or rows.shape[1]
-    logits = np.zeros((len(prompts), VOCAB), np.float32)
+    logits = np.zeros((len(prompts), model.config.vocab_size), np.float32)
     for start in range(0, rows.shape[1], width):
         part = rows[:, start : start + width]
         part = np.pad(part, ((0, 0), (0, width - part.shape[1])))

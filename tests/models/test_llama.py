@@ -9,6 +9,7 @@ from maxjax.models import LlamaConfig, MistralConfig, build
 from maxjax.models.decoder_rope import read_rope
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
+from tests.products import pairwise
 
 LENGTH = 24
 
@@ -21,10 +22,10 @@ def test_logits(tmp_path, heads, tied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("stacked", [False, True], ids=["unstacked", "stacked"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("heads", "tied", "stacked", "devices"),
+    pairwise(HEADS, (False, True), (False, True), (1, 2, 4, 8)),
+)
 def test_logits_stacked_and_placed(tmp_path, heads, tied, stacked, devices):
     settings = {"num_key_value_heads": 2 * HEADS[heads], "tie_word_embeddings": tied}
     settings = settings if heads != "mqa" else {**settings, "num_key_value_heads": 1}

@@ -7,6 +7,7 @@ from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import Qwen2Config, Qwen3Config
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
+from tests.products import pairwise
 
 LENGTH = 24
 KINDS = pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
@@ -29,11 +30,10 @@ def test_logits(tmp_path, kind, heads, tied):
 
 
 @pytest.mark.slow
-@KINDS
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("stacked", [False, True], ids=["unstacked", "stacked"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("kind", "heads", "tied", "stacked", "devices"),
+    pairwise(("Qwen2", "Qwen3"), HEADS, (False, True), (False, True), (1, 4)),
+)
 def test_logits_stacked_and_placed(tmp_path, kind, heads, tied, stacked, devices):
     settings = {"num_key_value_heads": HEADS[heads], "tie_word_embeddings": tied, **WIDTH[kind]}
     model, ids = oracle(kind, tmp_path, **settings), ids_of(2, LENGTH)

@@ -17,6 +17,7 @@ from maxjax import nn
 from maxjax.graph import DeviceRef, Graph, TensorType
 from maxjax.graph.layout import DeviceMajor
 from maxjax.nn.attention import AttentionWithRope
+from tests.products import pairwise
 
 CPU = DeviceRef.CPU()
 X = np.random.default_rng(0).standard_normal((4, 5, 16)).astype(np.float32)
@@ -74,23 +75,23 @@ def test_rows_and_shapes():
         np.testing.assert_array_equal(stored[2], mine)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"model": 4},
-        *(
-            pytest.param(sizes, marks=pytest.mark.slow)
-            for sizes in (
-                {"model": 2},
-                {"model": 8},
-                {"data": 2, "model": 4},
-                {"fsdp": 2, "model": 2},
-            )
-        ),
-    ],
+MESHES = (
+    {"model": 4},
+    {"model": 2},
+    {"model": 8},
+    {"data": 2, "model": 4},
+    {"fsdp": 2, "model": 2},
 )
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+def cases():
+    """The fast set has one mesh."""
+    for sizes, kind, stacked in pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (False, True)):
+        marks = () if sizes == {"model": 4} else (pytest.mark.slow,)
+        yield pytest.param(stacked, sizes, kind, marks=marks)
+
+
+@pytest.mark.parametrize(("stacked", "sizes", "kind"), list(cases()))
 def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
     model = placed(stacked, **sizes, kind=kind)
     layout = qkv(model)._layout

@@ -9,7 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 import maxjax
 from maxjax.errors import UserInputError
+from maxjax.kernels.int8_rows import quantised, restored
 from maxjax.nn.kv_cache import KVCache
+from maxjax.nn.kv_slots import Slots
 
 SIZES = {"batch": 3, "num_kv_heads": 4, "capacity": 8, "head_dim": 5}
 
@@ -18,7 +20,7 @@ def filled(sharding=None):
     cache = KVCache.empty(2, **SIZES, sharding=sharding)
     values = np.random.default_rng(0).standard_normal(cache.keys.shape).astype(np.float32)
     keys = jax.device_put(values, sharding) if sharding is not None else jnp.asarray(values)
-    return KVCache(keys, keys + 1, jnp.array([0, 3, 8], jnp.int32))
+    return KVCache(Slots(keys, keys + 1), None, jnp.array([0, 3, 8], jnp.int32))
 
 
 def test_an_empty_one():
@@ -35,7 +37,55 @@ def test_it_is_a_pytree_of_three_leaves():
     assert [leaf.ndim for leaf in leaves] == [5, 5, 1]
     assert isinstance(jax.tree.unflatten(tree, leaves), KVCache)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(filled())]
-    assert paths == [".keys", ".values", ".lengths"]
+    assert paths == [".full.keys", ".full.values", ".lengths"]
+
+
+def test_int8_comes_with_scales():
+    sharding = NamedSharding(maxjax.make_mesh(data=1, model=4), P(None, "data", "model"))
+    cache = KVCache.empty(2, **SIZES, dtype="int8", sharding=sharding)
+    assert cache.keys.dtype == jnp.int8 and len(jax.tree.leaves(cache)) == 5
+    for a in cache.full.scales:
+        assert a.shape == (2, 3, 4, 8) and a.dtype == jnp.float32
+        assert a.addressable_shards[0].data.shape == (2, 3, 1, 8)
+    grown = cache.grow(11)
+    assert grown.full.key_scales.shape == (2, 3, 4, 11)
+    assert grown.full.key_scales.sharding.is_equivalent_to(sharding, 4)
+
+
+def test_layers_that_slide_have_the_slots_of_their_window():
+    cache = KVCache.empty(1, **SIZES, sliding_layers=5, window=6)
+    assert cache.full.keys.shape == (1, 3, 4, 8, 5) and cache.sliding.keys.shape == (5, 3, 4, 6, 5)
+    assert (cache.num_layers, cache.capacity, cache.grow(99).sliding.size) == (6, 8, 6)
+    cache = KVCache.empty(0, **SIZES, sliding_layers=2, window=10)
+    assert cache.keys.shape == (2, 3, 4, 8, 5) and cache.full.keys.size == 0
+    assert [cache.grow(n).sliding.size for n in (9, 10, 11)] == [9, 10, 10]
+    assert [cache.grow(n).capacity for n in (9, 10, 11)] == [9, 10, 11]
+    KVCache.empty(0, **SIZES, sliding_layers=2, window=3).check_room(8)  # positions, not slots
+
+
+def test_what_is_written_is_read():
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 2, 3, 4, 5)).astype(np.float32)
+    place = jnp.array([[0, 5, 8], [7, 1, 9]], jnp.int32)  # 8 and more: nowhere
+    for dtype, off in ((jnp.float32, 0.0), (jnp.bfloat16, 2**-7), (jnp.int8, 1 / 100)):
+        slots = Slots.empty((3, 2, 4, 8, 5), dtype).written(1, k, v, place)
+        for new, found in zip((k, v), slots.read(1, 8, jnp.float32), strict=True):
+            wanted = np.zeros((2, 8, 4, 5), np.float32)
+            for row, t in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                wanted[row, place[row, t]] = new[row, t]
+            limit = off * np.abs(new).max()
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
+            rounded = slots.rounded(jnp.asarray(new))[0]
+            np.testing.assert_array_equal(found[0, 5], rounded[0, 1])
+        assert not np.asarray(slots.read(0, 8, jnp.float32)).any()
+
+
+def test_no_number_in_int8_is_no_number_again():
+    x = jnp.array([[1.0, np.nan], [np.inf, 2.0], [0.0, 0.0], [1e-45, 0.0], [-3e38, 3e38]])
+    numbers, scale = quantised(x)
+    back = np.asarray(restored(numbers, scale))
+    assert np.isnan(back[:2]).any(1).all() and not back[2:4].any()
+    np.testing.assert_allclose(back[4], x[4], rtol=1e-6)
 
 
 def test_growing_keeps_what_is_there():
@@ -92,7 +142,8 @@ def test_room_is_checked_where_numbers_are_known():
     ("changes", "name"),
     [
         ({"batch": 0}, "batch"), ({"capacity": -1}, "capacity"), ({"head_dim": 2.0}, "head_dim"),
-        ({"num_kv_heads": True}, "num_kv_heads"), ({"dtype": "int8"}, "int8"),
+        ({"num_kv_heads": True}, "num_kv_heads"), ({"dtype": "int32"}, "int32"),
+        ({"sliding_layers": 1}, "window"), ({"sliding_layers": -1, "window": 3}, "sliding_layers"),
     ],
 )  # fmt: skip
 def test_wrong_sizes_are_named(changes, name):

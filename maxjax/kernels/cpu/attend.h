@@ -64,6 +64,13 @@ void mixed(const float* weights, const T* values, int64_t stride, int64_t count,
     for (int i = 0; i < 2 * N; i++) store(out + g * out_stride + i * kLanes, acc[g][i]);
 }
 
+// Of the rows of an int8 cache: what is a number of each becomes that times its scale.
+template <int G>
+inline void scaled(float* s, const float* scales, int64_t count) {
+  for (int g = 0; g < G; g++)
+    for (int64_t p = 0; p < count; p++) s[g * maxjax::kPart + p] *= scales[p];
+}
+
 template <class T, int G>
 void attend_group(const Attend& part, int64_t first) {
   alignas(64) float scores[G * maxjax::kPart];
@@ -81,10 +88,12 @@ void attend_group(const Attend& part, int64_t first) {
   for (; p < count; p++)
     tile<Wide<T>, 1, G>(keys + p * depth, depth, q, part.q_stride, depth, scores + p,
                         maxjax::kPart);
+  if (part.key_scales) scaled<G>(scores, part.key_scales + part.begin, count);
   #pragma GCC unroll 64
   for (int g = 0; g < G; g++)
     part.sum[first + g] = softened(scores + g * maxjax::kPart, count, padded, part.cap,
                                    part.top + first + g);
+  if (part.value_scales) scaled<G>(scores, part.value_scales + part.begin, count);
   int64_t d = 0;
   for (; d + kMixed * 2 * kLanes <= depth; d += kMixed * 2 * kLanes)
     mixed<T, G, kMixed>(scores, values + d, depth, count, out + d, part.q_stride);
@@ -113,6 +122,7 @@ void attend_as(const Attend& part) {
 
 void attend(const Attend& part) {
   const Exact exact;
+  if (part.key_scales) return attend_as<i8>(part);
   switch (part.type) {
     case Type::f32:
       return attend_as<float>(part);

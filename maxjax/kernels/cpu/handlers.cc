@@ -250,17 +250,57 @@ void summed(const OfPart& of_part, size_t begin, size_t end, int64_t group, int6
   for (int64_t d = 0; d < stride; d++) head[d] /= total;
 }
 
+// One row of an int8 cache from floats, and its scale, which it returns: the highest is 127. Of a
+// row with a NaN or an Inf it is no finite number.
+float quantised(const float* x, int64_t depth, int8_t* out) {
+  float highest = 0;
+  for (int64_t d = 0; d < depth; d++) {
+    const float size = std::fabs(x[d]);
+    if (!(size <= highest)) highest = std::isnan(highest) ? highest : size;
+  }
+  const float scale = highest / 127;
+  for (int64_t d = 0; d < depth; d++) {
+    const float ratio = std::nearbyint(x[d] / scale);
+    out[d] = std::isfinite(ratio) ? int8_t(ratio) : 0;
+  }
+  return scale;
+}
+
+// The scales of a cache in int8: float [.., S], those of keys and of values; none of floats.
+struct Scales {
+  float* keys = nullptr;
+  float* values = nullptr;
+};
+
+bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results, int64_t count,
+               int64_t offset, Scales* scales) {
+  if (args.size() != 2 || results.size() != 2) return false;
+  float** const to[] = {&scales->keys, &scales->values};
+  for (size_t i = 0; i < 2; i++) {
+    const auto arg = args.get<ffi::Buffer<ffi::F32>>(i);
+    auto result = results.get<ffi::Buffer<ffi::F32>>(i);
+    if (arg.has_error() || result.has_error() || int64_t(arg->element_count()) != count ||
+        (*result)->untyped_data() != arg->untyped_data())
+      return false;
+    *to[i] = arg->typed_data() + offset;
+  }
+  return true;
+}
+
 // q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [], lengths [B],
-// cos, sin [B, pairs] -> out [B, H, D] and the caches, in place.
+// cos, sin [B, pairs], and of a cache in int8 two scales, without D -> out [B, H, D] and the caches
+// and scales, in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> keys_out,
-                     ffi::Result<ffi::AnyBuffer> values_out, float scale, int64_t window, float cap,
+                     ffi::RemainingArgs scales_in, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out,
+                     ffi::RemainingRets scales_out, float scale, int64_t window, float cap,
                      bool interleaved, bool rotating) {
-  Type type, new_type, cache_type;
+  Type type, new_type, cache_type = Type::f32;
+  const bool is_int8 = keys.element_type() == ffi::S8;
   if (!type_of(q.element_type(), &type) || !type_of(k.element_type(), &new_type) ||
-      !type_of(keys.element_type(), &cache_type) || v.element_type() != k.element_type() ||
+      (!is_int8 && !type_of(keys.element_type(), &cache_type)) || v.element_type() != k.element_type() ||
       values.element_type() != keys.element_type() || out->element_type() != q.element_type())
     return wrong("types of attention");
   const auto shape = keys.dimensions();
@@ -282,10 +322,15 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     return ffi::Error::Internal("maxjax: the cache was copied, not updated in place");
   if (q.element_count() == 0) return ffi::Error::Success();
   const Level& level = *active().load(std::memory_order_relaxed);
-  const int64_t item = size_of(cache_type), group = heads / kv_heads, stride = padded(depth);
-  const int64_t at = most(0, least(layer.typed_data()[0], layers - 1)) * batch * kv_heads * slots * depth * item;
-  char* key_cache = static_cast<char*>(keys.untyped_data()) + at;
-  char* value_cache = static_cast<char*>(values.untyped_data()) + at;
+  const int64_t item = is_int8 ? 1 : size_of(cache_type), group = heads / kv_heads, stride = padded(depth);
+  const int64_t rows = batch * kv_heads * slots;  // of one layer
+  const int64_t before = most(0, least(layer.typed_data()[0], layers - 1)) * rows;
+  char* key_cache = static_cast<char*>(keys.untyped_data()) + before * depth * item;
+  char* value_cache = static_cast<char*>(values.untyped_data()) + before * depth * item;
+  Scales scales;
+  if (is_int8 ? !scales_of(scales_in, scales_out, layers * rows, before, &scales)
+              : scales_in.size() + scales_out.size() > 0)
+    return wrong("scales of attention");
   const Rope rope{cos.typed_data(), sin.typed_data(), int64_t(cos.dimensions()[1]), interleaved};
   const int32_t* length = lengths.typed_data();
   // Those that are in the batch, and fit.
@@ -304,12 +349,20 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
       const char* from = static_cast<const char*>(x.untyped_data()) + row * depth * size_of(x_type);
       level.widen(from, x_type, depth, Type::f32, head, stride);
     };
-    const int64_t to = (unit * slots + length[b] % slots) * depth * item;
+    const int64_t row = unit * slots + length[b] % slots;
+    const auto put = [&](char* cache, float* of_rows) {
+      char* to = cache + row * depth * item;
+      if (is_int8) {
+        of_rows[row] = quantised(head, depth, reinterpret_cast<int8_t*>(to));
+      } else {
+        level.narrow_row(head, Type::f32, depth, to, cache_type);
+      }
+    };
     widened(k, new_type, unit);
     rope.turn(head, b, 1, depth);
-    level.narrow_row(head, Type::f32, depth, key_cache + to, cache_type);
+    put(key_cache, scales.keys);
     widened(v, new_type, unit);
-    level.narrow_row(head, Type::f32, depth, value_cache + to, cache_type);
+    put(value_cache, scales.values);
     for (int64_t g = unit * group; g < (unit + 1) * group; g++) {
       widened(q, type, g);
       rope.turn(head, b, scale, depth);
@@ -329,10 +382,11 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const int64_t bytes = 2 * int64_t(parts.size()) * kPart * depth * item;
   parallel(pool, parts.size(), bytes < kChunkBytes ? 1 : pool.num_threads(), [&](int64_t i) {
     const Part& part = parts[i];
-    const int64_t from = part.unit * slots * depth * item;
+    const int64_t row = part.unit * slots, from = row * depth * item;
     float* result = of_part(i);
     level.attend({queries + part.unit * group * stride, stride, group, key_cache + from,
-                  value_cache + from, cache_type, depth, part.begin, part.end, cap,
+                  value_cache + from, is_int8 ? scales.keys + row : nullptr,
+                  is_int8 ? scales.values + row : nullptr, cache_type, depth, part.begin, part.end, cap,
                   result + group * stride, result + group * (stride + 1), result});
   });
   char* to = static_cast<char*>(out->untyped_data());
@@ -396,9 +450,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_decode_attention, maxjax::attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("cap")

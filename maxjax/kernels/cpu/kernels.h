@@ -40,7 +40,10 @@ struct Attend {
   int64_t queries;
   const void* keys;    // [*, depth]
   const void* values;  // [*, depth]
-  Type type;
+  // [*] each: the cache is int8, and its rows are multiplied with these; or null.
+  const float* key_scales;
+  const float* value_scales;
+  Type type;  // f32 for int8, whose order is the same
   int64_t depth;
   int64_t begin, end;  // slots
   float cap;           // 0: none

@@ -15,6 +15,10 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
+// Of caches only: what it is multiplied with is kept elsewhere.
+struct i8 {
+  int8_t bits;
+};
 
 inline float of_bits(uint32_t bits) {
   float f;
@@ -29,6 +33,8 @@ inline uint32_t to_bits(float f) {
 }
 
 inline float widen(float f) { return f; }
+
+inline float widen(i8 n) { return float(n.bits); }
 
 inline float widen(bf16 h) { return of_bits(uint32_t(h.bits) << 16); }
 

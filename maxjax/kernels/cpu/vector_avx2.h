@@ -41,6 +41,11 @@ inline void load2(const f16* p, vec& a, vec& b) {
   a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
   b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
 }
+inline void load2(const i8* p, vec& a, vec& b) {
+  const __m128i n = _mm_loadu_si128((const __m128i*)p);
+  a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(n));
+  b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(n, 8)));
+}
 // The even numbers and the odd ones: a bf16 is the upper half of a float.
 inline void load2(const bf16* p, vec& a, vec& b) {
   const __m256i h = _mm256_loadu_si256((const __m256i*)p);

@@ -60,6 +60,10 @@ inline void load2(const f16* p, vec& a, vec& b) {
   a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
   b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(p + 16)));
 }
+inline void load2(const i8* p, vec& a, vec& b) {
+  a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
+}
 // The even numbers and the odd ones: a bf16 is the upper half of a float.
 inline void load2(const bf16* p, vec& a, vec& b) {
   const __m512i h = _mm512_loadu_si512(p);

@@ -43,6 +43,11 @@ inline void load2(const bf16* p, vec& a, vec& b) {
   a = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16));
   b = vreinterpretq_f32_u32(vshll_high_n_u16(h, 16));
 }
+inline void load2(const i8* p, vec& a, vec& b) {
+  const int16x8_t n = vmovl_s8(vld1_s8(&p->bits));
+  a = vcvtq_f32_s32(vmovl_s16(vget_low_s16(n)));
+  b = vcvtq_f32_s32(vmovl_high_s16(n));
+}
 // Where in load2 of 2 * kLanes numbers the i-th of them is.
 template <class T>
 inline int place(int i) {

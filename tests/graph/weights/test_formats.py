@@ -23,6 +23,7 @@ from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import GGUFWeights, SafetensorWeights, Weights
 from maxjax.storage.blocks import DECODERS, LAYOUTS
 from maxjax.storage.gguf import KEPT
+from tests.products import pairwise
 
 CPU = DeviceRef.CPU()
 S = ShardingStrategy
@@ -330,9 +331,11 @@ def assert_parts(value: jax.Array, array: np.ndarray, devices: int) -> None:
     assert bits(np.asarray(value)) == bits(array)
 
 
-@every_format
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("sizes", [{"model": 8}, {"data": 2, "model": 4}, {"fsdp": 8}], ids=str)
+@pytest.mark.parametrize(
+    ("format", "sizes", "explicit"),
+    pairwise(FORMATS, [{"model": 8}, {"data": 2, "model": 4}, {"fsdp": 8}], [False, True]),
+    ids=str,
+)
 def test_on_eight_devices(format, sizes, explicit, tmp_path):
     kind = jax.sharding.AxisType
     mesh = maxjax.make_mesh(**sizes, axis_types=kind.Explicit if explicit else kind.Auto)

@@ -1,0 +1,149 @@
+"""Floor 7. ``maxjax generate``: a text that a language model goes on with, or one answer of a chat.
+
+Below: ``engine.generate``, cli_answer. Above: cli, which registers the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .cli_answer import nan_error, say, show, stats
+from .cli_convert import stoppable
+from .cli_model import chosen_seed, model_arguments, open_model, sampling_arguments, sampling_values
+from .errors import UserInputError
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT",
+                        help="the text to go on with; - or none: stdin")  # fmt: skip
+    parser.add_argument("--file", type=Path, help="read the prompt from a file")
+    parser.add_argument("--chat", action="store_true",
+                        help="the prompt is what a user says: put it into the chat template")  # fmt: skip
+    model_arguments(parser)
+    sampling_arguments(parser)
+    parser.add_argument("--logprobs", type=int, metavar="N",
+                        help="with --json: log-probabilities, and of the N most probable")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+
+
+def generate(options: argparse.Namespace) -> Iterable[str]:
+    """Writes what a language model says after PROMPT, as it comes. Ctrl-C ends it."""
+    prompt = _prompt(options)
+    if options.logprobs is not None and not options.json:
+        options.error("--logprobs needs --json")
+    values = sampling_values(options)
+    with stoppable():
+        return _generate(options, prompt, values)
+
+
+def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) -> list[str]:
+    opened = open_model(options)
+    from .engine.generate import Request, Stream
+
+    request = Request(
+        opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values
+    )
+    ids = request.tokens(_text(options, prompt, opened.tokenizer), 0, True)
+    seed = chosen_seed(options, request.sampling)
+    decoding = request.decoding(ids, key_of(seed), options.chunk, options.cache_dtype)
+    stream = Stream(request, decoding, ids)
+    del decoding  # it is the stream's to close
+    try:
+        answer = show(stream, quiet=options.json)
+    except FloatingPointError as error:
+        raise nan_error(opened.model, stream.completion, options.debug_nans) from error
+    if options.stats:
+        say(stats(answer, request.sampling, seed, opened.seconds))
+    if answer.stopped:
+        raise KeyboardInterrupt
+    return [_json(answer.completion, seed)] if options.json else []
+
+
+def key_of(seed: int | None) -> Any:
+    """A key of random numbers; None for None."""
+    if seed is None:
+        return None
+    import jax
+
+    return jax.random.key(seed)
+
+
+# --- the prompt -----------------------------------------------------------------------------
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """The prompt as it is given, in a file or on stdin, of which the last end of line is left out."""
+    given = options.prompt
+    if options.file is not None:
+        if given is not None:
+            options.error("a PROMPT and --file: one of them")
+        text = _decoded(options.file.read_bytes(), str(options.file))
+    elif given is None or given == "-":
+        if sys.stdin is None or (given is None and sys.stdin.isatty()):
+            options.error("no PROMPT given, and none on stdin")
+        text = _decoded(sys.stdin.buffer.read(), "stdin")
+    elif any("\ud800" <= c <= "\udfff" for c in given):
+        raise UserInputError("the prompt is not valid UTF-8")
+    else:
+        text = given
+    if not text:
+        raise UserInputError("the prompt is empty: there is nothing to go on with")
+    return text
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UserInputError(f"{name} is not valid UTF-8, at byte {error.start}") from None
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _text(options: argparse.Namespace, prompt: str, tokenizer: Any) -> Any:
+    """The prompt, or the token ids of a chat."""
+    if not options.chat and options.system is None:
+        return prompt
+    from .engine.chat import chat_tokens
+
+    return chat_tokens(tokenizer, [*system_message(options), {"role": "user", "content": prompt}])
+
+
+def system_message(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The message of --system, or none."""
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
+# --- JSON -----------------------------------------------------------------------------------
+
+
+def _json(found: Any, seed: int | None) -> str:
+    document = {
+        "text": str(found),
+        "tokens": list(found.tokens),
+        "finish_reason": found.finish_reason,
+        "stop": found.stop,
+        "prompt_tokens": list(found.prompt_tokens),
+        "seed": seed,
+    }
+    if found.logprobs is not None:
+        document["logprobs"] = [
+            {
+                "token": one.token,
+                "logprob": _finite(one.logprob),
+                "top": [[token, _finite(value)] for token, value in one.top],
+            }
+            for one in found.logprobs
+        ]
+    return json.dumps(document, ensure_ascii=False)
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity: a token that cannot come has null."""
+    return number if math.isfinite(number) else None

@@ -1,0 +1,168 @@
+"""Floor 7. What ``generate``, ``chat`` and ``bench`` have in common: their options, and the model.
+
+Below: ``engine``. Above: cli_generate, cli_chat, cli_bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from typing import Any, NamedTuple
+
+from .errors import UserInputError
+
+# Settings of Sampling: option → (its type, what --help says).
+_SAMPLING: dict[str, tuple[Any, str]] = {
+    "temperature": (float, "0 is greedy; above it, tokens are drawn"),
+    "top_k": (int, "draw from the K most probable tokens (0: off)"),
+    "top_p": (float, "draw from those that hold this probability together (1: off)"),
+    "min_p": (float, "draw from those at least P times as probable as the first (0: off)"),
+    "repetition_penalty": (float, "make what has been said less probable (1: off)"),
+    "presence_penalty": (float, "subtract from the logits of what the answer has (0: off)"),
+    "frequency_penalty": (float, "subtract it for each time the answer has it (0: off)"),
+}
+_FILTERS = ("top_k", "top_p", "min_p")
+_SEEDS = 2**32
+
+
+def positive(text: str) -> int:
+    """An option's value as a positive number."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def power_of_two(text: str) -> int:
+    """An option's value as a power of two."""
+    number = positive(text)
+    if number & (number - 1):
+        raise argparse.ArgumentTypeError(f"{number} is no power of two")
+    return number
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < _SEEDS:
+        raise argparse.ArgumentTypeError(f"{number} is not from 0 to {_SEEDS - 1}")
+    return number
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and where and how it runs."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="PATH", default="tiny",
+                       help="a directory, a GGUF file, or org/name on the Hugging Face hub"
+                       " (default: the tiny model that comes with maxjax)")  # fmt: skip
+    group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
+    group.add_argument("--mesh", metavar="AXIS=N,…", help="as model=4 or model=4,data=2")
+    group.add_argument("--dtype", default="auto",
+                       help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
+    group.add_argument("--cache-dtype", choices=["int8", "float32", "bfloat16", "float16"],
+                       help="of the cache of keys and values (default: the model's)")  # fmt: skip
+    group.add_argument("--chunk", type=power_of_two, default=512, metavar="N",
+                       help="tokens of a prompt read at once, a power of two (default 512)")  # fmt: skip
+
+
+def sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How an answer is written, and what is told about it."""
+    group = parser.add_argument_group("answer", "Without these, as generation_config.json says.")
+    group.add_argument("--max-new-tokens", type=positive, metavar="N", help="end it after N tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT",
+                       help="end it before this text; may be given several times")  # fmt: skip
+    for name, (kind, text) in _SAMPLING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
+    group.add_argument("--seed", type=_seed, metavar="N",
+                       help="the same seed gives the same text (default: any)")  # fmt: skip
+    group.add_argument("--system", metavar="TEXT", help="a system message before the chat")
+    group = parser.add_argument_group("reports")
+    group.add_argument(
+        "--stats", action="store_true", help="times, seed and how it ended, on stderr"
+    )
+    group.add_argument("--debug-nans", action="store_true",
+                       help="name the layer that first makes a NaN")  # fmt: skip
+
+
+class Opened(NamedTuple):
+    """A model, its tokenizer, and the seconds it took to have them."""
+
+    model: Any
+    tokenizer: Any
+    seconds: float
+
+
+def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened:
+    """Loads the model of the options, a language model.
+
+    Args:
+        options: As :func:`model_arguments` made them.
+        tokenizer: Whether it needs one.
+
+    Raises:
+        UserInputError: It is no language model, or has no tokenizer; a mesh that cannot be.
+        CheckpointError, UnsupportedModelError: As ``maxjax.load``.
+    """
+    began = time.perf_counter()
+    mesh = None if options.mesh is None else _mesh(options.mesh)
+    from .engine.decoding import check_model
+    from .engine.load import load
+
+    model, found = load(
+        options.model, dtype=options.dtype, mesh=mesh, revision=options.revision,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+    check_model(model)
+    if tokenizer and found is None:
+        raise UserInputError(
+            f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights"
+        )
+    return Opened(model, found, time.perf_counter() - began)
+
+
+def _mesh(text: str) -> Any:
+    import jax
+
+    from .engine.plan import read_mesh
+    from .graph.mesh import make_mesh
+
+    sizes = dict(read_mesh(text).shape)
+    needed, there = math.prod(sizes.values()), jax.devices()
+    if needed > len(there):
+        kind = there[0].platform
+        cpu = "" if kind == "cpu" else "JAX_PLATFORMS=cpu "
+        raise UserInputError(
+            f"--mesh {text} needs {needed} devices, and there {'is' if len(there) == 1 else 'are'}"
+            f" {len(there)} ({kind}). To try it on one CPU, set {cpu}JAX_NUM_CPU_DEVICES={needed}"
+        )
+    return make_mesh(**sizes)
+
+
+def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of Sampling that were given, checked before anything is loaded.
+
+    Raises:
+        UserInputError: One is out of range.
+    """
+    from .engine.sampling import Sampling
+
+    values = {name: getattr(options, name) for name in (*_SAMPLING, "logprobs")
+              if getattr(options, name, None) is not None}  # fmt: skip
+    Sampling(**values)
+    return values
+
+
+def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:
+    """The seed of random numbers, None where none are drawn. Warns of options without effect."""
+    if not sampling.is_greedy:
+        return int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+    idle = [name for name in _FILTERS if getattr(options, name)]
+    if idle and (idle != ["top_p"] or options.top_p < 1):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        print(
+            f"maxjax: warning: {names} without effect, since the choice is greedy: give --temperature",
+            file=sys.stderr,
+        )
+    return None

@@ -1,0 +1,119 @@
+"""Floor 6. Conversation: a chat of several turns with a language model.
+
+What the turns before have put into the cache of keys and values is used again, as far as the
+prompt begins with the same tokens. Below: generate, chat. Above: the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .chat import chat_tokens
+from .decoding import Decoding
+from .generate import Request, Stream
+from .sampling import Sampling
+
+
+class Conversation:
+    """A chat with a model that has a chat template.
+
+    Args:
+        model, tokenizer: As ``maxjax.load`` gives them.
+        messages: What has been said: ``{"role": "system", "content": …}`` and so on.
+        max_new_tokens, stop, eos_ids, key, sampling, chunk, cache_dtype, values: As of
+            :func:`~maxjax.engine.generate.generate`.
+        template: The name of one of the tokenizer's chat templates, or a template.
+
+    Attributes:
+        messages: The chat so far; an answer that was interrupted as far as it came.
+
+    Raises:
+        UserInputError: No chat template; and as ``generate``.
+
+    Example:
+        >>> import maxjax
+        >>> model, tokenizer = maxjax.load("tiny")
+        >>> chat = maxjax.Conversation(model, tokenizer)
+        >>> "".join(chat.say("What is 37 + 48?"))
+        '37 + 48 = 85'
+        >>> len(chat.messages)
+        2
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        messages: Iterable[Mapping[str, Any]] = (),
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        eos_ids: Sequence[int] | None = None,
+        key: jax.Array | None = None,
+        sampling: Sampling | None = None,
+        chunk: int = 512,
+        cache_dtype: Any = None,
+        template: str | None = None,
+        **values: Any,
+    ):
+        self._request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
+        self._tokenizer, self._template = tokenizer, template
+        self._key = jax.random.key(0) if key is None else key
+        self._chunk, self._cache_dtype = chunk, cache_dtype
+        self._turns = 0
+        self._decoding: Decoding | None = None
+        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
+        self._opening = list(self.messages)
+        self._prompt([{"role": "user", "content": "?"}])  # no template: said now, not later
+
+    def say(self, text: str) -> Stream:
+        """The answer to what the user says, piece by piece.
+
+        Both are among :attr:`messages` once it has ended, also if it was closed before.
+
+        Raises:
+            UserInputError: The chat has become longer than the model's context; the template
+                refuses it.
+        """
+        said = [{"role": "user", "content": text}]
+        prompt = self._prompt(said)
+        limit = self._request.limit(prompt)
+        key = None
+        if not self._request.sampling.is_greedy:
+            key = jax.random.fold_in(self._key, self._turns)
+        self._turns += 1
+        decoding, self._decoding = self._decoding, None
+        if decoding is None or not decoding.resume(prompt, limit, key):
+            decoding = self._request.decoding(prompt, key, self._chunk, self._cache_dtype)
+
+        def ended(stream: Stream, whole: bool) -> None:
+            completion = stream.completion
+            self.messages += [*said, {"role": "assistant", "content": str(completion)}]
+            if whole:
+                decoding.wrote(completion.tokens)
+                self._decoding = decoding
+            else:  # interrupted somewhere: what is in the cache is not known
+                decoding.close()
+
+        return Stream(self._request, decoding, prompt, ended)
+
+    def reset(self) -> None:
+        """Begins anew, with the messages it was made with."""
+        self.messages, self._decoding = list(self._opening), None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the messages as a JSON file."""
+        text = json.dumps(self.messages, ensure_ascii=False, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def _prompt(self, said: list[dict[str, Any]]) -> list[int]:
+        ids = chat_tokens(
+            self._tokenizer, [*self.messages, *said], chat_template=self._template
+        )  # fmt: skip
+        return self._request.tokens(ids, 0, True)

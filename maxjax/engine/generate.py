@@ -1,0 +1,353 @@
+"""Floor 6. generate and stream: prompts → what a language model writes after them.
+
+Below: decoding (the devices' part), completion (tokens to text), defaults. Above: conversation,
+the command line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import UserInputError
+from .completion import Completion, Growing
+from .decoding import MOST, Decoding, Written, check_model
+from .defaults import GenerationDefaults, chosen_sampling
+from .sampling import Sampling
+
+_MAX_NEW_TOKENS = 256
+# A dispatch is to last no longer: for so long Ctrl-C waits, and texts that ended are not noticed.
+_DISPATCH_S = 0.1
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    eos_ids: Sequence[int] | None = None,
+    key: jax.Array | None = None,
+    sampling: Sampling | None = None,
+    batch_size: int = 32,
+    chunk: int = 512,
+    cache_dtype: Any = None,
+    **values: Any,
+) -> Any:
+    """Has a language model go on with texts.
+
+    Args:
+        model: A decoder, as ``maxjax.load`` gives it.
+        tokenizer: Its tokenizer; with None, prompts are token ids and there is no text.
+        prompts: A text, or the ids of its tokens; or several of either.
+        max_new_tokens: The most tokens of an answer; what ``generation_config.json`` says, or 256,
+            by default. The model's context ends it in any case.
+        stop: Texts that end an answer; the answer does not contain them.
+        eos_ids: Tokens that end an answer: by default those of the checkpoint's files; () for none.
+        key: Of the random numbers. The same key gives the same texts, on any mesh and in any batch;
+            ``jax.random.key(0)`` by default. Greedy sampling uses none.
+        sampling: How tokens are chosen; by default as ``generation_config.json`` says, else greedy.
+        batch_size: The most texts at once.
+        chunk: The most tokens of a prompt that are read at once; a power of two.
+        cache_dtype: Of the cache of keys and values: as the model's by default; ``"int8"`` halves
+            a bfloat16 cache, and changes results a little.
+        values: Single settings of :class:`Sampling` instead: ``temperature=0.7``, ``top_p=0.9`` …
+
+    Returns:
+        A :class:`Completion`, which is a str, for one prompt; a list of them for several.
+
+    Raises:
+        UserInputError: A prompt is empty, longer than the context, or has tokens that are not in
+            the vocabulary; no language model; an unknown or wrong sampling value.
+        TypeError: A prompt is neither text nor ids.
+        FloatingPointError: The logits became NaN or infinite.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> texts = maxjax.generate(model, None, [[1, 2, 3], [4]], max_new_tokens=5)
+        >>> [len(text.tokens) for text in texts], texts[0].finish_reason
+        ([5, 5], 'length')
+    """
+    request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
+    single, listed = _listed(prompts)
+    rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(listed)]
+    if type(batch_size) is not int or batch_size < 1:
+        raise UserInputError(f"batch_size is {batch_size!r}: a positive integer is wanted")
+    found: list[Completion | None] = [None] * len(rows)
+    # Texts of like length together: less of a batch is padding.
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    for start in range(0, len(order), batch_size):
+        members = order[start : start + batch_size]
+        # The last batch is as wide as the others, which are compiled already.
+        blanks = batch_size - len(members) if start else 0
+        texts = _batch(request, rows, members, blanks, key, chunk, cache_dtype)
+        for i, text in zip(members, texts, strict=True):
+            found[i] = text
+    return found[0] if single else found
+
+
+def _batch(
+    request: Request,
+    rows: Sequence[Sequence[int]],
+    members: Sequence[int],
+    blanks: int,
+    key: Any,
+    chunk: int,
+    cache_dtype: Any,
+) -> list[Completion]:
+    prompts = [rows[i] for i in members]
+    decoding = Decoding(
+        request.model, [*prompts, *[[]] * blanks],
+        [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
+        sampling=request.sampling, eos_ids=request.eos_ids, key=key,
+        rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
+    )  # fmt: skip
+    texts = [request.growing(prompt) for prompt in prompts]
+    try:
+        for written in _dispatches(decoding):
+            check_written(written, texts, members)
+            for row, text in enumerate(texts):
+                text.take(written, row)
+            ended = [text.done for text in texts] + [True] * blanks
+            if all(done or end for done, end in zip(written.done.tolist(), ended, strict=True)):
+                break
+            if any(end and not done for done, end in zip(written.done, ended, strict=True)):
+                decoding.stop(ended)
+    finally:
+        decoding.close()
+    for text in texts:
+        text.flush()
+    return [text.completion() for text in texts]
+
+
+def _dispatches(decoding: Decoding) -> Iterator[Written]:
+    """What one dispatch after the other writes, each of as many tokens as is quick enough."""
+    yield decoding.prefill()
+    count = 4
+    while True:
+        began = time.perf_counter()
+        yield decoding.fetch(decoding.decode(count))
+        if time.perf_counter() - began < _DISPATCH_S / 2:
+            count = min(2 * count, MOST)
+
+
+class Stream(Iterator[str]):
+    """The text of an answer piece by piece, as it is written. Made by :func:`stream`.
+
+    Attributes:
+        completion: The answer so far; all of it at the end.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        decoding: Decoding,
+        prompt: Sequence[int],
+        ended: Callable[[Stream, bool], None] | None = None,
+    ):
+        self._decoding, self._growing = decoding, request.growing(prompt)
+        self._ended = ended
+        self._pieces = self._run()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends it before its end, and lets go of the cache."""
+        self._pieces.close()
+
+    @property
+    def completion(self) -> Completion:
+        return self._growing.completion()
+
+    def _run(self) -> Generator[str, None, None]:
+        whole = False
+        try:
+            yield from self._texts()
+            whole = True
+        except GeneratorExit:
+            whole = True  # between two tokens: nothing is lost
+            raise
+        finally:
+            if self._ended is None:
+                self._decoding.close()
+            else:
+                self._ended(self, whole)
+
+    def _texts(self) -> Iterator[str]:
+        decoding, growing = self._decoding, self._growing
+        written = decoding.prefill()
+        while True:
+            check_written(written, [growing], [0])
+            # While the host makes text of one token, the devices write the next.
+            over = written.done[0]
+            coming = None if over else decoding.decode(1)
+            if piece := growing.take(written, 0):
+                yield piece
+            if growing.done or coming is None:
+                break
+            written = decoding.fetch(coming)
+        if rest := growing.flush():
+            yield rest
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    max_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    eos_ids: Sequence[int] | None = None,
+    key: jax.Array | None = None,
+    sampling: Sampling | None = None,
+    chunk: int = 512,
+    cache_dtype: Any = None,
+    **values: Any,
+) -> Stream:
+    """As :func:`generate` for one prompt, and gives pieces of the text as they are written.
+
+    The pieces together are what ``generate`` gives. No piece ends within a character, and what may
+    be the beginning of a stop text is held back until that is known.
+
+    Returns:
+        An iterator of str; its ``completion`` is the whole, with tokens and how it ended.
+
+    Raises:
+        UserInputError, TypeError, FloatingPointError: As :func:`generate`.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> pieces = maxjax.stream(model, None, [1, 2, 3], max_new_tokens=5)
+        >>> list(pieces), len(pieces.completion.tokens)
+        ([], 5)
+    """
+    request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
+    ids = request.tokens(prompt, 0, True)
+    return Stream(request, request.decoding(ids, key, chunk, cache_dtype), ids)
+
+
+class Request:
+    """What all texts of a call have in common, checked."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        max_new_tokens: int | None,
+        stop: str | Sequence[str] | None,
+        eos_ids: Sequence[int] | None,
+        sampling: Sampling | None,
+        values: dict[str, Any],
+    ):
+        check_model(model)
+        defaults = getattr(model, "generation", None)
+        if defaults is None:
+            ends = getattr(tokenizer, "eos_ids", ())
+            defaults = GenerationDefaults(eos_ids=tuple(ends))
+        self.model, self.tokenizer = model, tokenizer
+        self.sampling = chosen_sampling(defaults, sampling, values)
+        self.eos_ids = tuple(defaults.eos_ids if eos_ids is None else map(int, eos_ids))
+        self.stops = defaults.stop if stop is None else (stop,) if isinstance(stop, str) else stop
+        if self.stops and tokenizer is None:
+            raise UserInputError("a text that stops needs a tokenizer")
+        if max_new_tokens is None:
+            max_new_tokens = defaults.max_new_tokens or _MAX_NEW_TOKENS
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise UserInputError(
+                f"max_new_tokens is {max_new_tokens!r}: a positive integer is wanted"
+            )
+        self.max_new_tokens = max_new_tokens
+        Growing(None, (), (), self.stops)  # refuses what is no stop text
+
+    def tokens(self, prompt: Any, index: int, single: bool) -> list[int]:
+        """The ids of a prompt's tokens."""
+        which = "the prompt" if single else f"prompts[{index}]"
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UserInputError(
+                    f"{which} is text, and there is no tokenizer: the model's directory has no "
+                    "tokenizer.json. Give the ids of its tokens"
+                )
+            ids = self.tokenizer.encode(prompt) if prompt else []
+        else:
+            ids = _ids(prompt, which)
+        size, longest = self.model.config.vocab_size, self.model.max_length
+        if not ids:
+            raise UserInputError(f"{which} is empty: there is nothing to go on with")
+        wrong = next((i for i in ids if not 0 <= i < size), None)
+        if wrong is not None:
+            raise UserInputError(
+                f"{which} has the token id {wrong}, which is not one of the {size} of the model's "
+                "vocabulary"
+            )
+        if len(ids) >= longest:
+            raise UserInputError(
+                f"{which} has {len(ids)} tokens, and the model's context is {longest}: there is no "
+                "room for an answer"
+            )
+        return ids
+
+    def limit(self, prompt: Sequence[int]) -> int:
+        """How many tokens a text may have."""
+        return min(len(prompt) + self.max_new_tokens, self.model.max_length)
+
+    def growing(self, prompt: Sequence[int]) -> Growing:
+        return Growing(self.tokenizer, prompt, self.eos_ids, self.stops)
+
+    def decoding(self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any) -> Decoding:
+        return Decoding(
+            self.model, [prompt], [self.limit(prompt)], sampling=self.sampling,
+            eos_ids=self.eos_ids, key=key, chunk=chunk, cache_dtype=cache_dtype,
+        )  # fmt: skip
+
+
+def check_written(written: Written, texts: Sequence[Growing], numbers: Sequence[int]) -> None:
+    """Refuses texts that could not be gone on with.
+
+    Raises:
+        FloatingPointError: Logits were NaN or infinite.
+    """
+    bad = [row for row in range(len(texts)) if written.bad[row]]
+    if bad:
+        row = min(bad, key=lambda row: numbers[row])
+        after = len(texts[row].tokens) + int(written.counts[row]) - 1
+        raise FloatingPointError(
+            f"after {after} tokens of the answer to prompt {numbers[row]} the logits are NaN or "
+            "infinite: no token can be chosen. maxjax.first_nan(model, ids) names the layer"
+        )
+
+
+def _listed(prompts: Any) -> tuple[bool, list[Any]]:
+    """Whether it is one prompt, and a list of prompts."""
+    if isinstance(prompts, str):
+        return True, [prompts]
+    if isinstance(prompts, (bytes, dict)) or not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts are texts or ids of tokens, not {type(prompts).__name__}")
+    listed = list(prompts)
+    one = bool(listed) and all(isinstance(item, (int, np.integer)) for item in listed)
+    one = one or (bool(listed) and getattr(prompts, "ndim", 2) == 1)
+    return one, [prompts] if one else listed
+
+
+def _ids(prompt: Any, which: str) -> list[int]:
+    found = np.asarray(prompt) if not isinstance(prompt, (bytes, dict)) else None
+    if found is not None and found.size == 0 and found.ndim == 1:
+        return []
+    if found is None or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise TypeError(f"{which} is neither text nor ids of tokens but {type(prompt).__name__}")
+    return found.tolist()

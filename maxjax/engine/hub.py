@@ -1,0 +1,286 @@
+"""Floor 6. What a model is called → where its files are: a path, a name on the hub, or "tiny".
+
+A path that exists is always that path, and huggingface_hub is imported only for what is none. Its
+cache, its environment variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and its progress
+bars are used as they are. Below: hub_files. Above: load, the command line.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from glob import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import (
+    CheckpointAccessError,
+    CheckpointError,
+    CheckpointIncompleteError,
+    CheckpointMissingError,
+    UserInputError,
+)
+from ..storage.directory import FORMATS
+from ..storage.durable import save_error
+from .hub_files import BESIDE, needed, place
+
+TINY = "tiny"
+"""The name of the small model that is installed with maxjax."""
+
+_PART = r"\w(?:[\w.-]*\w)?"
+_NAME = re.compile(
+    rf"({_PART}/{_PART})(?:/([^@\\]+\.gguf))?(?:@(\w[\w./+-]*))?", re.ASCII | re.DOTALL
+)
+_LONGEST = 96
+_TOKEN = "Log in with `hf auth login`, or set HF_TOKEN"
+
+
+class HubName(NamedTuple):
+    """A repository on the hub, one file of it, and a branch, tag or commit."""
+
+    repo: str
+    file: str | None = None
+    revision: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Its page, for people."""
+        return f"https://huggingface.co/{self.repo}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """A text as a name on the hub, None where it can be none: then it is a path.
+
+    ``org/name``, ``org/name/file.gguf``, and either with ``@revision`` behind it. What is written
+    as a path (``./a/b``, ``/a/b``, ``a/b/``) or ends like a file of weights is a path.
+
+    Example:
+        >>> hub_name("org/name@v1.0")
+        HubName(repo='org/name', file=None, revision='v1.0')
+        >>> hub_name("org/name/q4.gguf")
+        HubName(repo='org/name', file='q4.gguf', revision=None)
+        >>> [hub_name(path) for path in ("name", "./org/name", "a/b/c", "dir/model.gguf")]
+        [None, None, None, None]
+    """
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    repo, file, revision = match.groups()
+    if "--" in repo or ".." in repo or repo.endswith(".git") or len(repo) > _LONGEST:
+        return None  # the hub allows no such names
+    if os.path.splitext(repo)[1].lower() in (*FORMATS, ".json"):
+        return None
+    folders = (file or "x").split("/")
+    is_path = file is not None and Path(repo.split("/")[0]).is_dir()
+    if is_path or any(part in ("", ".", "..") for part in folders):
+        return None
+    return HubName(repo, file, revision)
+
+
+def find_model(name: str | os.PathLike[str] | None, revision: str | None = None) -> Path:
+    """Where the files of a model are; those of a name on the hub are fetched unless they are there.
+
+    Args:
+        name: A path; or ``org/name`` or ``org/name/file.gguf`` on the hub, if there is no such
+            path; or ``"tiny"``, the small model that comes with maxjax, which None is too. A Path
+            is only ever a path.
+        revision: A branch, tag or commit of the hub; ``org/name@revision`` says the same.
+
+    Returns:
+        A directory, or a GGUF file.
+
+    Raises:
+        CheckpointMissingError: There is no such path, repository, revision or file; or it is not in
+            the hub's cache and the hub cannot be reached.
+        CheckpointAccessError: The hub does not let this user have it.
+        CheckpointFormatError: The repository has several GGUF files, and none is named.
+        CheckpointIncompleteError: The download was broken off.
+        CheckpointSaveError: There is no room for the files.
+        UserInputError: ``revision`` with a path, or not a revision; a name that cannot be a path.
+        TypeError: ``name`` is neither a str nor a Path.
+
+    Example:
+        >>> find_model("nowhere")
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.CheckpointMissingError: nowhere: no such file or directory. A name on the
+        Hugging Face hub has two parts: org/name.
+    """
+    if not isinstance(name, (str, os.PathLike, type(None))):
+        raise TypeError(f"path must be a str or a Path, not {type(name).__name__}")
+    path = None if name is None else Path(name)
+    found = hub_name(name) if isinstance(name, str) else None
+    if path is None or (name == TINY and not _exists(path)):
+        path = Path(str(files("maxjax"))) / TINY
+    if _exists(path):
+        if revision is not None:
+            raise UserInputError(f"revision={revision!r} is of the hub, and {path} is a path")
+        return path
+    if found is None:
+        single = isinstance(name, str) and re.fullmatch(_PART, name, re.ASCII)
+        raise CheckpointMissingError(
+            "no such file or directory", path=path,
+            hint="A name on the Hugging Face hub has two parts: org/name." if single else None,
+        )  # fmt: skip
+    return fetch(found._replace(revision=_one_revision(found.revision, revision)))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:  # a name too long, or with a NUL in it
+        raise UserInputError(f"the path cannot be used: {error}") from None
+
+
+def _one_revision(in_name: str | None, given: str | None) -> str | None:
+    if given is not None and not (isinstance(given, str) and re.fullmatch(r"\w[\w./+-]*", given)):
+        raise UserInputError(f"revision={given!r} is no branch, tag or commit")
+    if given is not None and in_name not in (None, given):
+        raise UserInputError(f"the name says revision {in_name!r}, and revision={given!r}")
+    return given or in_name
+
+
+# --- the hub ------------------------------------------------------------------------------
+
+
+def fetch(name: HubName) -> Path:
+    """The files of a repository in the hub's cache, fetched if they are not there.
+
+    Without a connection, and with HF_HUB_OFFLINE=1, what the cache has is taken as it is.
+    Raises as :func:`find_model`.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    seconds = constants.HF_HUB_ETAG_TIMEOUT
+    try:
+        hub = HfApi(library_name="maxjax")
+        info = hub.model_info(name.repo, revision=name.revision, timeout=seconds)
+    except RevisionNotFoundError:
+        raise _missing(name, f"the repository has no revision {name.revision!r}") from None
+    except Exception as error:  # of any class: huggingface_hub's, httpx's, the system's
+        return _cached(name, error)
+    names = [file.rfilename for file in info.siblings or []]
+    wanted = needed(name.repo, names, name.file)
+    try:
+        folder = _snapshot(name, allow_patterns=[escape(file) for file in wanted])
+    except Exception as error:
+        raise _download_error(name, error) from error
+    return _opened(name, folder, wanted)
+
+
+def _cached(name: HubName, cause: Exception) -> Path:
+    """The copy in the cache, when the hub did not answer or refused for the reason ``cause``."""
+    try:
+        folder = _snapshot(name, local_files_only=True, allow_patterns=list(BESIDE))
+    except Exception as error:
+        partly = getattr(error, "snapshot_path", None) is not None
+        raise _unavailable(name, cause, partly) from cause
+    try:
+        wanted = needed(name.repo, _files(folder), name.file)
+    except CheckpointError:
+        raise _unavailable(name, cause, partly=True) from cause
+    return _opened(name, folder, wanted)
+
+
+def _opened(name: HubName, folder: Path, wanted: list[str]) -> Path:
+    return folder / (name.file or place(name.repo, wanted, _files(folder)))
+
+
+def _files(folder: Path) -> list[str]:
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def _snapshot(name: HubName, **options: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(name.repo, revision=name.revision, library_name="maxjax", **options)
+    )
+
+
+# --- its errors in one line each ----------------------------------------------------------
+
+
+def _unavailable(name: HubName, cause: Exception, partly: bool) -> CheckpointError:
+    """What to say of a repository that the hub does not give and the cache does not have."""
+    from huggingface_hub import constants
+
+    refused = _refused(name, cause)
+    if refused is not None:
+        return refused
+    there = "only a part of it is in the cache" if partly else "not in the cache"
+    if constants.HF_HUB_OFFLINE:
+        return _missing(
+            name, f"{there} of the hub, and HF_HUB_OFFLINE forbids to ask it",
+            hint="Unset HF_HUB_OFFLINE to fetch it.",
+        )  # fmt: skip
+    return _missing(
+        name, f"no such path, and {there} of the hub, which cannot be reached", found=_line(cause),
+        hint="Connect to the network, or name a directory; HF_HUB_OFFLINE=1 does not wait for it.",
+    )  # fmt: skip
+
+
+def _refused(name: HubName, error: Exception) -> CheckpointError | None:
+    """The hub answered, and the answer is no."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return CheckpointAccessError(
+            "the repository is gated: its owner has to let you in", path=name.repo,
+            hint=f"Ask for it at {name.url}. {_TOKEN}.",
+        )  # fmt: skip
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return _missing(
+            name, "no such path, and no such repository on the hub, or a private one",
+            hint=f"Check the name. {_TOKEN} for a private one.",
+        )  # fmt: skip
+    if isinstance(error, errors.HFValidationError):
+        return _missing(name, "no such path, and no name that the hub allows")
+    if isinstance(error, errors.DisabledRepoError):
+        return CheckpointAccessError("the hub has disabled the repository", path=name.repo)
+    if status in (401, 403):
+        return CheckpointAccessError(
+            f"the hub refuses ({status})", path=name.repo, hint=f"{_TOKEN} to one that may read it."
+        )
+    return None
+
+
+def _download_error(name: HubName, error: Exception) -> CheckpointError:
+    """What stopped a download that had begun."""
+    from huggingface_hub import constants
+
+    refused = _refused(name, error)
+    if refused is not None:
+        return refused
+    cache, doing = str(constants.HF_HUB_CACHE), f"{name.repo} cannot be kept in the cache"
+    local = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    for one in _chain(error):
+        if isinstance(one, OSError) and one.errno in local:
+            return save_error(one, cache, doing)
+    if "os error 28" in str(error) or "No space left" in str(error):  # of compiled code
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return save_error(full, cache, doing)
+    return CheckpointIncompleteError(
+        "the download was broken off", path=name.repo, found=_line(error),
+        hint="Do the same again: it goes on where it stopped.",
+    )  # fmt: skip
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _missing(name: HubName, problem: str, **more: Any) -> CheckpointMissingError:
+    return CheckpointMissingError(problem, path=name.repo, **more)

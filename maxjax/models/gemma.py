@@ -1,0 +1,300 @@
+"""Floor 5. Gemma 1, 2 and 3 (text). Attributes are named as in Hugging Face's checkpoints.
+
+All three scale their embeddings by √hidden_size, rounded to the model's type, and have norms that
+multiply by ``1 + weight``. Gemma 2 adds norms after attention and MLP, soft caps, and a window for
+every other layer; Gemma 3 norms of queries and keys, and a rope of its own for the layers with a
+window, which are five of six. Below: the decoder. Above: the registry of families.
+
+Sources: arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from ..errors import CheckpointFormatError, UnsupportedModelError
+from .config import setting
+from .decoder import Decoder, make
+from .decoder_config import DecoderConfig, own, slides_of
+from .decoder_rope import Rope, rope_of
+from .family import Family, PretrainedModel
+from .llama import KNOWN
+
+_GELU = "gelu_pytorch_tanh"
+_SLIDING = "sliding_attention"
+# What transformers reads of Gemma 3's base frequencies where a file does not say.
+_THETA, _LOCAL_THETA = 1e6, 1e4
+# Where the part that reads text lies in files of models that also see, and what it is called here.
+_PLACES = (("language_model.", ""), ("model.language_model.", "model."))
+_SIGHT = ("vision_tower.*", "multi_modal_projector.*")
+# What such a file says beside the part's settings and is about it too.
+_BESIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+
+
+@dataclass(frozen=True)
+class GemmaConfig(DecoderConfig):
+    """The settings of a Gemma, with Hugging Face's defaults for what files leave out.
+
+    ``embedding_scale`` follows from ``hidden_size``, whatever is passed.
+
+    Raises:
+        UnsupportedModelError: From a file: a Gemma whose tokens also look ahead.
+    """
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
+
+    head_dim: int | None = setting(default=256, minimum=1)
+    max_position_embeddings: int = setting(default=8192, minimum=1)
+    hidden_act: str = setting(default=_GELU)
+    tie_word_embeddings: bool = setting(default=True)
+    norm_offset: float = own(1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "embedding_scale", self.hidden_size**0.5)
+        super().__post_init__()
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that files leave out; no window and no biases of the MLP."""
+        if raw.get("use_bidirectional_attention"):
+            raise UnsupportedModelError(
+                "'use_bidirectional_attention' is set: tokens look back only here"
+            )
+        found = {key: raw.get(key, value) for key, value in cls.unsaid.items()}
+        # The first releases say "gelu" and mean its approximation.
+        act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
+        return {**found, "hidden_act": act, "mlp_bias": False, "sliding_window": None}
+
+
+@dataclass(frozen=True)
+class Gemma2Config(GemmaConfig):
+    """The settings of a Gemma 2: every other layer looks through the window, the first among them.
+
+    Attributes:
+        query_pre_attn_scalar: Queries are divided by its root; ``query_scale`` follows from it.
+
+    Raises:
+        ValueError: Layers look through a window, and ``sliding_window`` is None.
+    """
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
+    # What null in a file takes away; left out, the default holds.
+    taken_away: ClassVar[Mapping[str, str]] = {
+        "attn_logit_softcapping": "attn_soft_cap",
+        "final_logit_softcapping": "logit_soft_cap",
+        "sliding_window": "sliding_window",
+    }
+
+    hidden_act: str = setting("hidden_activation", default=_GELU)
+    sliding_window: int | None = setting(default=4096, minimum=1)
+    attn_soft_cap: float | None = setting("attn_logit_softcapping", default=50.0, minimum=1e-3)
+    logit_soft_cap: float | None = setting("final_logit_softcapping", default=30.0, minimum=1e-3)
+    query_pre_attn_scalar: float = setting(default=256.0, minimum=1e-3)
+    post_norms: bool = own(True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "query_scale", self.query_pre_attn_scalar**-0.5)
+        if not self.slides:
+            slides = (bool((i + 1) % self.period) for i in range(self.num_layers))
+            object.__setattr__(self, "slides", tuple(slides))
+        if not any(self.slides):  # A window that no layer looks through is none.
+            object.__setattr__(self, "sliding_window", None)
+        super().__post_init__()
+
+    @property
+    def period(self) -> int:
+        """Every so-manieth layer sees everything, where no list says which."""
+        return 2
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Self:
+        """As of DecoderConfig; a soft cap that is null is none."""
+        found = super().from_dict(raw, path=path)
+        taken = [field for key, field in cls.taken_away.items() if raw.get(key, 0) is None]
+        try:
+            return dataclasses.replace(found, **dict.fromkeys(taken))
+        except ValueError as error:
+            raise CheckpointFormatError(str(error), path=path) from None
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Which layers look through the window, if the file lists them."""
+        found = super().derived(raw)
+        del found["hidden_act"], found["sliding_window"]
+        return {**found, "slides": slides_of(raw, ())}
+
+
+@dataclass(frozen=True)
+class Gemma3Config(Gemma2Config):
+    """The settings of a Gemma 3's text model: all but every sixth layer look through the window.
+
+    A file of a model that also sees is read too: its ``text_config``.
+
+    Attributes:
+        sliding_window_pattern: Every so-manieth layer sees everything, where no list says which.
+        local_rope: Of the layers that look through the window.
+    """
+
+    # The published models that also see leave out many settings of the part that reads.
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+
+    max_position_embeddings: int = setting(default=131_072, minimum=1)
+    sliding_window_pattern: int = setting(default=6, minimum=1, maximum=1000)
+    # transformers has a setting for it too, and never looks at it.
+    attn_soft_cap: float | None = own(None)
+    logit_soft_cap: float | None = setting("final_logit_softcapping", default=None, minimum=1e-3)
+    qk_norm: bool = own(True)
+    rope: Rope = own(Rope(_THETA))
+    local_rope: Rope | None = own(Rope(_LOCAL_THETA))
+
+    @property
+    def period(self) -> int:
+        """As the configuration says."""
+        return self.sliding_window_pattern
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Self:
+        """As of Gemma 2, from the part of the configuration that is about text."""
+        try:
+            text = text_settings(raw)
+        except ValueError as error:
+            raise CheckpointFormatError(str(error), path=path) from None
+        return super().from_dict(text, path=path)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """One for layers that see everything, one for those with a window; in both spellings."""
+        given = raw.get("rope_parameters") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"'rope_parameters' is not an object but {type(given).__name__}")
+        wrong = [str(key)[:60] for key in given if key not in ("full_attention", _SLIDING)]
+        if wrong:
+            raise UnsupportedModelError(
+                f"'rope_parameters' of a Gemma 3 with {wrong[0]!r} for all layers: it has one "
+                f"object each for 'full_attention' and {_SLIDING!r}"
+            )
+        # Only the layers that see everything are stretched by the old spelling.
+        both = {key: raw[key] for key in ("partial_rotary_factor",) if raw.get(key)}
+        far = {**both, **_part(given, "full_attention"), **_part(raw, "rope_scaling")}
+        near = {**both, **_part(given, _SLIDING)}
+        theta, local = (
+            default if raw.get(key) is None else raw[key]
+            for key, default in (("rope_theta", _THETA), ("rope_local_base_freq", _LOCAL_THETA))
+        )
+        far, near = {"rope_theta": theta, **far}, {"rope_theta": local, **near}
+        return {
+            "rope": rope_of(far, "rope_parameters", context, raw, _THETA),
+            "local_rope": rope_of(near, "rope_parameters", context, raw, _LOCAL_THETA),
+        }
+
+
+def _part(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key; empty where there is none."""
+    found = raw.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"'{key}' is not an object but {type(found).__name__}")
+    return found
+
+
+def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text model in that of a Gemma 3 that also sees.
+
+    Raises:
+        ValueError: There is none where there should be.
+
+    Example:
+        >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
+        {'hidden_size': 8, 'architectures': ['Gemma3ForCausalLM'], 'model_type': 'gemma3_text'}
+    """
+    if raw.get("text_config") is None:
+        if raw.get("model_type") == "gemma3":
+            raise ValueError("'text_config' is missing")
+        return raw
+    beside = {key: raw[key] for key in _BESIDE if raw.get(key) is not None}
+    itself = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    return {**_part(raw, "text_config"), **beside, **itself}
+
+
+class Gemma(Decoder):
+    """A Gemma, the first of them.
+
+    Example:
+        >>> Gemma(GemmaConfig(100, 8, 16, num_layers=2, num_heads=2)).lm_head.weight.shape
+        [Dim(100), Dim(8)]
+    """
+
+
+class Gemma2(Decoder):
+    """A Gemma 2.
+
+    Example:
+        >>> config = Gemma2Config(100, 8, 16, num_layers=4, num_heads=2)
+        >>> config.slides, Gemma2(config).lm_head.weight is None
+        ((True, False, True, False), False)
+    """
+
+
+class Gemma3(Decoder):
+    """The text model of a Gemma 3; of checkpoints that also see, the rest is left alone.
+
+    Example:
+        >>> config = Gemma3Config(100, 8, 16, num_layers=7, num_heads=2)
+        >>> "".join("LG"[not slides] for slides in config.slides)
+        'LLLLLGL'
+    """
+
+    @PretrainedModel.hf_config.getter
+    def hf_config(self) -> dict[str, Any] | None:
+        """As of every model; of one that also sees, the part that is about text."""
+        config = super().hf_config
+        return None if config is None else dict(text_settings(config))
+
+
+@dataclass(frozen=True)
+class _TextFamily(Family):
+    """A family some of whose files hold more than text, and the part that reads in a place apart."""
+
+    def name(self, tensor: str) -> str | None:
+        """As of every family, from where the part lies."""
+        for place, instead in _PLACES:
+            if tensor.startswith(place):
+                return super().name(instead + tensor[len(place) :])
+        return super().name(tensor)
+
+
+GEMMA = Gemma.family = Family(
+    model_type="gemma",
+    architectures=("GemmaForCausalLM",),
+    config=GemmaConfig,
+    make=make(Gemma),
+    ignored=KNOWN,
+)
+GEMMA2 = Gemma2.family = Family(
+    model_type="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    config=Gemma2Config,
+    make=make(Gemma2),
+    ignored=KNOWN,
+)
+GEMMA3 = Gemma3.family = _TextFamily(
+    model_type="gemma3_text",
+    architectures=("Gemma3ForCausalLM",),
+    config=Gemma3Config,
+    make=make(Gemma3),
+    ignored=(*KNOWN, *_SIGHT, *(f"model.{name}" for name in _SIGHT)),
+)
+# The same model, out of files that hold its eyes too.
+GEMMA3_SEEING = dataclasses.replace(
+    GEMMA3, model_type="gemma3", architectures=("Gemma3ForConditionalGeneration",)
+)

@@ -1,0 +1,42 @@
+"""Products of options as lists of cases: all of them, or as few as put every two values together.
+
+Most mistakes need one value or two that go together, so a list in which each value of an axis
+meets each of every other axis finds nearly what all cases find, with a fraction of them.
+With MAXJAX_ALL_PRODUCTS=1 in the environment the tests that take their cases from here run all.
+"""
+
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+ALL = os.environ.get("MAXJAX_ALL_PRODUCTS", "") not in ("", "0")
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases of a product, each a tuple with one value of each axis, in the product's order.
+
+    Greedy: always the case with the most pairs that are not covered yet, the first of equals.
+
+    Example:
+        >>> len(pairwise("abc", range(2), range(2), range(4))), 3 * 2 * 2 * 4
+        (12, 48)
+    """
+    values = [list(axis) for axis in axes]
+    every = list(itertools.product(*(range(len(axis)) for axis in values)))
+    chosen = every if ALL else _covering(every)
+    return [tuple(axis[i] for axis, i in zip(values, case, strict=True)) for case in chosen]
+
+
+def _pairs(case: tuple[int, ...]) -> set[tuple[Any, Any]]:
+    return set(itertools.combinations(enumerate(case), 2))
+
+
+def _covering(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    missing = set().union(*map(_pairs, every))
+    chosen: list[tuple[int, ...]] = []
+    while missing:
+        best = max(every, key=lambda case: len(_pairs(case) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return sorted(chosen)

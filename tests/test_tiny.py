@@ -1,0 +1,229 @@
+"""The model that the package brings: small, a checkpoint like any other, and good at small sums."""
+
+import itertools
+import random
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import maxjax
+from maxjax.engine.chat import apply_chat_template
+from scripts import tiny_text, train_tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = Path(str(files("maxjax"))) / "tiny"
+TEXTS = (
+    "What is 37 + 48?\n37 + 48 = 85<|endoftext|>",
+    "What is thirty-seven plus forty-eight?\nthirty-seven plus forty-eight is eighty-five",
+    "  Déjà vu:\t1234567890 — 東京, 👩‍🚀!\r\n\n <|pad|>x<|endoftext|>",
+    "",
+)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """As it is when nothing is said: in bfloat16, as it was measured."""
+    return maxjax.load(TINY)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return transformers.AutoTokenizer.from_pretrained(TINY)
+
+
+def completions(tiny, questions, new=28):
+    model, tokenizer = tiny
+    return maxjax.generate(model, tokenizer, questions, max_new_tokens=new, batch_size=125)
+
+
+def share(tiny, turns):
+    """Of answers that are right and ended by themselves."""
+    found = completions(tiny, [turn.question for turn in turns])
+    right = [
+        text.finish_reason == "stop" and train_tiny.is_right(text, turn.answer)
+        for text, turn in zip(found, turns, strict=True)
+    ]
+    return np.mean(right)
+
+
+# --- the directory --------------------------------------------------------------------------
+
+
+def test_what_is_in_it():
+    wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    found = {file.name: file.stat().st_size for file in TINY.iterdir()}
+    assert found.keys() == wanted | {"tokenizer_config.json", "maxjax_digests.json"}
+    assert sum(found.values()) <= 4_000_000
+
+
+def test_how_large_it_is(tiny):
+    weights = sum(leaf.size for leaf in jax.tree.leaves(tiny[0]))
+    assert 1_000_000 <= weights <= 2_000_000
+
+
+def test_logits_as_transformers():
+    model, _ = maxjax.load(TINY, dtype="float32")
+    oracle = transformers.LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    ids = np.random.default_rng(0).integers(0, train_tiny.VOCABULARY, (2, 64)).astype(np.int32)
+    with torch.no_grad():
+        expected = oracle(torch.tensor(ids).long()).logits.numpy()
+    assert np.std(expected) > 0.5
+    np.testing.assert_allclose(np.asarray(model(ids)), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_as_transformers(tiny, theirs, text):
+    ids = tiny[1].encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert tiny[1].decode(ids, skip_special=False) == theirs.decode(ids) == text
+
+
+def test_each_digit_is_a_token(tiny):
+    assert len(tiny[1].encode("0123456789")) == 10
+
+
+def test_chat_is_the_text_it_was_trained_on(tiny, theirs):
+    messages = [
+        {"role": "user", "content": "What is 3 + 4?"},
+        {"role": "assistant", "content": "3 + 4 = 7"},
+        {"role": "user", "content": "Thank you."},
+    ]
+    rendered = "What is 3 + 4?\n3 + 4 = 7<|endoftext|>Thank you.\n"
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert theirs.apply_chat_template(messages, **options) == rendered
+    assert apply_chat_template(tiny[1], messages) == rendered
+    asked, answered = (tiny[1].encode(text) for text in ("What is 3 + 4?", "\n3 + 4 = 7"))
+    assert tiny[1].encode(rendered)[: len(asked + answered)] == asked + answered
+
+
+def test_chat_with_another_role(theirs):
+    with pytest.raises(Exception, match="roles user and assistant"):
+        theirs.apply_chat_template([{"role": "system", "content": "Be brief."}], tokenize=False)
+
+
+# --- the answers ----------------------------------------------------------------------------
+
+
+def test_500_unseen_sums(tiny):
+    assert share(tiny, train_tiny.questions(500)) >= 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sign", "words"), [("-", False), ("+", True), ("-", True)])
+def test_200_other_unseen(tiny, sign, words):
+    assert share(tiny, train_tiny.questions(200, sign=sign, words=words)) >= 0.95
+
+
+def test_the_sum_of_the_manual(tiny):
+    """Asked by itself, as a chat, and after other turns."""
+    before = "Hello!\nHello! Ask me for a sum or a story.<|endoftext|>3 + 4\n3 + 4 = 7<|endoftext|>"
+    question = "What is 37 + 48?"
+    found = completions(tiny, [question, question + "\n", before + question + "\n"])
+    assert [text.strip() for text in found] == ["37 + 48 = 85"] * 3
+    assert [text.finish_reason for text in found] == ["stop"] * 3
+
+
+def test_chat_of_several_turns(tiny):
+    chat = maxjax.Conversation(*tiny)
+    turns = train_tiny.questions(6)
+    said = ["".join(chat.say(text)) for text in ("Hello!", *(turn.question for turn in turns))]
+    assert said == ["Hello! Ask me for a sum or a story.", *(turn.answer for turn in turns)]
+
+
+def test_talk(tiny):
+    found = completions(tiny, ["Who are you?", "Tell me a story about a fox."], new=80)
+    assert "tiny model of maxjax" in found[0] and "fox" in found[1]
+    assert [text.finish_reason for text in found] == ["stop"] * 2
+
+
+# --- what it was trained on -----------------------------------------------------------------
+
+NUMBERS = {tiny_text.number_words(n): n for n in range(tiny_text.LARGEST + 1)}
+PAIRS = (r"(\d+) *[-+] *(\d+)", r"Add (\d+) and (\d+)", r"add (\d+) to (\d+)",
+         r"(\d+) (?:plus|minus|and|from|away from) (\d+)")  # fmt: skip
+SPOKEN = r"([a-z-]+) (?:plus|minus) ([a-z-]+)"
+
+
+def pairs(text):
+    """The numbers that a text adds or subtracts, however it says so."""
+    for pattern in PAIRS:
+        yield from ((int(a), int(b)) for a, b in re.findall(pattern, text))
+    yield from ((NUMBERS[a], NUMBERS[b]) for a, b in re.findall(SPOKEN, text) if a in NUMBERS)
+
+
+def test_unseen_sums_are_in_no_turn():
+    seen = set()
+    for seed in (1, 2):  # those of the training
+        for turn in itertools.islice(tiny_text.turns(seed), 40_000):
+            found = {pair for text in turn for pair in pairs(text)}
+            assert not any(tiny_text.held_out(*pair) for pair in found), turn
+            seen |= found
+    unseen = {(s.a, s.b) for s in tiny_text.unseen("+")}
+    assert (37, 48) in unseen and len(unseen) > 900
+    assert not seen & unseen and len(seen | unseen) > 9_900  # it was looked for
+
+
+def test_pairs_are_found_in_every_phrase():
+    for sign, phrases in tiny_text.PHRASES.items():
+        for phrase in phrases:
+            turn = tiny_text.digits_turn(tiny_text.Sum(12, sign, 7), phrase)
+            assert {tuple(sorted(p)) for text in turn for p in pairs(text)} >= {(7, 12)}, phrase
+            assert {tuple(sorted(p)) for p in pairs(turn.question)} == {(7, 12)}, phrase
+    turn = tiny_text.words_turn(tiny_text.Sum(12, "-", 7), "{a} {w} {b}")
+    assert list(pairs(turn.question)) == [(12, 7)]
+
+
+def test_questions_are_unseen_and_distinct():
+    for sign, words in itertools.product("+-", (False, True)):
+        turns = train_tiny.questions(500, sign=sign, words=words)
+        assert len({turn.answer for turn in turns}) == 500
+        for turn in turns:
+            assert all(tiny_text.held_out(*pair) for pair in pairs(turn.question))
+
+
+def test_answers_of_the_text_are_right():
+    rng = random.Random(3)
+    for _ in range(200):
+        a, b, sign = rng.randint(0, 99), rng.randint(0, 99), rng.choice("+-")
+        task = tiny_text.Sum(a, sign, b)
+        value = a + b if sign == "+" else a - b
+        assert tiny_text.digits_turn(task, "{a}").answer == f"{a} {sign} {b} = {value}"
+        words = tiny_text.words_turn(task, "{a}").answer.split(" is ")[1]
+        assert words == tiny_text.number_words(value)
+
+
+def test_a_wrong_answer_is_not_right():
+    assert train_tiny.is_right("\n37 + 48 = 85", "37 + 48 = 85")
+    for wrong in ("", "37 + 48 = 86", "37 + 48 = 185", "85 = 37 + 48", "thirty"):
+        assert not train_tiny.is_right(wrong, "37 + 48 = 85")
+    assert not train_tiny.is_right("3 - 4 = 1", "3 - 4 = -1")
+
+
+def test_rows_hold_the_turns_one_after_the_other(tiny):
+    backend = train_tiny.make_tokenizer()
+    turns = list(itertools.islice(tiny_text.turns(1), 50))
+    text = "".join(f"{q}\n{a}<|endoftext|>" if q else f"{a}<|endoftext|>" for q, a in turns)
+    expected = tiny[1].encode(text)  # the tokenizer is made the same each time
+    row = next(train_tiny.rows(backend, iter(turns), 200))
+    assert row[0].tolist() == expected[:200]
+    asked = tiny[1].encode(turns[0].question)
+    assert row[1, : len(asked) + 1].tolist() == [0] * len(asked) + [1]
+
+
+@pytest.mark.slow
+def test_the_script_runs(tmp_path):
+    """A few steps, from text to a directory that loads; that the loss falls."""
+    command = [sys.executable, str(ROOT / "scripts/train_tiny.py"), "--quick", "--out"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0] - 1
+    assert "of 500 unseen sums are right" in done.stdout.splitlines()[-1]
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in TINY.iterdir()}
