@@ -139,10 +139,11 @@ def stats(
     found = answer.completion
     rows = [] if loaded is None else [["loaded", f"{loaded:.2f} s"]]
     if answer.first is not None:
+        prompt = f"a prompt of {tokens(found.prompt_tokens)}"
         rows.append(
             [
                 "first text",
-                f"{answer.first:.2f} s, after {tokens(found.prompt_tokens)} of the prompt and compiling",
+                f"{answer.first:.2f} s, with {prompt} and what had to be compiled",
             ]
         )
         later, spent = len(found.tokens) - answer.early, answer.seconds - answer.first

@@ -71,7 +71,8 @@ class _Chat:
         defaults = getattr(opened.model, "generation", None) or GenerationDefaults()
         self._sampling = chosen_sampling(defaults, None, values)
         self._seed = chosen_seed(options, self._sampling)
-        self._options, self._model, self._loaded = options, opened.model, opened.seconds
+        self._options, self._model = options, opened.model
+        self._loaded: float | None = opened.seconds
         self._conversation = Conversation(
             opened.model, opened.tokenizer, opening,
             max_new_tokens=options.max_new_tokens or defaults.max_new_tokens or _MAX_NEW_TOKENS,
@@ -151,6 +152,7 @@ class _Chat:
             return
         if self._options.stats:
             say(stats(answer, self._sampling, self._seed, self._loaded))
+            self._loaded = None  # told once
         if self._terminal and answer.completion.finish_reason == "length" and not answer.stopped:
             say([f"(cut off after {tokens(answer.completion.tokens)})"])
 

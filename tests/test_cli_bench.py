@@ -63,7 +63,7 @@ def test_bytes_of_experts():
     config = MoEConfig(64, 16, 24, num_layers=1, num_heads=2, num_experts=8, num_experts_per_tok=2)
     model = Mixtral(config)
     for weight in model.raw_state_dict().values():
-        weight.value = jnp.zeros(weight.value.shape, jnp.float32)
+        weight.value = jnp.zeros(tuple(map(int, weight.shape)), jnp.float32)
     every, expert = cli_bench.weight_bytes(model), 3 * 16 * 24 * 4
     table = 64 * 16 * 4
     rest = every - 8 * expert

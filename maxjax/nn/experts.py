@@ -167,7 +167,7 @@ def _in_blocks(
         ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
         first = ends - -(-sizes // size)
         numbers = jnp.arange(blocks, dtype=jnp.int32)
-        owner = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
+        owner = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
         # Row i of block b; those behind an expert's last are of any token, and are not looked at.
         mine = jnp.minimum(owner, len(experts) - 1)
         start = before[mine] + (numbers - first[mine]) * size
