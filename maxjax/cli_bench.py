@@ -229,7 +229,7 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
         [
             ["model", f"{found['model']}: {found['class']}, {found['dtype']}, {weights:,} bytes"],
             ["devices", devices + mesh + kernels],
-            ["load", f"{found['load_s']:.2f} s, {weights / found['load_s'] / 1e9:.2f} GB/s"],
+            ["load", f"{found['load_s']:.2f} s, {weights / found['load_s'] / 1e9:.2g} GB/s"],
             ["memory", f"{rate:.1f} GB/s, a large array read by all threads"],
         ],
         right=set(),

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .cli_answer import nan_error, say, show, stats, tokens
+from .cli_answer import Answer, nan_error, say, show, stats, tokens
 from .cli_convert import stoppable
 from .cli_errors import explain
 from .cli_generate import key_of, system_message
@@ -141,20 +141,30 @@ class _Chat:
         return line.rstrip("\r\n")
 
     def _turn(self, text: str) -> None:
+        messages = self._conversation.messages
+        before = len(messages)
         try:
-            stream = self._conversation.say(text)
-            try:
-                answer = show(stream)
-            except FloatingPointError as error:
-                raise nan_error(self._model, stream.completion, self._options.debug_nans) from error
-        except KeyboardInterrupt:  # before there was text, or twice
-            say(["(interrupted)"])
+            answer = self._answer(text)
+        except BaseException as error:
+            if len(messages) > before and not messages[-1]["content"]:
+                del messages[before:]  # nothing came of it
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            say(["(interrupted)"])  # before there was text, or twice
             return
         if self._options.stats:
             say(stats(answer, self._sampling, self._seed, self._loaded))
             self._loaded = None  # told once
         if self._terminal and answer.completion.finish_reason == "length" and not answer.stopped:
             say([f"(cut off after {tokens(answer.completion.tokens)})"])
+
+    def _answer(self, text: str) -> Answer:
+        stream = self._conversation.say(text)
+        try:
+            return show(stream)
+        except FloatingPointError as error:
+            found = nan_error(self._model, stream.completion, self._options.debug_nans)
+            raise found from error
 
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":

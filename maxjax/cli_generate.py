@@ -88,6 +88,7 @@ def _prompt(options: argparse.Namespace) -> str:
     elif given is None or given == "-":
         if sys.stdin is None or (given is None and sys.stdin.isatty()):
             options.error("no PROMPT given, and none on stdin")
+        assert sys.stdin is not None  # options.error() does not come back
         text = _decoded(sys.stdin.buffer.read(), "stdin")
     elif any("\ud800" <= c <= "\udfff" for c in given):
         raise UserInputError("the prompt is not valid UTF-8")

@@ -87,7 +87,7 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Opened(NamedTuple):
-    """A model, its tokenizer, and the seconds it took to have them."""
+    """A model, its tokenizer, and the seconds it took to load them."""
 
     model: Any
     tokenizer: Any
@@ -105,11 +105,14 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened
         UserInputError: It is no language model, or has no tokenizer; a mesh that cannot be.
         CheckpointError, UnsupportedModelError: As ``maxjax.load``.
     """
-    began = time.perf_counter()
-    mesh = None if options.mesh is None else _mesh(options.mesh)
+    import jax
+
     from .engine.decoding import check_model
     from .engine.load import load
 
+    jax.devices()  # they start when they are first asked for, which is not loading
+    mesh = None if options.mesh is None else _mesh(options.mesh)
+    began = time.perf_counter()
     model, found = load(
         options.model, dtype=options.dtype, mesh=mesh, revision=options.revision,
         tokenizer=tokenizer,

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -30,7 +31,14 @@ def tokenizer():
 
 
 def write_model(
-    directory, *, seed=0, template=TEMPLATE, text=True, context=256, nan=False, **generation
+    directory,
+    *,
+    seed=0,
+    template: str | None = TEMPLATE,
+    text=True,
+    context=256,
+    nan=False,
+    **generation,
 ):
     """A Llama whose logits have a deviation of some units; it writes bytes of ASCII mostly."""
     settings = {
@@ -64,7 +72,7 @@ def write_model(
     return directory
 
 
-def in_process(capsys, monkeypatch, *arguments, stdin=""):
+def in_process(capsys, monkeypatch, *arguments, stdin="") -> tuple[Any, str, str]:
     """``maxjax`` in this process, where JAX is there already: code, stdout, stderr."""
     monkeypatch.setattr(
         sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode("utf-8", "surrogateescape")))

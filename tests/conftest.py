@@ -27,7 +27,8 @@ def _on_gpu(config: pytest.Config) -> bool:
 
 
 # Folders whose tests compile programs: of a test with many cases there the fast set has a sample.
-SAMPLED = ("tests/kernels/", "tests/nn/", "tests/graph/", "tests/engine/", "tests/models/test_bert")
+SAMPLED = ("tests/kernels/", "tests/nn/", "tests/graph/", "tests/engine/", "tests/checkpoint/")
+SAMPLED += tuple(f"tests/models/test_{name}" for name in ("bert", "llama", "qwen", "gguf_models"))
 MANY, ONE_IN = 6, 5
 
 

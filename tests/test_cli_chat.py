@@ -100,6 +100,19 @@ def test_bytes_that_are_no_text(chat, said):
     assert (code, out) == (1, f"{answer}\n") and "valid" in err and "unexpected" not in err
 
 
+def test_an_interrupt_before_the_first_word_takes_the_turn_back(chat, said, monkeypatch):
+    (answer,) = said("hi")
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("maxjax.engine.generate.check_written", interrupted)
+    assert chat(stdin="never said\nhi\n") == (0, f"{answer}\n", "(interrupted)\n")
+
+
 def test_help_and_statistics_are_on_stderr(chat):
     code, out, err = chat("--stats", stdin="/help\nhi\n")
     assert code == 0 and out.count("\n") == 1
@@ -108,8 +121,10 @@ def test_help_and_statistics_are_on_stderr(chat):
 
 def test_nan_is_told_of(capsys, monkeypatch, tmp_path):
     broken = write_model(tmp_path / "broken", nan=True)
-    code, out, err = in_process(capsys, monkeypatch, "chat", "--model", broken, stdin="hi\n")
+    stdin = f"hi\n/save {tmp_path / 'chat'}\n"
+    code, out, err = in_process(capsys, monkeypatch, "chat", "--model", broken, stdin=stdin)
     assert (code, out) == (1, "") and "--debug-nans names the layer" in err
+    assert json.loads((tmp_path / "chat").read_text()) == []  # as if it had not been said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -47,11 +48,8 @@ def completions(tiny, questions, new=28):
 def share(tiny, turns):
     """Of answers that are right and ended by themselves."""
     found = completions(tiny, [turn.question for turn in turns])
-    right = [
-        text.finish_reason == "stop" and train_tiny.is_right(text, turn.answer)
-        for text, turn in zip(found, turns, strict=True)
-    ]
-    return np.mean(right)
+    pairs = zip(found, turns, strict=True)
+    return np.mean([(one.strip(), one.finish_reason) == (t.answer, "stop") for one, t in pairs])
 
 
 # --- the directory --------------------------------------------------------------------------
@@ -168,7 +166,7 @@ def test_unseen_sums_are_in_no_turn():
             seen |= found
     unseen = {(s.a, s.b) for s in tiny_text.unseen("+")}
     assert (37, 48) in unseen and len(unseen) > 900
-    assert not seen & unseen and len(seen | unseen) > 9_900  # it was looked for
+    assert not seen & unseen and len(seen | unseen) > 9_700  # it was looked for
 
 
 def test_pairs_are_found_in_every_phrase():
@@ -200,18 +198,11 @@ def test_answers_of_the_text_are_right():
         assert words == tiny_text.number_words(value)
 
 
-def test_a_wrong_answer_is_not_right():
-    assert train_tiny.is_right("\n37 + 48 = 85", "37 + 48 = 85")
-    for wrong in ("", "37 + 48 = 86", "37 + 48 = 185", "85 = 37 + 48", "thirty"):
-        assert not train_tiny.is_right(wrong, "37 + 48 = 85")
-    assert not train_tiny.is_right("3 - 4 = 1", "3 - 4 = -1")
-
-
 def test_rows_hold_the_turns_one_after_the_other(tiny):
-    backend = train_tiny.make_tokenizer()
+    backend = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
     turns = list(itertools.islice(tiny_text.turns(1), 50))
     text = "".join(f"{q}\n{a}<|endoftext|>" if q else f"{a}<|endoftext|>" for q, a in turns)
-    expected = tiny[1].encode(text)  # the tokenizer is made the same each time
+    expected = tiny[1].encode(text)
     row = next(train_tiny.rows(backend, iter(turns), 200))
     assert row[0].tolist() == expected[:200]
     asked = tiny[1].encode(turns[0].question)

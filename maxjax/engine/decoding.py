@@ -126,7 +126,7 @@ class Decoding:
         self._limits = [int(n) for n in limits]
         self._read = 0  # tokens of each row that are in the cache already
         batch = len(self._prompts)
-        self._key = None if sampling.is_greedy else self._put(_key_data(key))
+        self._key = None if sampling.is_greedy else self._put(_one_key(key))
         self._eos = self._put(_padded_ids(eos_ids))
         self._numbers: dict[int, jax.Array] = {}
         most = max(len(prompt) for prompt in self._prompts)
@@ -211,7 +211,7 @@ class Decoding:
         self._prompts, self._limits = [list(prompt)], [int(limit)]
         self._read, self._used = kept, len(prompt)
         if not self.sampling.is_greedy:
-            self._key = self._put(_key_data(key))
+            self._key = self._put(_one_key(key))
         self.state = self.state._replace(
             cache=cache, done=self._put(np.zeros(1, bool)), bad=self._put(np.zeros(1, bool)),
             prompts=self._put(np.array([len(prompt)], np.int32)),
@@ -441,8 +441,16 @@ def _committed(cache: KVCache) -> KVCache:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), cache)
 
 
-def _key_data(key: Any) -> jax.Array:
-    return jax.random.key(0) if key is None else jnp.asarray(key)
+def _one_key(key: Any) -> jax.Array:
+    if key is None:
+        return jax.random.key(0)
+    found = key if isinstance(key, jax.Array) else np.asarray(key)
+    typed = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
+    if not (typed and found.ndim == 0) and not (found.dtype == np.uint32 and found.ndim == 1):
+        raise UserInputError(
+            f"key is one key of jax.random, as jax.random.key(0), not {found.dtype}{list(found.shape)}"
+        )
+    return jnp.asarray(found)
 
 
 def _padded_ids(ids: Sequence[int]) -> np.ndarray:

@@ -188,16 +188,19 @@ class Stream(Iterator[str]):
     def _texts(self) -> Iterator[str]:
         decoding, growing = self._decoding, self._growing
         written = decoding.prefill()
-        while True:
+        check_written(written, [growing], [0])
+        if piece := growing.take(written, 0):
+            yield piece  # before the program that decodes is compiled
+        coming = decoding.decode(1) if not (growing.done or written.done[0]) else None
+        while coming is not None:
+            written = decoding.fetch(coming)
             check_written(written, [growing], [0])
             # While the host makes text of one token, the devices write the next.
-            over = written.done[0]
-            coming = None if over else decoding.decode(1)
+            coming = None if written.done[0] else decoding.decode(1)
             if piece := growing.take(written, 0):
                 yield piece
-            if growing.done or coming is None:
+            if growing.done:
                 break
-            written = decoding.fetch(coming)
         if rest := growing.flush():
             yield rest
 

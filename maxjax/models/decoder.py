@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..dtype import DType
 from ..errors import UserInputError
 from ..graph.device import DeviceRef
-from ..graph.placement import Split, batch_axes, split_over
+from ..graph.placement import Split, axis_of, batch_axes, split_over
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import unwrap
 from ..kernels import explicit
@@ -176,7 +176,9 @@ class Decoder(PretrainedModel):
         if not isinstance(where, NamedSharding):
             return where
         rows = batch_axes(where.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
-        spec = PartitionSpec(None, rows or None, split_over(weight, heads) or None, None, None)
+        fsdp = axis_of(where.mesh, "fsdp")  # what a weight is gathered over splits no heads
+        over = tuple(name for name in split_over(weight, heads) if name != fsdp)
+        spec = PartitionSpec(None, rows or None, over or None, None, None)
         return NamedSharding(where.mesh, spec)
 
     def __call__(

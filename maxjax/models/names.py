@@ -140,7 +140,7 @@ def _along(axis: int, what: str, segments: list[Segment]) -> ShardingStrategy:
 
 def _segments(what: str, counts: Heads) -> list[Segment]:
     """The heads that one side of a map consists of; none where they are not known."""
-    _, q, k, d, v = counts
+    q, k, d, v = counts.heads, counts.kv_heads, counts.head_dim, counts.value_dim
     if what in ("values", "halves") or not (q and k and d and v):
         return []
     parts = {

@@ -132,7 +132,7 @@ def drawn(model):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}])
+@pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}, {"fsdp": 2, "model": 2}])
 def test_the_same_key_on_a_mesh(directory, theirs, drawn, axes, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = maxjax.make_mesh(**axes, axis_types=kind)
@@ -166,7 +166,11 @@ def test_a_cache_that_grows(model, expected, monkeypatch):
 
 def test_a_cache_of_int8(model, expected):
     found = maxjax.generate(model, None, PROMPTS, max_new_tokens=64, cache_dtype="int8")
-    alike = [a == b for x, y in zip(found, expected, strict=True) for a, b in zip(x.tokens[:4], y[:4], strict=True)]
+    alike = [
+        a == b
+        for x, y in zip(found, expected, strict=True)
+        for a, b in zip(x.tokens[:4], y[:4], strict=True)
+    ]
     assert np.mean(alike) > 0.8
 
 
@@ -339,6 +343,8 @@ def test_a_stream_that_is_left(model):
         ([1], {"batch_size": True}, "batch_size is True"),
         ([1], {"chunk": 100}, "a power of two"),
         ([1], {"stop": ""}, "a stop string is empty"),
+        ([1], {"temperature": 1.0, "key": 3}, "key is one key of jax.random"),
+        ([1], {"temperature": 1.0, "key": jax.random.split(jax.random.key(0))}, "one key"),
         ([1], {"logit_bias": {500: 1.0}}, "token 500"),
     ],
 )  # fmt: skip

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
-from maxjax.graph.weights import load_weights
-from maxjax.models import LlamaConfig, MistralConfig, build
+from maxjax.models import LlamaConfig, MistralConfig
 from maxjax.models.decoder_rope import read_rope
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
@@ -150,22 +149,6 @@ def test_gguf_of_the_same_weights(tmp_path, tied):
     found = call(ours(tmp_path / "x.gguf"), ids)
     same(found, logits_of(model, ids))
     np.testing.assert_array_equal(found, call(ours(tmp_path / "hf"), ids))
-
-
-@pytest.mark.parametrize("kind", ["q8_0", pytest.param("q6_k", marks=pytest.mark.slow)])
-def test_packed_weights_are_decoded_first(tmp_path, kind):
-    from maxjax.checkpoint import convert
-
-    size = {"hidden_size": 256, "intermediate_size": 256} if kind == "q6_k" else {}
-    oracle("Llama", tmp_path / "hf", tie_word_embeddings=True, **size)
-    convert(tmp_path / "hf", tmp_path / "x.gguf", quantize=kind)
-    ids = ids_of(2, 8)
-    packed = ours(tmp_path / "x.gguf")
-    assert packed.model.layers[1].self_attn.q_proj.weight.quantization_encoding is not None
-    weights = load_weights(tmp_path / "x.gguf")
-    decoded = build(weights, dtype="float32")
-    decoded.load_state_dict(weights, cast=True)
-    same(call(packed, ids), np.asarray(call(decoded, ids)), atol=2e-5)
 
 
 def test_layers_of_unlike_types_are_stacked_where_they_are_alike(tmp_path):

@@ -47,6 +47,7 @@ from scripts.sharding_product import (
     tokens,
     worst,
 )
+from tests.products import pairwise
 
 CPU = DeviceRef.CPU()
 S = ShardingStrategy
@@ -85,6 +86,11 @@ def four(**sizes):
     return [
         Setting(sizes, explicit, is_set) for explicit in (False, True) for is_set in (False, True)
     ]
+
+
+def two(**sizes):
+    """Of `four` the two in which each option has each value once."""
+    return [Setting(sizes, False, True), Setting(sizes, True, False)]
 
 
 both = pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
@@ -140,17 +146,17 @@ def leaf_specs(model):
 MESHES = {
     "block": (
         [at(True, True, data=2, model=4), at(False, True, fsdp=2, model=2)],
-        [*four(model=8), *four(fsdp=8), at(True, data=2, fsdp=2, model=2), at(seq=4), at(True, expert=4)],
+        [*four(model=8), *two(fsdp=8), at(True, data=2, fsdp=2, model=2), at(seq=4), at(True, expert=4)],
     ),
     "nine-heads": ([at(True, model=2)], [at(model=2), at(data=2, model=2), at(True, fsdp=3)]),
     "three-kv-heads": ([at(True, model=4)], [at(False, True, data=2, model=4), at(fsdp=2, model=4)]),
     "stacked-qkv": ([at(model=4)], [at(True, True, data=2, model=4), at(True, fsdp=8)]),
     "moe": (
         [at(expert=4), at(True, True, data=2, expert=2, model=2)],
-        [at(True, expert=4), *four(fsdp=2, expert=2, model=2), at(True, data=8), at(expert=3)],
+        [at(True, expert=4), *two(fsdp=2, expert=2, model=2), at(True, data=8), at(expert=3)],
     ),
     "moe-block": ([], [at(data=2, expert=2, model=2), at(True, True, fsdp=4, model=2)]),
-    "vocabulary": ([at(fsdp=8)], [*four(data=2, model=4), at(True, fsdp=8)]),
+    "vocabulary": ([at(fsdp=8)], [*two(data=2, model=4), at(True, fsdp=8)]),
     "bert": ([at(True, data=2, model=4)], [at(fsdp=8), at(True, fsdp=8), at(False, True, model=2)]),
     "bert-stacked": ([], [at(True, True, model=4), at(fsdp=8), at(True, fsdp=8)]),
     "layer-stack": ([at(True, model=4)], [at(fsdp=2, model=2), at(False, True, fsdp=2, model=4)]),
@@ -214,13 +220,16 @@ def test_from_numpy_arrays(name, setting):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["vocabulary", pytest.param("layer-stack", marks=slow), pytest.param("bert", marks=slow)],
+    ("name", "axes", "kinds"),
+    [
+        pytest.param(name, axes, kinds, marks=() if name == "vocabulary" else slow)
+        for name, axes, kinds in pairwise(
+            ["vocabulary", "layer-stack", "bert"],
+            [("fsdp", "model"), ("data", "fsdp")],
+            [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)],
+        )
+    ],
 )
-@pytest.mark.parametrize(
-    "kinds", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)], ids=repr
-)
-@pytest.mark.parametrize("axes", [("fsdp", "model"), ("data", "fsdp")], ids="-".join)
 def test_some_axes_explicit(name, axes, kinds):
     mesh = jax.make_mesh((2, 4), axes, axis_types=kinds)
     model = fill(CASES[name].make()).to(mesh)
