@@ -55,6 +55,7 @@ if _TYPE_CHECKING:
     from .nn.init import partition as partition
     from .nn.layer import add_layer_hook as add_layer_hook
     from .nn.layer import clear_hooks as clear_hooks
+    from .nn.layer import layer_hook as layer_hook
 
 # Where each name lives; None is a submodule. tests/test_facade.py holds it to the list above.
 _HOMES: dict[str, str | None] = {
@@ -94,6 +95,7 @@ _HOMES: dict[str, str | None] = {
     "partition": "nn.init",
     "add_layer_hook": "nn.layer",
     "clear_hooks": "nn.layer",
+    "layer_hook": "nn.layer",
 }
 
 __all__ = ["__version__", *_HOMES]

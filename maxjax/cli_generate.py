@@ -15,7 +15,14 @@ from typing import Any
 
 from .cli_answer import nan_error, say, show, stats
 from .cli_convert import stoppable
-from .cli_model import chosen_seed, model_arguments, open_model, sampling_arguments, sampling_values
+from .cli_model import (
+    TINY,
+    chosen_seed,
+    model_arguments,
+    open_model,
+    sampling_arguments,
+    sampling_values,
+)
 from .errors import UserInputError
 
 
@@ -24,8 +31,9 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT",
                         help="the text to go on with; - or none: stdin")  # fmt: skip
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
-    parser.add_argument("--chat", action="store_true",
-                        help="the prompt is what a user says: put it into the chat template")  # fmt: skip
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
+                        help="the prompt is what a user says: put it into the chat template "
+                        "(default: for the small model that comes with maxjax)")  # fmt: skip
     model_arguments(parser)
     sampling_arguments(parser)
     parser.add_argument("--logprobs", type=int, metavar="N",
@@ -109,7 +117,8 @@ def _decoded(data: bytes, name: str) -> str:
 
 def _text(options: argparse.Namespace, prompt: str, tokenizer: Any) -> Any:
     """The prompt, or the token ids of a chat."""
-    if not options.chat and options.system is None:
+    chat = options.model == TINY if options.chat is None else options.chat
+    if not chat and options.system is None:
         return prompt
     from .engine.chat import chat_tokens
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from .errors import UserInputError
 
+TINY = "tiny"  # as engine.hub has it, which is not imported for --help
 # Settings of Sampling: option → (its type, what --help says).
 _SAMPLING: dict[str, tuple[Any, str]] = {
     "temperature": (float, "0 is greedy; above it, tokens are drawn"),
@@ -54,7 +55,7 @@ def _seed(text: str) -> int:
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and where and how it runs."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="PATH", default="tiny",
+    group.add_argument("--model", metavar="PATH", default=TINY,
                        help="a directory, a GGUF file, or org/name on the Hugging Face hub"
                        " (default: the tiny model that comes with maxjax)")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")

@@ -133,12 +133,13 @@ def unseen(sign: str) -> list[Sum]:
 def _draw(rng: random.Random) -> Sum:
     """A sum that is not held out."""
     while True:
-        # Of small numbers and small differences there are few, and they are learned last.
-        a, b = (rng.randint(0, 19 if rng.random() < 0.3 else LARGEST) for _ in range(2))
-        if rng.random() < 0.1:
-            b = min(max(a + rng.randint(-12, 12), 0), LARGEST)
+        # Of small numbers there are few, and they are learned last.
+        a, b = (rng.randint(0, 19 if rng.random() < 0.2 else LARGEST) for _ in range(2))
+        sign = rng.choice("++-")
+        if sign == "-" and a < b and rng.random() < 0.5:
+            a, b = b, a
         if not held_out(a, b):
-            return Sum(a, rng.choice("+-"), b)
+            return Sum(a, sign, b)
 
 
 def _digits(rng: random.Random) -> Turn:

@@ -63,8 +63,8 @@ class Plan(NamedTuple):
     which sums are learned soonest; the last ones teach that earlier turns say nothing about this one.
     """
 
-    steps: int = 7000
-    long_steps: int = 700
+    steps: int = 10_000
+    long_steps: int = 7000
     tokens: int = 1536
     length: int = 48
     rate: float = 2e-3

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph.weight import structure_changed
-from ..nn.layer import add_layer_hook, hooks
+from ..nn.layer import layer_hook
 from .decoding import check_model
 
 
@@ -55,13 +54,8 @@ def first_nan(model: Any, ids: Sequence[int]) -> str | None:
         if not found and id(layer) in names and not _finite(outputs):
             found.append(layer)
 
-    add_layer_hook(watch)
-    try:
-        with jax.disable_jit():
-            flat(jnp.asarray([list(ids)], jnp.int32))
-    finally:
-        hooks._HOOKS[:] = [hook for hook in hooks._HOOKS if hook is not watch]
-        structure_changed()
+    with layer_hook(watch), jax.disable_jit():
+        flat(jnp.asarray([list(ids)], jnp.int32))
     if not found:
         return None
     bad = [

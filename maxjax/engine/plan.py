@@ -75,7 +75,7 @@ def plan(
         >>> found.bytes_per_device, found.total_bytes, found.fits
         (49152, 196608, False)
         >>> print(found.suggestion)
-        mesh model=4 (4 devices) with dtype=bfloat16: 24,576 bytes (0.00 GiB) on each device
+        mesh model=4 (4 devices) with dtype=bfloat16: 24,576 bytes (0.02 MiB) on each device
     """
     grid = read_mesh(mesh, rules)
     if (batch is None) != (length is None):

@@ -148,4 +148,5 @@ def _mesh_text(mesh: dict[str, int], devices: int) -> str:
 
 
 def _bytes(n: int) -> str:
-    return f"{n:,} bytes ({n / (1 << 30):,.2f} GiB)"
+    unit, size = ("GiB", 1 << 30) if n >= 1 << 30 else ("MiB", 1 << 20)
+    return f"{n:,} bytes ({n / size:,.2f} {unit})"

@@ -292,7 +292,7 @@ def test_names_are_rules_for_a_module_too():
 def test_latent_attention_has_widths_of_its_own():
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "qk_nope_head_dim": 8,
               "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 16}  # fmt: skip
-    assert names.heads(config) == (2, 4, 4, 12, 6)
+    assert names.heads(config) == (2, 4, 4, 12, 6, None)
     assert names.rules(config)["*.o_proj.weight"].strategy.shard.segments[0].size == 24
 
 

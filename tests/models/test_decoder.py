@@ -320,6 +320,13 @@ def test_on_meshes(mesh, types, kv_heads):
     assert heads == (kv_heads if kv_heads % sizes["model"] else kv_heads // sizes["model"])
 
 
+def test_rows_lie_over_the_axis_that_weights_are_gathered_over():
+    logits, places = placed_run(maxjax.make_mesh(fsdp=2))
+    close(logits, call(made(), ids_of(2, 8)))
+    assert tuple(places[0].spec) == (None, "fsdp", None, None, None)
+    assert all(place.is_equivalent_to(places[0], 5) for place in places)
+
+
 def test_on_one_device_of_eight():
     model = made()
     model.to(jax.devices()[3])

@@ -115,7 +115,9 @@ def test_both_spellings_of_rope(kind):
 # --- tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(5, id="chunked")]
+)
 def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     model = oracle("Llama", tmp_path)
     ids = ids_of(3, 13)

@@ -10,6 +10,7 @@ a value) makes JAX trace again.
 from .hooks import Layer as Layer
 from .hooks import add_layer_hook as add_layer_hook
 from .hooks import clear_hooks as clear_hooks
+from .hooks import layer_hook as layer_hook
 from .layer_list import LayerList as LayerList
 from .layer_list import MissingLayer as MissingLayer
 from .layer_list import Sequential as Sequential

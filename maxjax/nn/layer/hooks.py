@@ -7,9 +7,10 @@ Module's treedef, so compiled programs without hooks are left alone and used aga
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...graph.weight import structure_changed
@@ -41,6 +42,31 @@ def add_layer_hook(fn: Hook) -> None:
     """
     _HOOKS.append(fn)
     structure_changed()
+
+
+@contextlib.contextmanager
+def layer_hook(fn: Hook) -> Iterator[None]:
+    """As :func:`add_layer_hook`, inside a ``with`` block; then this hook is taken away, and no other.
+
+    Example:
+        >>> from maxjax.nn import Module
+        >>> from maxjax.nn.layer import layer_hook
+        >>> class Double(Module):
+        ...     def __call__(self, x):
+        ...         return 2 * x
+        >>> with layer_hook(lambda layer, args, kwargs, outputs: -outputs):
+        ...     Double()(3)
+        -6
+        >>> Double()(3)
+        6
+    """
+    mine = functools.partial(fn)  # another object than the same function added elsewhere
+    add_layer_hook(mine)
+    try:
+        yield
+    finally:
+        _HOOKS[:] = [hook for hook in _HOOKS if hook is not mine]
+        structure_changed()
 
 
 def clear_hooks() -> None:
