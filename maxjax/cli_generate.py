@@ -53,7 +53,8 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
 
 def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) -> list[str]:
     opened = open_model(options)
-    from .engine.generate import Request, Stream
+    from .engine.generate import Stream
+    from .engine.request import Request
 
     request = Request(
         opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import maxjax
+from maxjax.engine.decoding import Decoding
 
 from .cli_models import in_process, write_model
 
@@ -102,14 +103,15 @@ def test_bytes_that_are_no_text(chat, said):
 
 def test_an_interrupt_before_the_first_word_takes_the_turn_back(chat, said, monkeypatch):
     (answer,) = said("hi")
-    calls = []
+    calls, prefill = [], Decoding.prefill
 
-    def interrupted(*arguments):
-        calls.append(arguments)
+    def interrupted(self):
+        calls.append(self)
         if len(calls) == 1:
             raise KeyboardInterrupt
+        return prefill(self)
 
-    monkeypatch.setattr("maxjax.engine.generate.check_written", interrupted)
+    monkeypatch.setattr(Decoding, "prefill", interrupted)
     assert chat(stdin="never said\nhi\n") == (0, f"{answer}\n", "(interrupted)\n")
 
 

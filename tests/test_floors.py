@@ -71,7 +71,7 @@ FLOORS: list[list[str]] = [
     # 6 engine: programs that run
     files("engine/", "template_budget template_sandbox template chat_files pooling tokenizer chat")
     + files("engine/", "text_steps text sampling sample_filters sample_history sample defaults hub_files hub load")
-    + files("engine/", "footprint planned plan embed decoding completion nans generate conversation session")
+    + files("engine/", "footprint planned plan embed decoding completion nans request generate conversation session")
     + files("engine/", "signature jaxport export exported __init__")
     + ["checkpoint/", "interop/"],
     # 7 faces

@@ -95,7 +95,8 @@ class Growing:
     def take(self, written: Written, row: int) -> str:
         """Takes a row of what was written, up to what ends the answer; the text that is certain."""
         pieces = []
-        for i in range(int(written.counts[row])):
+        # The last token of a row whose logits were no numbers is none.
+        for i in range(int(written.counts[row]) - bool(written.bad[row])):
             if self.done:
                 break
             pieces.append(self._push(int(written.tokens[row, i])))

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from ..storage.durable import replace_file, require_writable
 from .chat import chat_tokens
+from .completion import Growing
 from .decoding import Decoding
-from .generate import Request, Stream
+from .generate import Stream
+from .request import Request, check_unicode
 from .sampling import Sampling
 
 
@@ -68,19 +71,27 @@ class Conversation:
         self._chunk, self._cache_dtype = chunk, cache_dtype
         self._turns = 0
         self._decoding: Decoding | None = None
-        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
+        self._speaking: Callable[[], Stream | None] = lambda: None
+        self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
         self._opening = list(self.messages)
         self._prompt([{"role": "user", "content": "?"}])  # no template: said now, not later
 
     def say(self, text: str) -> Stream:
         """The answer to what the user says, piece by piece.
 
-        Both are among :attr:`messages` once it has ended, also if it was closed before.
+        Both are among :attr:`messages` once it has ended, also if it was closed before, or dropped;
+        a turn to which not one token was written is as if it had not been. An answer that has not
+        ended when the next thing is said ends there.
 
         Raises:
             UserInputError: The chat has become longer than the model's context; the template
                 refuses it.
+            TypeError: ``text`` is none.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"what is said is a text, not {type(text).__name__}")
+        check_unicode(text, "what is said")
+        self._interrupt()
         said = [{"role": "user", "content": text}]
         prompt = self._prompt(said)
         limit = self._request.limit(prompt)
@@ -92,28 +103,52 @@ class Conversation:
         if decoding is None or not decoding.resume(prompt, limit, key):
             decoding = self._request.decoding(prompt, key, self._chunk, self._cache_dtype)
 
-        def ended(stream: Stream, whole: bool) -> None:
-            completion = stream.completion
-            self.messages += [*said, {"role": "assistant", "content": str(completion)}]
+        def ended(growing: Growing, whole: bool) -> None:
+            if growing.tokens:
+                answer = {"role": "assistant", "content": str(growing.completion())}
+                self.messages += [*said, answer]
             if whole:
-                decoding.wrote(completion.tokens)
+                decoding.wrote(growing.tokens)
                 self._decoding = decoding
             else:  # interrupted somewhere: what is in the cache is not known
                 decoding.close()
 
-        return Stream(self._request, decoding, prompt, ended)
+        stream = Stream(self._request, decoding, prompt, ended)
+        self._speaking = weakref.ref(stream)
+        return stream
 
     def reset(self) -> None:
         """Begins anew, with the messages it was made with."""
+        self._interrupt()
         self.messages, self._decoding = list(self._opening), None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the messages as a JSON file."""
-        text = json.dumps(self.messages, ensure_ascii=False, indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        """Writes the messages as a JSON file, in the place of one that is there.
+
+        Raises:
+            CheckpointError: It cannot be written; what was there still is.
+        """
+        text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
+        # Half a character becomes what JSON's own escape of it is.
+        require_writable(os.fspath(path))
+        replace_file(os.fspath(path), [text.encode("utf-8", "backslashreplace")])
+
+    def _interrupt(self) -> None:
+        """Ends the answer that still goes on."""
+        stream = self._speaking()
+        if stream is not None:
+            stream.close()
 
     def _prompt(self, said: list[dict[str, Any]]) -> list[int]:
         ids = chat_tokens(
             self._tokenizer, [*self.messages, *said], chat_template=self._template
         )  # fmt: skip
         return self._request.tokens(ids, 0, True)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"messages are dicts with 'role' and 'content', not {type(message).__name__}"
+        )
+    return dict(message)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -118,8 +119,9 @@ class Decoding:
         cache_dtype: Any = None,
     ):
         check_model(model)
-        if chunk < 1 or chunk & (chunk - 1):
-            raise UserInputError(f"chunk is {chunk}: a power of two is wanted")
+        if not isinstance(chunk, Integral) or chunk < 1 or chunk & (chunk - 1):
+            raise UserInputError(f"chunk is {chunk!r}: a power of two is wanted")
+        chunk = int(chunk)
         self.model, self.sampling, self.chunk = model, sampling, chunk
         self._home = _home(model)
         self._prompts = [list(prompt) for prompt in prompts]
@@ -446,7 +448,8 @@ def _one_key(key: Any) -> jax.Array:
         return jax.random.key(0)
     found = key if isinstance(key, jax.Array) else np.asarray(key)
     typed = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
-    if not (typed and found.ndim == 0) and not (found.dtype == np.uint32 and found.ndim == 1):
+    raw = found.dtype == np.uint32 and found.shape in ((2,), (4,))
+    if not (typed and found.ndim == 0) and not raw:
         raise UserInputError(
             f"key is one key of jax.random, as jax.random.key(0), not {found.dtype}{list(found.shape)}"
         )

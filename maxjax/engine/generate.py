@@ -1,7 +1,7 @@
 """Floor 6. generate and stream: prompts → what a language model writes after them.
 
-Below: decoding (the devices' part), completion (tokens to text), defaults. Above: conversation,
-the command line.
+Below: request (what is asked for), decoding (the devices' part), completion (tokens to text).
+Above: conversation, the command line.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from ..errors import UserInputError
 from .completion import Completion, Growing
-from .decoding import MOST, Decoding, Written, check_model
-from .defaults import GenerationDefaults, chosen_sampling
+from .decoding import MOST, Decoding, Written
+from .request import Request, listed, positive
 from .sampling import Sampling
 
-_MAX_NEW_TOKENS = 256
 # A dispatch is to last no longer: for so long Ctrl-C waits, and texts that ended are not noticed.
 _DISPATCH_S = 0.1
 
@@ -77,10 +74,9 @@ def generate(
         ([5, 5], 'length')
     """
     request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
-    single, listed = _listed(prompts)
-    rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(listed)]
-    if type(batch_size) is not int or batch_size < 1:
-        raise UserInputError(f"batch_size is {batch_size!r}: a positive integer is wanted")
+    single, several = listed(prompts)
+    rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]
+    batch_size = positive("batch_size", batch_size)
     found: list[Completion | None] = [None] * len(rows)
     # Texts of like length together: less of a batch is padding.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -113,9 +109,9 @@ def _batch(
     texts = [request.growing(prompt) for prompt in prompts]
     try:
         for written in _dispatches(decoding):
-            check_written(written, texts, members)
             for row, text in enumerate(texts):
                 text.take(written, row)
+            check_written(written, texts, members)
             ended = [text.done for text in texts] + [True] * blanks
             if all(done or end for done, end in zip(written.done.tolist(), ended, strict=True)):
                 break
@@ -151,11 +147,12 @@ class Stream(Iterator[str]):
         request: Request,
         decoding: Decoding,
         prompt: Sequence[int],
-        ended: Callable[[Stream, bool], None] | None = None,
+        ended: Callable[[Growing, bool], None] | None = None,
     ):
         self._decoding, self._growing = decoding, request.growing(prompt)
-        self._ended = ended
-        self._pieces = self._run()
+        # It refers to this object nowhere: who drops a stream lets go of its cache at once.
+        self._pieces = _pieces(decoding, self._growing, ended)
+        next(self._pieces)  # begins it, so that its end is seen to also if nothing is ever read
 
     def __iter__(self) -> Stream:
         return self
@@ -171,38 +168,45 @@ class Stream(Iterator[str]):
     def completion(self) -> Completion:
         return self._growing.completion()
 
-    def _run(self) -> Generator[str, None, None]:
-        whole = False
-        try:
-            yield from self._texts()
-            whole = True
-        except GeneratorExit:
-            whole = True  # between two tokens: nothing is lost
-            raise
-        finally:
-            if self._ended is None:
-                self._decoding.close()
-            else:
-                self._ended(self, whole)
 
-    def _texts(self) -> Iterator[str]:
-        decoding, growing = self._decoding, self._growing
-        written = decoding.prefill()
+def _pieces(
+    decoding: Decoding, growing: Growing, ended: Callable[[Growing, bool], None] | None
+) -> Generator[str, None, None]:
+    """An empty piece, and those of :func:`_texts`; sees to the end, whatever it is."""
+    whole = False
+    try:
+        yield ""
+        yield from _texts(decoding, growing)
+        whole = True
+    except GeneratorExit:
+        whole = True  # between two tokens: nothing is lost
+        raise
+    finally:
+        if ended is None:
+            decoding.close()
+        else:
+            ended(growing, whole)
+
+
+def _texts(decoding: Decoding, growing: Growing) -> Iterator[str]:
+    written = decoding.prefill()
+    piece = growing.take(written, 0)
+    check_written(written, [growing], [0])
+    if piece:
+        yield piece  # before the program that decodes is compiled
+    coming = decoding.decode(1) if not (growing.done or written.done[0]) else None
+    while coming is not None:
+        written = decoding.fetch(coming)
+        # While the host makes text of one token, the devices write the next.
+        coming = None if written.done[0] else decoding.decode(1)
+        piece = growing.take(written, 0)
         check_written(written, [growing], [0])
-        if piece := growing.take(written, 0):
-            yield piece  # before the program that decodes is compiled
-        coming = decoding.decode(1) if not (growing.done or written.done[0]) else None
-        while coming is not None:
-            written = decoding.fetch(coming)
-            check_written(written, [growing], [0])
-            # While the host makes text of one token, the devices write the next.
-            coming = None if written.done[0] else decoding.decode(1)
-            if piece := growing.take(written, 0):
-                yield piece
-            if growing.done:
-                break
-        if rest := growing.flush():
-            yield rest
+        if piece:
+            yield piece
+        if growing.done:
+            break
+    if rest := growing.flush():
+        yield rest
 
 
 def stream(
@@ -244,113 +248,21 @@ def stream(
     return Stream(request, request.decoding(ids, key, chunk, cache_dtype), ids)
 
 
-class Request:
-    """What all texts of a call have in common, checked."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        max_new_tokens: int | None,
-        stop: str | Sequence[str] | None,
-        eos_ids: Sequence[int] | None,
-        sampling: Sampling | None,
-        values: dict[str, Any],
-    ):
-        check_model(model)
-        defaults = getattr(model, "generation", None)
-        if defaults is None:
-            ends = getattr(tokenizer, "eos_ids", ())
-            defaults = GenerationDefaults(eos_ids=tuple(ends))
-        self.model, self.tokenizer = model, tokenizer
-        self.sampling = chosen_sampling(defaults, sampling, values)
-        self.eos_ids = tuple(defaults.eos_ids if eos_ids is None else map(int, eos_ids))
-        self.stops = defaults.stop if stop is None else (stop,) if isinstance(stop, str) else stop
-        if self.stops and tokenizer is None:
-            raise UserInputError("a text that stops needs a tokenizer")
-        if max_new_tokens is None:
-            max_new_tokens = defaults.max_new_tokens or _MAX_NEW_TOKENS
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise UserInputError(
-                f"max_new_tokens is {max_new_tokens!r}: a positive integer is wanted"
-            )
-        self.max_new_tokens = max_new_tokens
-        Growing(None, (), (), self.stops)  # refuses what is no stop text
-
-    def tokens(self, prompt: Any, index: int, single: bool) -> list[int]:
-        """The ids of a prompt's tokens."""
-        which = "the prompt" if single else f"prompts[{index}]"
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UserInputError(
-                    f"{which} is text, and there is no tokenizer: the model's directory has no "
-                    "tokenizer.json. Give the ids of its tokens"
-                )
-            ids = self.tokenizer.encode(prompt) if prompt else []
-        else:
-            ids = _ids(prompt, which)
-        size, longest = self.model.config.vocab_size, self.model.max_length
-        if not ids:
-            raise UserInputError(f"{which} is empty: there is nothing to go on with")
-        wrong = next((i for i in ids if not 0 <= i < size), None)
-        if wrong is not None:
-            raise UserInputError(
-                f"{which} has the token id {wrong}, which is not one of the {size} of the model's "
-                "vocabulary"
-            )
-        if len(ids) >= longest:
-            raise UserInputError(
-                f"{which} has {len(ids)} tokens, and the model's context is {longest}: there is no "
-                "room for an answer"
-            )
-        return ids
-
-    def limit(self, prompt: Sequence[int]) -> int:
-        """How many tokens a text may have."""
-        return min(len(prompt) + self.max_new_tokens, self.model.max_length)
-
-    def growing(self, prompt: Sequence[int]) -> Growing:
-        return Growing(self.tokenizer, prompt, self.eos_ids, self.stops)
-
-    def decoding(self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any) -> Decoding:
-        return Decoding(
-            self.model, [prompt], [self.limit(prompt)], sampling=self.sampling,
-            eos_ids=self.eos_ids, key=key, chunk=chunk, cache_dtype=cache_dtype,
-        )  # fmt: skip
-
-
 def check_written(written: Written, texts: Sequence[Growing], numbers: Sequence[int]) -> None:
-    """Refuses texts that could not be gone on with.
+    """Refuses texts that could not be gone on with, and were not ended before.
+
+    Args:
+        written: What was written.
+        texts: Which have taken it.
+        numbers: Of their prompts.
 
     Raises:
         FloatingPointError: Logits were NaN or infinite.
     """
-    bad = [row for row in range(len(texts)) if written.bad[row]]
+    bad = [row for row, text in enumerate(texts) if written.bad[row] and not text.done]
     if bad:
         row = min(bad, key=lambda row: numbers[row])
-        after = len(texts[row].tokens) + int(written.counts[row]) - 1
         raise FloatingPointError(
-            f"after {after} tokens of the answer to prompt {numbers[row]} the logits are NaN or "
+            f"after {len(texts[row].tokens)} tokens of the answer to prompt {numbers[row]} the logits are NaN or "
             "infinite: no token can be chosen. maxjax.first_nan(model, ids) names the layer"
         )
-
-
-def _listed(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one prompt, and a list of prompts."""
-    if isinstance(prompts, str):
-        return True, [prompts]
-    if isinstance(prompts, (bytes, dict)) or not hasattr(prompts, "__iter__"):
-        raise TypeError(f"prompts are texts or ids of tokens, not {type(prompts).__name__}")
-    listed = list(prompts)
-    one = bool(listed) and all(isinstance(item, (int, np.integer)) for item in listed)
-    one = one or (bool(listed) and getattr(prompts, "ndim", 2) == 1)
-    return one, [prompts] if one else listed
-
-
-def _ids(prompt: Any, which: str) -> list[int]:
-    found = np.asarray(prompt) if not isinstance(prompt, (bytes, dict)) else None
-    if found is not None and found.size == 0 and found.ndim == 1:
-        return []
-    if found is None or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise TypeError(f"{which} is neither text nor ids of tokens but {type(prompt).__name__}")
-    return found.tolist()

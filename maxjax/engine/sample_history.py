@@ -110,7 +110,8 @@ def without_padding(values: jax.Array, vocab_size: int) -> jax.Array:
 def _penalised(values: jax.Array, settings: Sampling, history: History) -> jax.Array:
     if settings.repetition_penalty != 1:
         seen = history.prompt | (history.counts > 0)
-        penalty = settings.repetition_penalty
+        # Beyond these float32 would make infinities of logits.
+        penalty = min(max(settings.repetition_penalty, 1e-30), 1e30)
         values = jnp.where(seen, jnp.where(values < 0, values * penalty, values / penalty), values)
     if settings.frequency_penalty != 0:
         values = values - settings.frequency_penalty * history.counts.astype(jnp.float32)

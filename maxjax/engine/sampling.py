@@ -18,6 +18,8 @@ from ..errors import UserInputError
 
 _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
+# Twice as much is still no infinity in float32.
+_LARGEST = 1e38
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,8 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
             raise _refused("logit_bias", values, wanted)
         token, bias = _token("logit_bias", pair[0]), pair[1]
         banning = isinstance(bias, float) and bias == -math.inf
-        text = f"for token {token} a finite number, or minus infinity, is wanted"
-        found[token] = bias if banning else _number("logit_bias", bias, -math.inf, math.inf, text)
+        text = f"for token {token} a number of float32, or minus infinity, is wanted"
+        found[token] = bias if banning else _number("logit_bias", bias, -_LARGEST, _LARGEST, text)
     return tuple(sorted(found.items()))
 
 

@@ -9,6 +9,7 @@ Shapes: L layers, B sequences, T tokens, K heads of keys, S slots, width D.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -133,9 +134,16 @@ class Slots:
 
 
 def _longer(array: jax.Array, more: int) -> jax.Array:
-    where = None if isinstance(array, Tracer) else array.sharding
-    pad = lambda a: jnp.pad(a, [(0, 0)] * 3 + [(0, more)] + [(0, 0)] * (a.ndim - 4))
-    return jax.jit(pad, out_shardings=where)(array) if where is not None else pad(array)
+    pads = ((0, 0),) * 3 + ((0, more),) + ((0, 0),) * (array.ndim - 4)
+    if isinstance(array, Tracer):
+        return jnp.pad(array, pads)
+    return _padding(pads, array.sharding)(array)
+
+
+@functools.lru_cache(maxsize=128)
+def _padding(pads: tuple[tuple[int, int], ...], where: Any) -> Any:
+    """A program for each, kept: a new one would be compiled each time a cache grows."""
+    return jax.jit(lambda a: jnp.pad(a, pads), out_shardings=where)
 
 
 def _first(whole: jax.Array, layer: Any, seen: int) -> jax.Array:

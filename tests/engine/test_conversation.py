@@ -48,8 +48,8 @@ def read(monkeypatch):
 @pytest.mark.parametrize("values", [{}, {"temperature": 1.0, "repetition_penalty": 1.2}])
 def test_turns(model, read, values):
     tokenizer = characters()
-    chat = maxjax.Conversation(model, tokenizer, max_new_tokens=12, stop="|", **values)
-    sampler = {"max_new_tokens": 12, "stop": "|", **values}
+    sampler = {"max_new_tokens": 12, "stop": "|", "chunk": 16, **values}
+    chat = maxjax.Conversation(model, tokenizer, **sampler)
     for turn, text in enumerate(["Hello", "What?", "And_then?"]):
         messages = [*chat.messages, {"role": "user", "content": text}]
         found = "".join(chat.say(text))
@@ -63,7 +63,7 @@ def test_turns(model, read, values):
 
 
 def test_an_answer_that_is_interrupted(model):
-    chat = maxjax.Conversation(model, characters(), max_new_tokens=30)
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=30, chunk=16)
     pieces = chat.say("Hello")
     begun = next(pieces) + next(pieces)
     pieces.close()
@@ -71,11 +71,11 @@ def test_an_answer_that_is_interrupted(model):
     found = "".join(chat.say("Go_on"))
     messages = chat.messages[:-1]
     prompt = maxjax.apply_chat_template(characters(), messages)
-    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30)
+    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30, chunk=16)
 
 
 def test_ctrl_c_in_a_dispatch(model, monkeypatch):
-    chat = maxjax.Conversation(model, characters(), max_new_tokens=30)
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=30, chunk=16)
     pieces = chat.say("Hello")
     next(pieces)
     with monkeypatch.context() as patch:
@@ -87,12 +87,12 @@ def test_ctrl_c_in_a_dispatch(model, monkeypatch):
         characters(), [*chat.messages, {"role": "user", "content": "x"}]
     )
     found = "".join(chat.say("x"))
-    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30)
+    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30, chunk=16)
 
 
 def test_reset_and_save(model, tmp_path):
     opening = [{"role": "system", "content": "Be_brief."}]
-    chat = maxjax.Conversation(model, characters(), opening, max_new_tokens=5)
+    chat = maxjax.Conversation(model, characters(), opening, max_new_tokens=5, chunk=16)
     first = "".join(chat.say("Hello"))
     chat.save(tmp_path / "chat.json")
     assert json.loads((tmp_path / "chat.json").read_text()) == chat.messages
@@ -102,7 +102,7 @@ def test_reset_and_save(model, tmp_path):
 
 
 def test_a_chat_that_becomes_too_long(model):
-    chat = maxjax.Conversation(model, characters(), max_new_tokens=5)
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=5, chunk=16)
     "".join(chat.say("Hello"))
     before = list(chat.messages)
     with pytest.raises(UserInputError, match="context is 256"):
