@@ -40,6 +40,9 @@ _SHOWN_CHARACTERS = 80
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code. ``argv`` is what follows the program's name."""
+    # Closed (`>&-`), they are None, and print() would write to stdout what is meant for stderr.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     parser = _parser()
     options = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):

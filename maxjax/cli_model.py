@@ -111,7 +111,10 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened
     from .engine.decoding import check_model
     from .engine.load import load
 
-    jax.devices()  # they start when they are first asked for, which is not loading
+    try:
+        jax.devices()  # they start when they are first asked for, which is not loading
+    except RuntimeError as error:
+        raise UserInputError(f"JAX has no device: {error}") from error
     mesh = None if options.mesh is None else _mesh(options.mesh)
     began = time.perf_counter()
     model, found = load(
