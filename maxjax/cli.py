@@ -11,6 +11,7 @@ inside the command that needs it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
@@ -52,16 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Python flushes stdout once more at exit, which would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return _left(141, argv)
     except KeyboardInterrupt:
         print("maxjax: interrupted", file=sys.stderr)
-        return 130
+        return _left(130, argv)
+    except SystemExit as stop:
+        _left(stop.code, argv)
+        raise
     except Exception as error:
         if options.debug:
             raise
         print(f"maxjax: {explain(error)}", file=sys.stderr)
         return 1
     return getattr(options, "code", 0)
+
+
+def _left(code: Any, argv: Sequence[str] | None) -> Any:
+    """Ends the program at once, if it is one; else the code.
+
+    The devices may still be at work, on memory that Python's own way out takes from them.
+    """
+    if argv is None and "jax" in sys.modules and isinstance(code, int):
+        for file in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
+        os._exit(code)
+    return code
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -106,6 +108,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened
         UserInputError: It is no language model, or has no tokenizer; a mesh that cannot be.
         CheckpointError, UnsupportedModelError: As ``maxjax.load``.
     """
+    import_jax()
     import jax
 
     from .engine.decoding import check_model
@@ -127,6 +130,25 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened
             f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights"
         )
     return Opened(model, found, time.perf_counter() - began)
+
+
+def import_jax() -> None:
+    """Imports JAX and what we run on it; Ctrl-C is answered after.
+
+    Within the start of JAX's extension modules it would crash the process.
+    """
+    number = signal.SIGINT
+    here = threading.current_thread() is threading.main_thread()
+    if "jax" in sys.modules or not here or signal.getsignal(number) is signal.SIG_IGN:
+        return
+    pressed: list[int] = []
+    before = signal.signal(number, lambda number, _: pressed.append(number))
+    try:
+        from .engine import generate  # noqa: F401
+    finally:
+        signal.signal(number, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _mesh(text: str) -> Any:
@@ -153,6 +175,7 @@ def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserInputError: One is out of range.
     """
+    import_jax()
     from .engine.sampling import Sampling
 
     values = {name: getattr(options, name) for name in (*_SAMPLING, "logprobs")

@@ -197,12 +197,9 @@ def _attention_of(module: Any) -> list[names.Heads]:
     said = _attention_said(config, f"{type(module).__name__} has no AttentionWithRope, and")
     if not isinstance(config, DecoderConfig) or not any(config.slides):
         return said
-    sliding, window = sum(config.slides), config.sliding_window
-    return [
-        one._replace(layers=count, window=window)
-        for one in said
-        for count, window in ((config.num_layers - sliding, None), (sliding, window))
-    ]
+    sliding = sum(config.slides)
+    kinds = ((config.num_layers - sliding, None), (sliding, config.sliding_window))
+    return [one._replace(layers=count, window=window) for one in said for count, window in kinds]
 
 
 # --- checkpoints ------------------------------------------------------------------------------

@@ -181,9 +181,11 @@ class DecoderAttention(Module):
         if self.num_kv_heads % parts(self.o_proj.weight, 1):
             q = placed(q, 1, ())  # the cache is whole on every device
         turns = step.turns.get(self.rope)
+        if turns is not None:
+            turns = turns[0][:, 0], turns[1][:, 0]  # [B, D/2]
         y, *new = decode_attention(
             q, k, v, slots.keys, slots.values, step.starts if step.tokens is None else step.tokens,
-            layer=layer, rope=None if turns is None else tuple(a[:, 0] for a in turns),  # [B, D/2]
+            layer=layer, rope=turns,
             scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales,
         )  # fmt: skip
@@ -200,7 +202,8 @@ class DecoderAttention(Module):
 
         def attend(seen: int) -> jax.Array:
             places = jnp.arange(seen, dtype=jnp.int32)[None, :]
-            return self._attend(q, *slots.read(layer, seen, q.dtype), positions, places)
+            keys, values = slots.read(layer, seen, q.dtype)
+            return self._attend(q, keys, values, positions, places)
 
         # What is empty is not looked at, in steps, each of which is compiled.
         sizes = [n for n in (length * _STEP**i for i in range(_STEPS)) if n < size]
@@ -216,7 +219,7 @@ class DecoderAttention(Module):
 
         def attend(seen: int) -> jax.Array:
             if not seen:
-                return self._attend(q, *new, positions, positions)
+                return self._attend(q, new[0], new[1], positions, positions)
             before = old.read(0, seen, q.dtype)
             keys, values = (explicit.concatenate(pair, 1) for pair in zip(new, before, strict=True))
             places = _held(starts, size)[:, :seen]

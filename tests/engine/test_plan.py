@@ -15,7 +15,7 @@ from maxjax import nn
 from maxjax.engine.plan import Plan, _reported, parse_bytes, plan
 from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy
-from maxjax.models import BertConfig, BertModel, names
+from maxjax.models import BertConfig, BertModel, Decoder, DecoderConfig, names
 from maxjax.nn.attention import AttentionWithRope
 from maxjax.nn.rotary_embedding import RotaryEmbedding
 from scripts.bench_plan import LLAMA_405B, shapes, write_sparse
@@ -287,6 +287,18 @@ def test_names_are_rules_for_a_module_too():
     own, named = block().to(mesh), block().to(mesh, rules=names.rules(config))
     for name, weight in own.raw_state_dict().items():
         assert named.raw_state_dict()[name].sharding == weight.sharding, name
+
+
+def test_a_cache_of_which_a_part_goes_round():
+    config = DecoderConfig(
+        64, 16, 16, num_layers=6, num_heads=2, slides=(True,) * 5 + (False,), sliding_window=8
+    )
+    model = Decoder(config)
+    for dtype in ("float32", "int8"):
+        found = plan(model, batch=2, length=32, cache_dtype=dtype).cache_bytes_per_device
+        cache = jax.eval_shape(lambda d=dtype: model.cache(2, 32, d))
+        held = jax.tree.leaves((cache.full, cache.sliding))
+        assert found == sum(leaf.size * leaf.dtype.itemsize for leaf in held)
 
 
 def test_latent_attention_has_widths_of_its_own():

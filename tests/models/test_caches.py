@@ -14,17 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 import maxjax
 from maxjax.errors import UserInputError
-from maxjax.models import Decoder, DecoderConfig
+from maxjax.models import DecoderConfig
 from maxjax.nn import KVCache
 from tests.models.decoders import generated, greedy, oracle, ours
+from tests.models.test_decoder import VOCAB, call, close, ids_of, made, on
 
-VOCAB, WINDOW = 48, 5
+WINDOW = 5
 BASE = DecoderConfig(VOCAB, 32, 40, num_layers=3, num_heads=4, num_kv_heads=2)
 # Which layers slide: s; Gemma 2, Gemma 3, Qwen 2 with max_window_layers, and one that repeats not.
 PATTERNS = {"all": "ss", "1:1": "sfsf", "5:1": "sssssfss", "last": "ffss", "listed": "sfssf"}
 slow = pytest.mark.slow
-call = jax.jit(lambda model, ids: model(ids))
-on = jax.jit(lambda model, ids, cache, lengths=None: model(ids, cache, lengths=lengths))
 # Of int8, where logits have a standard deviation of 1.
 MOST, MEAN = 0.15, 0.02
 
@@ -34,29 +33,6 @@ def config_of(pattern="1:1", window=WINDOW, **changes):
     window = window if any(slides) else None
     sizes = {"num_layers": len(slides), "slides": slides, "sliding_window": window}
     return dataclasses.replace(BASE, **sizes, **changes)
-
-
-def made(config, mesh=None, dtype="float32", **options):
-    """A decoder of random weights, with logits of deviation 1."""
-    model = Decoder(config, dtype, **options)
-    if mesh is not None:
-        model.to(mesh)
-    rng, values = np.random.default_rng(0), {}
-    for name, weight in sorted(model.raw_state_dict().items()):
-        shape = tuple(map(int, weight.shape))
-        size = 0.3 if len(shape) == 1 or "embed" in name else shape[1] ** -0.5
-        normal = rng.standard_normal(shape) * size + ("norm.weight" in name)
-        values[name] = normal.astype(np.float32).astype(model.dtype.np)
-    model.load_state_dict(values)
-    return model
-
-
-def ids_of(batch, length, seed=0):
-    return np.random.default_rng(seed).integers(0, VOCAB, (batch, length)).astype(np.int32)
-
-
-def close(found, expected, atol=2e-5):
-    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=atol)
 
 
 def full_cache(model, batch, capacity, dtype="float32"):
@@ -335,7 +311,7 @@ def test_on_meshes(which):
     mesh = maxjax.make_mesh(axis_types=types, **sizes)
     step = jax.jit(lambda m, ids, cache, counts: m(ids, cache, lengths=counts), donate_argnums=2)
     ids, found, caches = ids_of(2, 20), [], []
-    for model in (made(config), made(config, mesh)):
+    for model in (made(config), made(config, mesh=mesh)):
         cache, parts, start = model.cache(2, 24, dtype), [], 0
         before = [a.sharding for a in jax.tree.leaves(cache)]
         for length, counts in ((8, [8, 5]), (8, [8, 8]), (1, [1, 1]), (1, [1, 0])):
