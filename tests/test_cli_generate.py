@@ -259,3 +259,66 @@ def test_interrupt_ends_the_line(tmp_path):
 def test_help_names_the_command(run):
     assert "generate" in run("--help")[1]
     assert "--temperature" in run("generate", "--help")[1]
+
+
+# --- how the process ends -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_files(model, closed):
+    """What is for stderr does not go to stdout if stderr is closed."""
+    number = {"stdout": 1, "stderr": 2}[closed]
+    script = f"import os; os.close({number}); os.execv({MAXJAX[0]!r}, {MAXJAX!r} + {ARGUMENTS!r})"
+    found = subprocess.run(
+        [sys.executable, "-c", script.replace("MODEL", str(model))], capture_output=True, text=True
+    )
+    assert found.returncode == 0
+    if closed == "stdout":
+        assert found.stdout == "" and "sampling" in found.stderr
+    else:
+        assert found.stdout.count("\n") == 1 and "sampling" not in found.stdout
+
+
+ARGUMENTS = [
+    "generate", "--model", "MODEL", "--stats", "--stop", "\n", "--max-new-tokens", "2", "hello",
+]  # fmt: skip
+
+_PRESSED_WHILE_IMPORTING = """
+import os, signal, sys
+from maxjax import cli_model
+
+class Press:
+    def find_spec(self, name, *_):
+        if name == "jax":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+try:
+    cli_model.import_jax()
+except KeyboardInterrupt:
+    print("maxjax.engine.generate" in sys.modules)
+"""
+_PRESSED = """
+import atexit, sys
+import jax
+from maxjax import cli
+
+def interrupted(options):
+    raise KeyboardInterrupt
+
+atexit.register(print, "late")
+cli.generate = interrupted
+sys.argv = ["maxjax", "generate", "hi"]
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [(_PRESSED_WHILE_IMPORTING, (0, "True\n")), (_PRESSED, (130, ""))],
+    ids=["while importing", "at work"],
+)
+def test_ctrl_c_does_not_crash_what_is_not_python(script, result):
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == result, found.stderr
