@@ -66,17 +66,27 @@ FLOORS: list[list[str]] = [
     + ["models/gguf/"]
     + files(
         "models/",
-        "family decoder_rope decoder_config decoder_attention decoder_layer decoder llama qwen moe_config moe gemma gpt2 bert __init__",
+        "family decoder_rope decoder_config decoder_attention decoder_layer decoder llama qwen"
+        " moe_config moe gemma gpt2 bert __init__",
     ),
     # 6 engine: programs that run
     files("engine/", "template_budget template_sandbox template chat_files pooling tokenizer chat")
-    + files("engine/", "text_steps text sampling sample_filters sample_history sample defaults hub_files hub load")
-    + files("engine/", "footprint planned plan embed decoding completion nans request generate conversation session")
+    + files(
+        "engine/",
+        "text_steps text sampling sample_filters sample_history sample defaults hub_files hub load",
+    )
+    + files(
+        "engine/",
+        "footprint planned plan embed decoding completion nans request generate conversation session",
+    )
     + files("engine/", "signature jaxport export exported __init__")
     + ["checkpoint/", "interop/"],
     # 7 faces
-    files("", "__init__ environment cli_errors cli_model cli_answer cli_convert cli_plan cli_generate cli_chat"
-        " cli_bench cli __main__ notebook"),
+    files(
+        "",
+        "__init__ environment cli_errors cli_model cli_answer cli_convert cli_plan cli_generate cli_chat"
+        " cli_bench cli __main__ notebook",
+    ),
 ]
 JUNK_DRAWERS = {"utils.py", "common.py", "base.py", "helpers.py"}
 # Never at run time: the oracles of the tests, and everything that runs code out of a file.
