@@ -7,6 +7,7 @@ import re
 import select
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -188,6 +189,8 @@ class Terminal:
         return shown
 
     def types(self, text):
+        # A Ctrl-C between readline's prompt and its waiting is answered with the next key only.
+        time.sleep(0.3)
         os.write(self._master, text.encode())
 
     def close(self):
