@@ -4,6 +4,7 @@ A mixed-width sum or a silently broadcast rank is an error in the library's own 
 `tests/conformance` and the doctests run under JAX's defaults, as a user's program does.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -88,6 +89,23 @@ def no_hook_left() -> Iterator[None]:
     clear_hooks = getattr(sys.modules.get("maxjax.nn.layer"), "clear_hooks", None)
     if clear_hooks is not None:
         clear_hooks()
+
+
+_finished = itertools.count(1)
+MAPS_EVERY, MOST_MAPS = 50, 25_000
+
+
+@pytest.fixture(autouse=True)
+def programs_let_go() -> Iterator[None]:
+    """Each program XLA compiles takes several maps of memory, of which Linux gives a process 65,530."""
+    yield
+    maps = Path("/proc/self/maps")
+    if next(_finished) % MAPS_EVERY or "jax" not in sys.modules or not maps.exists():
+        return
+    with maps.open("rb") as file:
+        count = sum(1 for _ in file)
+    if count > MOST_MAPS:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="session")
