@@ -5,7 +5,7 @@ Below: text. Above: generate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .decoding import Written
@@ -94,15 +94,20 @@ class Growing:
 
     def take(self, written: Written, row: int) -> str:
         """Takes a row of what was written, up to what ends the answer; the text that is certain."""
-        pieces = []
+        return "".join(self.pieces(written, row))
+
+    def pieces(self, written: Written, row: int) -> Iterator[str]:
+        """As :meth:`take`, a token at a time: what is not asked for is not taken."""
         # The last token of a row whose logits were no numbers is none.
         for i in range(int(written.counts[row]) - bool(written.bad[row])):
             if self.done:
                 break
-            pieces.append(self._push(int(written.tokens[row, i])))
+            piece = self._push(int(written.tokens[row, i]))
             if written.sampled.logprobs is not None:
                 self.logprobs.append(_logprob(written, row, i))
-        return self._keep("".join(pieces))
+            self._pieces.append(piece)
+            if piece:
+                yield piece
 
     def _push(self, token: int) -> str:
         self.tokens.append(token)

@@ -19,6 +19,8 @@ from .sampling import Sampling
 
 # A dispatch is to last no longer: for so long Ctrl-C waits, and texts that ended are not noticed.
 _DISPATCH_S = 0.1
+# Of a stream: what is written meanwhile comes in one go, which nobody sees at 30 times a second.
+_STREAM_S = 0.03
 
 
 def generate(
@@ -194,15 +196,17 @@ def _texts(decoding: Decoding, growing: Growing) -> Iterator[str]:
     check_written(written, [growing], [0])
     if piece:
         yield piece  # before the program that decodes is compiled
+    count, began = 1, time.perf_counter()
     coming = decoding.decode(1) if not (growing.done or written.done[0]) else None
     while coming is not None:
         written = decoding.fetch(coming)
-        # While the host makes text of one token, the devices write the next.
-        coming = None if written.done[0] else decoding.decode(1)
-        piece = growing.take(written, 0)
+        if time.perf_counter() - began < _STREAM_S / 2:
+            count = min(2 * count, MOST)
+        # While the host makes text of these tokens, the devices write the next.
+        began = time.perf_counter()
+        coming = None if written.done[0] else decoding.decode(count)
+        yield from growing.pieces(written, 0)
         check_written(written, [growing], [0])
-        if piece:
-            yield piece
         if growing.done:
             break
     if rest := growing.flush():
