@@ -19,8 +19,8 @@ from .sampling import Sampling
 
 # A dispatch is to last no longer: for so long Ctrl-C waits, and texts that ended are not noticed.
 _DISPATCH_S = 0.1
-# Of a stream: what is written meanwhile comes in one go, which nobody sees at 30 times a second.
-_STREAM_S = 0.03
+# Of a stream: more tokens at once as long as that is quicker, which nobody sees at 20 times a second.
+_STREAM_S = 0.025
 
 
 def generate(
@@ -200,7 +200,7 @@ def _texts(decoding: Decoding, growing: Growing) -> Iterator[str]:
     coming = decoding.decode(1) if not (growing.done or written.done[0]) else None
     while coming is not None:
         written = decoding.fetch(coming)
-        if time.perf_counter() - began < _STREAM_S / 2:
+        if time.perf_counter() - began < _STREAM_S:
             count = min(2 * count, MOST)
         # While the host makes text of these tokens, the devices write the next.
         began = time.perf_counter()
