@@ -45,7 +45,7 @@ def bench(options: argparse.Namespace) -> Iterable[str]:
 
     compile is what a first call takes longer than later ones; JAX's cache of compiled programs is
     off meanwhile, unless MAXJAX_COMPILE_CACHE says otherwise. decode writes up to 32 tokens in a
-    dispatch, as maxjax.generate does; stream one, as maxjax.stream does. The limit is how often the
+    dispatch, as maxjax.generate does; stream one, as maxjax.stream does at first. The limit is how often the
     weights and the part of the cache that is in use could be read in a second, at the bandwidth at
     which all threads read a large array, measured between the repeats.
     """

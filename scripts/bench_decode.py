@@ -44,6 +44,7 @@ import random_llama
 import tokenizers
 
 import maxjax
+from maxjax.cli_bench import weight_bytes
 from maxjax.engine.decoding import Decoding, bucket
 from maxjax.kernels import decode_attention, matmul, native, product
 
@@ -126,17 +127,7 @@ class Ours:
         """Weights, once, and the keys and values of the tokens so far."""
         keys = self.texts.state.cache.keys
         used = self.row.context * keys.nbytes // keys.shape[3]
-        return weight_bytes(self.model) + 2 * used
-
-
-def weight_bytes(model: Any) -> int:
-    """What a decode step reads of the weights: of a table of words that is no head, next to nothing."""
-    total = sum(a.nbytes for a in jax.tree.leaves(model))
-    return (
-        total
-        if model.config.tie_word_embeddings
-        else total - model.model.embed_tokens.weight.value.nbytes
-    )
+        return weight_bytes(self.model, self.row.batch) + 2 * used
 
 
 def load(directory: Path, stacked: bool = True) -> Any:
@@ -267,50 +258,36 @@ def through(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
     row = Row(size, kind, 1, 128)
     steps = Ours(model, row)
 
-    def generated() -> float:
+    def per_token(write: Any) -> float:
         """Seconds of a token: of 1 + count, less those of 1."""
         times = []
         for new in (1, 1 + count):
             start = time.perf_counter()
-            maxjax.generate(
+            text = write(
                 model, None, prompt, max_new_tokens=new, eos_ids=(), cache_dtype=CACHES[kind]
             )
             times.append(time.perf_counter() - start)
+            assert len(text.tokens) == new
         return (times[1] - times[0]) / count
 
-    def streamed() -> float:
-        pieces = maxjax.stream(
-            model, None, prompt, max_new_tokens=1 + count, eos_ids=(), cache_dtype=CACHES[kind]
-        )
-        start = first = time.perf_counter()
-        texts, decoding = pieces._decoding, type(pieces._decoding)
-        whole = decoding.prefill
-
-        def prefill(self: Any) -> Any:
-            nonlocal first
-            found = whole(self)
-            first = time.perf_counter()
-            return found
-
-        decoding.prefill = prefill
-        try:
-            for _ in pieces:
-                pass
-        finally:
-            decoding.prefill = whole
-        assert first > start and len(pieces.completion.tokens) == 1 + count, texts
-        return (time.perf_counter() - first) / count
+    def streamed(*arguments: Any, **options: Any) -> Any:
+        pieces = maxjax.stream(*arguments, **options)
+        for _ in pieces:
+            pass
+        return pieces.completion
 
     def plain() -> float:
         return statistics.mean(statistics.median(steps.step(32)) for _ in range(4))
 
-    generated(), streamed()
+    ways = {"generate": maxjax.generate, "stream": streamed}
+    for write in ways.values():
+        per_token(write)
     ratios: dict[str, list[float]] = {"generate": [], "stream": []}
     more: dict[str, list[float]] = {"generate": [], "stream": []}
     for _ in range(pairs):
         base = plain()
-        for name, run in (("generate", generated), ("stream", streamed)):
-            found = run()
+        for name, write in ways.items():
+            found = per_token(write)
             ratios[name].append(found / base)
             more[name].append((found - base) * 1e3)
     return [

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from maxjax import init
+from maxjax.cli_bench import weight_bytes
 from maxjax.models import Llama, LlamaConfig
 from maxjax.nn import KVCache
 
@@ -73,11 +74,8 @@ def decode(model: Llama, batch: int, context: int, steps: int) -> tuple[float, i
             logits, cache = program(model, tokens, cache)
         logits.block_until_ready()
         times.append((time.perf_counter() - start) / steps)
-    weights = sum(a.nbytes for a in jax.tree.leaves(model))
-    if not model.config.tie_word_embeddings:
-        weights -= model.model.embed_tokens.weight.value.nbytes
     used = 2 * context * cache.keys.nbytes // cache.keys.shape[3]
-    return min(times), weights + used
+    return min(times), weight_bytes(model, batch) + used
 
 
 _COPY = re.compile(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(")

@@ -134,11 +134,8 @@ class Growing:
         text = self._before_stop(text)
         if self._stops is not None:
             text += self._stops.flush()
-        return self._keep(text)
-
-    def _keep(self, piece: str) -> str:
-        self._pieces.append(piece)
-        return piece
+        self._pieces.append(text)
+        return text
 
     def completion(self) -> Completion:
         """What has been written so far."""

@@ -19,8 +19,9 @@ from .chat import chat_tokens
 from .completion import Growing
 from .decoding import Decoding
 from .generate import Stream
-from .request import Request, check_unicode
+from .request import Request
 from .sampling import Sampling
+from .tokenizer import check_unicode
 
 
 class Conversation:

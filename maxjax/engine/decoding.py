@@ -21,6 +21,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..errors import UnsupportedModelError, UserInputError
+from ..graph.placement import mesh_of
+from ..models.family import check_loaded
 from ..nn.kv_cache import KVCache
 from .sample import GREEDY, Sampled, sample
 from .sample_history import History
@@ -411,31 +413,26 @@ def check_model(model: Any) -> None:
 
     Raises:
         UserInputError: It is no language model, or has no weights yet.
-        UnsupportedModelError: Its weights are on several processes' devices or in no memory of
-            a device.
+        UnsupportedModelError: Its weights are on the devices of several processes.
     """
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
         raise UserInputError(
             f"{type(model).__name__} is not a language model: there is nothing to generate with"
         )
+    check_loaded(model)
     leaves = jax.tree.leaves(model)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise UserInputError(
-            "the model's weights are not loaded: call model.load_state_dict(weights) first"
-        )
     if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
         raise UnsupportedModelError("generating with a model that is spread over several processes")
 
 
 def _home(model: Any) -> Any:
     """Where what is no weight goes: whole on every device of the model's mesh, or its device."""
-    for leaf in jax.tree.leaves(model):
-        where = getattr(leaf, "sharding", None)
-        if isinstance(where, NamedSharding):
-            return NamedSharding(where.mesh, PartitionSpec())
-        if where is not None:
-            return SingleDeviceSharding(min(where.device_set, key=lambda device: device.id))
-    return SingleDeviceSharding(jax.devices()[0])
+    found = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)]
+    mesh = mesh_of(found)
+    if mesh is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    devices = next((where.device_set for where in found if where is not None), jax.devices()[:1])
+    return SingleDeviceSharding(min(devices, key=lambda device: device.id))
 
 
 def _committed(cache: KVCache) -> KVCache:

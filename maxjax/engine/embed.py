@@ -19,6 +19,7 @@ from ..dtype import DType
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placed import put
 from ..graph.placement import batch_axes, mesh_of
+from ..models.family import check_loaded
 from .pooling import Pooling, pool
 from .tokenizer import Tokenizer, Tokens
 
@@ -103,10 +104,7 @@ def _pooling(model: Any, batch_size: Any) -> Pooling:
         raise UserInputError(
             f"{type(model).__name__} is not a text encoder: there is nothing to embed texts with"
         )
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
-        raise UserInputError(
-            "the model's weights are not loaded: call model.load_state_dict(weights) first"
-        )
+    check_loaded(model)
     if type(batch_size) is not int or batch_size < 1:
         raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
     pooling = getattr(model, "pooling", None) or Pooling()

@@ -120,7 +120,7 @@ def load(
             model.to(mesh)
         if isinstance(weights, GGUFWeights):
             pooling = gguf_pooling(weights.metadata, path=path) or pooling
-        text = _tokenizer(weights, path) if tokenizer else None
+        text = _tokenizer(weights, path, directory) if tokenizer else None
         if pooling is not None:
             model.pooling = pooling
         if isinstance(model, Decoder):
@@ -136,9 +136,8 @@ def load(
     return model, text, program.result()
 
 
-def _tokenizer(weights: Weights, path: Path) -> Tokenizer | None:
+def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | None:
     """The one in a GGUF file, or that of the files beside the weights."""
-    directory = path if path.is_dir() else path.parent
     found = None
     if isinstance(weights, GGUFWeights):
         try:

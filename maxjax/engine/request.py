@@ -18,6 +18,7 @@ from .completion import Growing
 from .decoding import Decoding, check_model
 from .defaults import GenerationDefaults, chosen_sampling
 from .sampling import Sampling, eos_token_ids
+from .tokenizer import check_unicode
 
 _MAX_NEW_TOKENS = 256
 
@@ -118,20 +119,6 @@ def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise UserInputError(f"{name} is {value!r}: a positive integer is wanted")
     return int(value)
-
-
-def check_unicode(text: str, which: str) -> None:
-    """Refuses a text that has halves of characters.
-
-    Raises:
-        UserInputError: Names ``which`` it is.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserInputError(
-            f"{which} is not valid Unicode: a lone surrogate at {error.start}"
-        ) from None
 
 
 def _stops(stop: Any) -> tuple[str, ...]:

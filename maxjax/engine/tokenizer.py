@@ -371,13 +371,22 @@ def _checked(texts: Iterable[str]) -> list[str]:
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"texts[{i}] is a {type(text).__name__}, not a str")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserInputError(
-                f"texts[{i}] is not valid Unicode: a lone surrogate at {error.start}"
-            ) from None
+        check_unicode(text, f"texts[{i}]")
     return texts
+
+
+def check_unicode(text: str, which: str) -> None:
+    """Refuses a text that has halves of characters.
+
+    Raises:
+        UserInputError: Names ``which`` it is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserInputError(
+            f"{which} is not valid Unicode: a lone surrogate at {error.start}"
+        ) from None
 
 
 def _guarded(function: Any, *args: Any) -> Any:

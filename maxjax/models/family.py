@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import jax
 
 from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointMismatchError
+from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
@@ -113,6 +113,18 @@ def main_dtype(found: Mapping[str, Any]) -> DType | None:
         if data.dtype.is_float():
             sizes[data.dtype] = sizes.get(data.dtype, 0) + math.prod(map(int, data.shape))
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def check_loaded(model: Any) -> None:
+    """Refuses a model that has placeholders for weights.
+
+    Raises:
+        UserInputError: It has.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        raise UserInputError(
+            "the model's weights are not loaded: call model.load_state_dict(weights) first"
+        )
 
 
 class PretrainedModel(Module):

@@ -29,9 +29,10 @@ from ..graph.sharding import ShardingStrategy
 from ..graph.weights import WeightData
 from ..kernels import explicit
 from ..nn.activation import activation
-from ..nn.experts import ExpertWeights, mixture, mixture_on_mesh
+from ..nn.experts import ExpertWeights, mixture, mixture_on_mesh, one_by_one
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linear_rules, linears
+from ..nn.moe import SHARES
 from .decoder import Decoder, make
 from .decoder_layer import DecoderLayer
 from .family import Family
@@ -128,7 +129,7 @@ class SparseMLP(Module):
         if mesh is None:
             y = mixture(tokens, chosen, shares, self._weights(), self.act)
         elif axes is None:
-            y = self._one_by_one(tokens, chosen, shares)
+            y = one_by_one(tokens, chosen, shares, list(self.experts))
         else:
             y = mixture_on_mesh(tokens, chosen, shares, self._weights(), self.act, mesh, axes)
         return y.astype(x.dtype).reshape(x.shape)
@@ -140,9 +141,8 @@ class SparseMLP(Module):
         """
         scores = self.gate(tokens).astype(jnp.float32)  # [N, X]
         best, chosen = jax.lax.top_k(scores, self.chosen)
-        if self.normalised:
-            return chosen, jax.nn.softmax(best, axis=-1)
-        return chosen, jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        kind = "softmax of chosen" if self.normalised else "softmax"
+        return chosen, SHARES[kind](scores, best)
 
     def _weights(self) -> list[ExpertWeights]:
         return [ExpertWeights(*(m.weight._operand() for m in e.linears)) for e in self.experts]
@@ -161,14 +161,6 @@ class SparseMLP(Module):
         }
         packed = any(w.quantization_encoding is not None for maps in weights for w in maps)
         return mesh, None if packed or len(found) != 1 else found.pop()
-
-    def _one_by_one(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
-        """Every expert over every token, with share 0 where it was not chosen; for any placement."""
-        total = jnp.zeros(x.shape, jnp.float32)
-        for i, expert in enumerate(self.experts):
-            share = jnp.sum(jnp.where(chosen == i, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
-            total = total + expert(x).astype(jnp.float32) * share
-        return total
 
 
 class Qwen3MoELayer(DecoderLayer):

@@ -12,7 +12,7 @@ Shapes: N tokens, E features, X experts of F features between, k experts for eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,6 +129,20 @@ def _ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return y.astype(dtype)
 
 
+def one_by_one(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[Callable[[Any], Any]]
+) -> jax.Array:
+    """As :func:`mixture` for any experts, wherever they lie: all of them over every token.
+
+    An expert has share 0 where it was not chosen.
+    """
+    total = jnp.zeros(x.shape, jnp.float32)
+    for i, expert in enumerate(experts):
+        share = jnp.sum(jnp.where(chosen == i, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
+        total = total + expert(x).astype(jnp.float32) * share.astype(jnp.float32)
+    return total
+
+
 def _sorted(
     kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
 ) -> jax.Array:
@@ -185,6 +199,13 @@ def _(kind: str, primals: Any, tangents: Any) -> Any:
     return jax.jvp(partial(_one_by_one, kind), primals, tangents)
 
 
+def _one_by_one(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
+) -> jax.Array:
+    each = [lambda x, maps=maps: _expert(kind, x, maps) for maps in experts]
+    return one_by_one(x, chosen, shares, each)
+
+
 def _block_rows(rows: int, experts: int) -> int:
     """How many rows go through an expert at once: about twice as many as each has."""
     return 1 if rows <= experts else min(_MOST_ROWS, 1 << (rows // experts).bit_length())
@@ -204,17 +225,6 @@ def _through(
 
     branches = [*map(branch, experts), skip]
     return jax.lax.map(lambda block: jax.lax.switch(block[0], branches, block[1]), (owner, rows))
-
-
-def _one_by_one(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
-) -> jax.Array:
-    """Every expert over every token, with share 0 where it was not chosen."""
-    total = jnp.zeros(x.shape, jnp.float32)
-    for i, maps in enumerate(experts):
-        share = jnp.sum(jnp.where(chosen == i, shares, jnp.zeros_like(shares)), -1, keepdims=True)
-        total = total + _expert(kind, x, maps) * share.astype(jnp.float32)
-    return total
 
 
 def _expert(kind: str, x: jax.Array, maps: ExpertWeights) -> jax.Array:

@@ -8,7 +8,6 @@ from typing import Any
 
 from jax.core import Tracer
 
-from ..graph.weight import structure_changed
 from .layer import hooks
 from .layer.hooks import Layer, add_layer_hook
 from .layer.module import recursive_named_layers
@@ -72,8 +71,7 @@ class PrintHook:
 
     def remove(self) -> None:
         """Takes this hook away."""
-        hooks._HOOKS[:] = [hook for hook in hooks._HOOKS if hook is not self]
-        structure_changed()
+        hooks.remove(self)
 
 
 def _show(label: str, value: Any) -> None:

@@ -81,25 +81,15 @@ class Slots:
 
         A slot beyond S is nowhere; else no two tokens of a row go to the same.
         """
-        put = lambda whole, new: _written(whole, new, layer, place)
-        if self.key_scales is None or self.value_scales is None:
-            return Slots(put(self.keys, k), put(self.values, v))
-        (k, ks), (v, vs) = quantised(k), quantised(v)
-        return Slots(
-            put(self.keys, k), put(self.values, v),
-            put(self.key_scales, ks), put(self.value_scales, vs),
-        )  # fmt: skip
+        pairs = zip(jax.tree.leaves(self), self._kept(k, v), strict=True)
+        return Slots(*(_written(whole, new, layer, place) for whole, new in pairs))
 
     def read(self, layer: Any, seen: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the first slots of a layer, ``[B, seen, K, D]`` each."""
-        first = lambda whole: _first(whole, layer, seen)
-        keys, values = first(self.keys), first(self.values)
-        if self.key_scales is None or self.value_scales is None:
+        keys, values, *scales = (_first(a, layer, seen) for a in jax.tree.leaves(self))
+        if not scales:
             return keys.astype(dtype), values.astype(dtype)
-        return (
-            restored(keys, first(self.key_scales), dtype),
-            restored(values, first(self.value_scales), dtype),
-        )
+        return restored(keys, scales[0], dtype), restored(values, scales[1], dtype)
 
     def alone(self, layer: Any) -> Slots:
         """One layer, as the only one."""
@@ -116,15 +106,16 @@ class Slots:
             k, v: ``[B, T, K, D]``.
             source: ``[B, S]``: which of the T goes into a slot; negative: none.
         """
-        new = [k, v]
-        if self.scales is not None:
-            (k, ks), (v, vs) = quantised(k), quantised(v)
-            new = [k, v, ks, vs]
         wholes, one = jax.tree.leaves(self), jax.tree.leaves(old)
-        leaves = [
-            _replaced(*arrays, layer, source) for arrays in zip(wholes, one, new, strict=True)
-        ]
-        return Slots(*leaves)
+        arrays = zip(wholes, one, self._kept(k, v), strict=True)
+        return Slots(*(_replaced(*each, layer, source) for each in arrays))
+
+    def _kept(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """Keys and values as they are kept, in the order of the leaves."""
+        if self.scales is None:
+            return [k, v]
+        (k, ks), (v, vs) = quantised(k), quantised(v)
+        return [k, v, ks, vs]
 
     def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
         """What would be read had these ``[..., D]`` been written; of the same types."""
@@ -168,11 +159,7 @@ def _replaced(whole: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
             whole, merged[None], start, allow_negative_indices=False
         )
 
-    layer = jnp.asarray(layer, jnp.int32)
-    mesh = explicit.mesh_of(whole, new)
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, explicit.entries(whole))
-    return run(whole, old, new, layer, source)
+    return _changed(run, whole, old, new, jnp.asarray(layer, jnp.int32), source)
 
 
 def _written(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
@@ -180,8 +167,12 @@ def _written(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> 
         rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
         return whole.at[layer, rows, :, place].set(new.astype(whole.dtype), mode="drop")
 
-    layer = jnp.asarray(layer, jnp.int32)
-    mesh = explicit.mesh_of(whole, new)
+    return _changed(run, whole, new, jnp.asarray(layer, jnp.int32), place)
+
+
+def _changed(run: Any, whole: jax.Array, *operands: Any) -> jax.Array:
+    """``run`` of these; on a mesh with Explicit axes the result lies where ``whole`` does."""
+    mesh = explicit.mesh_of(whole, *operands)
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(whole))
-    return run(whole, new, layer, place)
+    return run(whole, *operands)

@@ -22,14 +22,14 @@ from ..graph.placement import EXPERTS, axis_of, batch_axes, mesh_of, split_over
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..kernels import explicit, matmul
-from .experts import ExpertWeights, mixture, sorted_mixture
+from .experts import ExpertWeights, mixture, one_by_one, sorted_mixture
 from .layer import LayerList, Module
 from .layer.definition import rebuild
 from .linear import Linear, linear_rules
 from .mlp import MLP, gated, mlp_rules
 
 # What becomes of the scores [..., X]: (all of them, the k highest) → shares [..., k].
-_SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "scores": lambda scores, best: best,
     "softmax": lambda scores, best: jnp.exp(
         best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
@@ -78,8 +78,8 @@ class MoEGate(Module):
         shares: str = "scores",
     ):
         super().__init__()
-        if shares not in _SHARES:
-            raise ValueError(f"shares are one of {', '.join(_SHARES)}, not {shares!r}")
+        if shares not in SHARES:
+            raise ValueError(f"shares are one of {', '.join(SHARES)}, not {shares!r}")
         self.shares = shares
         if not 0 < num_experts_per_token <= num_experts:
             raise ValueError(f"{num_experts_per_token} of {num_experts} experts cannot be chosen")
@@ -99,7 +99,7 @@ class MoEGate(Module):
         scores = unwrap(self.gate_score(hidden_state))
         best, chosen = jax.lax.top_k(scores, self.num_experts_per_token)
         wide = (a.astype(jnp.float32) for a in (scores, best))
-        shares = _SHARES[self.shares](*wide).astype(scores.dtype)
+        shares = SHARES[self.shares](*wide).astype(scores.dtype)
         if wraps(hidden_state):
             return TensorValue(chosen), TensorValue(shares)
         return chosen, shares
@@ -206,7 +206,8 @@ class MoE(Module):
                 ]
                 y = mixture(tokens, chosen, shares, maps, self._activation)
             else:
-                y = self._one_by_one(tokens, chosen, shares)
+                each = [lambda x, e=e: unwrap(e(x)) for e in self.experts]
+                y = one_by_one(tokens, chosen, shares, each)
             if self.has_shared_experts:
                 y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
         return y.astype(array.dtype).reshape(array.shape)
@@ -284,14 +285,6 @@ class MoE(Module):
             self.shared_experts.sharding_strategy = inner
         self.gate.gate_score.sharding_strategy = ShardingStrategy.replicate(n)
         self._strategy = strategy
-
-    def _one_by_one(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
-        """Every expert over every token, with share 0 where it was not chosen."""
-        total = jnp.zeros(x.shape, jnp.float32)
-        for i, expert in enumerate(self.experts):
-            share = jnp.sum(jnp.where(chosen == i, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
-            total = total + unwrap(expert(x)).astype(jnp.float32) * share
-        return total
 
 
 def _maps(mlp: Any) -> tuple[Any, Any, Any]:

@@ -3,24 +3,18 @@
 import json
 
 import pytest
-import tokenizers
 
 import maxjax
 from maxjax.engine.decoding import Decoding
-from maxjax.engine.tokenizer import Tokenizer
 from maxjax.errors import UserInputError
 from tests.models import decoders
-from tests.models.decoders import VOCAB, ours
+from tests.models.decoders import one_character_each, ours
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}<assistant>"
 
 
 def characters(template=TEMPLATE):
-    words = {chr(33 + i): i for i in range(VOCAB)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="!"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    return Tokenizer(backend, chat_template=template)
+    return one_character_each(chat_template=template)
 
 
 @pytest.fixture(scope="module", params=["Llama", "Mistral"])

@@ -8,27 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 
 import maxjax
 from maxjax.engine import decoding
 from maxjax.engine.completion import Completion
 from maxjax.engine.decoding import Decoding
-from maxjax.engine.tokenizer import Tokenizer
 from maxjax.errors import UserInputError
 from tests.models import decoders
-from tests.models.decoders import VOCAB, ids_of, ours
+from tests.models.decoders import ids_of, one_character_each, ours
 
 PROMPTS = [ids_of(1, n, seed=n)[0].tolist() for n in (7, 1, 30, 18)]
 
 
 def characters(eos=()):
-    """A tokenizer of one character for each token."""
-    words = {chr(33 + i): i for i in range(VOCAB)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="!"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    return Tokenizer(backend, eos_ids=eos)
+    return one_character_each(eos_ids=eos)
 
 
 def text_of(ids):

@@ -7,10 +7,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
 import maxjax
+from maxjax.engine.tokenizer import Tokenizer
 from maxjax.graph.weights import load_weights
 from maxjax.models import build
 
@@ -28,6 +30,15 @@ HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 
 def ids_of(batch, length, seed=0):
     return np.random.default_rng(seed).integers(1, VOCAB, (batch, length)).astype(np.int32)
+
+
+def one_character_each(**options):
+    """A tokenizer for these models: token i is the character 33 + i, and nothing else."""
+    words = {chr(33 + i): i for i in range(VOCAB)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="!"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    return Tokenizer(backend, **options)
 
 
 def oracle(kind, directory, seed=0, **settings):

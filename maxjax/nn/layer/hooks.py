@@ -65,8 +65,13 @@ def layer_hook(fn: Hook) -> Iterator[None]:
     try:
         yield
     finally:
-        _HOOKS[:] = [hook for hook in _HOOKS if hook is not mine]
-        structure_changed()
+        remove(mine)
+
+
+def remove(hook: Hook) -> None:
+    """Takes one hook away, wherever it was added; no other."""
+    _HOOKS[:] = [other for other in _HOOKS if other is not hook]
+    structure_changed()
 
 
 def clear_hooks() -> None:
