@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts.minilm import minilm_directory
+from tests.products import ALL
 
 # A shell that starts this in the background has it ignore interrupts, and so its children, which
 # tests interrupt.
@@ -39,6 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["MAXJAX_COMPILE_CACHE"] = "0"  # the user's cache is not the tests' to fill
+    if not ALL:
+        # Most of the time goes into compiling programs that run once, a third of it into LLVM's
+        # passes. As users have it compile the doctests, the notebooks, `python -m
+        # tests.conformance.run`, the benchmarks, and these tests with MAXJAX_ALL_PRODUCTS=1.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     import hypothesis
     import jax
 
