@@ -24,9 +24,9 @@ from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placement import mesh_of
 from ..models.family import check_loaded
 from ..nn.kv_cache import KVCache
-from .sample import GREEDY, Sampled, sample
+from .sample import Sampled, sample
 from .sample_history import History
-from .sampling import Sampling
+from .sampling import GREEDY, Amounts, Sampling
 
 MOST = 32
 """The most tokens of a text that one dispatch writes."""
@@ -131,6 +131,9 @@ class Decoding:
         self._read = 0  # tokens of each row that are in the cache already
         batch = len(self._prompts)
         self._key = None if sampling.is_greedy else self._put(_one_key(key))
+        # Numbers are arguments: for another temperature there is no other program.
+        self._kind = sampling.kind
+        self._amounts = Amounts(*map(self._put, map(np.float32, sampling.amounts)))
         self._eos = self._put(_padded_ids(eos_ids))
         self._numbers: dict[int, jax.Array] = {}
         most = max(len(prompt) for prompt in self._prompts)
@@ -165,8 +168,8 @@ class Decoding:
             width = min(self.chunk, bucket(longest - start, _LEAST_PREFILL))
             part, counts = _piece(self._prompts, start, width)
             self.state = _prefill(
-                self.model, self.state, part, counts, self._eos, self._key,
-                settings=self.sampling, places=self._places,
+                self.model, self.state, part, counts, self._eos, self._key, self._amounts,
+                settings=self._kind, places=self._places,
             )  # fmt: skip
             start += width
         self._read = longest
@@ -185,8 +188,8 @@ class Decoding:
         if count not in self._numbers:
             self._numbers[count] = self._put(np.int32(count))
         self.state, written = _decode(
-            self.model, self.state, self._numbers[count], self._eos, self._key,
-            settings=self.sampling, places=self._places,
+            self.model, self.state, self._numbers[count], self._eos, self._key, self._amounts,
+            settings=self._kind, places=self._places,
         )  # fmt: skip
         return written
 
@@ -288,6 +291,7 @@ def _prefill(
     counts: jax.Array,
     eos: jax.Array,
     key: jax.Array | None,
+    amounts: Amounts,
     *,
     settings: Sampling,
     places: Places,
@@ -296,7 +300,7 @@ def _prefill(
     logits, cache = model(ids, state.cache, lengths=counts, last=True)
     ends = (counts > 0) & (_whole(cache.lengths, places) == state.prompts)
     state = state._replace(cache=cache)
-    state, sampled = _chosen(state, logits, ends, eos, key, settings, places)
+    state, sampled = _chosen(state, logits, ends, eos, key, amounts, settings, places)
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(ends if new.ndim == 1 else ends[:, None], new, old)
@@ -311,6 +315,7 @@ def _decode(
     steps: jax.Array,
     eos: jax.Array,
     key: jax.Array | None,
+    amounts: Amounts,
     *,
     settings: Sampling,
     places: Places,
@@ -333,7 +338,7 @@ def _decode(
             state.last[:, None], state.cache, lengths=going.astype(jnp.int32), last=True
         )
         state = state._replace(cache=cache)
-        state, sampled = _chosen(state, logits, going, eos, key, settings, places)
+        state, sampled = _chosen(state, logits, going, eos, key, amounts, settings, places)
         state = _settled(state, places)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
         return i + 1, state, jax.tree.map(put, room, sampled), counts + going.astype(jnp.int32)
@@ -349,6 +354,7 @@ def _chosen(
     which: jax.Array,
     eos: jax.Array,
     key: jax.Array | None,
+    amounts: Amounts,
     settings: Sampling,
     places: Places,
 ) -> tuple[State, Sampled]:
@@ -356,7 +362,8 @@ def _chosen(
     lengths = _whole(state.cache.lengths, places)
     rows = state.rows if key is not None else None
     found = sample(
-        logits, key, settings, history=state.history, rows=rows, positions=lengths
+        logits, key, settings,
+        amounts=amounts, history=state.history, rows=rows, positions=lengths,
     )  # fmt: skip
     found = jax.tree.map(lambda a: _whole(a, places), found)
     tokens = jnp.where(which, found.tokens, state.last)

@@ -8,7 +8,7 @@ Below: sampling (the settings), sample_history, sample_filters. Above: generate.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -19,9 +19,7 @@ from ..errors import UserInputError, some
 from ..kernels import explicit
 from .sample_filters import MOST_CANDIDATES, candidate_count, edge_among, edge_of, largest
 from .sample_history import History, adjusted, without_padding
-from .sampling import Sampling
-
-GREEDY = Sampling()
+from .sampling import GREEDY, Amounts, Sampling
 
 
 class Sampled(NamedTuple):
@@ -49,6 +47,7 @@ def sample(
     key: jax.Array | None = None,
     settings: Sampling = GREEDY,
     *,
+    amounts: Amounts | None = None,
     history: History | None = None,
     rows: jax.Array | None = None,
     positions: jax.Array | int = 0,
@@ -61,6 +60,8 @@ def sample(
         key: One key for the batch, from which each row's is made by its number in ``rows``; or
             keys ``[B]``, one for each text. Greedy needs none.
         settings: Static under jit. All rows have the same.
+        amounts: The numbers of the settings, by default constants of the program. With
+            ``settings.kind`` and these one jitted function serves all settings of that kind.
         history: The tokens so far, for the penalties.
         rows: The number of each row's text among all texts, integers ``[B]``; 0, 1, 2, … when
             absent. A text keeps its number whatever batch it is in.
@@ -85,8 +86,9 @@ def sample(
     vocab_size = _checked_size(logits, vocab_size)
     keys = None if settings.is_greedy else _row_keys(key, rows, positions, logits.shape[0])
 
-    def choose(logits, keys, history):
-        found = _choose(adjusted(logits, settings, history, vocab_size), keys, settings)
+    def choose(logits, keys, history, amounts):
+        values = adjusted(logits, settings, amounts, history, vocab_size)
+        found = _choose(values, keys, settings, amounts)
         return [*found, *_logprobs(logits, found[0], settings.logprobs, vocab_size)]
 
     mesh = explicit.mesh_of(logits)
@@ -95,7 +97,7 @@ def sample(
         count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
         wanted = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
         choose = explicit.automatic(choose, mesh, wanted)
-    return Sampled(*choose(logits, keys, history))
+    return Sampled(*choose(logits, keys, history, amounts or settings.amounts))
 
 
 def process_logits(
@@ -115,9 +117,10 @@ def process_logits(
         >>> process_logits(logits, Sampling(temperature=1.0, top_k=2)).round(3).tolist()
         [[-inf, 0.0, -0.693...]]
     """
-    values = adjusted(logits, settings, history, _checked_size(logits, vocab_size))
-    values = _scaled(values, jnp.max(values, axis=1, keepdims=True), settings.temperature or 1.0)
-    return _left(values, edge_of(values, settings)) if settings.is_filtered else values
+    amounts = settings.amounts
+    values = adjusted(logits, settings, amounts, history, _checked_size(logits, vocab_size))
+    values = _scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
+    return _left(values, edge_of(values, settings, amounts)) if settings.is_filtered else values
 
 
 def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
@@ -152,7 +155,7 @@ def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
 
 
 def _choose(
-    values: jax.Array, keys: jax.Array | None, settings: Sampling
+    values: jax.Array, keys: jax.Array | None, settings: Sampling, amounts: Amounts
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens and whether they are valid, of values that bias, penalties and bans went over."""
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
@@ -160,9 +163,9 @@ def _choose(
     if keys is None:
         tokens = _first(values, top, _columns(values))
     else:
-        scaled = _scaled(values, top, settings.temperature)
+        scaled = _scaled(values, top, amounts.temperature)
         if settings.is_filtered:
-            tokens = _drawn_filtered(scaled, keys, settings)
+            tokens = _drawn_filtered(scaled, keys, settings, amounts)
         else:
             tokens = _drawn(scaled, _columns(scaled), keys)
     return jnp.where(valid, tokens, 0), valid
@@ -183,15 +186,17 @@ def _drawn(values: jax.Array, columns: jax.Array, keys: jax.Array) -> jax.Array:
     return _first(scores, jnp.max(scores, axis=1, keepdims=True), columns)
 
 
-def _drawn_filtered(values: jax.Array, keys: jax.Array, settings: Sampling) -> jax.Array:
+def _drawn_filtered(
+    values: jax.Array, keys: jax.Array, settings: Sampling, amounts: Amounts
+) -> jax.Array:
     def from_all() -> jax.Array:
-        return _drawn(_left(values, edge_of(values, settings)), _columns(values), keys)
+        return _drawn(_left(values, edge_of(values, settings, amounts)), _columns(values), keys)
 
     count = candidate_count(settings, values.shape[1])
     if count > MOST_CANDIDATES:
         return from_all()
     found, tokens = largest(values, count)
-    edge, right = edge_among(found, values, settings)
+    edge, right = edge_among(found, values, settings, amounts)
 
     def from_few() -> jax.Array:
         return _drawn(_left(found, edge), tokens, keys)
@@ -203,11 +208,9 @@ def _left(values: jax.Array, edge: jax.Array) -> jax.Array:
     return jnp.where(values >= edge, values, -jnp.inf)
 
 
-def _scaled(values: jax.Array, top: jax.Array, temperature: float) -> jax.Array:
+def _scaled(values: jax.Array, top: jax.Array, temperature: Any) -> jax.Array:
     """Values less their largest, by the temperature: at most 0, so that none overflows."""
-    # Beyond these float32 would make 0 or infinity of the temperature, and NaN of a quotient.
-    divisor = min(max(temperature, 1e-30), 1e30)
-    return (values - jnp.where(jnp.isfinite(top), top, 0.0)) / divisor
+    return (values - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
 
 
 def _logprobs(

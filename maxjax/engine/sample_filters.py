@@ -9,12 +9,10 @@ All values are shifted so that the largest of a row is 0, and divided by the tem
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from .sampling import Sampling
+from .sampling import Amounts, Sampling
 
 # So many of the largest logits usually hold what top-p keeps.
 _CANDIDATES = 256
@@ -63,7 +61,7 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def edge_among(
-    found: jax.Array, values: jax.Array, settings: Sampling
+    found: jax.Array, values: jax.Array, settings: Sampling, amounts: Amounts
 ) -> tuple[jax.Array, jax.Array]:
     """The smallest logit that stays, by the largest ``found [B, C]`` of ``values [B, V]``.
 
@@ -72,14 +70,15 @@ def edge_among(
 
     Example:
         >>> v = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
-        >>> edge, right = edge_among(v, v, Sampling(temperature=1, top_p=0.6))
+        >>> settings = Sampling(temperature=1, top_p=0.6)
+        >>> edge, right = edge_among(v, v, settings, settings.amounts)
         >>> (v >= edge).tolist(), right.tolist()
         ([[True, True, False]], [True])
     """
     # Never a slice of ``found``: XLA would merge it with the one inside top_k, which it then no
     # longer knows, and sort the vocabulary.
     last = jnp.min(found, axis=1)
-    edge = jnp.full((found.shape[0], 1), _smallest_ratio(settings), jnp.float32)
+    edge = jnp.full((found.shape[0], 1), amounts.least, jnp.float32)
     top_k = min(settings.top_k, values.shape[1])
     kth = None
     if top_k:
@@ -95,21 +94,22 @@ def edge_among(
             total = jnp.sum(weights, axis=1, keepdims=True)
         above = jnp.cumsum(weights, axis=1) - weights
         # The largest, at 0, always stays: it is what the minimum is when nothing else does.
-        stays = above < settings.top_p * total
+        stays = above < amounts.top_p * total
         edge = jnp.maximum(edge, jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True))
     right = (edge[:, 0] > last) | (last == -jnp.inf)
     return edge, right | (found.shape[1] == values.shape[1])
 
 
-def edge_of(values: jax.Array, settings: Sampling) -> jax.Array:
+def edge_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Array:
     """The smallest logit that stays, ``[B, 1]``, by all of ``values [B, V]``.
 
     Example:
         >>> v = jnp.log(jnp.array([[0.3, 0.5, 0.2]]))
-        >>> (v >= edge_of(v, Sampling(temperature=1, top_k=1))).tolist()
+        >>> settings = Sampling(temperature=1, top_k=1)
+        >>> (v >= edge_of(v, settings, settings.amounts)).tolist()
         [[False, True, False]]
     """
-    edge = jnp.full((values.shape[0], 1), _smallest_ratio(settings), jnp.float32)
+    edge = jnp.full((values.shape[0], 1), amounts.least, jnp.float32)
     weights = None
     if 0 < settings.top_k < values.shape[1]:
         limit = jnp.full(edge.shape, settings.top_k, jnp.float32)
@@ -118,7 +118,7 @@ def edge_of(values: jax.Array, settings: Sampling) -> jax.Array:
         edge = jnp.maximum(edge, top_k)
     if settings.top_p < 1:
         weights = jnp.exp(values) if weights is None else weights
-        limit = settings.top_p * jnp.sum(weights, axis=1, keepdims=True)
+        limit = amounts.top_p * jnp.sum(weights, axis=1, keepdims=True)
         edge = jnp.maximum(edge, _halved(values, weights, limit))
     return edge
 
@@ -141,7 +141,3 @@ def _halved(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Arra
     bounds = jnp.zeros(limit.shape, jnp.int32), jnp.full(limit.shape, _INFINITY, jnp.int32)
     low, _ = jax.lax.fori_loop(0, _HALVINGS, halve, bounds)
     return number(low)
-
-
-def _smallest_ratio(settings: Sampling) -> float:
-    return math.log(settings.min_p) if settings.min_p > 0 else -math.inf

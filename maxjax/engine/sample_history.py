@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import UserInputError
-from .sampling import Sampling
+from .sampling import Amounts, Sampling
 
 
 class History(NamedTuple):
@@ -74,12 +74,17 @@ class History(NamedTuple):
 
 
 def adjusted(
-    logits: jax.Array, settings: Sampling, history: History | None, vocab_size: int
+    logits: jax.Array,
+    settings: Sampling,
+    amounts: Amounts,
+    history: History | None,
+    vocab_size: int,
 ) -> jax.Array:
     """Logits with bias, penalties and bans, float32 ``[B, V]``; -inf past ``vocab_size``.
 
     Example:
-        >>> adjusted(jnp.zeros((1, 4)), Sampling(banned=[1]), None, 3).tolist()
+        >>> banned = Sampling(banned=[1])
+        >>> adjusted(jnp.zeros((1, 4)), banned, banned.amounts, None, 3).tolist()
         [[0.0, -inf, 0.0, -inf]]
     """
     _check(settings, history, logits.shape, vocab_size)
@@ -91,7 +96,7 @@ def adjusted(
         )
     if settings.needs_history:
         assert history is not None  # checked above
-        values = _penalised(values, settings, history)
+        values = _penalised(values, settings, amounts, history)
     if settings.banned:
         values = values.at[:, jnp.array(tuple(settings.banned), jnp.int32)].set(
             -jnp.inf, unique_indices=True, indices_are_sorted=True
@@ -107,16 +112,17 @@ def without_padding(values: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where(column < vocab_size, values, -jnp.inf)
 
 
-def _penalised(values: jax.Array, settings: Sampling, history: History) -> jax.Array:
+def _penalised(
+    values: jax.Array, settings: Sampling, amounts: Amounts, history: History
+) -> jax.Array:
     if settings.repetition_penalty != 1:
         seen = history.prompt | (history.counts > 0)
-        # Beyond these float32 would make infinities of logits.
-        penalty = min(max(settings.repetition_penalty, 1e-30), 1e30)
+        penalty = amounts.repetition_penalty
         values = jnp.where(seen, jnp.where(values < 0, values * penalty, values / penalty), values)
     if settings.frequency_penalty != 0:
-        values = values - settings.frequency_penalty * history.counts.astype(jnp.float32)
+        values = values - amounts.frequency_penalty * history.counts.astype(jnp.float32)
     if settings.presence_penalty != 0:
-        values = jnp.where(history.counts > 0, values - settings.presence_penalty, values)
+        values = jnp.where(history.counts > 0, values - amounts.presence_penalty, values)
     return values
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UserInputError
 
@@ -20,6 +20,24 @@ _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
 # Twice as much is still no infinity in float32.
 _LARGEST = 1e38
+
+
+class Amounts(NamedTuple):
+    """The numbers of a Sampling as the arithmetic takes them, Python's or scalars. A pytree.
+
+    Attributes:
+        temperature: What logits are divided by, 1 for greedy.
+        top_p: As in Sampling.
+        least: Of shifted logits, by min-p: its logarithm.
+        repetition_penalty, presence_penalty, frequency_penalty: As in Sampling.
+    """
+
+    temperature: Any
+    top_p: Any
+    least: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,43 @@ class Sampling:
         """Whether a penalty needs to know the tokens so far."""
         changing = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1 or changing != (0, 0)
+
+    @property
+    def amounts(self) -> Amounts:
+        """Its numbers, those beyond float32 moved into it.
+
+        Example:
+            >>> Sampling(temperature=0.5).amounts.temperature
+            0.5
+        """
+        # Otherwise float32 would make 0 or infinity of them, and NaN or infinity of a logit.
+        inside = lambda number: min(max(number, 1e-30), 1e30)
+        return Amounts(
+            1.0 if self.is_greedy else inside(self.temperature),
+            self.top_p,
+            math.log(self.min_p) if self.min_p > 0 else -math.inf,
+            inside(self.repetition_penalty),
+            self.presence_penalty,
+            self.frequency_penalty,
+        )
+
+    @property
+    def kind(self) -> Sampling:
+        """The same but for its numbers: of one kind are those that one program serves.
+
+        Example:
+            >>> Sampling(temperature=0.5, top_p=0.9).kind == Sampling(temperature=0.7, top_p=0.8).kind
+            True
+            >>> Sampling(temperature=0.5).kind == Sampling(temperature=0.5, top_p=0.8).kind
+            False
+        """
+        unused = {"temperature", "top_k", "top_p", "min_p"} if self.is_greedy else set()
+        off = {field.name: field.default for field in fields(self)}
+        numbers = {
+            name: off[name] if name in unused or getattr(self, name) == off[name] else 0.5
+            for name in _RANGES
+        }
+        return replace(self, **numbers, top_k=0 if unused else self.top_k)
 
     @staticmethod
     def from_generation_config(config: Mapping[str, Any]) -> Sampling:
@@ -299,3 +354,7 @@ def _sequence_bias(config: Mapping[str, Any]) -> tuple[dict[int, float], list[st
         else:
             several = ["sequence_bias of several tokens"]
     return bias, several
+
+
+GREEDY = Sampling()
+"""The most probable token, always."""

@@ -8,12 +8,14 @@ Below: ``product``, what runs; ``stack_slice``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..dtype import DType, promote
 from . import explicit
@@ -21,6 +23,9 @@ from .blocks import decode
 from .product import FLOATS, definition, products
 from .quant_array import QuantArray
 from .stack_slice import StackSlice
+
+# The place of a weight that is in no stack.
+_FIRST = np.zeros((), np.int32)
 
 
 def matmul(x: Any, w: Any) -> Any:
@@ -72,7 +77,9 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if len({w.dtype for w in weights}) > 1:
         return [_matmul(x, [w])[0] for w in weights]
     stacks = [w.stack if isinstance(w, StackSlice) else w for w in weights]
-    layers = [jnp.asarray(w.place if isinstance(w, StackSlice) else 0, jnp.int32) for w in weights]
+    layers = [
+        jnp.asarray(w.place, jnp.int32) if isinstance(w, StackSlice) else _FIRST for w in weights
+    ]
 
     def run(x: Any, *operands: Any) -> list[jax.Array]:
         count = len(operands) // 2
@@ -80,10 +87,22 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
 
     mesh = explicit.mesh_of(x, *stacks)
     if mesh is None:
+        if not any(isinstance(a, (Tracer, StackSlice)) for a in (x, *weights)):
+            return _at_once(tuple(dtypes))(x, *stacks)
         return run(x, *stacks, *layers)
     tokens = explicit.entries(x)[:-1]
     wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
     return explicit.automatic(run, mesh, wanted)(x, *stacks, *layers)
+
+
+@functools.cache
+def _at_once(dtypes: tuple[Any, ...]) -> Any:
+    """The products of arrays as one jitted function, the quickest thing to call eagerly."""
+
+    def matmul(x: Any, *weights: Any) -> list[jax.Array]:
+        return products(x, weights, [_FIRST] * len(weights), dtypes)
+
+    return jax.jit(matmul)
 
 
 def _packed(x: jax.Array, w: QuantArray) -> jax.Array:

@@ -748,7 +748,10 @@ def test_exported_once_more(path, net, net_file, tmp_path):
     inner, state = load_exported(net_file), net.state_dict()
     bound = inner.bind(state)
     export(calling(lambda x, caches: bound(x, caches)[0]), NET, path)
-    assert bits(load_exported(path)({}, *NET_ARGS)) == bits(inner(state, *NET_ARGS)[0])
+    # Another program, with the weights as its constants: XLA computes some of it while it compiles.
+    np.testing.assert_allclose(
+        load_exported(path)({}, *NET_ARGS), inner(state, *NET_ARGS)[0], rtol=1e-5, atol=1e-6
+    )
     n, twice = jax_export.symbolic_shape("n, 2*n")
     export(calling(lambda x, y: y[: x.shape[0]] + x), (sds(n), sds(twice)), path)
     first = load_exported(path)

@@ -13,6 +13,8 @@ import maxjax
 from maxjax.engine import decoding
 from maxjax.engine.completion import Completion
 from maxjax.engine.decoding import Decoding
+from maxjax.engine.sample import sample
+from maxjax.engine.sampling import Sampling
 from maxjax.errors import UserInputError
 from tests.models import decoders
 from tests.models.decoders import ids_of, one_character_each, ours
@@ -257,6 +259,35 @@ def test_how_much_is_compiled(theirs, directory):
     assert compiled() == (2, 1)
     maxjax.generate(model, None, ids_of(2, 9), **values)
     assert compiled() == (3, 2)
+
+
+def test_another_temperature_is_no_other_program(theirs, directory):
+    """Numbers of a Sampling are arguments; which of them are used is part of the program."""
+    model = ours(directory)
+    prompt = ids_of(1, 9)[0]
+    values = {"max_new_tokens": 20, "logprobs": 6, "key": jax.random.key(1)}
+
+    def write(**more):
+        before = decoding._decode._cache_size()
+        text = maxjax.generate(model, None, prompt, **values, **more)
+        return text.tokens, decoding._decode._cache_size() - before
+
+    hot = {"temperature": 1.5, "top_p": 0.99, "min_p": 0.001, "presence_penalty": 0.2}
+    cold = {"temperature": 0.01, "top_p": 0.3, "min_p": 0.5, "presence_penalty": -0.1}
+    first, compiled = write(**hot)
+    assert compiled == 1
+    second, compiled = write(**cold)
+    assert compiled == 0 and second != first
+    assert write(**hot) == (first, 0)
+    assert write(temperature=1.5)[1] == 1
+    for one in (hot, cold):  # as with the numbers in the program
+        logits = jnp.asarray(np.random.default_rng(3).normal(size=(2, 300)).astype(np.float32))
+        settings = Sampling(**{k: v for k, v in one.items() if k != "presence_penalty"})
+        there = sample(logits, jax.random.key(0), settings)
+        by = jax.jit(sample, static_argnums=2)
+        amounts = jax.tree.map(jnp.float32, settings.amounts)
+        here = by(logits, jax.random.key(0), settings.kind, amounts=amounts)
+        assert here.tokens.tolist() == there.tokens.tolist()
 
 
 def test_cache_is_used_in_place(model):

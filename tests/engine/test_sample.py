@@ -217,7 +217,7 @@ def test_both_ways_are_taken():
         values = jnp.log(jax.nn.softmax(logits / settings.temperature, axis=1))
         values -= values.max(axis=1, keepdims=True)
         found, _ = largest(values, candidate_count(settings, 4000))
-        assert edge_among(found, values, settings)[1].tolist() == [few] * 4, name
+        assert edge_among(found, values, settings, settings.amounts)[1].tolist() == [few] * 4, name
 
 
 def test_wide_vocabularies_draw_the_same():
