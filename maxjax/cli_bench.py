@@ -125,7 +125,8 @@ def _run(
     """
     import numpy as np
 
-    from .engine.decoding import MOST, Decoding
+    from .engine.decode_programs import MOST
+    from .engine.decoding import Decoding
 
     size, prompt = model.config.vocab_size, options.prompt
     ids = np.random.default_rng(0).integers(0, size, (batch, prompt)).tolist()

@@ -6,8 +6,9 @@
 It makes its text and its tokenizer itself (tiny_text.py), trains a Llama with ``jax.grad`` and
 optax, and measures what was written on sums that were never in the text. Seeds are fixed.
 
-Of the model in the package, as it was written, 99.8 % of the answers to 500 unseen sums are right,
-97.0 % to differences, 99.6 % to sums and 94.6 % to differences in words.
+Of the model in the package, as it was written, all answers to 500 unseen sums are right, 95.8 % to
+differences, 92.8 % to sums and 79.8 % to differences in words. Training it took 18 minutes, alone on
+two cores.
 """
 
 from __future__ import annotations
@@ -60,27 +61,34 @@ SETTINGS = {
 
 
 class Plan(NamedTuple):
-    """How it is trained: steps on rows of few tokens, then steps on rows of a whole context.
+    """How it is trained: steps on rows of few tokens, then on longer ones.
 
-    A step takes the same number of tokens in both. From rows of one or two turns sums are learned
-    soonest; the long ones, which need as much time, teach that earlier turns say nothing about this one.
+    A step takes about as many tokens in all. From rows of one or two turns sums are learned
+    soonest; the long ones, which take a quarter more time, teach that earlier turns say nothing
+    about this one, and where in a long chat a turn may stand. More small steps teach more in the
+    same time than fewer large ones.
+
+    Attributes:
+        phases: (steps, tokens of a row) of each.
     """
 
-    steps: int = 10_000
-    long_steps: int = 7000
-    tokens: int = 1536
-    length: int = 48
-    rate: float = 2e-3
-    warmup: int = 200
+    phases: tuple[tuple[int, int], ...] = ((9000, 48), (4500, 128), (2300, CONTEXT))
+    tokens: int = 768
+    rate: float = 1.5e-3
+    warmup: int = 300
     decay: float = 0.1
 
     @property
-    def phases(self) -> list[tuple[int, int]]:
-        """(steps, length of a row) of each."""
-        return [(self.steps - self.long_steps, self.length), (self.long_steps, CONTEXT)]
+    def steps(self) -> int:
+        return sum(steps for steps, _ in self.phases)
+
+    def of(self, steps: int) -> Plan:
+        """The same in so many steps, about."""
+        scaled = ((count * steps // self.steps, length) for count, length in self.phases)
+        return self._replace(phases=tuple(scaled))
 
 
-QUICK = Plan(steps=12, long_steps=4, tokens=512, warmup=4)
+QUICK = Plan(phases=((8, 48), (4, CONTEXT)), tokens=512, warmup=4)
 
 
 # --- text -----------------------------------------------------------------------------------
@@ -275,8 +283,7 @@ def main() -> int:
     options = parser.parse_args()
     plan = QUICK if options.quick else Plan()
     if options.steps is not None:
-        long = plan.long_steps * options.steps // plan.steps
-        plan = plan._replace(steps=options.steps, long_steps=long)
+        plan = plan.of(options.steps)
     begin = time.perf_counter()
     tokenizer = make_tokenizer()
     # Not stacked: two layers in a loop take half as long again as one after the other.

@@ -12,6 +12,10 @@ from typing import Any
 
 ALL = os.environ.get("MAXJAX_ALL_PRODUCTS", "") not in ("", "0")
 
+# Parts of arrays of other sizes are equal bit for bit as users have them compiled; without LLVM's
+# optimiser the loops over them round a last bit differently.
+EXACT = 0.0 if ALL else 1e-6
+
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases of a product, each a tuple with one value of each axis, in the product's order.
@@ -40,3 +44,30 @@ def _covering(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         chosen.append(best)
         missing -= _pairs(best)
     return sorted(chosen)
+
+
+def each_value(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases of a product in which each value of each axis is once or more, as few as do that.
+
+    For tests that take many seconds each.
+
+    Example:
+        >>> each_value("abc", (1, 2))
+        [('a', 1), ('b', 2), ('c', 1)]
+    """
+    values = [list(axis) for axis in axes]
+    if ALL:
+        return list(itertools.product(*values))
+    longest = max(map(len, values))
+    return [tuple(axis[i % len(axis)] for axis in values) for i in range(longest)]
+
+
+def some(cases: Iterable[Any], count: int) -> list[Any]:
+    """So many of a list of cases, spread evenly over it.
+
+    Example:
+        >>> some("abcdef", 3)
+        ['a', 'c', 'e']
+    """
+    every = list(cases)
+    return every if ALL or count >= len(every) else every[:: len(every) // count][:count]

@@ -77,7 +77,7 @@ FLOORS: list[list[str]] = [
     )
     + files(
         "engine/",
-        "footprint planned plan embed decoding completion nans request generate conversation session",
+        "footprint planned plan embed decode_programs decoding completion nans request generate conversation session",
     )
     + files("engine/", "signature jaxport export exported __init__")
     + ["checkpoint/", "interop/"],

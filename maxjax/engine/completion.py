@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .decoding import Written
+from .decode_programs import Written
 from .text import StopStrings, TextStream
 
 

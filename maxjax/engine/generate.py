@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from .completion import Completion, Growing
-from .decoding import MOST, Decoding, Written
+from .decode_programs import MOST, Written
+from .decoding import Decoding
 from .request import Request, listed, positive
 from .sampling import Sampling
 

@@ -215,6 +215,6 @@ def config_beside(path: str | os.PathLike[str]) -> Path:
     if not config.exists():
         raise CheckpointMissingError(
             "there is no config.json, which says what model this is", path=directory,
-            hint="Pass its content or its path as config=.",
+            hint="Put it there, or in Python pass its content or its path as config=.",
         )  # fmt: skip
     return config

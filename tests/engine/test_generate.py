@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine import decoding
+from maxjax.engine import decode_programs, decoding
 from maxjax.engine.completion import Completion
 from maxjax.engine.decoding import Decoding
 from maxjax.engine.sample import sample
@@ -18,6 +18,7 @@ from maxjax.engine.sampling import Sampling
 from maxjax.errors import UserInputError
 from tests.models import decoders
 from tests.models.decoders import ids_of, one_character_each, ours
+from tests.products import each_value
 
 PROMPTS = [ids_of(1, n, seed=n)[0].tolist() for n in (7, 1, 30, 18)]
 
@@ -126,8 +127,12 @@ def drawn(model):
     return [text.tokens for text in maxjax.generate(model, None, PROMPTS, **SAMPLED)]
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}, {"fsdp": 2, "model": 2}])
+@pytest.mark.parametrize(
+    ("axes", "explicit"),
+    each_value(
+        [{"model": 4}, {"data": 2, "model": 2}, {"fsdp": 2, "model": 2}, {"data": 4}], [True, False]
+    ),
+)
 def test_the_same_key_on_a_mesh(directory, theirs, drawn, axes, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = maxjax.make_mesh(**axes, axis_types=kind)
@@ -242,10 +247,10 @@ def test_the_files_of_a_checkpoint_are_heard(directory, theirs, expected, tmp_pa
 def test_how_much_is_compiled(theirs, directory):
     """One program for each bucket of prompts, and one that decodes, however it is called."""
     model = ours(directory)
-    before = decoding._prefill._cache_size(), decoding._decode._cache_size()
+    before = decode_programs.prefill._cache_size(), decode_programs.decode._cache_size()
 
     def compiled():
-        now = decoding._prefill._cache_size(), decoding._decode._cache_size()
+        now = decode_programs.prefill._cache_size(), decode_programs.decode._cache_size()
         return now[0] - before[0], now[1] - before[1]
 
     values = {"max_new_tokens": 20, "logprobs": 7, "chunk": 32}  # as no other test has them
@@ -268,9 +273,9 @@ def test_another_temperature_is_no_other_program(theirs, directory):
     values = {"max_new_tokens": 20, "logprobs": 6, "key": jax.random.key(1)}
 
     def write(**more):
-        before = decoding._decode._cache_size()
+        before = decode_programs.decode._cache_size()
         text = maxjax.generate(model, None, prompt, **values, **more)
-        return text.tokens, decoding._decode._cache_size() - before
+        return text.tokens, decode_programs.decode._cache_size() - before
 
     hot = {"temperature": 1.5, "top_p": 0.99, "min_p": 0.001, "presence_penalty": 0.2}
     cold = {"temperature": 0.01, "top_p": 0.3, "min_p": 0.5, "presence_penalty": -0.1}

@@ -17,6 +17,7 @@ from maxjax.engine.sample_filters import candidate_count, edge_among, largest
 from maxjax.engine.sample_history import History
 from maxjax.engine.sampling import Sampling, eos_token_ids
 from maxjax.errors import UserInputError
+from tests.products import pairwise
 
 V = 600
 INF = math.inf
@@ -292,17 +293,15 @@ PLACED = {
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    ("name", "spec"),
+    ("name", "spec", "kind"),
     [
-        ("filters", P("data", "model")),
-        *(
-            pytest.param(name, spec, marks=SLOW)
-            for name in PLACED
-            for spec in (P("data", "model"), P(None, ("data", "model")), P("data"), P())
-            if (name, spec) != ("filters", P("data", "model"))
-        ),
+        pytest.param(*case, marks=() if case[:2] == ("filters", P("data", "model")) else SLOW)
+        for case in pairwise(
+            ["filters", *(name for name in PLACED if name != "filters")],
+            [P("data", "model"), P(None, ("data", "model")), P("data"), P()],
+            [AxisType.Auto, AxisType.Explicit],
+        )
     ],
     ids=str,
 )

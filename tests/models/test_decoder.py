@@ -22,6 +22,7 @@ from maxjax.models.decoder_rope import Rope
 from maxjax.nn import LayerList, LayerStack
 from maxjax.nn.layer import add_layer_hook
 from maxjax.nn.mlp import MLP
+from tests.products import pairwise
 
 VOCAB = 48
 CONFIG = DecoderConfig(VOCAB, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2)
@@ -304,9 +305,7 @@ MESHES = {"2": {"model": 2}, "4": {"model": 4}, "8": {"model": 8}, "2x4": {"data
     ("mesh", "types", "kv_heads"),
     [
         pytest.param(mesh, types, kv, marks=() if keep else pytest.mark.slow)
-        for mesh in MESHES
-        for types in (AxisType.Auto, AxisType.Explicit)
-        for kv in (1, 4, 8)
+        for mesh, types, kv in pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8))
         for keep in [(mesh, types, kv) in {("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)}]
     ],
 )

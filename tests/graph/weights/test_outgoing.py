@@ -29,6 +29,7 @@ from maxjax.graph.weights.outgoing import (
 from maxjax.storage import outgoing as storage
 from maxjax.storage.safetensors_writer import file_pieces
 from tests.nn.test_device_major import Net, initialized, placed
+from tests.products import each_value
 from tests.storage.test_outgoing import nibbles
 
 CPU = DeviceRef.CPU()
@@ -277,8 +278,7 @@ MEMORY = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["one", "fsdp", "data"])
-@pytest.mark.parametrize("size", ["5GB", "100MB"])
+@pytest.mark.parametrize(("mesh", "size"), each_value(["one", "fsdp", "data"], ["5GB", "100MB"]))
 def test_saving_does_not_copy_a_stacked_model(tmp_path, mesh, size):
     program = textwrap.dedent(MEMORY)
     command = [sys.executable, "-c", program, str(tmp_path), mesh, size]
