@@ -143,7 +143,7 @@ def test_one_device_holds_its_heads():
 def test_drawn_on_the_mesh_it_is_the_same():
     for stacked in (False, True):
         model = maxjax.init(Net(stacked).to(maxjax.make_mesh(model=4)), jax.random.key(0))
-        np.testing.assert_allclose(model.state_dict()[QKV], VALUES[QKV], rtol=EXACT)
+        np.testing.assert_allclose(model.state_dict()[QKV], VALUES[QKV], **EXACT)
 
 
 def test_moved_assigned_copied():

@@ -754,7 +754,7 @@ def test_init_on_a_mesh(setting, make):
         model = maxjax.init(make().to(setting.mesh, rules={"*weight": P("model")}), key)
         alone = jax.tree.leaves(maxjax.init(make(), key))
         for one, other in zip(jax.tree.leaves(model), alone, strict=True):
-            np.testing.assert_allclose(one, other, rtol=EXACT)
+            np.testing.assert_allclose(one, other, **EXACT)
         assert all(leaf.sharding.spec[-2] == "model" for leaf in jax.tree.leaves(model))  # fmt: skip
 
 
