@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 ALL = os.environ.get("MAXJAX_ALL_PRODUCTS", "") not in ("", "0")
 
 # Parts of arrays of other sizes are equal bit for bit as users have them compiled; without LLVM's
@@ -60,6 +62,19 @@ def each_value(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         return list(itertools.product(*values))
     longest = max(map(len, values))
     return [tuple(axis[i % len(axis)] for axis in values) for i in range(longest)]
+
+
+def fast_and_slow(fast: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a test: some that the fast set has too, and the other cases, marked slow.
+
+    Example:
+        >>> [case.values for case in fast_and_slow([(1, 2)], each_value((0, 1), (3, 2)))]
+        [(1, 2), (0, 3)]
+    """
+    first = list(fast)
+    rest = [case for case in cases if case not in first]
+    marked = [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
+    return [*(pytest.param(*case) for case in first), *marked]
 
 
 def some(cases: Iterable[Any], count: int) -> list[Any]:

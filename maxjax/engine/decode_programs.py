@@ -68,6 +68,20 @@ class Written(NamedTuple):
     sampled: Sampled
 
 
+class Choice(NamedTuple):
+    """By what the next token is chosen, and a text ends: arguments of the programs. A pytree.
+
+    Attributes:
+        eos: Tokens that end a text; -1 is none.
+        key: Of the random numbers, or None.
+        amounts: The numbers of the settings, of which the program has the kind alone.
+    """
+
+    eos: jax.Array
+    key: jax.Array | None
+    amounts: Amounts
+
+
 Places = tuple[NamedSharding, ...] | None
 
 
@@ -77,9 +91,7 @@ def prefill(
     state: State,
     ids: jax.Array,
     counts: jax.Array,
-    eos: jax.Array,
-    key: jax.Array | None,
-    amounts: Amounts,
+    choice: Choice,
     *,
     settings: Sampling,
     places: Places,
@@ -88,7 +100,7 @@ def prefill(
     logits, cache = model(ids, state.cache, lengths=counts, last=True)
     ends = (counts > 0) & (_whole(cache.lengths, places) == state.prompts)
     state = state._replace(cache=cache)
-    state, sampled = _chosen(state, logits, ends, eos, key, amounts, settings, places)
+    state, sampled = _chosen(state, logits, ends, choice, settings, places)
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(ends if new.ndim == 1 else ends[:, None], new, old)
@@ -101,9 +113,7 @@ def decode(
     model: Any,
     state: State,
     steps: jax.Array,
-    eos: jax.Array,
-    key: jax.Array | None,
-    amounts: Amounts,
+    choice: Choice,
     *,
     settings: Sampling,
     places: Places,
@@ -126,7 +136,7 @@ def decode(
             state.last[:, None], state.cache, lengths=going.astype(jnp.int32), last=True
         )
         state = state._replace(cache=cache)
-        state, sampled = _chosen(state, logits, going, eos, key, amounts, settings, places)
+        state, sampled = _chosen(state, logits, going, choice, settings, places)
         state = _settled(state, places)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
         return i + 1, state, jax.tree.map(put, room, sampled), counts + going.astype(jnp.int32)
@@ -140,22 +150,20 @@ def _chosen(
     state: State,
     logits: jax.Array,
     which: jax.Array,
-    eos: jax.Array,
-    key: jax.Array | None,
-    amounts: Amounts,
+    choice: Choice,
     settings: Sampling,
     places: Places,
 ) -> tuple[State, Sampled]:
     """The next token of some of the texts, and what it means for them."""
     lengths = _whole(state.cache.lengths, places)
-    rows = state.rows if key is not None else None
+    rows = state.rows if choice.key is not None else None
     found = sample(
-        logits, key, settings,
-        amounts=amounts, history=state.history, rows=rows, positions=lengths,
+        logits, choice.key, settings,
+        amounts=choice.amounts, history=state.history, rows=rows, positions=lengths,
     )  # fmt: skip
     found = jax.tree.map(lambda a: _whole(a, places), found)
     tokens = jnp.where(which, found.tokens, state.last)
-    ended = jnp.any(tokens[:, None] == eos[None, :], axis=1) | (lengths + 1 >= state.limits)
+    ended = jnp.any(tokens[:, None] == choice.eos[None, :], axis=1) | (lengths + 1 >= state.limits)
     history = state.history
     if history is not None:
         history = history.add(tokens, which)

@@ -18,7 +18,7 @@ from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placement import mesh_of
 from ..models.family import check_loaded
 from ..nn.kv_cache import KVCache
-from .decode_programs import MOST, Places, State, Written, decode, prefill
+from .decode_programs import MOST, Choice, Places, State, Written, decode, prefill
 from .sample import Sampled
 from .sample_history import History
 from .sampling import GREEDY, Amounts, Sampling
@@ -77,11 +77,13 @@ class Decoding:
         self._limits = [int(n) for n in limits]
         self._read = 0  # tokens of each row that are in the cache already
         batch = len(self._prompts)
-        self._key = None if sampling.is_greedy else self._put(_one_key(key))
         # Numbers are arguments: for another temperature there is no other program.
         self._kind = sampling.kind
-        self._amounts = Amounts(*map(self._put, map(np.float32, sampling.amounts)))
-        self._eos = self._put(_padded_ids(eos_ids))
+        self._choice = Choice(
+            eos=self._put(_padded_ids(eos_ids)),
+            key=None if sampling.is_greedy else self._put(_one_key(key)),
+            amounts=Amounts(*map(self._put, map(np.float32, sampling.amounts))),
+        )
         self._numbers: dict[int, jax.Array] = {}
         most = max(len(prompt) for prompt in self._prompts)
         capacity = self._capacity(min(max(self._limits), most + _ROOM))
@@ -115,7 +117,7 @@ class Decoding:
             width = min(self.chunk, bucket(longest - start, _LEAST_PREFILL))
             part, counts = _piece(self._prompts, start, width)
             self.state = prefill(
-                self.model, self.state, part, counts, self._eos, self._key, self._amounts,
+                self.model, self.state, part, counts, self._choice,
                 settings=self._kind, places=self._places,
             )  # fmt: skip
             start += width
@@ -135,7 +137,7 @@ class Decoding:
         if count not in self._numbers:
             self._numbers[count] = self._put(np.int32(count))
         self.state, written = decode(
-            self.model, self.state, self._numbers[count], self._eos, self._key, self._amounts,
+            self.model, self.state, self._numbers[count], self._choice,
             settings=self._kind, places=self._places,
         )  # fmt: skip
         return written
@@ -165,7 +167,7 @@ class Decoding:
         self._prompts, self._limits = [list(prompt)], [int(limit)]
         self._read, self._used = kept, len(prompt)
         if not self.sampling.is_greedy:
-            self._key = self._put(_one_key(key))
+            self._choice = self._choice._replace(key=self._put(_one_key(key)))
         self.state = self.state._replace(
             cache=cache, done=self._put(np.zeros(1, bool)), bad=self._put(np.zeros(1, bool)),
             prompts=self._put(np.array([len(prompt)], np.int32)),

@@ -17,7 +17,7 @@ from maxjax.engine.sample_filters import candidate_count, edge_among, largest
 from maxjax.engine.sample_history import History
 from maxjax.engine.sampling import Sampling, eos_token_ids
 from maxjax.errors import UserInputError
-from tests.products import pairwise
+from tests.products import fast_and_slow, pairwise
 
 V = 600
 INF = math.inf
@@ -290,19 +290,18 @@ PLACED = {
     "filters": Sampling(temperature=1.5, top_k=40, top_p=0.9, logprobs=3),
     "top_p": Sampling(temperature=3, top_p=0.95),
 }
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "spec", "kind"),
-    [
-        pytest.param(*case, marks=() if case[:2] == ("filters", P("data", "model")) else SLOW)
-        for case in pairwise(
-            ["filters", *(name for name in PLACED if name != "filters")],
+    fast_and_slow(
+        [("filters", P("data", "model"), kind) for kind in (AxisType.Auto, AxisType.Explicit)],
+        pairwise(
+            PLACED,
             [P("data", "model"), P(None, ("data", "model")), P("data"), P()],
             [AxisType.Auto, AxisType.Explicit],
-        )
-    ],
+        ),
+    ),
     ids=str,
 )
 def test_meshes_and_padding_change_nothing(kind, name, spec):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from maxjax.kernels import decode_attention, native
 from maxjax.kernels.int8_rows import quantised
 from scripts.sharding_product import collectives, mesh_of
-from tests.products import each_value
+from tests.products import each_value, fast_and_slow
 
 # The package has the function under the module's name.
 module = importlib.import_module("maxjax.kernels.decode_attention")
@@ -296,12 +296,7 @@ FAST = ("window", "rotating window", "cap", "rope", "rope of a part", "interleav
 
 @pytest.mark.parametrize(
     ("which", "cache"),
-    [
-        pytest.param(which, cache, marks=() if which in FAST and cache == "float32" else slow)
-        for which, cache in dict.fromkeys(
-            [*((name, "float32") for name in FAST), *each_value(OPTIONS, TYPES)]
-        )
-    ],
+    fast_and_slow(((name, "float32") for name in FAST), each_value(OPTIONS, TYPES)),
 )
 def test_options(which, cache):
     pairs, options = OPTIONS[which]

@@ -22,7 +22,7 @@ from maxjax.models.decoder_rope import Rope
 from maxjax.nn import LayerList, LayerStack
 from maxjax.nn.layer import add_layer_hook
 from maxjax.nn.mlp import MLP
-from tests.products import pairwise
+from tests.products import fast_and_slow, pairwise
 
 VOCAB = 48
 CONFIG = DecoderConfig(VOCAB, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2)
@@ -303,11 +303,10 @@ MESHES = {"2": {"model": 2}, "4": {"model": 4}, "8": {"model": 8}, "2x4": {"data
 
 @pytest.mark.parametrize(
     ("mesh", "types", "kv_heads"),
-    [
-        pytest.param(mesh, types, kv, marks=() if keep else pytest.mark.slow)
-        for mesh, types, kv in pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8))
-        for keep in [(mesh, types, kv) in {("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)}]
-    ],
+    fast_and_slow(
+        [("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)],
+        pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8)),
+    ),
 )
 def test_on_meshes(mesh, types, kv_heads):
     config = dataclasses.replace(CONFIG, num_heads=8, head_dim=4, num_kv_heads=kv_heads)
