@@ -1,8 +1,8 @@
 """Floor 0. Several processes as one program: `jax.distributed`, with its failures explained.
 
 Everything here is JAX's coordination service; this file chooses its timeouts, refuses what would
-hang or crash inside it, and names the peer that is gone. Above: programs call it themselves;
-loading and saving run inside :func:`watch`.
+hang or crash inside it, and names the peer that is gone. Below: agreement, whose ``same_program``
+belongs to this face. Above: programs call it themselves; saving runs inside :func:`watch`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,31 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .errors import PeerLostError, UserInputError
+from .agreement import agreed as agreed
+from .agreement import same_program as same_program
+from .errors import PeerLostError, ProgramMismatchError, UserInputError
 
 RETRY_SECONDS = 0.2
-# What JAX's errors say when another process does not answer: Gloo moves arrays between CPUs, the
-# codes are the coordination service's. With "enforce fail" the processes ran different programs.
-_LOST = re.compile(r"\bGloo [\w ]+ failed: (?!.*enforce)|\b(UNAVAILABLE|DEADLINE_EXCEEDED): ")
+# What JAX's errors say when another process does not answer. Gloo and MPI move arrays between CPUs
+# ("Gloo all-reduce failed: …", "Gloo AllGather failed: …"), NCCL and RCCL between GPUs; the codes
+# and heartbeats are the coordination service's. NCCL's other failures are of this process: no
+# memory, a driver that is too old.
+_LOST = re.compile(
+    r"""\bGloo\ [^:\n]*\ failed:\s
+      | \bMPI\ error:\s
+      | \b[NR]CCL\ [^\n]*(?:remote\ process\ exited|unhandled\ system\ error)
+      | \bnccl(?:Remote|System)Error\b
+      | \b(?:UNAVAILABLE|DEADLINE_EXCEEDED):\s
+      | \b(?:UNKNOWN|INTERNAL|ABORTED|CANCELLED|FAILED_PRECONDITION):\ [^\n]*(?i:
+          connection\ (?:closed|reset|refused|timed\ out) | socket\ closed | broken\ pipe
+        | heartbeat | in\ error\ state
+        | coordination\ service\ (?:has\ |is\ )?(?:been\ )?(?:stopped|shut|encountered))""",
+    re.VERBOSE,
+)
+# Gloo's word for two processes that do not say the same: they are there, and run different programs.
+_DIFFERENT = re.compile(r"\bGloo [^:\n]* failed: .*\benforce fail\b")
+# Gloo waits so long for a process that is there and says nothing: it hangs, or runs something else.
+_SILENT = re.compile(r"\bGloo [^:\n]* failed: .*\b(?:Read timeout|Timed out waiting)\b")
 # Where they name process ids: "Task 3 heartbeat timeout", or one id a line.
 _ONE_ID = re.compile(r"\bTask (\d+) heartbeat timeout")
 _IDS = re.compile(r"(?:stopped sending heartbeats\)|timed out task names):\s*\n((?:\d+\n)+)")
@@ -125,6 +144,7 @@ def watch(phase: str) -> Iterator[None]:
         PeerLostError: Another process closed its connection or did not answer. The message has
             the phase, the process's id where it is known, and the first line of JAX's error, which
             is the ``__cause__``. This process cannot go on: let it end.
+        ProgramMismatchError: Both are there, and their collectives do not fit together.
 
     Example:
         >>> with watch("adding"):
@@ -134,13 +154,23 @@ def watch(phase: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
-        if not _means_lost(error):
+        text = str(error)
+        found = _meaning(error, text)
+        if found is None:
             raise
-        reason = next(iter(str(error).splitlines()), "")[:300]
+        reason = next(iter(text.splitlines()), "")[:300]
+        if found is ProgramMismatchError:
+            raise ProgramMismatchError(
+                f"{phase}: the processes do not run the same program ({reason}). {_COMPARE}"
+            ) from error
+        advice = f"Or it runs another program. {_COMPARE}" if _SILENT.search(text) else _RESTART
         raise PeerLostError(
-            f"{phase}: {_who(str(error))} is gone or does not answer ({reason}). "
-            "Its own output says why; start all processes again."
+            f"{phase}: {_who(text)} is gone or does not answer ({reason}). {advice}"
         ) from error
+
+
+_RESTART = "Its own output says why; start all processes again."
+_COMPARE = "maxjax.distributed.same_program compares programs before they run."
 
 
 def _checked_ids(
@@ -282,12 +312,17 @@ def _start(**arguments: Any) -> None:
         ) from error
 
 
-def _means_lost(error: Exception) -> bool:
+def _meaning(error: Exception, text: str) -> type[Exception] | None:
+    """What has happened to the processes, or None if it is something else."""
     import jax
 
-    if isinstance(error, PeerLostError) or not jax.distributed.is_initialized():
-        return False
-    return bool(_LOST.search(str(error))) and not (_world and _world[1] == 1)
+    if isinstance(error, (PeerLostError, ProgramMismatchError)):
+        return None
+    if not jax.distributed.is_initialized() or (_world and _world[1] == 1):
+        return None
+    if _DIFFERENT.search(text):
+        return ProgramMismatchError
+    return PeerLostError if _LOST.search(text) else None
 
 
 def _who(text: str) -> str:

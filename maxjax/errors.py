@@ -158,6 +158,10 @@ class PeerLostError(RuntimeError):
     """Another process of a multi-host run is gone."""
 
 
+class ProgramMismatchError(RuntimeError):
+    """The processes of a multi-host run would not run the same program."""
+
+
 class UnsupportedModelError(NotImplementedError):
     """The architecture named by a configuration is not one maxjax has."""
 

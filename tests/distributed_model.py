@@ -22,10 +22,11 @@ class Block(nn.Module):
 class Network(nn.Module):
     """Blocks in turn, as a list or as a stack."""
 
-    def __init__(self, stacked: bool = False):
+    def __init__(self, stacked: bool = False, scale: float = 1.0):
         super().__init__()
+        self.scale = scale
         layers = nn.LayerList([Block() for _ in range(LAYERS)])
         self.layers = layers.stack() if stacked else layers
 
     def __call__(self, x: Any) -> Any:
-        return self.layers(x)
+        return self.layers(x) * self.scale

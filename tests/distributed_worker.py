@@ -7,6 +7,7 @@ such a line.
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import maxjax
 from maxjax import distributed
-from maxjax.errors import PeerLostError
+from maxjax.errors import PeerLostError, ProgramMismatchError
 from maxjax.storage.files import OpenFile
 from tests import distributed_model as models
 
@@ -78,6 +79,85 @@ def gather(tell: Tell) -> None:
         step += 1
         if step == 3:
             tell(ready=True)
+
+
+def _collective(tell: Tell, body: Callable[[jax.Array], jax.Array]) -> None:
+    """One collective again and again; process 1 dies.
+
+    Of one device of each process: of several, some wait for the others until JAX ends them all.
+    """
+    mesh = Mesh(np.array(jax.devices()[::LOCAL_DEVICES]), ("k",))
+    rows = PartitionSpec("k")
+    x = jax.make_array_from_callback(
+        (4,), NamedSharding(mesh, rows), lambda index: np.arange(4.0)[index]
+    )
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows))
+    for step in range(1_000_000):
+        program(x).block_until_ready()
+        if step == 3 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reduce(tell: Tell) -> None:
+    _collective(tell, lambda x: x + jax.lax.psum(x, "k"))
+
+
+def exchange(tell: Tell) -> None:
+    _collective(tell, lambda x: jax.lax.all_to_all(x, "k", 0, 0, tiled=True))
+
+
+def permute(tell: Tell) -> None:
+    _collective(tell, lambda x: jax.lax.ppermute(x, "k", [(0, 1), (1, 0)]))
+
+
+def scatter(tell: Tell) -> None:
+    _collective(tell, lambda x: jax.lax.psum_scatter(x, "k", tiled=True))
+
+
+def differ(tell: Tell) -> None:
+    """What is the same in both processes and what is not, before anything runs."""
+    me = jax.process_index()
+
+    def refused(name: str, **parts: Any) -> str:
+        try:
+            distributed.same_program(name, **parts)
+        except ProgramMismatchError as error:
+            return str(error)
+        return ""
+
+    mesh = maxjax.make_mesh(model=len(jax.devices()))
+    kinds = [jax.ShapeDtypeStruct((2, 64), np.float32)]
+    x = np.ones((2, 64), np.float32)
+    alike, other = models.Network().to(mesh), models.Network(scale=1.0 + me).to(mesh)
+    values = {k: np.full(w.shape, 1e-3, np.float32) for k, w in alike.raw_state_dict().items()}
+    alike.load_state_dict(values)
+    other.load_state_dict(values)
+    program = alike.compile(*kinds)
+    began = time.monotonic()
+    results = [np.asarray(program(x).addressable_data(0)) for _ in range(2)]
+    tell(runs=float(results[1].sum()))
+    try:
+        other.compile(*kinds)(x)
+    except ProgramMismatchError as error:
+        tell(program=str(error))
+    tell(
+        equal=refused("a", config={"layers": 2}, text="x" * 100),
+        config=refused("a", config={"layers": 2 + me}, text="y" * 100),
+        long=refused("a", text="y" * 100 + str(me)),
+        name=refused("ab"[me]),
+        alone=distributed.same_program("alone", processes=[me], own=me) is None,
+        seconds=time.monotonic() - began,
+    )
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to=/nowhere/{me}"
+    tell(dump=refused("a"))
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_enable_fast_math={bool(me)}"
+    tell(flags=refused("a"))
+    del os.environ["XLA_FLAGS"]
+    if me == 1:
+        try:
+            distributed.same_program("late", timeout=1)
+        except PeerLostError as error:
+            tell(late=str(error))
 
 
 def compute(tell: Tell) -> None:
@@ -144,8 +224,11 @@ def load(tell: Tell) -> None:
 
 
 SCENARIOS = {
-    scenario.__name__: scenario for scenario in (matmul, load, gather, compute, sleep, own_error)
-}
+    scenario.__name__: scenario
+    for scenario in (
+        matmul, load, gather, compute, sleep, own_error, reduce, exchange, permute, scatter, differ,
+    )
+}  # fmt: skip
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 import maxjax
 from maxjax import distributed
-from maxjax.errors import PeerLostError, UserInputError
+from maxjax.errors import PeerLostError, ProgramMismatchError, UserInputError
 
 from .distributed_model import Network
 from .distributed_worker import SHUTDOWN_SECONDS
@@ -208,6 +208,50 @@ def test_who_is_gone(monkeypatch):
     assert "process 1 is" in lost(monkeypatch, barrier, (0, 4))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"UNKNOWN: Gloo {name} failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error"
+            for name in ("all-reduce", "AllGather", "all-to-all", "collective permute",
+                         "ReduceScatter", "reduce-scatter", "context initialization")
+        ),
+        "UNKNOWN: MPI error: MPI_ERR_PROC_FAILED: Process Failure",
+        "INTERNAL: NCCL operation ncclAllReduce(a, b) failed: remote process exited or there was a"
+        " network error",
+        "INTERNAL: RCCL operation ncclGroupEnd() failed: unhandled system error",
+        "INTERNAL: collective failed: ncclRemoteError",
+        "INTERNAL: [pair.cc:547] Connection closed by peer [127.0.0.1]:1",
+        "ABORTED: Connection reset by peer",
+        "UNKNOWN: Socket closed",
+        "INTERNAL: write: Broken pipe",
+        "DEADLINE_EXCEEDED: Timed out waiting for barrier",
+        "UNAVAILABLE: failed to connect to all addresses",
+        "INTERNAL: Task 1 heartbeat timeout.",
+        "CANCELLED: Coordination service has stopped. RecordHeartbeat() from task: 1",
+        "INTERNAL: All tasks were set to error because coordination service encountered an error",
+    ],
+)  # fmt: skip
+def test_every_spelling_of_a_loss(monkeypatch, text):
+    assert "process 1 is gone" in lost(monkeypatch, text, (0, 2), jax.errors.JaxRuntimeError)
+
+
+def test_a_silent_peer_may_run_something_else(monkeypatch):
+    text = "UNKNOWN: Gloo all-reduce failed: [buffer.cc:72] Read timeout [127.0.0.1]:1"
+    assert "Or it runs another program" in lost(monkeypatch, text, (0, 2))
+    assert "another program" not in lost(monkeypatch, GLOO, (0, 2))
+
+
+def test_collectives_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "_world", (0, 2))
+    with pytest.raises(ProgramMismatchError, match="do not run the same program .*16 vs 6"):
+        with distributed.watch("loading"):
+            raise RuntimeError(
+                "UNKNOWN: Gloo AllGather failed: [enforce fail at pair.cc:459] 16 vs 6"
+            )
+
+
 def test_other_errors_pass(monkeypatch):
     def passes(error):
         with pytest.raises(type(error)) as caught, distributed.watch("loading"):
@@ -220,8 +264,10 @@ def test_other_errors_pass(monkeypatch):
     passes(RuntimeError(GLOO))  # one process that called initialize
     monkeypatch.setattr(distributed, "_world", (0, 2))
     passes(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
-    passes(RuntimeError("UNKNOWN: Gloo AllGather failed: [enforce fail at pair.cc:459] 16 vs 6"))
+    passes(RuntimeError("INTERNAL: NCCL operation ncclCommInitRank() failed: unhandled cuda error"))
+    passes(ValueError("the socket closed: Connection reset by peer"))  # no code of JAX before it
     passes(PeerLostError(f"an inner phase: {GLOO}"))
+    passes(ProgramMismatchError(f"an inner phase: {GLOO}"))
     passes(KeyError(GLOO))
 
 
@@ -263,6 +309,33 @@ def test_two_processes_load_a_model(tmp_path):
             assert told["zeros"] == 0.0
 
 
+def test_two_processes_of_different_programs(tmp_path):
+    """All that is refused is refused in both, with the same words, and both end in good order."""
+    with workers("differ", tmp_path) as both:
+        for worker in both:
+            assert worker.process.wait(START_SECONDS) == 0, worker.log()
+        here, there = (worker.told() for worker in both)
+    late = there.pop("late")
+    assert "comparing 'late': process 0 has not come to this point in 1 s" in late
+    for told in (here, there):
+        assert told.pop("seconds") < 30
+    assert here == there
+    assert "at 'Network' these differ: program (process 0: sha256 " in here["program"]
+    assert "Nothing was run" in here["program"]
+    assert (here["equal"], here["dump"], here["alone"]) == ("", "", True)
+    assert 'config (process 0: {"layers": 2}; process 1: {"layers": 3})' in here["config"]
+    assert "text" not in here["config"]
+    assert "text (process 0: sha256 " in here["long"]
+    assert "name (process 0: a; process 1: b)" in here["name"]
+    assert "XLA_FLAGS (process 0: --xla_cpu_enable_fast_math=False; pr" in here["flags"]
+
+
+def test_one_process_compares_nothing():
+    distributed.same_program("alone", config={"a": 1}, file=Path(__file__), raw=b"x")
+    with pytest.raises(TypeError, match="things is a set, which has no one text"):
+        distributed.same_program("alone", things={1, 2})
+
+
 # --- the end of a peer --------------------------------------------------------------------
 
 
@@ -283,6 +356,25 @@ def test_the_survivor_ends_soon(tmp_path, scenario, victim):
         else:  # JAX may have been faster; with nothing to do for Python there is no exception
             assert message is None or scenario == "gather"
             assert "the JAX distributed service detected fatal errors" in survivor.log()
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "reduce",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("exchange", "permute", "scatter")),
+    ],
+)
+def test_a_peer_dies_in_a_collective(tmp_path, scenario):
+    """Said as long as the survivor lives, which is not until JAX ends it."""
+    with workers(scenario, tmp_path) as both:
+        assert both[1].process.wait(START_SECONDS) == -signal.SIGKILL, both[1].log()
+        deadline = time.monotonic() + LOADED
+        while "lost" not in both[0].told() and time.monotonic() < deadline:
+            assert "error" not in both[0].told(), both[0].told()
+            time.sleep(0.02)
+        message = both[0].told().get("lost", both[0].log())
+    assert message.startswith(f"{scenario}: process 1 is gone or does not answer (UNKNOWN: Gloo ")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..agreement import agreed
 from ..driver import Buffer
 from ..dtype import DType
 from .binding import Binding
@@ -63,15 +64,20 @@ class Model:
         positions = tuple(i + 1 for i in donate)  # behind the weights
         if all(kind.is_static for kind in graph.input_types):
             jitted = jax.jit(run, donate_argnums=positions)
-            self._run: Any = jitted.lower(self._weights.types, *inputs).compile()
-            places = self._run.input_shardings[0][1:]
+            lowered = jitted.lower(self._weights.types, *inputs)
+            self._run: Any = lowered.compile()
+            wanted = self._run.input_shardings
+            places, used = wanted[0][1:], jax.tree.leaves(wanted)
             shapes: Any = [kind.shape for kind in inputs]
+            text = lowered.as_text
         else:
             exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
             self._run = jax.jit(exported.call, donate_argnums=positions)
             placed = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
-            places = [placed[0] if placed else None] * len(inputs)
+            places, used = [placed[0] if placed else None] * len(inputs), placed
             shapes = [None] * len(inputs)  # sizes are compared at each call
+            text = exported.mlir_module
+        self._run = agreed(self._run, self.name, text, used)
         # What an input has to be: shape, dtype, and where the program wants what is committed.
         self._wanted = list(zip(shapes, [kind.dtype for kind in inputs], places, strict=True))
 

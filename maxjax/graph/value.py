@@ -161,10 +161,10 @@ class TensorValue(Operators):
 
     @property
     def device(self) -> DeviceRef:
-        """Where the array is; while tracing, JAX's default device."""
+        """Where the array is, as far as this process sees it; while tracing, its first device."""
         array = self.__jax_array__()
-        device = jax.devices()[0] if isinstance(array, Tracer) else next(iter(array.devices()))
-        return DeviceRef.from_jax(device)
+        there = [] if isinstance(array, Tracer) else list(array.sharding.addressable_devices)
+        return DeviceRef.from_jax(there[0] if there else jax.local_devices()[0])
 
     @property
     def type(self) -> TensorType:
