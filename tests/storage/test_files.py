@@ -87,6 +87,45 @@ def test_socket_is_refused(tmp_path, monkeypatch):
             open_regular("s")
 
 
+def swap_for_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def swap_for_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def swap_for_device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize(
+    ("swap", "found"),
+    [
+        (swap_for_fifo, "a FIFO (named pipe)"),
+        (swap_for_directory, "a directory"),
+        (swap_for_device, "a character device"),
+    ],
+)
+def test_what_takes_its_place_before_it_is_opened_is_refused(path, monkeypatch, swap, found):
+    """Of a path that is looked at, then opened, the second may be another thing."""
+    opened = os.open
+    handles = []
+
+    def swapped(name, *arguments, **options):
+        path.unlink()
+        swap(path)
+        handles.append(opened(name, *arguments, **options))
+        return handles[-1]
+
+    monkeypatch.setattr(os, "open", swapped)
+    with pytest.raises(CheckpointFormatError, match="not a regular file") as caught:
+        open_regular(path)
+    assert (caught.value.found, caught.value.path) == (found, str(path))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handles[0])  # closed again
+
+
 def test_part_of_the_path_is_a_file(path):
     with pytest.raises(CheckpointMissingError, match="not a directory"):
         open_regular(path / "model.safetensors")
