@@ -56,6 +56,7 @@ if _TYPE_CHECKING:
     from .nn.layer import add_layer_hook as add_layer_hook
     from .nn.layer import clear_hooks as clear_hooks
     from .nn.layer import layer_hook as layer_hook
+    from .storage.limits import Limits as Limits
 
 # Where each name lives; None is a submodule. tests/test_facade.py holds it to the list above.
 _HOMES: dict[str, str | None] = {
@@ -96,6 +97,7 @@ _HOMES: dict[str, str | None] = {
     "add_layer_hook": "nn.layer",
     "clear_hooks": "nn.layer",
     "layer_hook": "nn.layer",
+    "Limits": "storage.limits",
 }
 
 __all__ = ["__version__", *_HOMES]

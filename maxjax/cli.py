@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
-        _print(options.run(options))
+        with _limits(options):
+            _print(options.run(options))
     except BrokenPipeError:
         # Python flushes stdout once more at exit, which would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,6 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"maxjax: {explain(error)}", file=sys.stderr)
         return 1
     return getattr(options, "code", 0)
+
+
+def _limits(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Puts the limits in force that ``--limit`` changes."""
+    if not options.limit:
+        return contextlib.nullcontext()
+    from .storage.limits import Limits, allowing
+
+    try:
+        return allowing(Limits.parse(options.limit))
+    except UserInputError as error:
+        return options.error(str(error))
 
 
 def _left(code: Any, argv: Sequence[str] | None) -> Any:
@@ -92,6 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     debug.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
     )
+    debug.add_argument(
+        "--limit", action="append", default=[], metavar="NAME=N",
+        help="what a file that you trust may ask for, as an error names it; may be given several times",
+    )  # fmt: skip
     parser = argparse.ArgumentParser(
         prog="maxjax", description="Open checkpoints, look into them and run them in JAX."
     )

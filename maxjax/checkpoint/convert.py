@@ -20,6 +20,7 @@ from ..graph.weights.outgoing import outgoing_data
 from ..models.family import main_dtype
 from ..storage.directory import FORMATS as READ
 from ..storage.directory import UNREADABLE
+from ..storage.limits import Limits, allowing
 from ..storage.safetensors_writer import file_pieces, header, in_order, shards, size_in_bytes
 from .convert_gguf import to_gguf
 from .convert_source import Opened, as_hugging_face, content, opened
@@ -42,6 +43,7 @@ def convert(
     dtype: Any = None,
     quantize: str | None = None,
     max_shard_size: int | str = "5GB",
+    limits: Limits | None = None,
     watch: Watch | None = None,
 ) -> Converted:
     """Writes a checkpoint in another format, type or number of files.
@@ -55,6 +57,7 @@ def convert(
         quantize: "q8_0", "q4_0", "q4_k" or "q6_k": the large weights of a GGUF file become
             blocks of this kind.
         max_shard_size: Of the safetensors files of a directory.
+        limits: As of ``maxjax.load``.
         watch: Called with the number of bytes of all tensors as they will be written; what it
             gives is called with the number of bytes of each piece when that is written.
 
@@ -83,7 +86,7 @@ def convert(
     wanted = None if dtype is None else float_type(dtype)
     limit = size_in_bytes(max_shard_size)
     encoding = _encoding(quantize, kind)
-    with opened(source) as found:
+    with allowing(limits), opened(source) as found:
         if kind == "gguf":
             return to_gguf(found, target, wanted, encoding, watch)
         if isinstance(found.weights, GGUFWeights):

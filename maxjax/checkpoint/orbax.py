@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import CheckpointError, CheckpointMissingError, UserInputError, some
 from ..models.family import main_dtype
 from ..nn.layer import Module
+from ..storage.limits import Limits, allowing
 from ..storage.orbax_paths import resolve
 from .pretrained import flat_name, model_files
 from .pytree import Item, model_item, tree_item
@@ -156,6 +157,7 @@ def restore(
     strict: bool = True,
     cast: bool = False,
     verify: Any = "auto",
+    limits: Limits | None = None,
     **items: Any,
 ) -> dict[str, Any]:
     """Gives a model the weights of a checkpoint, and returns the other trees of it.
@@ -171,6 +173,7 @@ def restore(
             trees, keep what the checkpoint does not have.
         cast: Convert between float widths, and between integers that fit.
         verify: Compare checksums: "auto" does where it costs little, True always, False never.
+        limits: As of ``maxjax.load``.
         items: For each other tree an example, of values or of ``jax.ShapeDtypeStruct`` (of
             ``jax.eval_shape``, for example): its structure, types and placement are those of the
             result. Modules in it are matched by the names of their weights.
@@ -190,7 +193,8 @@ def restore(
     for attempt in range(_RETRIES + 1):
         directory = _directory(root, step)
         try:
-            return _restore(directory, model, items, strict, cast, verify)
+            with allowing(limits):
+                return _restore(directory, model, items, strict, cast, verify)
         except CheckpointError:
             # A writer may delete old steps at any time: then there is a newer one.
             if step is not None or os.path.isdir(directory) or attempt == _RETRIES:

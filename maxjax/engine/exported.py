@@ -26,7 +26,7 @@ from ..graph.weight import Weight
 from ..graph.weights import WeightData, Weights
 from ..nn.layer.stack_values import StackLoad, read
 from ..nn.layer.values import Fit, fit, is_lazy, same_content
-from ..storage.files import Limits
+from ..storage.limits import Limits, in_force
 from .jaxport import Header, names_in, open_program, platform_of, unreadable
 from .signature import Arguments, Kind, Path, cut
 
@@ -34,7 +34,7 @@ from .signature import Arguments, Kind, Path, cut
 def load_exported(
     path: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> ExportedProgram:
     """The program in a file that :func:`maxjax.export` wrote.
 
@@ -52,7 +52,7 @@ def load_exported(
         maxjax.errors.CheckpointMissingError: no/such/model.jaxport: no such file
     """
     compile_cache.enable()
-    return ExportedProgram(*open_program(os.fspath(path), limits), os.fspath(path))
+    return ExportedProgram(*open_program(os.fspath(path), in_force(limits)), os.fspath(path))
 
 
 class ExportedProgram:

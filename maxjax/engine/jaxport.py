@@ -23,8 +23,9 @@ from ..errors import (
     CheckpointMismatchError,
     CheckpointTruncatedError,
 )
-from ..storage.files import Limits, OpenFile, open_regular
+from ..storage.files import OpenFile, open_regular
 from ..storage.jsontext import load_json
+from ..storage.limits import Limits
 from ..storage.sniff import SNIFF_BYTES, foreign
 from .signature import Kind, Signature, field, texts
 

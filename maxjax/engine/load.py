@@ -20,6 +20,7 @@ from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputEr
 from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import Decoder, PretrainedModel, build, config_beside
+from ..storage.limits import Limits, allowing
 from ..storage.orbax_paths import is_orbax, resolve
 from ..storage.table import Verify
 from .defaults import read_defaults
@@ -38,6 +39,7 @@ def load(
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
+    limits: Limits | None = None,
     tokenizer: bool = True,
     compile: None = None,
 ) -> tuple[PretrainedModel, Tokenizer | None]: ...
@@ -51,6 +53,7 @@ def load(
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
+    limits: Limits | None = None,
     tokenizer: bool = True,
     compile: Sequence[Any],
 ) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
@@ -63,6 +66,7 @@ def load(
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
+    limits: Limits | None = None,
     tokenizer: bool = True,
     compile: Sequence[Any] | None = None,
 ) -> Any:
@@ -82,6 +86,8 @@ def load(
         verify: When checksums are compared with what is read: ``"auto"`` when all of a tensor
             is read at once, which costs next to nothing; True always; False never.
         revision: A branch, tag or commit on the hub.
+        limits: What the files may ask of this process, where one says that it needs more than
+            usual: of weights, configuration and tokenizer.
         tokenizer: False loads the model alone, whatever its tokenizer is.
         compile: Specs as of ``Module.compile``, one for each argument of the model: a program
             for them is compiled in another thread while the weights are read.
@@ -96,6 +102,21 @@ def load(
         UnsupportedModelError: It is of an architecture that maxjax does not have.
         UserInputError: ``dtype`` or ``reduce_dtype`` is no float type.
     """
+    with allowing(limits):
+        return _load(path, dtype, reduce_dtype, mesh, config, verify, revision, tokenizer, compile)
+
+
+def _load(
+    path: Any,
+    dtype: Any,
+    reduce_dtype: Any,
+    mesh: Any,
+    config: Any,
+    verify: Verify,
+    revision: str | None,
+    tokenizer: bool,
+    compile: Sequence[Any] | None,
+) -> Any:
     compile_cache.enable()
     wanted = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)

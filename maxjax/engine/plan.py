@@ -25,6 +25,7 @@ from ..graph.placement import axis_of
 from ..graph.weights import load_weights
 from ..models import names
 from ..nn.layer import Module
+from ..storage.limits import Limits, allowing
 from .footprint import UNKNOWN, Footprint, Held, cache_bytes, of_checkpoint, of_module
 from .planned import Kind as Kind
 from .planned import Plan as Plan
@@ -49,6 +50,7 @@ def plan(
     cache_dtype: Any = None,
     rules: Mapping[str, Any] | None = None,
     hbm: int | str | None = None,
+    limits: Limits | None = None,
 ) -> Plan:
     """What a model or a checkpoint takes on each device of a mesh; nothing is read or moved.
 
@@ -62,6 +64,7 @@ def plan(
         rules: As of ``Module.to``: they go before the model's own.
         hbm: Memory of a device in bytes, or as ``"80GB"`` or ``"16GiB"``; by default what the
             devices of a real mesh report.
+        limits: As of ``maxjax.load``.
 
     Raises:
         UserInputError: An option that cannot be used, or a cache of which nothing is known.
@@ -92,7 +95,7 @@ def plan(
         raise TypeError(
             f"plan() takes a Module or the path of a checkpoint, not {type(model_or_path).__name__}"
         )
-    with load_weights(model_or_path) as weights:
+    with load_weights(model_or_path, limits=limits) as weights, allowing(limits):
         return _plan(of_checkpoint(weights, rules), grid, request)
 
 

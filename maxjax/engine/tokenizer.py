@@ -25,7 +25,7 @@ from ..errors import (
 from ..models.config import read_object
 from ..models.gguf import chat_template, tokenizer_json
 from ..models.gguf.tokenizer import end_ids, special_tokens
-from ..storage.files import Limits
+from ..storage.limits import Limits, allowing, in_force
 from ..storage.jsontext import load_json, read_json_bytes
 from .chat_files import TEMPLATE_FILE, listed_templates, read_templates
 
@@ -200,7 +200,9 @@ class Tokenizer:
         return f"Tokenizer({self.vocab_size} tokens, max_length={self.max_length})"
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
+def load_tokenizer(
+    path: str | os.PathLike[str], *, limits: Limits | None = None
+) -> Tokenizer | None:
     """The tokenizer of a checkpoint directory, or None when it has no ``tokenizer.json``.
 
     The padding token and the longest sequence come from ``tokenizer_config.json`` and
@@ -209,7 +211,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     Raises:
         CheckpointMissingError: There is no such directory.
         CheckpointFormatError: One of the files is broken; names it.
+        CheckpointLimitError: One asks for more than ``limits`` allow.
     """
+    with allowing(limits):
+        return _load_tokenizer(path)
+
+
+def _load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     directory = Path(path)
     if not directory.exists():
         raise CheckpointMissingError("no such directory", path=directory)
@@ -325,7 +333,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _backend(file: Path) -> Any:
-    data = read_json_bytes(file, Limits())
+    data = read_json_bytes(file, in_force())
     load_json(data, name=str(file))  # for its strictness: tokenizers takes the last of equal keys
     import tokenizers
 

@@ -18,6 +18,7 @@ from ..graph.weights import WeightData, Weights, load_weights
 from ..models import family
 from ..nn.layer.state import LoadResult
 from ..nn.layer.values import _dtype_of, _host_or_jax, shape_of
+from ..storage.limits import Limits
 from ..storage.table import Verify
 from .nnx_filling import arrays
 from .nnx_matching import Matching
@@ -50,6 +51,7 @@ def load(
     cast: bool = False,
     strict: bool = True,
     verify: Verify = "auto",
+    limits: Limits | None = None,
 ) -> LoadResult:
     """Fills the Variables of an nnx module from a checkpoint. All of them, or none.
 
@@ -70,6 +72,7 @@ def load(
             blocks. Otherwise dtypes must be equal.
         strict: Refuse what is missing or unexpected.
         verify: Of a path, when checksums are compared (see ``load_weights``).
+        limits: Of a path, what its files may ask of this process (see ``load_weights``).
 
     A layout says how the axes lie, ``"o i -> i o"`` (:data:`T`), ``"(h d) e -> e h d"``; see
     ``interop.layouts``. A function of an array stands in its place where none will do, and a
@@ -97,7 +100,7 @@ def load(
         (2, 3)
     """
     renaming = Renaming(rename, transform)
-    with _opened(weights, verify) as (named, path):
+    with _opened(weights, verify, limits) as (named, path):
         data = {name: _data(name, value) for name, value in named.items()}
         match = Matching(targets(module), renaming, data, cast)
         if match.is_refused(strict):
@@ -109,10 +112,10 @@ def load(
 
 
 @contextmanager
-def _opened(weights: Any, verify: Verify) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+def _opened(weights: Any, verify: Verify, limits: Limits | None) -> Iterator[tuple[Mapping[str, Any], str | None]]:
     """The tensors by name, and the path; files opened here are closed here."""
     if isinstance(weights, (str, os.PathLike)):
-        with load_weights(weights, verify=verify) as opened:
+        with load_weights(weights, verify=verify, limits=limits) as opened:
             yield _named(opened), opened._path
     elif isinstance(weights, Weights):
         yield _named(weights), weights._path

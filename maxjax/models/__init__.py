@@ -18,6 +18,7 @@ from ..errors import (
     UserInputError,
 )
 from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..storage.limits import allowing
 from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
@@ -171,7 +172,8 @@ def build(
         UnsupportedModelError: The configuration names a model that maxjax does not have.
         CheckpointError: The configuration is missing or broken.
     """
-    raw, path = _config(weights, config)
+    with allowing(weights._family.limits):
+        raw, path = _config(weights, config)
     family = find_family(raw, path=path)
     settings = family.config.from_dict(raw, path=path)
     found = family.adapt(tensors(weights))

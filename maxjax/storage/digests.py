@@ -35,8 +35,9 @@ from ..errors import (
 from .checksums import stale
 from .crc32 import crc32
 from .entry import Checksum, TensorEntry
-from .files import Limits, OpenFile
+from .files import OpenFile
 from .jsontext import collector_paused, load_json
+from .limits import Limits
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
@@ -108,7 +109,7 @@ def to_bytes(files: Mapping[str, Sequence[Record]]) -> bytes:
 def parse(
     source: bytes | str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
     name: str | None = None,
 ) -> Digests | None:
     """The digests of a file, or of bytes; None of a version or an algorithm that is not known.
@@ -139,7 +140,7 @@ def parse(
 def read_digests(
     directory: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> Digests | None:
     """Those of the files in a directory; None where there are none that can be read.
 
@@ -159,7 +160,7 @@ def read_digests(
 def attach(
     table: TensorTable,
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> None:
     """Gives the tensors of a table the checksums that lie beside its files.
 

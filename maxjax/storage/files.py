@@ -12,7 +12,6 @@ import mmap
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from ..errors import (
     CheckpointChangedError,
     CheckpointError,
     CheckpointFormatError,
-    CheckpointLimitError,
     CheckpointMissingError,
     CheckpointTruncatedError,
 )
@@ -31,69 +29,6 @@ from ..errors import (
 ALIGNMENT = 64
 # From here on memory comes as pages of its own, and goes back to the system when dropped.
 LARGE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a file may ask of this process before it is refused with CheckpointLimitError.
-
-    Each message names the field to raise; pass the changed object on as ``limits=``.
-
-    Example:
-        >>> Limits(header_bytes=500_000_000).json_depth
-        64
-    """
-
-    header_bytes: int = 100_000_000
-    """Length of a header, or of an archive's directory (100 MB is safetensors' own bound)."""
-    json_bytes: int = 200_000_000
-    """Length of an index, a configuration or a tokenizer file."""
-    json_depth: int = 64
-    """Arrays and objects inside one another."""
-    json_values: int = 10_000_000
-    """Commas and escaped characters in a JSON text: what takes time to parse."""
-    json_digits: int = 4300
-    """Digits of one number; the time to convert them grows with their square."""
-    tensors: int = 200_000
-    """Tensors in one file, or members in an archive."""
-    name_bytes: int = 65_536
-    """Length of a tensor's name in UTF-8."""
-    tensor_bytes: int = 2**63 - 1
-    """Bytes of one tensor with dimensions of size 0 left out: NumPy and XLA hold no more."""
-    metadata_keys: int = 16_384
-    """Keys of the metadata of a GGUF file."""
-    array_items: int = 2_000_000
-    """Strings in the metadata of a GGUF file; an array inside an array counts as 64."""
-    array_depth: int = 4
-    """Arrays inside one another in the metadata of a GGUF file."""
-    alignment_bytes: int = 1 << 20
-    """What a GGUF file may align its tensors to."""
-    member_ratio: int = 1000
-    """What a member of an archive may become, as a multiple of its bytes; 1 MiB is free."""
-    npy_header_bytes: int = 65_536
-    """Length of the header of a NumPy array."""
-    pickle_bytes: int = 64 << 20
-    """Length of the pickle of a PyTorch file, or of one value in it."""
-    pickle_items: int = 2_000_000
-    """Instructions of a pickle, and the values it holds when they are written out."""
-    pickle_depth: int = 100
-    """Containers inside one another in a pickle."""
-    storage_bytes: int = 1 << 50
-    """Bytes of one storage of a PyTorch file."""
-    expansion: int = 16
-    """How often tensors may take the bytes of a PyTorch file's storages; 1 GiB is free."""
-    shared_bytes: int = 0
-    """Bytes of a file that several tensors may claim, summed over the tensors after the first."""
-
-    def error(self, problem: str, option: str, value: object, **where) -> CheckpointLimitError:
-        """The error for ``value`` above the field ``option``; ``where`` as for CheckpointError."""
-        return CheckpointLimitError(
-            problem,
-            expected=f"at most {getattr(self, option)}",
-            found=value,
-            hint=f"If you trust the file, raise the limit: limits=Limits({option}=...).",
-            **where,
-        )
 
 
 class OpenFile:

@@ -20,10 +20,11 @@ from .blocks import DECODERS, KEPT, LAYOUTS, Decoded
 from .coding import Strided
 from .directory import fetch_hint
 from .entry import Coding, TensorEntry
-from .files import Limits, OpenFile, open_regular
+from .files import OpenFile, open_regular
 from .gguf_header import Header, read_header
 from .gguf_swapped import Swapped
 from .gguf_table import Info, bad
+from .limits import Limits, in_force
 from .table import TensorTable
 
 _COUNT, _NUMBER, _TENSORS = "split.count", "split.no", "split.tensors.count"
@@ -33,7 +34,7 @@ _PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 def open_gguf(
     path: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> TensorTable:
     """Opens a GGUF file, or the whole set if ``path`` is a part of one: headers only, no data.
 
@@ -65,6 +66,7 @@ def open_gguf(
         ...     print(table.metadata, table.read("w").tolist())
         {'k.n': 'hi'} [[0, 1, 2], [3, 4, 5]]
     """
+    limits = in_force(limits)
     parts = [open_regular(path)]
     try:
         headers = [read_header(parts[0], limits)]

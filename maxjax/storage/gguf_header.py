@@ -15,10 +15,11 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointTruncatedError,
 )
-from .files import Limits, OpenFile
+from .files import OpenFile
 from .gguf_table import REQUANTISE, Info, check_layout, own_limit, padded, read_table
 from .gguf_values import REFETCH, UINT32, Cursor, number
 from .jsontext import collector_paused
+from .limits import Limits, in_force
 from .sniff import SNIFF_BYTES, foreign
 
 WHAT = "a GGUF file"
@@ -51,12 +52,13 @@ def read_header(file: OpenFile, limits: Limits) -> Header:
     return header
 
 
-def typed_metadata(file: OpenFile, limits: Limits = Limits()) -> dict[str, Any]:  # noqa: B008
+def typed_metadata(file: OpenFile, limits: Limits | None = None) -> dict[str, Any]:
     """The metadata of an open file with NumPy's scalars for numbers: each keeps its type in the file.
 
     Raises:
         CheckpointError: As for ``open_gguf``.
     """
+    limits = in_force(limits)
     header = read_header(file, limits)
     return {key: number(header.kinds[key], value) for key, value in header.metadata.items()}
 

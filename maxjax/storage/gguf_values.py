@@ -18,7 +18,8 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointTruncatedError,
 )
-from .files import Limits, OpenFile
+from .files import OpenFile
+from .limits import Limits
 
 # One read of the header.
 BLOCK_BYTES = 1 << 20

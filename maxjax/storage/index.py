@@ -26,8 +26,9 @@ from ..errors import (
 from .digests import attach
 from .directory import FORMATS, UNREADABLE, choose, is_weights, nothing, unread
 from .entry import TensorEntry
-from .files import Limits, open_regular, os_error
+from .files import open_regular, os_error
 from .gguf import open_gguf
+from .limits import Limits, in_force
 from .npy import open_npy
 from .npz import open_npz
 from .orbax import open_orbax
@@ -60,7 +61,7 @@ _READERS: dict[str, Callable[..., TensorTable]] = {
 def open_checkpoint(
     path: PathLike | Sequence[PathLike],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
     verify: Verify = "auto",
 ) -> TensorTable:
     """Opens a checkpoint: reads headers and index, no data.
@@ -91,6 +92,7 @@ def open_checkpoint(
         Traceback (most recent call last):
         maxjax.errors.CheckpointMissingError: no/such/directory: no such file
     """
+    limits = in_force(limits)
     if verify is not True and verify is not False and verify != "auto":
         raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
     if isinstance(path, str | os.PathLike):

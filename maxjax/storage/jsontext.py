@@ -12,13 +12,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from . import jsonscan
-from .files import Limits, open_regular
+from .files import open_regular
+from .limits import Limits, in_force, of_digits
 from .sniff import SNIFF_BYTES, foreign
 
 KeyPath = tuple[str | int, ...]
@@ -27,7 +28,7 @@ KeyPath = tuple[str | int, ...]
 def load_json(
     source: str | os.PathLike[str] | bytes,
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
     allow_nan: bool = False,
     name: str | None = None,
 ) -> Any:
@@ -49,6 +50,7 @@ def load_json(
         Traceback (most recent call last):
         maxjax.errors.CheckpointFormatError: config.json: at byte 9: key 'a' is there twice ...
     """
+    limits = in_force(limits)
     if isinstance(source, bytes):
         return Text(source, name or "<bytes>", limits).parse(allow_nan=allow_nan)
     data = read_json_bytes(source, limits)
@@ -125,8 +127,12 @@ class Text:
         except json.JSONDecodeError as error:
             self._bad_json(text, error)
         except RecursionError:  # the limit was raised above what this Python can parse
+            problem, fixed = (
+                "nested deeper than Python can parse",
+                "No value of json_depth allows it.",
+            )
             raise self.limits.error(
-                "nested deeper than Python can parse", "json_depth", "more", path=self.path
+                problem, "json_depth", "more", fixed=fixed, path=self.path
             ) from None
         self._check_flaws(value, allow_nan)
         return value
@@ -220,11 +226,12 @@ class Text:
         return self._constants[-1]
 
     def _integer(self, text: str) -> int | float:
-        if len(text) > self.limits.json_digits:
-            self._long.append(text)
-            return 0
-        # JSON's -0 is not the integer 0: other readers make it a float.
-        return -0.0 if text == "-0" else int(text)
+        if len(text) <= self.limits.json_digits:
+            with suppress(ValueError):  # the interpreter has a limit of its own
+                # JSON's -0 is not the integer 0: other readers make it a float.
+                return -0.0 if text == "-0" else int(text)
+        self._long.append(text)
+        return 0
 
     # --- after parsing ---
 
@@ -233,7 +240,12 @@ class Text:
             digits = max(map(len, self._long))
             offset = self.base + max(self.data.find(self._long[0].encode()), 0)
             raise self.limits.error(
-                "a number has too many digits", "json_digits", digits, path=self.path, offset=offset
+                "a number has too many digits",
+                "json_digits",
+                digits,
+                fixed=of_digits(digits),
+                path=self.path,
+                offset=offset,
             )
         for owner, key in self._repeated:
             keys = (*_path_to(value, owner), key)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from .entry import TensorEntry
-from .files import Limits, OpenFile, open_regular
+from .files import OpenFile, open_regular
+from .limits import Limits, in_force
 from .npy_text import Header as Header
 from .npy_text import HeaderText
 from .npy_text import Place as Place
@@ -29,7 +30,7 @@ _REFETCH = "Incomplete download? Delete the file and fetch it again."
 def open_npy(
     path: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> TensorTable:
     """Opens one .npy file: a table of one tensor, with the name of the file without ``.npy``.
 
@@ -48,6 +49,7 @@ def open_npy(
         ...     print(table.read("w"))
         [0 1 2]
     """
+    limits = in_force(limits)
     file = open_regular(path)
     try:
         name = os.path.basename(file.path).removesuffix(".npy")

@@ -17,7 +17,7 @@ from typing import Any
 from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
 from .coding import Strided
-from .files import Limits
+from .limits import Limits
 
 # NumPy's own bound.
 MAX_DIMS = 64

@@ -14,7 +14,8 @@ from functools import partial
 
 from ..errors import CheckpointError, CheckpointFormatError
 from .entry import TensorEntry
-from .files import Limits, open_regular
+from .files import open_regular
+from .limits import Limits, in_force
 from .npy import Header, Place, check_size, read_header
 from .table import TensorTable
 from .zip import STORED, Archive, Member, read_directory
@@ -27,7 +28,7 @@ _END = ".npy"
 def open_npz(
     path: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> TensorTable:
     """Opens one .npz file: the list of its members and the header of each, none of the data.
 
@@ -50,6 +51,7 @@ def open_npz(
         ...     print(list(table.entries), table.read("w"))
         ['w', 'b'] [0 1 2]
     """
+    limits = in_force(limits)
     file = open_regular(path)
     try:
         archive = read_directory(file, limits, what=WHAT, tensor_of=_tensor_of, has_all_crcs=True)

@@ -20,7 +20,8 @@ from ..errors import (
 )
 from .digests import DIRECTORY, NAME, read_digests
 from .entry import Checksum, TensorEntry
-from .files import Limits, open_regular
+from .files import open_regular
+from .limits import Limits, in_force
 from .orbax_chunks import Chunks
 from .orbax_metadata import TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
 from .orbax_own import read_own
@@ -47,7 +48,7 @@ def open_orbax(
     path: str | os.PathLike[str],
     *,
     item: str | None = None,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
     verify: Verify = "auto",
 ) -> TensorTable:
     """Opens one tree of an orbax checkpoint: names, types and shapes of its arrays, no data.
@@ -74,6 +75,7 @@ def open_orbax(
         Traceback (most recent call last):
         maxjax.errors.CheckpointMissingError: no/such/checkpoint: no such file
     """
+    limits = in_force(limits)
     place, tree, metadata = _open_tree(os.fspath(path), item, limits)
     own = read_own(metadata, place, limits)
     store = Store(place.directory, limits)
@@ -102,12 +104,13 @@ def orbax_tree(
     path: str | os.PathLike[str],
     *,
     item: str | None = None,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> Tree:
     """The leaves of a tree, empty ones and texts too, with the way to each: to rebuild a pytree.
 
     ``path``, ``item`` and the errors are those of :func:`open_orbax`.
     """
+    limits = in_force(limits)
     return _open_tree(os.fspath(path), item, limits)[1]
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointIncompleteError
-from .files import Limits
 from .jsontext import load_json
+from .limits import Limits
 
 TREE = "_METADATA"
 CHECKPOINT = "_CHECKPOINT_METADATA"

@@ -21,7 +21,7 @@ from ..errors import (
     CheckpointTruncatedError,
     CheckpointUnsafeError,
 )
-from .files import Limits
+from .limits import Limits
 
 # "value:ocdbt.process_0/:d/0123:0:99": what it is, directory, file, offset, length.
 _REFERENCE = re.compile(r"(\w+):([^:]*):([^:]*):(\d{1,19}):(\d{1,19})", re.ASCII)

@@ -20,8 +20,8 @@ from ..errors import CheckpointCorruptError, CheckpointFormatError
 from .blocks import KEPT, layout_of
 from .crc32 import crc32
 from .entry import TensorEntry
-from .files import Limits
 from .jsontext import load_json
+from .limits import Limits
 from .orbax_metadata import CHECKPOINT, wrong
 from .orbax_paths import Place
 

@@ -27,7 +27,8 @@ from ..errors import (
     OutOfMemoryError,
 )
 from .entry import Box
-from .files import Limits, os_error
+from .files import os_error
+from .limits import Limits
 from .orbax_ocdbt import Database, missing
 
 MANIFEST = "manifest.ocdbt"

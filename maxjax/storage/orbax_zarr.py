@@ -17,8 +17,8 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMissingError
-from .files import Limits
 from .jsontext import load_json
+from .limits import Limits
 from .orbax_metadata import wrong
 
 # Format of the array → name of its description.

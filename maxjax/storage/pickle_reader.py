@@ -15,13 +15,17 @@ from ..errors import (
     CheckpointTruncatedError,
     CheckpointUnsafeError,
 )
-from .files import Limits
+from .limits import Limits, of_digits
 from .pickle_values import Token, shown
 
 _SAFE = "Nothing of the file was run. Use a safetensors version."
 # Types whose hash nobody can choose: many equal hashes would make a dict take forever.
 _KEYS = (str, int, bool, bytes, float, type(None))
 _HASH_MODULUS = 2**61 - 1
+# What torch.save writes for a tensor has up to 32 instructions, and 10 more for a parameter.
+_OF_A_TENSOR = 64
+# Numbers of so few bytes are read without a look at the limit of long ones.
+_SHORT_BYTES = 8
 # How much of the stack is looked at to say which tensor an error concerns.
 _LOOKED_AT = 64
 Find = Callable[[str, str], Token | None]
@@ -30,7 +34,8 @@ Find = Callable[[str, str], Token | None]
 class Reader:
     """One pass over a pickle. ``at`` is the next byte, ``op`` that of the instruction being done.
 
-    ``stack`` holds what was built since the last mark, ``marks`` the stacks before it.
+    ``stack`` holds what was built since the last mark, ``marks`` the stacks before it, and
+    ``tensors`` is how many were made so far.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Reader:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+        self.tensors = 0
 
     # --- errors ---
 
@@ -97,10 +103,13 @@ class Reader:
             hint="Incomplete download? Fetch it again.",
         )
 
-    def over(self, problem: str, option: str, value: int) -> CheckpointError:
-        """Over the limit ``option``."""
+    def over(
+        self, problem: str, option: str, value: int, fixed: str | None = None
+    ) -> CheckpointError:
+        """Over the limit ``option``; ``fixed`` says why raising it would not help."""
         place, name = self.where(self.op), self._name()
-        return self.limits.error(problem, option, value, path=self.path, tensor=name, offset=place)
+        more = {"path": self.path, "tensor": name, "offset": place}
+        return self.limits.error(problem, option, value, fixed=fixed, **more)
 
     def _name(self, key: Any = None) -> str | None:
         """The tensor being built, as far as the keys on the stack tell."""
@@ -121,6 +130,18 @@ class Reader:
         """For a name that is not in the table."""
         asked = f"{module}.{name}"[:200]
         return self.unsafe(f"the file asks for '{asked}', which no weights need", asked)
+
+    # --- bounds ---
+
+    def most_instructions(self) -> int:
+        """How many there may be, of the tensors made so far."""
+        return self.limits.pickle_instructions + _OF_A_TENSOR * self.tensors
+
+    def count_tensor(self) -> None:
+        """One more tensor."""
+        self.tensors += 1
+        if self.tensors > self.limits.tensors:
+            raise self.over("too many tensors", "tensors", self.tensors)
 
     # --- operands ---
 
@@ -180,8 +201,8 @@ class Reader:
 
     def remember(self, slot: int) -> None:
         """Puts the top of the stack into the memo."""
-        if slot >= self.limits.pickle_items:
-            raise self.over("a slot of the memo", "pickle_items", slot)
+        if slot >= self.most_instructions():  # each slot takes one
+            raise self.over("a slot of the memo", "pickle_instructions", slot)
         self.memo[slot] = self.top()
 
     def recall(self, slot: int) -> None:
@@ -192,11 +213,14 @@ class Reader:
 
     def insert(self, pairs: list[Any]) -> None:
         """Keys and values in turn into the dict on top of the stack."""
-        target = self.top(dict)
+        target = self.stack[-1] if self.stack else None
+        if type(target) is not dict:
+            target = self.top(dict)
         if len(pairs) % 2:
             raise self.bad("keys and values of a dict", "pairs", f"{len(pairs)} values")
         for key, value in zip(pairs[0::2], pairs[1::2], strict=True):
-            self.check_key(key)
+            if type(key) is not str:
+                self.check_key(key)
             if key in target:
                 raise self.bad("a key twice in one dict", "one value a key", shown(key), key)
             target[key] = value
@@ -220,6 +244,8 @@ class Reader:
 
     def whole(self, data: bytes) -> int:
         """A signed number of any length."""
+        if len(data) <= _SHORT_BYTES:
+            return int.from_bytes(data, "little", signed=True)
         digits = len(data) * 2408 // 1000
         if digits > self.limits.json_digits + 3:
             raise self.over("a number has too many digits", "json_digits", digits)
@@ -232,11 +258,16 @@ class Reader:
             return text == "01"
         digits = text.removesuffix("L")
         if len(digits) > self.limits.json_digits:
-            raise self.over("a number has too many digits", "json_digits", len(digits))
+            raise self._digits(len(digits))
         plain = digits.removeprefix("-")
         if not (plain.isascii() and plain.isdigit()):
             raise self.bad("a number as text", "digits", shown(text))
         try:
             return int(digits)
         except ValueError:  # the interpreter has a limit of its own
-            raise self.over("a number has too many digits", "json_digits", len(plain)) from None
+            raise self._digits(len(plain)) from None
+
+    def _digits(self, count: int) -> CheckpointError:
+        """For a number as text that is too long."""
+        problem = "a number has too many digits"
+        return self.over(problem, "json_digits", count, of_digits(count))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .files import Limits
+from .limits import Limits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

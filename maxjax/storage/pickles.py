@@ -15,11 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError
-from .files import Limits
 from .jsontext import collector_paused
+from .limits import Limits
 from .pickle_reader import Find, Reader
 from .pickle_values import Token, measure, shown
 
+# A number as text of up to so many bytes is read without a look at the limits of long ones.
+_SHORT_NUMBER = 20
 # Instructions that build an object of a class or of a registered extension.
 _OBJECTS = {
     0x6F: "OBJ",
@@ -46,7 +48,8 @@ def read_pickle(
 
     Dicts, lists, tuples and scalars are themselves; an OrderedDict is a dict, a set a list. No
     container is inside itself, or deeper than ``limits.pickle_depth``, or stands in so many places
-    that writing all of them out would take more than ``limits.pickle_items``.
+    that writing all of them out would take more than ``limits.pickle_items``. Instructions are
+    counted against ``limits.pickle_instructions`` and the tensors that they make.
 
     Args:
         offset: Where ``data`` begins in the file, or None if it was compressed there, and
@@ -79,21 +82,23 @@ def read_pickle(
 
 def _run(reader: Reader) -> Any:
     """Follows the instructions up to STOP; gives the value left."""
-    data, end, items = reader.data, len(reader.data), reader.limits.pickle_items
-    for _ in range(items):
-        reader.op = at = reader.at
-        if at >= end:
-            raise reader.short(1)
-        reader.at = at + 1
-        code = data[at]
-        if code == 0x2E:  # STOP
-            return reader.pop()
-        instruction = _INSTRUCTIONS.get(code)
-        if instruction is None:
-            raise _refused(reader, code)
-        instruction(reader)
-    problem = "the pickle has too many instructions"
-    raise reader.over(problem, "pickle_items", items + 1)
+    data, end, done = reader.data, len(reader.data), 0
+    while (most := reader.most_instructions()) > done:
+        for _ in range(most - done):
+            reader.op = at = reader.at
+            if at >= end:
+                raise reader.short(1)
+            reader.at = at + 1
+            code = data[at]
+            if code == 0x2E:  # STOP
+                return reader.pop()
+            instruction = _INSTRUCTIONS.get(code)
+            if instruction is None:
+                raise _refused(reader, code)
+            instruction(reader)
+        done = most
+    problem = "the pickle has too many instructions for its tensors"
+    raise reader.over(problem, "pickle_instructions", done + 1)
 
 
 def _refused(reader: Reader, code: int) -> CheckpointError:
@@ -162,6 +167,66 @@ def _push(make: Callable[[Reader], Any]) -> Callable[[Reader], None]:
     return lambda reader: reader.stack.append(make(reader))
 
 
+# What a hostile pickle may have a million of goes without further calls as long as nothing is
+# wrong; the plain way below each has the error.
+
+
+def _put(reader: Reader) -> None:
+    """BINPUT."""
+    at = reader.at
+    if reader.stack and at < len(reader.data):
+        reader.memo[reader.data[at]] = reader.stack[-1]
+        reader.at = at + 1
+    else:
+        reader.remember(reader.number(1))
+
+
+def _memoize(reader: Reader) -> None:
+    """MEMOIZE."""
+    memo, stack = reader.memo, reader.stack
+    if stack:
+        memo[len(memo)] = stack[-1]
+    else:
+        reader.top()
+
+
+def _get(reader: Reader) -> None:
+    """BINGET."""
+    at, memo = reader.at, reader.memo
+    if at < len(reader.data) and (slot := reader.data[at]) in memo:
+        reader.stack.append(memo[slot])
+        reader.at = at + 1
+    else:
+        reader.recall(reader.number(1))
+
+
+def _byte(reader: Reader) -> None:
+    """BININT1."""
+    at = reader.at
+    if at < len(reader.data):
+        reader.stack.append(reader.data[at])
+        reader.at = at + 1
+    else:
+        reader.number(1)
+
+
+def _duplicate(reader: Reader) -> None:
+    """DUP."""
+    reader.stack.append(reader.top())
+
+
+def _line_number(reader: Reader) -> None:
+    """INT and LONG: a number as text."""
+    at = reader.at
+    end = reader.data.find(b"\n", at, at + _SHORT_NUMBER)
+    digits = reader.data[at:end].removesuffix(b"L") if end >= 0 else b""
+    if digits.isdigit() and digits[:1] != b"0":
+        reader.stack.append(int(digits))
+        reader.at = end + 1
+    else:
+        reader.stack.append(reader.decimal())
+
+
 def _mark(reader: Reader) -> None:
     # One container is open for each mark, beside the arguments of calls.
     if len(reader.marks) > reader.limits.pickle_depth + 16:
@@ -172,15 +237,22 @@ def _mark(reader: Reader) -> None:
 
 def _pack(count: int) -> Callable[[Reader], None]:
     def pack(reader: Reader) -> None:
-        values = [reader.pop() for _ in range(count)]
-        reader.stack.append(tuple(reversed(values)))
+        stack = reader.stack
+        if len(stack) < count:
+            raise reader.bad("an instruction without its operand", "a value", "an empty stack")
+        values = tuple(stack[-count:])
+        del stack[-count:]
+        stack.append(values)
 
     return pack
 
 
 def _append(reader: Reader) -> None:
     value = reader.pop()
-    reader.top(list).append(value)
+    if reader.stack and type(held := reader.stack[-1]) is list:
+        held.append(value)
+    else:
+        reader.top(list)
 
 
 def _tuple(reader: Reader) -> None:
@@ -194,13 +266,30 @@ def _extend(reader: Reader) -> None:
 
 
 def _insert(reader: Reader) -> None:
-    value, key = reader.pop(), reader.pop()
-    reader.insert([key, value])
+    """SETITEM."""
+    value, key, stack = reader.pop(), reader.pop(), reader.stack
+    if type(key) is str and stack and type(held := stack[-1]) is dict and key not in held:
+        held[key] = value
+    else:
+        reader.insert([key, value])
 
 
-def _old_text(reader: Reader, width: int) -> Any:
+def _insert_all(reader: Reader) -> None:
+    reader.insert(reader.to_mark())
+
+
+def _short(reader: Reader) -> bytes:
+    """Bytes behind a byte that counts them."""
+    at, data = reader.at, reader.data
+    end = at + 1 + data[at] if at < len(data) else at
+    if at < end <= len(data):
+        reader.at = end
+        return data[at + 1 : end]
+    return reader.take(reader.number(1))
+
+
+def _old_text(reader: Reader, data: bytes) -> Any:
     """A string of Python 2: text if it is any, else bytes."""
-    data = reader.take(reader.number(width))
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -224,33 +313,33 @@ _INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
     ord("e"): _extend,
     0x90: _extend,  # ADDITEMS
     ord("s"): _insert,
-    ord("u"): lambda r: r.insert(r.to_mark()),
+    ord("u"): _insert_all,
     # the memo
-    ord("q"): lambda r: r.remember(r.number(1)),
+    ord("q"): _put,
     ord("r"): lambda r: r.remember(r.number(4)),
-    0x94: lambda r: r.remember(len(r.memo)),
-    ord("h"): lambda r: r.recall(r.number(1)),
+    0x94: _memoize,
+    ord("h"): _get,
     ord("j"): lambda r: r.recall(r.number(4)),
-    ord("2"): lambda r: r.stack.append(r.top()),
+    ord("2"): _duplicate,
     # scalars
     ord("N"): _push(lambda r: None),
     0x88: _push(lambda r: True),
     0x89: _push(lambda r: False),
-    ord("K"): _push(lambda r: r.number(1)),
+    ord("K"): _byte,
     ord("M"): _push(lambda r: r.number(2)),
     ord("J"): _push(lambda r: int.from_bytes(r.take(4), "little", signed=True)),
-    0x8A: _push(lambda r: r.whole(r.take(r.number(1)))),
+    0x8A: _push(lambda r: r.whole(_short(r))),
     0x8B: _push(lambda r: r.whole(r.take(r.number(4)))),
     ord("G"): _push(lambda r: struct.unpack(">d", r.take(8))[0]),
-    ord("I"): _push(Reader.decimal),
-    ord("L"): _push(Reader.decimal),
+    ord("I"): _line_number,
+    ord("L"): _line_number,
     # text and bytes
-    0x8C: _push(lambda r: r.text(r.take(r.number(1)))),
+    0x8C: _push(lambda r: r.text(_short(r))),
     ord("X"): _push(lambda r: r.text(r.take(r.number(4)))),
     0x8D: _push(lambda r: r.text(r.take(r.number(8)))),
-    ord("U"): _push(lambda r: _old_text(r, 1)),
-    ord("T"): _push(lambda r: _old_text(r, 4)),
-    ord("C"): _push(lambda r: r.take(r.number(1))),
+    ord("U"): _push(lambda r: _old_text(r, _short(r))),
+    ord("T"): _push(lambda r: _old_text(r, r.take(r.number(4)))),
+    ord("C"): _push(_short),
     ord("B"): _push(lambda r: r.take(r.number(4))),
     0x8E: _push(lambda r: r.take(r.number(8))),
     # names and what is done with them

@@ -20,7 +20,8 @@ from ..errors import (
     some,
 )
 from .entry import Coding, TensorEntry
-from .files import Limits, OpenFile, open_regular
+from .files import OpenFile, open_regular
+from .limits import Limits, in_force
 from .pickles import read_pickle
 from .pytorch_legacy import read_legacy
 from .pytorch_names import find, persistent
@@ -32,6 +33,7 @@ from .zip import STORED, Archive, Member, read_directory
 
 WHAT = "a PyTorch checkpoint"
 _PICKLE = "data.pkl"
+_MEMBERS = 16
 # The first bytes of what torch.save writes: a zip archive, or a magic number as a pickle.
 _ZIP = (b"PK\3\4", b"PK\5\6")
 _MAGIC = (b"\x80", b"L119547037146038801333356L\n")
@@ -41,7 +43,7 @@ _SAFE = "Nothing of the file was run. Use a safetensors version."
 def open_pytorch(
     path: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> TensorTable:
     """Opens one file of ``torch.save``: reads its pickle, runs none of it, and no data.
 
@@ -68,6 +70,7 @@ def open_pytorch(
         >>> open_pytorch(path).metadata
         {'epoch': '3'}
     """
+    limits = in_force(limits)
     file = open_regular(path)
     try:
         entries, metadata = read_pytorch(file, 0, limits)
@@ -177,7 +180,9 @@ def _read_zip(
 def _directory(file: OpenFile, limits: Limits) -> Archive:
     """The members of the archive; errors name the member where there is no tensor to name."""
     try:
-        return read_directory(file, limits, what=WHAT, tensor_of=lambda name: name)
+        # A few members are no storages: the pickle, the version, the order of bytes.
+        room = replace(limits, tensors=min(limits.tensors + _MEMBERS, 2**63 - 1))
+        return read_directory(file, room, what=WHAT, tensor_of=lambda name: name)
     except CheckpointFormatError as error:
         # Readers differ in which of two they take: one may have been hidden from a scanner.
         if error.tensor and error.tensor.endswith(f"/{_PICKLE}") and "twice" in error.problem:

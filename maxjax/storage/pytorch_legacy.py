@@ -14,7 +14,8 @@ from typing import Any
 from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from .entry import TensorEntry
-from .files import Limits, OpenFile
+from .files import OpenFile
+from .limits import Limits
 from .pickle_reader import Reader
 from .pickle_values import shown
 from .pickles import read_pickle

@@ -17,7 +17,8 @@ from .pickle_reader import Reader
 from .pickle_values import Token, shown
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen, which would take four times as long to make: there may be 200,000.
+@dataclass(slots=True, eq=False)
 class Storage:
     """What a persistent id says of a storage: class, key, and number of values of the class."""
 
@@ -28,7 +29,7 @@ class Storage:
     at: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tensor:
     """A call that makes a tensor: the function, its arguments unchecked, and its place."""
 
@@ -41,6 +42,7 @@ class Tensor:
 
 
 def _tensor(reader: Reader, arguments: tuple, function: Token) -> Tensor:
+    reader.count_tensor()
     return Tensor(function, arguments, reader.where(reader.op))
 
 

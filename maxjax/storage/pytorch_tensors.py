@@ -22,7 +22,7 @@ from ..errors import (
 )
 from .coding import Nibbles, Strided
 from .entry import Checksum, Coding, TensorEntry
-from .files import Limits
+from .limits import Limits
 from .pickle_values import Token, shown
 from .pytorch_names import VIEW, Storage, Tensor
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from ..errors import CheckpointFormatError
-from .files import Limits
+from .limits import Limits
 from .pickle_values import Token, shown
 from .pytorch_names import Storage, Tensor
 

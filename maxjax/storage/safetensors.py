@@ -16,8 +16,9 @@ from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncated
 from .blocks import KEPT, layout_of
 from .coding import Nibbles
 from .entry import TensorEntry
-from .files import Limits, OpenFile, open_regular
+from .files import OpenFile, open_regular
 from .jsontext import KeyPath, Text, collector_paused
+from .limits import Limits, in_force
 from .sniff import SNIFF_BYTES, foreign, sniff
 from .table import TensorTable
 
@@ -42,7 +43,7 @@ _REFETCH = "Incomplete download? Delete the file and fetch it again."
 def open_safetensors(
     path: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> TensorTable:
     """Opens one safetensors file: reads and validates its header, none of its data.
 
@@ -53,6 +54,7 @@ def open_safetensors(
         CheckpointLimitError: More than ``limits`` allow.
         CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
     """
+    limits = in_force(limits)
     file = open_regular(path)
     try:
         entries, metadata = read_header(file, 0, limits)

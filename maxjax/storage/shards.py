@@ -23,8 +23,9 @@ from ..errors import (
 )
 from .directory import fetch_hint
 from .entry import TensorEntry
-from .files import Limits, OpenFile, open_regular, os_error
+from .files import OpenFile, open_regular, os_error
 from .jsontext import KeyPath, Text, collector_paused, read_json_bytes
+from .limits import Limits, in_force
 from .pytorch import read_pytorch
 from .safetensors import read_header
 from .table import TensorTable
@@ -41,7 +42,7 @@ _NAME_BYTES, _PATH_BYTES = 255, 4095
 def open_index(
     path: str | os.PathLike[str],
     *,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
 ) -> TensorTable:
     """Opens every file that an index names, relative to the index's directory.
 
@@ -57,6 +58,7 @@ def open_index(
         CheckpointFormatError: The index or a file is broken, or they contradict each other.
         CheckpointTruncatedError, CheckpointLimitError, CheckpointAccessError: As for one file.
     """
+    limits = in_force(limits)
     index = _Index(path, limits)
     files: list[OpenFile] = []
     try:

@@ -13,7 +13,8 @@ from ..errors import CheckpointCorruptError, CheckpointFormatError, CheckpointLi
 from .crc32 import crc32
 from .deflate import Deflated
 from .entry import Checksum
-from .files import Limits, OpenFile
+from .files import OpenFile
+from .limits import Limits, in_force, raising
 from .sniff import SNIFF_BYTES, foreign
 from .zip_directory import DEFLATED as DEFLATED
 from .zip_directory import STORED as STORED
@@ -82,13 +83,12 @@ class Archive:
         """
         where = {"path": self.file.path, "tensor": self._tensor_of(member.name)}
         if member.size > limit:
-            named = f": limits=Limits({option}=...)" if option else ""
             raise CheckpointLimitError(
                 f"member '{member.name}' is too large",
                 expected=f"at most {limit} bytes",
                 found=f"{member.size} bytes",
                 offset=member.offset,
-                hint=f"If you trust the file, raise the limit{named}.",
+                hint=raising(option) if option else None,
                 **where,
             )
         tensor, crc = where["tensor"], self.crc(member)
@@ -110,7 +110,7 @@ class Archive:
 
 def read_directory(
     file: OpenFile,
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    limits: Limits | None = None,
     *,
     what: str = "a zip archive",
     tensor_of: Callable[[str], str | None] = lambda name: None,
@@ -139,6 +139,7 @@ def read_directory(
         >>> archive.members["w"].size, archive.read(archive.members["w"], limit=10)
         (3, b'abc')
     """
+    limits = in_force(limits)
     start = file.pread(0, min(file.size, SNIFF_BYTES))
     if not start.startswith((b"PK\3\4", b"PK\5\6")) and not b"PK\3\4".startswith(start):
         raise foreign(file.path, start, what) or CheckpointFormatError(

@@ -19,7 +19,8 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointLimitError,
 )
-from .files import Limits, OpenFile
+from .files import OpenFile
+from .limits import Limits, raising
 from .zip_end import read_end
 
 STORED, DEFLATED = 0, 8
@@ -312,6 +313,6 @@ def check_ratio(problem: str, size: int, there: int, limits: Limits, **where) ->
             problem,
             expected=f"at most {ratio} times its {there} bytes, and {FREE_BYTES}",
             found=f"{size} bytes",
-            hint="If you trust the file, raise the limit: limits=Limits(member_ratio=...).",
+            hint=raising("member_ratio"),
             **where,
         )

@@ -43,7 +43,7 @@ from maxjax.graph.mesh import make_mesh
 from maxjax.graph.weights import WeightData, load_weights
 from maxjax.kernels import native
 from maxjax.models import BertConfig, BertModel
-from maxjax.storage.files import Limits
+from maxjax.storage.limits import Limits
 
 pytestmark = pytest.mark.slow
 

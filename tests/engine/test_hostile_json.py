@@ -20,7 +20,7 @@ from maxjax.errors import (
     UnsupportedModelError,
 )
 from maxjax.models import BertConfig, BertModel
-from maxjax.storage.files import Limits
+from maxjax.storage.limits import Limits
 from tests.storage.watch import watched
 
 FORMAT, LIMIT, UNSAFE = CheckpointFormatError, CheckpointLimitError, CheckpointUnsafeError

@@ -400,8 +400,8 @@ DICTS = (
 
 PICKLES = [
     raw("pk_long_binput", b"\x80\x02}r\xff\xff\xff\xff.", LIMIT, None,
-        ("4294967295", "pickle_items")),
-    raw("pk_binput_sparse", b"\x80\x02}r\0\0\0\x10.", LIMIT, None, (str(2**28), "pickle_items")),
+        ("4294967295", "pickle_instructions")),
+    raw("pk_binput_sparse", b"\x80\x02}r\0\0\0\x10.", LIMIT, None, (str(2**28), "pickle_instructions")),
     raw("pk_binbytes8_huge", b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.", LIMIT, None,
         (str(2**40), "pickle_bytes")),
     raw("pk_unicode8_2e63", b"\x80\x04\x8d" + struct.pack("<Q", 2**63) + b"x.", LIMIT, None,

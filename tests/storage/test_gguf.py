@@ -391,7 +391,7 @@ def test_limits_can_be_raised(option, content, enough, tmp_path):
         pytest.skip("not a field of Limits")
     path = write(tmp_path / "m.gguf", content)
     assert open_gguf(path, limits=Limits(**{option: enough})).entries
-    with pytest.raises(CheckpointLimitError, match=rf"limits=Limits\({option}=") as caught:
+    with pytest.raises(CheckpointLimitError, match=rf"limits=maxjax.Limits\({option}=") as caught:
         open_gguf(path, limits=Limits(**{option: enough - 1}))
     assert caught.value.found == enough
 

@@ -1,8 +1,11 @@
 """The reader of pickles, against Python's own: plain values, the places of errors, the tables."""
 
+import io
 import pickle
 import pickletools
 import re
+import time
+import zipfile
 from collections import OrderedDict
 
 import pytest
@@ -10,12 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
+from maxjax.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointUnsafeError,
+)
 from maxjax.storage import pickles
-from maxjax.storage.files import Limits
+from maxjax.storage.limits import Limits
 from maxjax.storage.pickle_values import Token, shown
 from maxjax.storage.pickles import read_pickle
-from maxjax.storage.pytorch_names import find
+from maxjax.storage.pytorch_names import find, persistent
 from tests.storage.mutate import mutations
 from tests.storage.watch import watched
 
@@ -253,3 +261,77 @@ def test_damage_gives_only_our_errors():
                 continue
             assert repr(found) == repr(without_sets(theirs))
     assert taken
+
+
+# --- bounds ----------------------------------------------------------------------------------
+
+CALL = (
+    b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x01tQq\x05"
+    b"ctorch._utils\n_rebuild_tensor_v2\nq\x06(h\x05K\0K\x01\x85K\x01\x85\x89}tq\x07"
+)
+# What one byte string says again and again, behind another.
+BOMBS = {
+    "values": (b"](", b"N"),
+    "duplicates": (b"N", b"2"),
+    "slots": (b"N", b"\x94"),
+    "filled again": (b"N", b"q\1"),
+    "recalled": (b"Nq\1", b"h\1"),
+    "tuples": (b"N", b"\x85"),
+    "marks": (b"N", b"(t"),
+    "dicts": (b"", b"}"),
+    "keys": (b"}", b"J%cNs"),
+    "appended": (b"]", b"Na"),
+    "numbers": (b"](", b"K\5"),
+    "long numbers": (b"](", b"\x8a\1\5"),
+    "lines": (b"](", b"I7\n"),
+    "texts": (b"](", b"U\1a"),
+    "protocols": (b"", b"\x80\2"),
+    "calls": (b"ctorch\nSize\nq\6)\x85q\7](", b"h\6h\7R"),
+    "storages": (CALL.replace(b"tQ", b"tq\x08Q") + b"](", b"h\x08Q"),
+    "tensors": (CALL + b"](", b"h\6h\7R"),
+}
+
+
+def bomb(name: str, nbytes: int) -> bytes:
+    start, again = BOMBS[name]
+    if name == "keys":
+        keys = (i.to_bytes(4, "little") for i in range(nbytes // 7))
+        return b"\x80\2" + start + b"".join(b"J" + key + b"Ns" for key in keys)
+    return b"\x80\2" + start + again * (nbytes // len(again))
+
+
+def assert_bomb_is_refused(name: str, nbytes: int, limits: Limits) -> None:
+    data = bomb(name, nbytes)
+    with pytest.raises(CheckpointLimitError) as caught:
+        read_pickle(data, path="m.pt", offset=0, limits=limits, tokens=find, persistent=persistent)
+    option = "tensors=" if name == "tensors" else "pickle_instructions="
+    assert option in str(caught.value)
+    assert caught.value.offset < len(data) - 1
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_before_it_is_all_read(name):
+    """So many instructions where no tensor is made of them, and as many tensors as may be."""
+    assert_bomb_is_refused(name, 30_000, Limits(pickle_instructions=8_000, tensors=2_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_of_3_mb_is_refused_within_a_second(name):
+    began = time.process_time()
+    assert_bomb_is_refused(name, 3_000_000, Limits())
+    assert time.process_time() - began < 1.5  # with other work beside it
+
+
+def test_tensors_bring_the_instructions_they_take():
+    """Whatever a checkpoint's size: 8 million for 200,000 tensors."""
+    value = {f"layers.{i}.weight": torch.nn.Parameter(torch.ones(1)) for i in range(100)}
+    data = io.BytesIO()
+    torch.save(value, data)
+    with zipfile.ZipFile(data) as archive:
+        found = archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+    few = Limits(pickle_instructions=50)
+    options = {"path": "m.pt", "offset": 0, "tokens": find, "persistent": persistent}
+    assert len(read_pickle(found, limits=few, **options)[0]) == 100
+    with pytest.raises(CheckpointLimitError, match="too many tensors"):
+        read_pickle(found, limits=Limits(tensors=99), **options)

@@ -21,7 +21,8 @@ from maxjax.errors import (
     CheckpointLimitError,
 )
 from maxjax.storage.coding import Nibbles, Strided
-from maxjax.storage.files import Limits, aligned_empty
+from maxjax.storage.files import aligned_empty
+from maxjax.storage.limits import Limits
 from maxjax.storage.pytorch import open_pytorch
 from maxjax.storage.regions import Part, read_parts
 from tests.products import ALL
@@ -413,8 +414,8 @@ def test_a_module_is_refused_by_name(form, tmp_path):
 
 
 LIMITS = {
-    "tensors": 10, "name_bytes": 10, "pickle_bytes": 1000, "pickle_items": 200, "pickle_depth": 1,
-    "storage_bytes": 7, "json_digits": 20,
+    "tensors": 10, "name_bytes": 10, "pickle_bytes": 1000, "pickle_items": 20, "pickle_depth": 1,
+    "storage_bytes": 7, "json_digits": 20, "pickle_instructions": 20,
 }  # fmt: skip
 
 

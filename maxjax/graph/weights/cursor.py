@@ -17,6 +17,7 @@ import numpy as np
 from ...dtype import DType
 from ...errors import closest
 from ...storage import TensorTable, open_checkpoint
+from ...storage.limits import in_force
 from ...storage.regions import Part, read_parts
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
@@ -44,6 +45,8 @@ class _Family:
         self.table: TensorTable | None = table
         self.path = path
         self.allocated = {} if allocated is None else allocated
+        # Those it was opened with hold for what is read beside it as well.
+        self.limits = in_force()
         # Arrays somebody looks at now, so that data().data is one object while it lives.
         self.seen: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
 

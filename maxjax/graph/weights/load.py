@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage import TensorTable, open_checkpoint
+from ...storage.limits import Limits, allowing
 from ...storage.table import Verify
 from .cursor import SafetensorWeights, Weights
 from .gguf import GGUFWeights
@@ -41,7 +42,10 @@ def weights_format(weight_paths: Sequence[Any]) -> WeightsFormat:
 
 
 def load_weights(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, verify: Verify = "auto"
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    verify: Verify = "auto",
+    limits: Limits | None = None,
 ) -> Weights:
     """Opens a checkpoint and reads its headers.
 
@@ -51,6 +55,8 @@ def load_weights(
             which is MAX's: safetensors, or one GGUF file.
         verify: When checksums are compared with what is read: ``"auto"`` when all of a tensor
             is read at once, which costs next to nothing; True always; False never.
+        limits: What the files may ask of this process, where one says that it needs more than
+            usual; they count for the configuration that ``build`` reads beside them too.
 
     Raises:
         CheckpointError: The path is missing, unreadable, damaged or of a format that is
@@ -63,6 +69,11 @@ def load_weights(
         ...
         maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file
     """
+    with allowing(limits):
+        return _load(paths, verify)
+
+
+def _load(paths: Any, verify: Verify) -> Weights:
     if isinstance(paths, (str, os.PathLike)):
         return _cursor(open_checkpoint(paths, verify=verify), os.fspath(paths))
     files = [Path(p) for p in paths]
