@@ -33,8 +33,8 @@ from ..models.config import read_object
 from ..models.decoder_config import DecoderConfig
 from ..models.gguf import config_of
 from ..nn.attention import AttentionWithRope
-from ..nn.layer.definition import Walk
 from ..nn.layer.placing import plan_places
+from ..nn.layer.walk import Walk
 
 # The reason that plan_places gives for a weight with symbolic sizes, which counts as no bytes.
 UNKNOWN = "its sizes are not known yet"

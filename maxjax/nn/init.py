@@ -124,19 +124,20 @@ class _Draw(NamedTuple):
             weight._finalise(name)
 
 
-def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module]]]:
-    """Every weight below with its full name and the layer that owns it."""
+def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module | None]]]:
+    """Every weight below with its full name and the layer that owns it, if one does."""
     weights = model.raw_state_dict()
     owner = {}
     for _, module in model.named_modules():
         for weight in module._mx_weights.values():
             owner.setdefault(id(weight), module)
-    return [(name, (weight, owner[id(weight)])) for name, weight in weights.items()]
+    return [(name, (weight, owner.get(id(weight)))) for name, weight in weights.items()]
 
 
-def _choose(name: str, weight: Weight, layer: Module, initializer: Any) -> Initializer:
+def _choose(name: str, weight: Weight, layer: Module | None, initializer: Any) -> Initializer:
     chosen = initializer(name) if initializer is not None else None
-    chosen = chosen or layer.initializer(weight._local_name)
+    if chosen is None and layer is not None:
+        chosen = layer.initializer(weight._local_name)
     if chosen is not None:
         return chosen
     if not weight.dtype.is_float():

@@ -17,6 +17,8 @@ from jax.core import Tracer
 from ...graph.weight import EPOCH, LEAF_CACHES, Weight
 from ...kernels.stack_slice import StackSlice, whole
 from .hooks import token
+from .lent import Lent
+from .walk import Walk, host_of, source_of
 
 
 class Definition:
@@ -69,6 +71,7 @@ class Node(NamedTuple):
             holds in another place too, of layers that others stand for.
         shards: (attribute, index of the leaf it is a part of, place in a stack or None, what
             it is); of one whose Weight is not below the root, -1 in the place of the last.
+        source: Of a part of a layer: the node index of that layer, or _ELSEWHERE; otherwise None.
     """
 
     kind: type
@@ -79,136 +82,30 @@ class Node(NamedTuple):
     stacks: tuple[int, ...]
     elsewhere: tuple[tuple[int, str, int], ...]
     shards: tuple[tuple[str, int, int | None, Any], ...]
+    source: int | None
 
 
-class Walk:
-    """One breadth-first walk over the Modules below a root; each Module once.
-
-    Args:
-        stacked: Whether a LayerStack shows one layer for all that are equal (as in the
-            treedef) or each of its layers (as in a state dict).
-
-    Attributes:
-        modules: In walk order.
-        prefixes: For each, the start of its weights' full names: "" or "a.b.".
-        paths: For each, its attribute path; differs where a Module omits its own name.
-        in_stack: For each, whether it was met as a part of the one layer shown for all of a
-            LayerStack.
-        places: (full name, attribute path, weight, marked shared) in walk order.
-        stacked: Whether a LayerStack was met.
-        stacks: ids of the StackedWeights of those that were.
-        shards: (attribute path, shard) of those held as attributes.
-    """
-
-    def __init__(self, root: Any, stacked: bool = False):
-        self.modules = [root]
-        self.prefixes = [""]
-        self.paths = [""]
-        self.in_stack = [False]
-        self.index = {id(root): 0}
-        self.places: list[tuple[str, str, Weight, bool]] = []
-        self.stacked = False
-        self.stacks: set[int] = set()
-        self.shards: list[tuple[str, Weight]] = []
-        self._inner: list[bool] = []  # for each place, whether its module is in_stack
-        for i, module in enumerate(self.modules):  # grows while it runs
-            children = module._mx_children if stacked else module._mx_layers()
-            is_stack = stacked and module._mx_is_stack
-            if is_stack:
-                self.stacked = True
-                self.stacks.update(map(id, module._mx_stacks))
-            self._visit(i, module, children, is_stack)
-
-    def _visit(self, number: int, module: Any, children: Any, is_stack: bool) -> None:
-        prefix, path, inner = self.prefixes[number], self.paths[number], self.in_stack[number]
-        weights = module._mx_weights
-        for attr, local in module._mx_locals.items():
-            place = (prefix + local, path + attr, weights[local], attr in module._mx_shared)
-            self.places.append(place)
-            self._inner.append(inner)
-        self.shards += [(path + attr, shard) for attr, shard in module._mx_shards.items()]
-        within = inner or is_stack
-        for attr, child in children.items():
-            if id(child) in self.index:
-                continue
-            self.index[id(child)] = len(self.modules)
-            self.modules.append(child)
-            self.in_stack.append(within and child._mx_in_stack)
-            self.prefixes.append(prefix if child._omit_module_attr_name else f"{prefix}{attr}.")
-            self.paths.append(f"{path}{attr}.")
-
-    def holder(self, weight: Weight) -> Any:
-        """What holds the weight's leaf: itself, or its StackedWeight where that is below the root."""
-        home = weight._home
-        return weight if home is None or id(home[0]) not in self.stacks else home[0]
-
-    def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
-        """Picks the owner of each leaf: the first place not marked shared, else the first.
-
-        A stack is named by its own layer, not by what is tied to one of its slices.
-
-        Returns:
-            leaf index by id(holder); the leaves (name, holder, owned) in state-dict
-            order; aliases of tied weights.
-
-        Raises:
-            ValueError: Two weights have one full name.
-        """
-        owner: dict[int, int] = {}
-        rank: dict[int, tuple[bool, bool]] = {}
-        holders = [self.holder(weight) for _, _, weight, _ in self.places]
-        for position, (_, _, weight, shared) in enumerate(self.places):
-            key = id(holders[position])
-            badness = (holders[position] is not weight and not self._inner[position], shared)
-            if key not in owner or badness < rank[key]:
-                owner[key], rank[key] = position, badness
-        index: dict[int, int] = {}
-        leaves: list[tuple[str, Any, bool]] = []
-        taken: dict[str, str] = {}
-        for position in sorted(owner.values()):
-            name, path, _, shared = self.places[position]
-            if name in taken:
-                raise ValueError(_duplicate(name, taken[name], path))
-            taken[name] = path
-            index[id(holders[position])] = len(leaves)
-            leaves.append((name, holders[position], not shared))
-        for path, shard in self.shards:
-            # Without the Weight it is a part of, a shard is a value like another.
-            if id(self.holder(_host(shard))) not in index and id(shard) not in index:
-                name = path if shard.name in taken else shard.name
-                taken[name] = path
-                index[id(shard)] = len(leaves)
-                leaves.append((name, shard, True))
-        aliases = {}
-        for holder, (name, _, _, shared) in zip(holders, self.places, strict=True):
-            true_name = leaves[index[id(holder)]][0]
-            if not shared and name != true_name and name not in taken:
-                aliases[name] = true_name
-        return index, leaves, aliases
-
-
-def _host(shard: Any) -> Weight:
-    """The Weight that a shard is a part of; itself, for one that lost it when it was rebuilt."""
-    return getattr(shard, "host", shard)
-
-
-def _duplicate(name: str, first: str, second: str) -> str:
-    return (
-        f"Duplicate weight name '{name}': '{first}' and '{second}' would have the same full name in the "
-        "state dict. One of the modules on these paths leaves its own attribute name out "
-        "(_omit_module_attr_name): rename one of the weights or attributes"
-    )
+# The layer that a part was cut from is not below the root, but all of its Weights are.
+_ELSEWHERE = -1
 
 
 class Cache:
     """What a Module keeps of its last walk: for which epochs it holds, and what it found."""
 
     __slots__ = (
-        "structure", "definition", "weights", "sliced", "values", "leaves", "table", "__weakref__",
+        "structure", "definition", "weights", "sliced", "values", "leaves", "table", "lent",
+        "__weakref__",
     )  # fmt: skip
 
-    def __init__(self, structure: int, definition: Definition, weights: tuple[Any, ...]):
+    def __init__(
+        self,
+        structure: int,
+        definition: Definition,
+        weights: tuple[Any, ...],
+        lent: tuple[Lent, ...] = (),
+    ):
         self.structure, self.definition, self.weights = structure, definition, weights
+        self.lent = lent
         # Whether leaves are slices of stacks: they are kept as such, and cut when wanted.
         self.sliced = any(weight._home is not None for weight in weights)
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
@@ -278,7 +175,21 @@ def define(root: Any) -> Cache:
         definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
-    return Cache(epoch, definition, weights)
+    return Cache(epoch, definition, weights, _lent(walk))
+
+
+def _lent(walk: Walk) -> tuple[Lent, ...]:
+    """The lists of callers that may still be changed."""
+    found = []
+    for module in walk.modules:
+        for attr, lent in tuple(module._mx_lent.items()):
+            kept = tuple(one for one in lent if not one.is_ours_alone)
+            found += kept
+            if kept != lent:
+                vars(module)["_mx_lent"] = {**module._mx_lent, attr: kept}
+    for one in found:
+        one.check()
+    return tuple(found)
 
 
 def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
@@ -298,13 +209,14 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
         tuple(index[id(stack)] for stack in module._mx_stacks),
         _elsewhere(module, walk),
         tuple(_part(attr, shard, walk, index) for attr, shard in module._mx_shards.items()),
+        walk.index.get(id(source_of(module)), _ELSEWHERE) if "_mx_source" in vars(module) else None,
     )
 
 
 def _part(
     attr: str, shard: Any, walk: Walk, index: dict[int, int]
 ) -> tuple[str, int, int | None, Any]:
-    host = _host(shard)
+    host = host_of(shard)
     holder = walk.holder(host)
     if id(holder) not in index:
         return attr, index[id(shard)], None, -1
@@ -363,6 +275,10 @@ def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
         module.__dict__.update({attr: by_local[local] for attr, local, _, _, _ in node.weights})
         if node.in_stack:
             module.__dict__["_mx_in_stack"] = True
+        if node.source is not None:
+            module.__dict__["_mx_source"] = (
+                None if node.source == _ELSEWHERE else modules[node.source]
+            )
         if node.kind._mx_is_stack:
             module.__dict__["_mx_stacks"] = tuple(holders[i] for i in node.stacks)
             if node.elsewhere:
@@ -386,6 +302,8 @@ def known(module: Any) -> Cache:
     cache = module._mx_cache
     if cache is None or cache.structure != EPOCH.structure:
         cache = vars(module)["_mx_cache"] = define(module)
+    for lent in cache.lent:
+        lent.check()
     return cache
 
 
@@ -398,6 +316,8 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Definition]:
     leaves = cache.leaves
     if cache.values != EPOCH.values:
         leaves = cache.refresh()
+    if cache.lent:
+        known(module)
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
     return leaves, cache.definition

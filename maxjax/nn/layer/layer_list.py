@@ -1,30 +1,35 @@
-"""Floor 4. LayerList: the one container of Modules. Sequential: a LayerList by another name.
+"""Floor 4. LayerList: the container of Modules. Sequential: a LayerList by another name.
 
 Children are attributes "0", "1", …, so that state dicts say ``layers.3.weight``; every
-change of the list renumbers them.
+change of the list renumbers them. A list that is assigned to a Module becomes a LayerList,
+a tuple a LayerTuple: both have what code written for lists and tuples uses of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...graph.weight import structure_changed
+from ...graph.weight import Weight, structure_changed
 from .hooks import Layer
 from .module import Module
+from .static import MIXED, holds_items
 
 # Set by the file of LayerStack, which is a LayerList.
 stacker: Callable[..., Any] | None = None
 
 
-class LayerList(Module):
+class LayerList(Module, stands_for=list):
     """A list of layers whose weights are named by their position.
 
     Args:
-        layers: Any iterable of Modules (or of legacy Layers and None, which have no weights).
+        layers: Any iterable of Modules (or of legacy Layers and None, which have no weights;
+            of lists and tuples of Modules, which become LayerLists; of shards of a Weight).
 
     Calling it runs the layers one after the other: the first gets all arguments, each
-    other one what the one before returned. A slice gives a plain list.
+    other one what the one before returned. A slice or a sum gives a plain list, and it
+    equals a plain list of the same objects. Assigning a list of Modules, or an empty list,
+    to an attribute of a Module makes one.
 
     Raises:
         TypeError: Something in it is not a layer.
@@ -38,7 +43,10 @@ class LayerList(Module):
         ['0.weight', '1.weight', '2.weight']
     """
 
-    def __init__(self, layers: Iterable[Layer | None] = ()):
+    # What slices and sums give, and what it may equal.
+    _plain_type: type = list
+
+    def __init__(self, layers: Iterable[Any] = ()):
         super().__init__()
         self._renew(list(layers))
 
@@ -54,28 +62,42 @@ class LayerList(Module):
         Raises:
             ValueError: The list holds a Layer that is not a Module, as in MAX.
         """
-        if any(not isinstance(layer, Module) for layer in self.layers):
+        if any(not isinstance(layer, (Module, Weight)) for layer in self.layers):
             raise ValueError("Not all layers in this Sequential object have been migrated to V2.")
         return super().sublayers
 
     def _renew(self, layers: list[Any]) -> None:
         """Registers ``layers`` under 0, 1, … in the place of what was there."""
-        for layer in layers:
-            if layer is not None and not isinstance(layer, Layer):
-                raise TypeError(f"{type(self).__name__} holds layers, not {type(layer).__name__}")
+        layers = [self._item(layer) for layer in layers]
         for name in [name for name in vars(self) if name.isdigit()]:
             self._forget(name)
             del vars(self)[name]
         others = dict(self._mx_children)
         self._mx_children.clear()
+        shards = dict(self._mx_shards)
         for i, layer in enumerate(layers):
             vars(self)[str(i)] = layer
             if isinstance(layer, Module):
                 self._mx_children[str(i)] = layer
+            elif isinstance(layer, Weight):
+                shards[str(i)] = layer
             else:
                 self._mx_statics[str(i)] = (type(layer), layer)
         self._mx_children.update(others)
+        if shards or self._mx_shards:
+            vars(self)["_mx_shards"] = shards
         structure_changed()
+
+    def _item(self, layer: Any) -> Any:
+        """What stands in the list for ``layer``: itself, or a LayerList for a list."""
+        if type(layer) in self._mx_containers and holds_items(layer) is not False:
+            return self._mx_containers[type(layer)](layer)
+        if layer is None or isinstance(layer, Layer):
+            return layer
+        if isinstance(layer, Weight) and layer.shard_idx is not None:
+            return layer
+        raise TypeError(f"{type(self).__name__} holds layers, not {type(layer).__name__}{MIXED}; "
+                        "of plain data assign the finished list, for example module.sizes = [1, 2]")  # fmt: skip
 
     def stack(self, *, period: int | None = None, first: int = 0) -> Any:
         """A LayerStack of these layers: one body for all, compiled once.
@@ -120,6 +142,58 @@ class LayerList(Module):
         self._renew(layers)
         return layer
 
+    def remove(self, layer: Layer) -> None:
+        """Takes out a layer.
+
+        Raises:
+            ValueError: It is not in the list.
+        """
+        self.pop(self.index(layer))
+
+    def clear(self) -> None:
+        """Takes all layers out."""
+        self._renew([])
+
+    def reverse(self) -> None:
+        """Turns the order round; the layers are renumbered."""
+        self._renew(self.layers[::-1])
+
+    def index(self, layer: object) -> int:
+        """The position of a layer.
+
+        Raises:
+            ValueError: It is not in the list.
+        """
+        for i, one in enumerate(self.layers):
+            if one is layer:
+                return i
+        raise ValueError(f"the layer is not in this {type(self).__name__}")
+
+    def count(self, layer: object) -> int:
+        """How often a layer is in the list."""
+        return sum(one is layer for one in self.layers)
+
+    def __add__(self, other: Any) -> Any:
+        plain = self._plain_type
+        if not isinstance(other, (plain, LayerList)):
+            return NotImplemented
+        return plain(self.layers) + plain(other)
+
+    def __radd__(self, other: Any) -> Any:
+        plain = self._plain_type
+        return other + plain(self.layers) if isinstance(other, plain) else NotImplemented
+
+    def __iadd__(self, layers: Iterable[Layer]) -> LayerList:
+        self.extend(layers)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(other) is self._plain_type and self._plain_type(self.layers) == other
+
+    __hash__ = Module.__hash__
+
     def __setitem__(self, i: int | slice, layer: Any) -> None:
         layers = self.layers
         layers[i] = layer
@@ -131,7 +205,7 @@ class LayerList(Module):
         self._renew(layers)
 
     def __getitem__(self, i: int | slice) -> Any:
-        return self.layers[i]
+        return self._plain_type(self.layers)[i]
 
     def __len__(self) -> int:
         return sum(name.isdigit() for name in vars(self))
@@ -154,12 +228,32 @@ class LayerList(Module):
         return in_turn(self.layers, args, kwargs)
 
 
+Sequence.register(LayerList)  # type: ignore[attr-defined]
+
+
 def in_turn(layers: list[Callable[..., Any]], args: tuple, kwargs: dict) -> Any:
     """What the last layer gives; the first gets the arguments, each other one what came before."""
     outputs = layers[0](*args, **kwargs)
     for layer in layers[1:]:
         outputs = layer(outputs)
     return outputs
+
+
+class LayerTuple(LayerList, stands_for=tuple):
+    """A tuple of layers, as it is made of a tuple of Modules that is assigned to a Module. Fixed.
+
+    Raises:
+        TypeError: It is changed.
+    """
+
+    _plain_type = tuple
+
+    def __init__(self, layers: Iterable[Any] = ()):
+        Module.__init__(self)
+        super()._renew(list(layers))
+
+    def _renew(self, layers: list[Any]) -> None:
+        raise TypeError("a tuple of Modules is fixed: assign a new one, or a list, which can grow")
 
 
 class Sequential(LayerList):

@@ -8,18 +8,19 @@ whose Weights are views, and state dicts say ``layers.3.weight``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...graph.stacked_weight import Span, StackedWeight
 from ...graph.weight import Weight, structure_changed
 from . import hooks, layer_list
-from .definition import Definition, Walk
+from .definition import Definition
 from .layer_list import LayerList
 from .module import Module
 from .per_layer import Layout, PerLayer
 from .running import RUNNING, run
 from .scan import Plan, loop, policy, scan
+from .walk import Walk, source_of
 
 
 class LayerStack(LayerList):
@@ -382,17 +383,28 @@ def _replica(
             new = object.__new__(type(module))
             own.append((module, new))
         made[id(module)] = new
+
+    def there(weight: Weight) -> Weight:
+        return weight if weight._home is None else weight._home[0].view(place)
+
     for module, new in own:
-        weights = {
-            local: weight if weight._home is None else weight._home[0].view(place)
-            for local, weight in module._mx_weights.items()
-        }
+        weights = {local: there(weight) for local, weight in module._mx_weights.items()}
         children = {attr: made[id(child)] for attr, child in module._mx_children.items()}
+        shards = {attr: _shard_of(shard, there) for attr, shard in module._mx_shards.items()}
         vars(new).update(
             {name: vars(module)[name] for name in module._mx_statics},
             _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
             _mx_shared=set(module._mx_shared), _mx_statics=dict(module._mx_statics), _mx_cache=None,
-            _mx_in_stack=True, **children,
+            _mx_in_stack=True, **children, **shards,
             **{attr: weights[local] for attr, local in module._mx_locals.items()},
         )  # fmt: skip
+        if shards:
+            vars(new)["_mx_shards"] = shards
+        if "_mx_source" in vars(module):
+            vars(new)["_mx_source"] = made.get(id(source_of(module)))
     return made[id(layer)]
+
+
+def _shard_of(shard: Any, there: Callable[[Weight], Weight]) -> Any:
+    """The same part of the Weight at another place of a stack."""
+    return shard.of(there(shard.host)) if hasattr(shard, "host") else shard

@@ -8,7 +8,6 @@ that changes while it runs: caches and random keys are arguments and results.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import MappingProxyType
@@ -24,26 +23,32 @@ from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
 from ...graph.weight import Weight, structure_changed
 from . import hooks, placing, running
-from .definition import Cache, Definition, Walk, flatten, flatten_with_keys, known, rebuild
+from .definition import Cache, Definition, flatten, flatten_with_keys, known, rebuild
 from .hooks import Layer
+from .lent import Lent
 from .state import StateDict
-from .static import freeze
+from .static import freeze, holds_items, is_item
+from .walk import Walk
 
 
 class Module(Layer, StateDict, ABC):
     """A piece of a model: Weights, other Modules and plain data, and how to compute with them.
 
-    Assigning a Weight or a Module to an attribute registers it. Anything else becomes a
-    static attribute: part of the treedef, compared by content; lists, dicts and
-    dataclasses are kept as frozen copies. Lists of Modules go into a LayerList.
+    Assigning a Weight or a Module to an attribute registers it. A list of Modules, and an
+    empty list, becomes a LayerList at once (``xs.0.weight``) and grows through the Module:
+    ``module.xs.append(layer)``; a tuple of Modules becomes one that is fixed. Lists of the
+    parts that ``shard`` gives are views of what they were cut from. Anything else becomes a
+    static attribute: part of the treedef, compared by content; lists, dicts and dataclasses
+    are kept as frozen copies, NumPy arrays of at most 1 MiB as read-only constants.
 
     A Module is a pytree whose leaves are its unique weights' values in state-dict order
     (``jax.ShapeDtypeStruct`` where there is none yet), so all of JAX works on it. Pass it
     as an argument: ``jax.jit(lambda m, x: m(x))(model, x)``.
 
     Raises:
-        TypeError: Instantiating a class without ``__call__``; assigning an array, or a
-            container that holds Modules, Weights or arrays.
+        TypeError: Instantiating a class without ``__call__``; assigning a JAX array, a larger
+            NumPy array, a dict of Modules, a layer of another library, or any other object
+            with arrays in it that the Module would not see.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -74,6 +79,11 @@ class Module(Layer, StateDict, ABC):
     _mx_cache: Cache | None
     # Attribute → shard of a Weight, which may be anywhere.
     _mx_shards: Mapping[str, Weight] = MappingProxyType({})
+    # Attribute → the caller's own list, of which the LayerList there is a copy.
+    _mx_lent: Mapping[str, tuple[Lent, ...]] = MappingProxyType({})
+    # The class of Modules that stands for a Python list, for a tuple.
+    _mx_containers: dict[type, type] = {}
+    _mx_is_container: bool = False
     # Of a layer of a LayerStack and what is in it: it cannot be changed alone.
     _mx_in_stack: bool = False
     # Whether it is a LayerStack, and then its StackedWeights.
@@ -90,8 +100,17 @@ class Module(Layer, StateDict, ABC):
     def __init__(self) -> None:
         super().__init__()
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, stands_for: type | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if is_item(value) or isinstance(value, Weight):
+                raise TypeError(f"{cls.__name__}.{name} is a {type(value).__name__} of the class, which all its instances "
+                                f"would share and none would see: assign it in __init__, self.{name} = …")  # fmt: skip
+        if vars(cls).get("__slots__"):
+            raise TypeError(f"{cls.__name__} has __slots__, in which a Module would not see its attributes: leave them out")
+        cls._mx_is_container = stands_for is not None
+        if stands_for is not None:
+            Module._mx_containers[stands_for] = cls
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, rebuild, flatten)
 
     @classmethod
@@ -116,6 +135,13 @@ class Module(Layer, StateDict, ABC):
         if hasattr(type(descriptor), "__set__") or name == "__class__":
             structure_changed()
             return super().__setattr__(name, value)  # a property: its setter, or AttributeError
+        lent = None
+        if type(value) in (list, tuple) and holds_items(value) is not False:
+            lent = Lent.of(value, where := f"{type(self).__name__}.{name}")
+            try:
+                value = self._mx_containers[type(value)](value)
+            except TypeError as error:
+                raise TypeError(f"{where}: {error}") from None
         if isinstance(value, Weight) and value.shard_idx is None:
             local = self._claim(name, value)
             self._forget(name, keep=local)
@@ -141,6 +167,10 @@ class Module(Layer, StateDict, ABC):
                 "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)",
             )
         vars(self)[name] = value
+        if lent is not None:
+            vars(self)["_mx_lent"] = {**self._mx_lent, name: lent}
+        elif name in self._mx_lent:
+            vars(self)["_mx_lent"] = {a: one for a, one in self._mx_lent.items() if a != name}
         structure_changed()
 
     def _claim(self, name: str, weight: Weight) -> str:
@@ -179,6 +209,7 @@ class Module(Layer, StateDict, ABC):
             raise TypeError(self._mx_refusal(name))
         super().__delattr__(name)
         self._forget(name)
+        vars(self)["_mx_lent"] = {a: one for a, one in self._mx_lent.items() if a != name}
         structure_changed()
 
     @property
@@ -398,7 +429,7 @@ class Module(Layer, StateDict, ABC):
         return known(self).names(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_mx_cache": None}
+        return {**vars(self), "_mx_cache": None, "_mx_lent": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -418,11 +449,6 @@ def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[s
 
     Names have no trailing dot; ``parent`` itself yields ``prefix``.
     """
-    queue, seen = deque([(prefix, parent)]), {id(parent)}
-    while queue:
-        name, module = queue.popleft()
-        yield name, module
-        for attr, child in module._mx_layers().items():
-            if id(child) not in seen:
-                seen.add(id(child))
-                queue.append((f"{name}.{attr}" if name else attr, child))
+    walk = Walk(parent)
+    for path, module in zip(walk.paths, walk.modules, strict=True):
+        yield ".".join(filter(None, (prefix, path.rstrip(".")))), module

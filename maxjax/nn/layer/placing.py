@@ -20,7 +20,7 @@ from ...graph.shape import StaticDim
 from ...graph.sharding import ShardingStrategy
 from ...graph.stacked_weight import StackedWeight
 from ...graph.weight import Weight, structure_changed
-from .definition import Walk
+from .walk import Walk
 
 
 class Place(NamedTuple):

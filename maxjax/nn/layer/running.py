@@ -19,7 +19,8 @@ from ...graph import weight as weight_module
 from ...graph.graph import Graph
 from ...graph.subgraph import LOOKUPS
 from ...graph.weight import EPOCH, Weight
-from .definition import Walk, held
+from .definition import held
+from .walk import Walk
 
 
 class _Names:

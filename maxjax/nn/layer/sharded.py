@@ -11,7 +11,7 @@ from typing import Any
 
 from ...graph.device import DeviceRef
 from ...graph.sharding import ShardingStrategy
-from .definition import Walk
+from .walk import Walk
 
 
 def sharded(module: Any, devices: Iterable[DeviceRef]) -> list[Any]:
@@ -32,9 +32,10 @@ def _copy(walk: Walk, shards: dict[int, list[Any]], i: int) -> Any:
         new = made[id(module)]
         statics = {name: vars(module)[name] for name in module._mx_statics}
         vars(new).update(statics, _mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
-                         _mx_statics=dict(module._mx_statics), _mx_cache=None)  # fmt: skip
+                         _mx_statics=dict(module._mx_statics), _mx_cache=None, _mx_source=module)  # fmt: skip
         for attr, child in module._mx_children.items():
-            setattr(new, attr, made[id(child)])
+            if id(child) in made:  # not what it holds of parts of itself or of others
+                setattr(new, attr, made[id(child)])
         for attr, local in module._mx_locals.items():
             setattr(new, attr, shards[id(module._mx_weights[local])][i])
     return made[id(walk.modules[0])]

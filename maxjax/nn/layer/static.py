@@ -1,25 +1,31 @@
 """Floor 4. Static attributes of a Module: frozen at assignment, compared by content.
 
 What a Module holds besides Weights and Modules becomes part of its treedef, so it must
-not change behind JAX's back and must compare by what it says. Neighbours:
-``definition.py`` puts the keys into treedefs; ``module.py`` calls :func:`freeze`.
+not change behind JAX's back, must compare by what it says, and must not hide arrays: those
+would be missing from leaves, gradients and saves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
+import hashlib
 import types
-from collections.abc import Hashable
+from collections import UserDict, UserList, deque
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from ...graph.value import TensorValue
 from ...graph.weight import Weight, WeightTranspose
 from .hooks import Layer
 
 _SCALARS = (bool, int, str, bytes, type(None))
+# A NumPy array of at most so many bytes may be a constant of a Module.
+CONSTANT_BYTES = 1 << 20
 
 
 class FrozenList(list):
@@ -29,6 +35,7 @@ class FrozenList(list):
         raise TypeError(
             "a static attribute of a Module cannot be changed in place: assign a new one, "
             "for example module.sizes = [*module.sizes, 3]"
+            + (MIXED if any(map(is_item, args)) else "")
         )
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
@@ -61,31 +68,88 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
         where: ``Class.attribute``, for messages.
 
     Raises:
-        TypeError: It is or holds an array, a Weight or a Module.
+        TypeError: It is or holds a Weight, a Module, a JAX array, a NumPy array of more than 1 MiB, or
+            a pytree, object or function with such things in it.
     """
     kind = type(value)
     if kind in _SCALARS:
         return value, (kind, value)
     if kind is float or kind is complex:
         return value, (kind, repr(value))  # repr tells -0.0 from 0.0, and nan equals itself
-    if isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"{where} is an array. A Module holds arrays in Weights: "
-            f"{where} = Weight(name, dtype, shape, device), then .value = array; "
-            "or pass it to __call__ as an argument"
-        )
+    if isinstance(value, np.ndarray):
+        return _freeze_array(value, where)
+    if isinstance(value, np.generic):  # by its bytes: -0.0 is not 0.0, and nan equals itself
+        return value, (kind, str(value.dtype), value.tobytes())
+    if isinstance(value, jax.Array):
+        raise TypeError(_array_refusal(where, "is an array"))
     if isinstance(value, (Layer, Weight, WeightTranspose)) and _is_tracked(value):
         raise TypeError(
-            f"{where} holds a {kind.__name__} inside a container, where it would not be found. "
-            f"Use LayerList([...]) for modules, and one attribute for each Weight"
+            f"{where} holds a {kind.__name__} inside a container, where it would not be found. {_HELD_BY}"
         )
     if getattr(kind, "_maxjax_frozen", False):
         return _freeze_fields(value, _fields(value), where)
     if kind in _FREEZERS:
         return _FREEZERS[kind](value, where)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if hidden := _pytree_array(value):
+            raise TypeError(_hidden_refusal(where, kind, hidden))
         return _freeze_fields(value, _fields(value), where)
     return _freeze_other(value, where)
+
+
+_HELD_BY = (
+    "Use a list, tuple or LayerList of Modules; of a dict the values, with its keys as an attribute "
+    "of their own (module.xs = list(d.values()); module.names = list(d)); and one attribute for each Weight"
+)
+MIXED = (
+    "; a list holds Modules or plain data, not both: give the Modules a list of their own, "
+    "for example module.layers = [layer]"
+)
+
+
+def is_item(value: Any) -> bool:
+    """Whether a list that holds it is a list of Modules: a Module, or a shard of a Weight."""
+    if isinstance(value, Weight):
+        return value.shard_idx is not None
+    return isinstance(value, Layer) and _is_tracked(value)
+
+
+def holds_items(value: list | tuple) -> bool | None:
+    """Whether a list or tuple holds Modules, also in lists in it; None where all is empty.
+
+    A list that is empty now may be one of Modules later.
+    """
+    if not value:
+        return None if type(value) is list else False
+    found = [holds_items(item) if type(item) in (list, tuple) else is_item(item) for item in value]
+    return True if True in found else False if False in found else None
+
+
+def _array_refusal(where: str, what: str) -> str:
+    return (
+        f"{where} {what}. A Module holds arrays in Weights: "
+        f"{where} = Weight(name, dtype, shape, device), then .value = array; "
+        "or pass it to __call__ as an argument"
+    )
+
+
+def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
+    """A constant: a read-only copy, compared by dtype, shape and the digest of its bytes."""
+    if type(value) not in (np.ndarray, np.memmap):
+        raise TypeError(
+            _array_refusal(where, f"is a {type(value).__name__}, which no constant can be")
+        )
+    if value.dtype.hasobject:
+        raise TypeError(_array_refusal(where, "is an array of Python objects"))
+    if value.nbytes > CONSTANT_BYTES:
+        what = (
+            f"is an array of {value.nbytes:,} bytes, and a constant has at most {CONSTANT_BYTES:,}"
+        )
+        raise TypeError(_array_refusal(where, what))
+    copy = np.array(value, order="C", subok=False)
+    copy.flags.writeable = False
+    digest = hashlib.sha256(copy.tobytes()).digest()
+    return copy, (np.ndarray, str(copy.dtype), copy.shape, digest)
 
 
 def _is_tracked(value: Any) -> bool:
@@ -199,11 +263,116 @@ def _freeze_other(value: Any, where: str) -> tuple[Any, Hashable]:
     if isinstance(value, tuple):  # namedtuples keep their class
         keys = tuple(freeze(v, where)[1] for v in value)
         return value, (type(value), keys)
+    if hidden := _hidden(value):
+        raise TypeError(_hidden_refusal(where, type(value), hidden))
     try:
         hash(value)
         return value, (type(value), value)
     except TypeError:
         return value, (type(value), _Identity(value))
+
+
+# How much of an object is searched for arrays: what is larger is taken as it is.
+_MOST_SEARCHED = 20_000
+_NEVER_SEARCHED = (
+    type, enum.Enum, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, np.generic, np.dtype,
+    np.ndarray, jax.sharding.Mesh, jax.sharding.Sharding, jax.Device, jax.ShapeDtypeStruct,
+)  # fmt: skip
+
+
+def _hidden(root: Any) -> str | None:
+    """What an object, function or foreign pytree holds that the Module would not see; None: nothing.
+
+    NumPy arrays inside of plain objects are constants and are no matter; arrays of JAX or of
+    another library, Weights and Modules are, and so is every array of a registered pytree.
+    """
+    if isinstance(root, (TensorValue, *_NEVER_SEARCHED)):
+        return None  # code written for MAX keeps TensorValues that it made while it ran
+    seen: dict[int, Any] = {}
+    queue = [root]
+    for value in queue:  # grows while it runs
+        if (found := _array_like(value)) is not None:
+            return found
+        if isinstance(value, (Weight, Layer)) and _is_tracked(value):
+            return f"a {type(value).__name__}"
+        if (found := _pytree_array(value)) is not None:
+            return found
+        for inner in _inside(value):
+            if id(inner) not in seen and not isinstance(inner, _NEVER_SEARCHED):
+                seen[id(inner)] = inner
+                queue.append(inner)
+        if len(queue) > _MOST_SEARCHED:
+            return None
+    return None
+
+
+def _array_like(value: Any) -> str | None:
+    kind = type(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return None
+    if (
+        isinstance(value, jax.Array)
+        or hasattr(kind, "__jax_array__")
+        or hasattr(kind, "__dlpack__")
+    ):
+        return f"a {kind.__name__}"
+    return None
+
+
+def _pytree_array(value: Any) -> str | None:
+    """The first array of a pytree that is no plain container."""
+    if isinstance(value, (list, tuple, dict, type(None))) or jax.tree_util.all_leaves([value]):
+        return None
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)) or _array_like(leaf) is not None:
+            return f"a {type(leaf).__name__}"
+    return None
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a value holds: items, attributes, what a function closes over."""
+    if isinstance(value, types.FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # an empty cell
+                pass
+    if isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    if isinstance(value, (dict, UserDict, types.MappingProxyType)):
+        yield from value.values()
+    elif isinstance(value, _CONTAINERS):
+        yield from value
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from attributes.values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if (inner := getattr(value, name, None)) is not None:
+                yield inner
+
+
+_CONTAINERS = (list, tuple, set, frozenset, deque, UserList)
+
+
+def _hidden_refusal(where: str, kind: type, hidden: str) -> str:
+    library = kind.__module__.partition(".")[0]
+    help = {
+        "flax": "For a flax nnx module write a Module with Weights and take its arrays over "
+        "(maxjax.interop.nnx.from_state, to_state, as_nnx), or pass it to __call__ as an argument",
+        "equinox": "Write a Module with Weights in its place, or pass it to __call__ as an argument",
+    }.get(
+        library,
+        "Hold arrays in Weights and layers as Modules, or pass it to __call__ as an argument",
+    )
+    return (
+        f"{where} is a {kind.__name__} and holds {hidden}, which the Module would not see: it would be missing "
+        f"from leaves, gradients, state dicts and saves. {help}"
+    )
 
 
 class _Identity:

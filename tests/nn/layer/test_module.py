@@ -269,8 +269,9 @@ def test_frozen_copies():
 @pytest.mark.parametrize(
     "value, hint",
     [
-        (np.ones(3), "Weight"), (jnp.ones(3), "Weight"), ([Lin()], "LayerList"), ({"a": Lin()}, "LayerList"),
-        ((Weight("w", "float32", (1,), CPU),), "Weight"), ([np.ones(2)], "array"), (Config(names=[Lin()]), "LayerList"),
+        (np.ones(1 << 18), "Weight"), (jnp.ones(3), "Weight"), ({"a": Lin()}, "list"), ([Lin(), 3], "not both"),
+        ((Weight("w", "float32", (1,), CPU),), "Weight"), ([jnp.ones(2)], "array"),
+        (Config(names=[Lin()]), "LayerList"),
         (Lin().__call__, "method"),
     ],
 )  # fmt: skip

@@ -1,0 +1,287 @@
+"""Floor 4. The walk over the Modules below a root: names, weights, and what is tied or a part.
+
+State dicts, treedefs, placement and hooks all take their names from it, so that they agree.
+Parts of layers are not named: they are views of what they were cut from, which is found here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...graph.weight import Weight
+
+
+class Walk:
+    """One breadth-first walk over the Modules below a root; each Module once.
+
+    Parts of layers (what ``shard`` gives) that a Module holds are views: they have no names.
+    Where what they were cut from is not below the root, it is taken in under the name of the
+    attribute that holds the parts. They are walked over last, and only with ``stacked``.
+
+    Args:
+        stacked: Whether a LayerStack shows one layer for all that are equal (as in the
+            treedef) or each of its layers (as in a state dict).
+
+    Attributes:
+        modules: In walk order.
+        prefixes: For each, the start of its weights' full names: "" or "a.b.".
+        paths: For each, its attribute path; differs where a Module omits its own name.
+        in_stack: For each, whether it was met as a part of the one layer shown for all of a
+            LayerStack.
+        places: (full name, attribute path, weight, marked shared) in walk order.
+        stacked: Whether a LayerStack was met.
+        stacks: ids of the StackedWeights of those that were.
+        shards: (attribute path, shard) of those held as attributes.
+    """
+
+    def __init__(self, root: Any, stacked: bool = False):
+        self.modules = [root]
+        self.prefixes = [""]
+        self.paths = [""]
+        self.in_stack = [False]
+        self.index = {id(root): 0}
+        self.places: list[tuple[str, str, Weight, bool]] = []
+        self.stacked = False
+        self.stacks: set[int] = set()
+        self.shards: list[tuple[str, Weight]] = []
+        self._inner: list[bool] = []  # for each place, whether its module is in_stack
+        self._held: list[_View] = []
+        self._layers_only = not stacked
+        # A root that is a part itself, or a list of parts, has the weights of its parts.
+        self._views = not _is_view(root)
+        done = self._run(0)
+        for view in self._held:  # grows while it runs
+            _Owners(self).add(view)
+            done = self._run(done)
+        if stacked:
+            self._views = False
+            for view in self._held:
+                self.enter(
+                    view.item, f"{view.prefix}{view.attr}.", f"{view.path}{view.attr}.", view.within
+                )
+            self._run(done)
+
+    def _run(self, done: int) -> int:
+        """Visits the Modules from that number on, and all that they bring."""
+        while done < len(self.modules):
+            module = self.modules[done]
+            is_stack = not self._layers_only and module._mx_is_stack
+            if is_stack:
+                self.stacked = True
+                self.stacks.update(map(id, module._mx_stacks))
+            children = module._mx_layers() if self._layers_only else module._mx_children
+            self._visit(done, module, children, is_stack)
+            done += 1
+        return done
+
+    def enter(self, module: Any, prefix: str, path: str, within: bool) -> None:
+        """Takes in a Module that was not met before, to be visited."""
+        if id(module) in self.index:
+            return
+        self.index[id(module)] = len(self.modules)
+        self.modules.append(module)
+        self.in_stack.append(within and module._mx_in_stack)
+        self.prefixes.append(prefix)
+        self.paths.append(path)
+
+    def place(self, name: str, path: str, weight: Weight, shared: bool, inner: bool) -> None:
+        """Takes in a Weight under a full name."""
+        self.places.append((name, path, weight, shared))
+        self._inner.append(inner)
+
+    def _visit(self, number: int, module: Any, children: Any, is_stack: bool) -> None:
+        prefix, path, inner = self.prefixes[number], self.paths[number], self.in_stack[number]
+        weights = module._mx_weights
+        for attr, local in module._mx_locals.items():
+            shared = attr in module._mx_shared
+            self.place(prefix + local, path + attr, weights[local], shared, inner)
+        self.shards += [(path + attr, shard) for attr, shard in module._mx_shards.items()]
+        within = inner or is_stack
+        for attr, child in children.items():
+            if id(child) in self.index:
+                continue
+            if self._views and _is_view(child):
+                self._held.append(_View(child, attr, prefix, path, within))
+                continue
+            below = prefix if child._omit_module_attr_name else f"{prefix}{attr}."
+            self.enter(child, below, f"{path}{attr}.", within)
+
+    def holder(self, weight: Weight) -> Any:
+        """What holds the weight's leaf: itself, or its StackedWeight where that is below the root."""
+        home = weight._home
+        return weight if home is None or id(home[0]) not in self.stacks else home[0]
+
+    def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
+        """Picks the owner of each leaf: the first place not marked shared, else the first.
+
+        A stack is named by its own layer, not by what is tied to one of its slices.
+
+        Returns:
+            leaf index by id(holder); the leaves (name, holder, owned) in state-dict
+            order; aliases of tied weights.
+
+        Raises:
+            ValueError: Two weights have one full name.
+        """
+        owner: dict[int, int] = {}
+        rank: dict[int, tuple[bool, bool]] = {}
+        holders = [self.holder(weight) for _, _, weight, _ in self.places]
+        for position, (_, _, weight, shared) in enumerate(self.places):
+            key = id(holders[position])
+            badness = (holders[position] is not weight and not self._inner[position], shared)
+            if key not in owner or badness < rank[key]:
+                owner[key], rank[key] = position, badness
+        index: dict[int, int] = {}
+        leaves: list[tuple[str, Any, bool]] = []
+        taken: dict[str, str] = {}
+        for position in sorted(owner.values()):
+            name, path, _, shared = self.places[position]
+            if name in taken:
+                raise ValueError(_duplicate(name, taken[name], path))
+            taken[name] = path
+            index[id(holders[position])] = len(leaves)
+            leaves.append((name, holders[position], not shared))
+        for path, shard in self.shards:
+            # Without the Weight it is a part of, a shard is a value like another.
+            if id(self.holder(host_of(shard))) not in index and id(shard) not in index:
+                name = path if shard.name in taken else shard.name
+                taken[name] = path
+                index[id(shard)] = len(leaves)
+                leaves.append((name, shard, True))
+        aliases = {}
+        for holder, (name, _, _, shared) in zip(holders, self.places, strict=True):
+            true_name = leaves[index[id(holder)]][0]
+            if not shared and name != true_name and name not in taken:
+                aliases[name] = true_name
+        return index, leaves, aliases
+
+
+def host_of(shard: Any) -> Weight:
+    """The Weight that a shard is a part of; itself, for one that lost it when it was rebuilt."""
+    return getattr(shard, "host", shard)
+
+
+def _duplicate(name: str, first: str, second: str) -> str:
+    return (
+        f"Duplicate weight name '{name}': '{first}' and '{second}' would have the same full name in the "
+        "state dict. One of the modules on these paths leaves its own attribute name out "
+        "(_omit_module_attr_name): rename one of the weights or attributes"
+    )
+
+
+class _View(NamedTuple):
+    """A part of a layer, or a list of such, where a Module holds it.
+
+    Attributes:
+        item: The part: a Module, a list of them, or a shard of a Weight.
+        attr: The attribute.
+        prefix: The start of the full names of the holder's weights.
+        path: The start of the attribute paths below the holder.
+        within: Whether the holder is, or is in, one of the layers of a LayerStack.
+    """
+
+    item: Any
+    attr: str
+    prefix: str
+    path: str
+    within: bool
+
+
+def _is_view(module: Any) -> bool:
+    """Whether it is a part of a layer, or a list that holds nothing else."""
+    if "_mx_source" in vars(module):
+        return not any(below._mx_weights for below in _below(module))
+    if not module._mx_is_container or module._mx_weights:
+        return False
+    children = module._mx_children.values()
+    return bool(children or module._mx_shards) and all(
+        _is_view(child) or _is_part(child) for child in children
+    )
+
+
+def _is_part(module: Any) -> bool:
+    """Whether an item of a list was made by a ``shard`` that somebody wrote by hand.
+
+    It has shards in the place of weights. A layer that holds a list of parts is no part.
+    """
+    below = _below(module)
+    return not any(one._mx_weights for one in below) and any(
+        one._mx_shards and not one._mx_is_container for one in below
+    )
+
+
+def _below(module: Any) -> list[Any]:
+    """The Modules from this one down, without what the parts of other layers hold."""
+    found, seen = [module], {id(module)}
+    for one in found:  # grows while it runs
+        for child in one._mx_children.values():
+            other = "_mx_source" in vars(child) and "_mx_source" not in vars(module)
+            if id(child) not in seen and not other:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+class _Owners:
+    """Finds what parts were cut from, and takes it in where it is not below the root."""
+
+    def __init__(self, walk: Walk):
+        self.walk = walk
+        self.placed = {id(walk.holder(weight)) for _, _, weight, _ in walk.places}
+
+    def add(self, view: _View) -> None:
+        """The owners of a view, under the name of the attribute that holds it."""
+        item, attr, prefix, path, within = view
+        source = source_of(item)
+        if isinstance(item, Weight):
+            self._add_weight(prefix, path + attr, host_of(item), within)
+        elif source is not None:
+            if id(source) not in self.walk.index and not self._has_all(item):
+                self.walk.enter(source, f"{prefix}{attr}.", f"{path}{attr}.", within)
+        elif item._mx_is_container:
+            items = {**item._mx_children, **item._mx_shards}
+            one = _are_of_one(list(items.values()))
+            for i, part in items.items():
+                inner = (
+                    view if one else _View(item, attr, f"{prefix}{attr}.", f"{path}{attr}.", within)
+                )
+                self.add(inner._replace(item=part, attr=attr if one else i))
+        elif not self._has_all(item):
+            below = Walk(item)
+            for module, start in zip(below.modules, below.prefixes, strict=True):
+                for name, shard in module._mx_shards.items():
+                    where = f"{path}{attr}.{start}{name}"
+                    self._add_weight(f"{prefix}{attr}.{start}", where, host_of(shard), within)
+
+    def _has_all(self, part: Any) -> bool:
+        return all(self._has(host_of(s)) for m in _below(part) for s in m._mx_shards.values())
+
+    def _has(self, weight: Weight) -> bool:
+        return id(self.walk.holder(weight)) in self.placed
+
+    def _add_weight(self, prefix: str, path: str, weight: Weight, within: bool) -> None:
+        if not self._has(weight):
+            self.placed.add(id(self.walk.holder(weight)))
+            self.walk.place(prefix + weight._local_name, path, weight, False, within)
+
+
+def source_of(item: Any) -> Any:
+    """The layer a part was cut from, where that is known."""
+    return vars(item).get("_mx_source")
+
+
+def _are_of_one(items: list[Any]) -> bool:
+    """Whether parts are those of one layer, or of one Weight."""
+    of = [_origins(item) for item in items]
+    return all(origins & of[0] for origins in of)
+
+
+def _origins(item: Any) -> set[int]:
+    """ids of what an item was cut from: of a layer, or of Weights; of a list, its own."""
+    if isinstance(item, Weight):
+        return {id(host_of(item))}
+    if (source := source_of(item)) is not None:
+        return {id(source)}
+    if item._mx_is_container:
+        return {id(item)}
+    return {id(host_of(shard)) for one in _below(item) for shard in one._mx_shards.values()}
