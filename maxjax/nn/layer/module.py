@@ -27,7 +27,7 @@ from .definition import Cache, Definition, flatten, flatten_with_keys, known, re
 from .hooks import Layer
 from .lent import Lent
 from .state import StateDict
-from .static import freeze, holds_items, is_item
+from .static import freeze, holds_items
 from .walk import Walk
 
 
@@ -103,11 +103,16 @@ class Module(Layer, StateDict, ABC):
     def __init_subclass__(cls, stands_for: type | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
-            if is_item(value) or isinstance(value, Weight):
-                raise TypeError(f"{cls.__name__}.{name} is a {type(value).__name__} of the class, which all its instances "
-                                f"would share and none would see: assign it in __init__, self.{name} = …")  # fmt: skip
+            if isinstance(value, (Module, Weight)):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is a {type(value).__name__} of the class, which its instances would "
+                    f"share and none would see: assign it in __init__, self.{name} = …"
+                )
         if vars(cls).get("__slots__"):
-            raise TypeError(f"{cls.__name__} has __slots__, in which a Module would not see its attributes: leave them out")
+            raise TypeError(
+                f"{cls.__name__} has __slots__, in which a Module would not see its attributes: "
+                "leave them out"
+            )
         cls._mx_is_container = stands_for is not None
         if stands_for is not None:
             Module._mx_containers[stands_for] = cls
