@@ -117,6 +117,38 @@ def agreed(
     return first_compared
 
 
+def as_first(name: str, answer: Callable[[], str], *, timeout: int = 60) -> str:
+    """What process 0 answers to a question that the processes ask themselves.
+
+    Who asks alone gets an answer too: its own, after so many seconds without that of process 0.
+
+    Args:
+        name: The question; what the answer depends on is part of it.
+        answer: Finds one. Called in process 0, and where nobody else answers.
+
+    Example:
+        >>> as_first("tied", lambda: "yes")
+        'yes'
+    """
+    world = _coordinator()
+    if world is None:
+        return answer()
+    client, me, _ = world
+    # The answer may be another one the next time.
+    key = f"maxjax/asked/{name}/{next(_asked.setdefault(name, itertools.count()))}"
+    if me == 0:
+        found = answer()
+        client.key_value_set(key, found)
+        return found
+    try:
+        return _awaited(client, key, name, 0, time.monotonic() + timeout, timeout)
+    except PeerLostError as error:
+        if "coordination service is gone" in str(error):
+            raise
+        return answer()
+
+
+_asked: dict[str, Iterator[int]] = {}
 _turns: dict[tuple[int, ...], Iterator[int]] = {}  # by members: how often they compared
 
 

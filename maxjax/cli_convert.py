@@ -28,6 +28,8 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
                         help="GGUF: pack the large weights")  # fmt: skip
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
                         help="of safetensors files in a directory (default 5GB)")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace what is at DST; SRC itself only where nothing of it is lost")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
@@ -54,6 +56,7 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
             quantize=options.quantize,
             max_shard_size=options.max_shard_size,
             watch=bar.watch,
+            overwrite=options.overwrite,
         )
     if options.json:
         document = {"path": str(found.path), "format": found.format, "tensors": found.tensors,

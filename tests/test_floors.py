@@ -66,7 +66,7 @@ FLOORS: list[list[str]] = [
     + ["models/gguf/"]
     + files(
         "models/",
-        "family decoder_rope decoder_config decoder_attention decoder_layer decoder llama qwen"
+        "family ties decoder_rope decoder_config decoder_attention decoder_layer decoder llama qwen"
         " moe_config moe gemma gpt2 bert __init__",
     ),
     # 6 engine: programs that run

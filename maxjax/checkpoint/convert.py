@@ -25,6 +25,7 @@ from ..storage.safetensors_writer import file_pieces, header, in_order, shards, 
 from .convert_gguf import to_gguf
 from .convert_source import Opened, as_hugging_face, content, opened
 from .converted import Converted, Watch, result_of, watched
+from .destination import check_destination
 from .pretrained import cast, flat_name, float_type, with_dtype
 from .steps import COMMITTED
 from .streaming import stream
@@ -45,6 +46,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     limits: Limits | None = None,
     watch: Watch | None = None,
+    overwrite: bool = False,
 ) -> Converted:
     """Writes a checkpoint in another format, type or number of files.
 
@@ -60,13 +62,20 @@ def convert(
         limits: As of ``maxjax.load``.
         watch: Called with the number of bytes of all tensors as they will be written; what it
             gives is called with the number of bytes of each piece when that is written.
+        overwrite: Replace a checkpoint that is at the destination. A step of orbax is put beside
+            those that are there, and replaces none.
 
     Names, shapes and values are those of a Hugging Face checkpoint, in a GGUF file llama.cpp's;
     configuration, tokenizer and the like go along. What was at the destination stays until the
-    new checkpoint is whole and on the disk.
+    new checkpoint is whole and on the disk. The source itself may be the destination only where every
+    value stays: a file written once more, other shards, wider floats.
+
+    A head of other values than the table that the configuration ties it to is kept, and the new
+    configuration says that the two are not tied.
 
     Raises:
-        UserInputError: The arguments do not go together.
+        UserInputError: The arguments do not go together; the destination is there, and ``overwrite``
+            is not set; it is the source, of which something would be lost.
         UnsupportedModelError: GGUF of an architecture or tokenizer that maxjax has no names for.
         CheckpointError: The source cannot be read, or the destination cannot be written.
 
@@ -87,10 +96,14 @@ def convert(
     limit = size_in_bytes(max_shard_size)
     encoding = _encoding(quantize, kind)
     with allowing(limits), opened(source) as found:
+        if kind != "gguf" and isinstance(found.weights, GGUFWeights):
+            as_hugging_face(found)
+        check_destination(
+            found, target, kind, ["config.json", *found.beside, *found.made],
+            dtype=wanted, encoding=encoding, overwrite=overwrite,
+        )  # fmt: skip
         if kind == "gguf":
             return to_gguf(found, target, wanted, encoding, watch)
-        if isinstance(found.weights, GGUFWeights):
-            as_hugging_face(found)
         data = found.tensors
         if wanted is not None:
             data = {name: cast(one, wanted) for name, one in data.items()}

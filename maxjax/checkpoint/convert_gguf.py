@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dtype import DType
-from ..engine.pooling import gguf_mode, read_pooling
+from ..engine.pooling import Pooling, gguf_mode, read_pooling
 from ..errors import CheckpointMissingError, some
 from ..graph.weights import GGUFWeights, WeightData
 from ..graph.weights.outgoing import outgoing_data
@@ -111,6 +111,15 @@ def _bytes_of(table: TensorTable, entry: TensorEntry) -> Iterator[memoryview]:
     return file_range(table.files[entry.file], entry.offset, entry.offset + entry.nbytes)
 
 
+def _lost_of(pooling: Pooling) -> str:
+    """What of the steps from tokens to an embedding no GGUF file can say."""
+    if pooling.unsupported is not None:
+        return f"that embeddings need {pooling.unsupported}"
+    if gguf_mode(pooling) is None:
+        return f"that tokens are pooled by {', '.join(pooling.modes)}"
+    return "" if pooling.normalize else "that embeddings are not scaled to length 1"
+
+
 def _new_gguf(
     found: Opened, dtype: DType | None, encoding: str | None
 ) -> tuple[dict[str, Any], dict[str, WeightData]]:
@@ -126,6 +135,8 @@ def _new_gguf(
         _LOG.warning("%s: no part of a GGUF file, left out: %s", path, some(made.left_out, 5))
     folder = path if path.is_dir() else path.parent
     pooling, _ = read_pooling(folder)
+    if pooling is not None and (lost := _lost_of(pooling)):
+        _LOG.warning("%s: a GGUF file does not say %s", path, lost)
     metadata = gguf_metadata(
         config, made.tensors, encoding=encoding, dtype=dtype,
         name=path.resolve().name if path.is_dir() else path.resolve().stem,

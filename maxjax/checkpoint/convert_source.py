@@ -6,9 +6,10 @@ convert.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 
 from ..engine.pooling import gguf_pooling, pooling_files
 from ..engine.tokenizer import gguf_tokenizer
-from ..errors import UnsupportedModelError
+from ..errors import CheckpointFormatError, UnsupportedModelError
 from ..graph.weights import GGUFWeights, WeightData, Weights, load_weights
-from ..models.config import read_object
+from ..models import find_family
+from ..models.config import ModelConfig, read_object
+from ..models.family import Family
 from ..models.family import tensors as model_tensors
 from ..models.gguf import config_of
 from ..models.gguf.tokenizer import HF_JSON
+from ..models.ties import is_tied, says_tied, with_tie
 from ..storage.files import open_regular
 from ..storage.orbax_paths import is_orbax, resolve
 from ..storage.outgoing import file_range
@@ -36,6 +40,8 @@ _NOT_BESIDE = (".index.json", "maxjax_digests.json", "commit_success.txt")
 _FOLDERS = ("_Pooling", "_Normalize", "_Dense")
 _IN_FOLDERS = (".json", ".safetensors", ".bin")
 _MOST_BESIDE = 100
+# Of a model that is only converted: the names that most have.
+_ANY = Family("any", (), ModelConfig, lambda *_: None)  # type: ignore[arg-type,return-value]
 
 
 @dataclass
@@ -67,6 +73,8 @@ def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
         folder = path if path.is_dir() else path.parent
         file = folder / "config.json"
         config = read_object(file) if file.is_file() else None
+        if config is not None:
+            config = _settled(config, found, path)
         # Beside a single file may lie anything; with a configuration it is a model's directory.
         beside = _beside(folder) if path.is_dir() or config is not None else {}
         opened = Opened(path, weights, found, config, beside)
@@ -74,6 +82,18 @@ def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
             kept = {k: v for k, v in table.metadata.items() if k != ENCODINGS}
             opened.metadata, opened.as_given = kept, True
         yield opened
+
+
+def _settled(config: dict[str, Any], found: Mapping[str, WeightData], path: Path) -> dict[str, Any]:
+    """The configuration; where it ties a head that has other values than the table, it unties it."""
+    family, named = None, found
+    with contextlib.suppress(UnsupportedModelError, CheckpointFormatError):
+        family = find_family(config)
+        named = family.adapt(found)
+    if not says_tied(family, config):
+        return config
+    tied = is_tied(family or _ANY, named, True, path=path)
+    return config if tied else with_tie(config, False)
 
 
 def _beside(folder: Path) -> dict[str, Path]:

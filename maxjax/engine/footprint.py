@@ -239,11 +239,13 @@ def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
 
 def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footprint:
     # As ``load(dtype=...)`` makes it: of norms, it may keep a wider type.
-    make = cache(lambda dtype: build(weights, config, dtype))
-    model = make(None)
+    model = build(weights, config)
+    tied = getattr(model.config, "tie_word_embeddings", None)
+    make = cache(lambda dtype: build(weights, config, dtype, tie=tied))
 
     def held(mesh: Any, dtype: DType | None) -> list[Held]:
-        return of_module(make(dtype), rules).held(mesh, None)
+        made = model if dtype is None else make(dtype)
+        return of_module(made, rules).held(mesh, None)
 
     return Footprint(
         "the model's own rules", held, lambda: _attention_of(model), _is_encoder(model)

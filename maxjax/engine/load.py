@@ -41,6 +41,7 @@ def load(
     revision: str | None = None,
     limits: Limits | None = None,
     tokenizer: bool = True,
+    tie: bool | None = None,
     compile: None = None,
 ) -> tuple[PretrainedModel, Tokenizer | None]: ...
 @overload
@@ -55,6 +56,7 @@ def load(
     revision: str | None = None,
     limits: Limits | None = None,
     tokenizer: bool = True,
+    tie: bool | None = None,
     compile: Sequence[Any],
 ) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
 def load(
@@ -68,6 +70,7 @@ def load(
     revision: str | None = None,
     limits: Limits | None = None,
     tokenizer: bool = True,
+    tie: bool | None = None,
     compile: Sequence[Any] | None = None,
 ) -> Any:
     """Opens a checkpoint and loads its model.
@@ -89,6 +92,9 @@ def load(
         limits: What the files may ask of this process, where one says that it needs more than
             usual: of weights, configuration and tokenizer.
         tokenizer: False loads the model alone, whatever its tokenizer is.
+        tie: Whether the head is the table of embeddings; True leaves a head in the file aside.
+            None does as the configuration says, unless the file holds a head of other values: a
+            warning says that the two are not tied.
         compile: Specs as of ``Module.compile``, one for each argument of the model: a program
             for them is compiled in another thread while the weights are read.
 
@@ -136,7 +142,7 @@ def _load(
             _refuse_float64(weights)
         if config is None and not isinstance(weights, GGUFWeights):
             config = config_beside(path)
-        model = build(weights, config, wanted, reduce_dtype=reduce)
+        model = build(weights, config, wanted, reduce_dtype=reduce, tie=tie)
         if mesh is not None:
             model.to(mesh)
         if isinstance(weights, GGUFWeights):
@@ -149,11 +155,11 @@ def _load(
             model.generation = read_defaults(directory, model.hf_config, ends)
         cast = wanted is not None
         if compile is None:
-            model.load_state_dict(weights, cast=cast)
+            model.load_state_dict(weights, cast=cast, tie=tie)
             return model, text
         with ThreadPoolExecutor(1, "maxjax-compile") as pool:
             program = pool.submit(model.compile, *compile)
-            model.load_state_dict(weights, cast=cast)
+            model.load_state_dict(weights, cast=cast, tie=tie)
     return model, text, program.result()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from .decoder import Decoder as Decoder
 from .decoder_config import DecoderConfig as DecoderConfig
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
-from .family import main_dtype, tensors
+from .family import main_dtype, one_head, tensors
 from .gemma import GEMMA as _GEMMA
 from .gemma import GEMMA2 as _GEMMA2
 from .gemma import GEMMA3 as _GEMMA3
@@ -62,6 +63,7 @@ from .qwen import Qwen2 as Qwen2
 from .qwen import Qwen2Config as Qwen2Config
 from .qwen import Qwen3 as Qwen3
 from .qwen import Qwen3Config as Qwen3Config
+from .ties import is_tied, with_tie
 
 FAMILIES: list[Family] = [
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3),
@@ -151,10 +153,13 @@ def build(
     *,
     reduce_dtype: Any = DType.float32,
     stacked: bool = True,
+    tie: bool | None = None,
 ) -> PretrainedModel:
     """A lazy Module for a checkpoint: names, shapes and dtypes, and no memory.
 
-    ``model.load_state_dict(weights)`` then fills it.
+    ``model.load_state_dict(weights)`` then fills it. Values are looked at in one case: where the
+    configuration says that the head is the table of embeddings and the file holds both, in one
+    type and shape. Then they are compared, up to the first that differs.
 
     Args:
         weights: The checkpoint, of which only headers are looked at.
@@ -167,6 +172,9 @@ def build(
             float32.
         stacked: Whether the layers of a decoder are a LayerStack, compiled once, or each has
             weights of its own.
+        tie: Whether the head is the table of embeddings. None does as the configuration says,
+            unless the file holds another head: that is a weight of its own then, and a warning
+            says so.
 
     Raises:
         UnsupportedModelError: The configuration names a model that maxjax does not have.
@@ -175,8 +183,14 @@ def build(
     with allowing(weights._family.limits):
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
-    settings = family.config.from_dict(raw, path=path)
     found = family.adapt(tensors(weights))
+    settings = family.config.from_dict(raw, path=path)
+    says = getattr(settings, "tie_word_embeddings", None)
+    if says is not None:
+        tied = is_tied(family, found, says, tie=tie, path=weights._path)
+        if tied is not says:
+            settings, raw = replace(settings, tie_word_embeddings=tied), with_tie(raw, tied)  # type: ignore[call-arg]
+        found = one_head(found, family.tied) if tied else found
     main = _main(found) if dtype is None else DType.of(dtype)
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
     model.hf_config = raw

@@ -25,6 +25,7 @@ from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputEr
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
+from ..nn.layer.values import same_content
 from ..nn.linear import Linear
 from .config import ModelConfig
 from .gguf import hf_tensors
@@ -47,6 +48,8 @@ class Family:
         prefixes: Stripped from the front of names, the first that fits.
         renamed: (old, new) ends of names.
         ignored: Patterns of tensors that are known and not needed, ``*`` for anything.
+        tied: The weight of the head, and that of the table of embeddings that it is where the
+            configuration ties the two.
     """
 
     model_type: str
@@ -56,6 +59,7 @@ class Family:
     prefixes: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
 
     def name(self, tensor: str) -> str | None:
         """The weight's name for a tensor of the checkpoint, or None for one that is ignored."""
@@ -106,6 +110,22 @@ def tensors(weights: Weights) -> dict[str, WeightData]:
     return dict(weights._named_data())
 
 
+def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
+    """The tensors of a tied model: of head and table the table alone, by its name.
+
+    A file may hold either; of one that holds both, the table counts.
+
+    Example:
+        >>> one_head({"head": 1, "norm": 2}, ("head", "table"))
+        {'norm': 2, 'table': 1}
+    """
+    head, table = tied
+    rest = {name: value for name, value in found.items() if name != head}
+    if head in found and table not in found:
+        rest[table] = found[head]
+    return rest
+
+
 def main_dtype(found: Mapping[str, Any]) -> DType | None:
     """The float type that most of the values of a checkpoint, or of a model's weights, have."""
     sizes: dict[DType, int] = {}
@@ -149,25 +169,47 @@ class PretrainedModel(Module):
             config = {**config, "architectures": [self.family.architectures[0]]}
         self._config_text = None if config is None else json.dumps(config)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Weights, **options: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Weights, *, tie: bool | None = None, **options: Any
+    ) -> Any:
         """As :meth:`Module.load_state_dict`, after the family's table has been applied.
 
         Known and unneeded tensors are left out, prefixes stripped, old names replaced. Packed
         blocks are decoded for a weight that is not packed.
 
+        Args:
+            tie: Of a model whose head is its table of embeddings, and values that name both: None
+                refuses a head that differs, True leaves it aside.
+
         Raises:
-            CheckpointMismatchError: Names, shapes or dtypes do not fit (a ValueError).
+            CheckpointMismatchError: Names, shapes or dtypes do not fit (a ValueError), or the
+                head differs from the table that it is tied to.
             CheckpointError: The checkpoint cannot be read.
         """
         path = state_dict._path if isinstance(state_dict, Weights) else None
         found = tensors(state_dict) if isinstance(state_dict, Weights) else state_dict
         try:
-            return super().load_state_dict(self._decoded(self.family.adapt(found)), **options)
+            found = self._tied(self.family.adapt(found), tie)
+            return super().load_state_dict(self._decoded(found), **options)
         except ValueError as error:
             if path is None or getattr(error, "path", None) is not None:
                 raise
             problem = str(error).removesuffix(".")
             raise CheckpointMismatchError(problem, path=path) from None
+
+    def _tied(self, found: Mapping[str, Any], tie: bool | None) -> Mapping[str, Any]:
+        """What a tied model takes of values that name its head."""
+        (head, table), weights = self.family.tied, self.raw_state_dict()
+        if head not in found or head in weights or table not in weights:
+            return found
+        if table in found and not tie and not same_content(found[head], found[table]):
+            raise ValueError(
+                f"'{head}' differs from '{table}', and this model's head is that table. "
+                "maxjax.load and maxjax.models.build(weights) give a checkpoint like this one a "
+                "head of its own, and build(weights, tie=False) any; load_state_dict(..., tie=True) "
+                "leaves the head aside"
+            )
+        return one_head(found, self.family.tied)
 
     def _decoded(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """The values, those of packed blocks in the float type of a weight that has no encoding."""

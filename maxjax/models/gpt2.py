@@ -368,4 +368,5 @@ GPT2_FAMILY = GPT2.family = _GPT2Family(
     make=make(GPT2),
     # Masks, which old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
+    tied=("lm_head.weight", "transformer.wte.weight"),
 )

@@ -49,6 +49,8 @@ class _Family:
         self.limits = in_force()
         # Arrays somebody looks at now, so that data().data is one object while it lives.
         self.seen: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+        # Of two tensors, by name, whether their values are the same, where somebody has asked.
+        self.same: dict[tuple[str, str], bool] = {}
 
     def open_table(self) -> TensorTable:
         if self.table is None:

@@ -10,22 +10,23 @@ Source: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``Keys`
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError
 from ...graph.weights import WeightData
 from .config import POOLING, hf_config
+from .llama_cpp import check_read
 from .metadata import unsupported
 from .write_config import Decoder, Model, Plain, read_config
 from .write_rope import rope_keys
 from .write_types import is_wide
 
+_LOG = logging.getLogger("maxjax")
 # general.file_type: what most values of the file are.
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32,
@@ -34,11 +35,13 @@ FILE_TYPES = {
 _PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
 _QUANTIZATION_VERSION = 2
 # Settings that no key of a GGUF file says, and what they are in every model that is in one.
+_ROPE = {"partial_rotary_factor": 1.0, "use_sliding_window": False}
+_GEMMA = {**_ROPE, "use_bidirectional_attention": False}
 _FIXED: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
              "add_cross_attention": False},
     "bert": {"is_decoder": False, "add_cross_attention": False},
-    "llama": {"partial_rotary_factor": 1.0, "use_sliding_window": False},
+    "gemma": _GEMMA, "gemma2": _GEMMA, "gemma3": _GEMMA, "llama": _ROPE,
 }  # fmt: skip
 # Said elsewhere, said otherwise without a change of the model, or checked on their own.
 _NOT_COMPARED = {"architectures", "model_type", "torch_dtype", "rope_scaling"}
@@ -80,6 +83,7 @@ def gguf_metadata(
         found["general.name"] = name
     found |= file_type(encoding or dtype or _most(tensors))
     size = model.size
+    _check_windows(model, path)
     keys = _decoder(model, size, path) if isinstance(size, Decoder) else _plain(model, size)
     if pooling is not None:
         numbers = {text: number for number, text in POOLING.items()}
@@ -88,6 +92,8 @@ def gguf_metadata(
                 f"pooling {pooling!r} is none of {', '.join(filter(None, numbers))}"
             )
         keys["pooling_type"] = numbers[pooling]
+    for line in check_read(model.architecture, keys, tensors, path=path):
+        _LOG.warning("%s%s", "" if path is None else f"{path}: ", line)
     found |= {f"{model.architecture}.{key}": value for key, value in keys.items()}
     if isinstance(size, Plain) and size.token_types and model.architecture == "bert":
         found["tokenizer.ggml.token_type_count"] = size.token_types
@@ -157,7 +163,8 @@ def _experts(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
 
 def _window(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
     """The window of Mistral and Mixtral."""
-    return {"attention.sliding_window": size.sliding_window} if size.sliding_window else {}
+    has_one = model.said["model_type"] in ("mistral", "mixtral") and size.sliding_window
+    return {"attention.sliding_window": size.sliding_window} if has_one else {}
 
 
 def _gemma(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
@@ -178,9 +185,20 @@ def _gemma(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
     if not any(slides) and model.architecture == "gemma3":
         return found
     found["attention.sliding_window"] = size.sliding_window or size.context
-    if slides != [bool((i + 1) % usual) for i in range(size.layers)]:
-        found["attention.sliding_window_pattern"] = np.array(slides, bool)
+    period = _period(slides, usual)
+    if period is None:
+        raise unsupported("'layer_types' that do not repeat with a full layer at the end", path)
+    if period != usual:
+        found["attention.sliding_window_pattern"] = period
     return found
+
+
+def _period(slides: list[bool], usual: int) -> int | None:
+    """Every so-manieth layer sees everything, as llama.cpp has it; None where that is not so."""
+    for period in (usual, *range(1, len(slides) + 2)):
+        if slides == [bool((i + 1) % period) for i in range(len(slides))]:
+            return period
+    return None
 
 
 def _slides(model: Model, size: Decoder, usual: int) -> list[bool]:
@@ -190,6 +208,19 @@ def _slides(model: Model, size: Decoder, usual: int) -> list[bool]:
     period = model.said.get("sliding_window_pattern")
     period = period if type(period) is int and period > 0 else usual
     return [bool((i + 1) % period) for i in range(size.layers)]
+
+
+def _check_windows(model: Model, path: Any) -> None:
+    """Refuses layers that look through a window where no key says which."""
+    listed = model.said.get("layer_types")
+    if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
+        kinds = {kind for kind in listed if isinstance(kind, str)}
+        whole = model.said["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
+        if kinds - {"full_attention"} and not whole:
+            raise unsupported(
+                f"'layer_types' with {sorted(kinds)[-1][:60]!r} in a GGUF file of "
+                f"{model.architecture!r}", path,
+            )  # fmt: skip
 
 
 def _plain(model: Model, size: Plain) -> dict[str, Any]:

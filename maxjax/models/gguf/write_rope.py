@@ -50,6 +50,7 @@ def one_rope(said: dict[str, Any], path: Any) -> tuple[dict[str, Any], Rope | No
     """The settings with rope said as before transformers 5, and how rope is stretched.
 
     Raises:
+        UnsupportedModelError: Rope is as no GGUF file can say.
         CheckpointFormatError: A setting is wrong; names it.
     """
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
@@ -60,6 +61,15 @@ def one_rope(said: dict[str, Any], path: Any) -> tuple[dict[str, Any], Rope | No
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     if isinstance(local, Mapping) and "rope_theta" in local:
         said["rope_local_base_freq"] = local["rope_theta"]
+    if isinstance(local, Mapping) and local.get("rope_type") not in (None, "default"):
+        kind = short(local["rope_type"])
+        raise unsupported(
+            f"rope that is stretched in layers with a window ({kind}), in a GGUF file,", path
+        )
+    for part in (local, rope):
+        turned = part.get("partial_rotary_factor") if isinstance(part, Mapping) else None
+        if turned is not None and turned != 1:
+            raise unsupported(f"'partial_rotary_factor' {short(turned)} in a GGUF file", path)
     if not isinstance(rope, Mapping):
         raise CheckpointFormatError(
             "'full_attention' has the wrong type", path=path, expected="{…}", found=short(rope)

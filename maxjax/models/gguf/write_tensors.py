@@ -16,6 +16,7 @@ import numpy as np
 from ...dtype import DType
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
 from ...graph.weights import WeightData
+from ...graph.weights.same import same_values
 from ...storage.entry import whole
 from .checkpoint import DTYPES_KEY, EXACT_KEY, NARROW
 from .layouts import Layout, Permuted, Plus, Same, Transposed
@@ -70,7 +71,8 @@ def gguf_tensors(
     which were narrower, so that ``hf_tensors`` gives them back as they were. All other tensors keep
     their type. Of Gemma's norms GGUF holds 1 + w in float32, where bits of w below 2⁻²⁴ are lost:
     they are read here, and a norm that has such bits goes into the metadata too. In bfloat16 only
-    values under 2⁻¹⁶ have some.
+    values under 2⁻¹⁶ have some. A head that the configuration ties is left out if it is the table of
+    words, value by value.
 
     Args:
         config: The content of ``config.json``.
@@ -95,12 +97,23 @@ def gguf_tensors(
     known = _known(architecture)
     places: dict[str, _Place] = {}
     left_out, unknown = [], []
+    table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
+    words = next(
+        (data for name, data in tensors.items() if _clean(architecture, name) == table), None
+    )
     for name in tensors:
         clean = _clean(architecture, name)
+        if tied and words is None and clean == "lm_head.weight":
+            clean = table  # a file may hold either of the two
         heads = _HEADS.get(architecture)
         if _BUFFERS.fullmatch(name) or (heads is not None and heads.fullmatch(name)):
             left_out.append(name)
-        elif tied and clean == "lm_head.weight":
+        elif (
+            tied
+            and words is not None
+            and clean == "lm_head.weight"
+            and same_values(tensors[name], words)
+        ):
             left_out.append(name)
         elif (place := _place(known, clean, model)) is None:
             unknown.append(name)

@@ -1,0 +1,96 @@
+"""Floor 3. Whether two tensors of a checkpoint hold the same values, reading as little as that takes.
+
+Published checkpoints name one table twice: as two names of one storage, or as a copy. What the file
+itself says of places and checksums is asked first; values are read in turn, on the host, and no
+further than to the first that differs. Below: cursor, outgoing. Above: loading, ties of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...storage.entry import TensorEntry
+from ...storage.table import TensorTable
+from .cursor import _Family
+from .outgoing import data_rows
+from .weight_data import WeightData
+
+
+def same_values(a: WeightData, b: WeightData) -> bool:
+    """Whether two tensors have one type, shape and encoding, and bit for bit the same values.
+
+    What was found of two tensors of an open checkpoint is kept with it.
+
+    Example:
+        >>> one, other = (WeightData.from_numpy(np.float32(x), "w") for x in ([1, 2], [1, 3]))
+        >>> same_values(one, one), same_values(one, other)
+        (True, False)
+    """
+    if not same_kind(a, b):
+        return False
+    family = a._source
+    if isinstance(family, _Family) and family is b._source and _is_read_alike(a, b):
+        key = (min(a.name, b.name), max(a.name, b.name))
+        if key not in family.same:
+            found = _by_entries(family.open_table(), a.name, b.name)
+            family.same[key] = _by_values(a, b) if found is None else found
+        return family.same[key]
+    return _by_values(a, b)
+
+
+def same_kind(a: WeightData, b: WeightData) -> bool:
+    """Whether two tensors have one type, shape and encoding; nothing is read."""
+    kinds = ((d.dtype, tuple(map(int, d.shape)), d.quantization_encoding) for d in (a, b))
+    return next(kinds) == next(kinds)
+
+
+def _is_read_alike(a: WeightData, b: WeightData) -> bool:
+    """Whether both come from the disk, through the same casts."""
+    return not (a.is_loaded or b.is_loaded) and (a._decodes, a._casts) == (b._decodes, b._casts)
+
+
+def _by_entries(table: TensorTable, one: str, other: str) -> bool | None:
+    """What places and checksums say; None where they say nothing."""
+    a, b = table.entries[one], table.entries[other]
+    if (a.file, a.offset, a.nbytes, a.coding) == (b.file, b.offset, b.nbytes, b.coding):
+        return True
+    sums = [_sum_of(entry) for entry in (a, b)]
+    # Whoever asks for no checksums, or for those of all that is there, has the values looked at.
+    if table.verify == "auto" and (None,) not in sums and sums[0][1:] == sums[1][1:]:
+        return sums[0] == sums[1]
+    return None
+
+
+def _sum_of(entry: TensorEntry) -> tuple[Any, ...]:
+    """The checksum of exactly this tensor, and of what it is; None where there is none, or another."""
+    found = entry.checksum
+    if found is None or found.also:
+        return (None,)
+    if found.of_values:
+        return found.crc, found.nbytes
+    is_whole = (found.offset, found.nbytes) == (entry.offset, entry.nbytes)
+    return (found.crc, found.nbytes, entry.coding) if is_whole else (None,)
+
+
+def _by_values(a: WeightData, b: WeightData) -> bool:
+    ours, theirs = _bytes(a), _bytes(b)
+    left, right = next(ours, None), next(theirs, None)
+    while left is not None and right is not None:
+        size = min(len(left), len(right))
+        if not np.array_equal(left[:size], right[:size]):
+            return False
+        left, right = left[size:], right[size:]
+        left = left if len(left) else next(ours, None)
+        right = right if len(right) else next(theirs, None)
+    return left is None and right is None
+
+
+def _bytes(data: WeightData) -> Iterator[np.ndarray]:
+    """The bytes of a tensor in turn, about 16 MiB at a time."""
+    for rows in data_rows(data):
+        found = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        if len(found):
+            yield found

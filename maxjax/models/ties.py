@@ -1,0 +1,107 @@
+"""Floor 5. Whether a model's head is its table of embeddings: what the values of the file say.
+
+A configuration says that the two are one, and the file may still name both: as a copy (Qwen 3,
+whatever ``torch.save`` wrote of such a model), or because the head was trained on by itself. The
+values decide, as in transformers 5. Below: family, ``graph.weights``. Above: ``build``, conversion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..agreement import as_first
+from ..errors import UserInputError
+from ..graph.weights import WeightData
+from ..graph.weights.same import same_kind, same_values
+from .family import Family
+
+_LOG = logging.getLogger("maxjax")
+
+
+def is_tied(
+    family: Family,
+    found: Mapping[str, WeightData],
+    says: bool,
+    *,
+    tie: bool | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> bool:
+    """Whether the head of a checkpoint's model is its table of embeddings.
+
+    Values are looked at only where the configuration ties and both are in the file, of one type and
+    shape; of several processes the first one looks. A head that differs is told of, once.
+
+    Args:
+        found: The checkpoint's tensors by the names of the model's weights.
+        says: What the configuration says.
+        tie: What the caller wants, whatever else is said.
+
+    Raises:
+        UserInputError: ``tie`` is neither None nor a bool.
+        CheckpointError: A file cannot be read.
+    """
+    if tie is not None:
+        if not isinstance(tie, bool):
+            raise UserInputError(f"tie must be True, False or None, not {tie!r}")
+        return tie
+    head, table = (found.get(name) for name in family.tied)
+    if not says or head is None or table is None:
+        return says
+    if same_kind(head, table):
+        question = _question(head, table, path)
+        if as_first(question, lambda: str(same_values(head, table))) == str(True):
+            return True
+        why = "has other values"
+    else:
+        why = f"is {head!r} and no {table!r}"
+    where = f"{os.fspath(path)}: " if path is not None else ""
+    _LOG.warning(
+        "%sthe configuration says that '%s' is '%s', but it %s: the two are not tied. "
+        "Write tie_word_embeddings: false into config.json, or pass tie=False; tie=True leaves "
+        "the head in the file aside", where, *family.tied, why,
+    )  # fmt: skip
+    return False
+
+
+def says_tied(family: Family | None, config: Mapping[str, Any]) -> bool:
+    """What a configuration says, or the family where it says nothing.
+
+    Example:
+        >>> says_tied(None, {}), says_tied(None, {"text_config": {"tie_word_embeddings": True}})
+        (False, True)
+    """
+    key = "tie_word_embeddings"
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        if part.get(key) is not None:
+            return part[key] is True
+    fields = (
+        {} if family is None else {f.name: f.default for f in dataclasses.fields(family.config)}
+    )
+    return fields.get(key) is True
+
+
+def with_tie(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
+    """A configuration that says whether the head is tied, also for the part of it that is about text.
+
+    Example:
+        >>> with_tie({"text_config": {"tie_word_embeddings": True}}, False)
+        {'text_config': {'tie_word_embeddings': False}, 'tie_word_embeddings': False}
+    """
+    key, found = "tie_word_embeddings", dict(config)
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and key in text:
+        found["text_config"] = {**text, key: tied}
+    return {**found, key: tied}
+
+
+def _question(head: WeightData, table: WeightData, path: Any) -> str:
+    """What is the same in every process that opens the same checkpoint."""
+    name = os.path.basename(os.path.normpath(os.fspath(path))) if path is not None else ""
+    about = (name, head.name, table.name, str(head.dtype), [int(n) for n in head.shape])
+    return f"tied/{hashlib.sha256(repr(about).encode()).hexdigest()[:32]}"
