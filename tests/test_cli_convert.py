@@ -147,7 +147,9 @@ def test_quantised(run, tmp_path):
     assert {kind for name, kind in kinds.items() if "norm" not in name} == {"Q4_K"}
     code, out, _ = run(tmp_path / "m.gguf", tmp_path / "st")
     assert code == 0 and "8 of them stay quantised blocks, which only maxjax opens" in out
-    code, out, _ = run(tmp_path / "m.gguf", tmp_path / "st", "--dtype", "bf16")
+    code, out, err = run(tmp_path / "m.gguf", tmp_path / "st", "--dtype", "bf16")
+    assert code == 1 and "--overwrite" in err
+    code, out, _ = run(tmp_path / "m.gguf", tmp_path / "st", "--dtype", "bf16", "--overwrite")
     assert code == 0 and "blocks" not in out
     code, out, _ = run(tmp_path / "m.gguf", tmp_path / "n.gguf", "--json")
     assert json.loads(out)["packed"] == 8
@@ -263,7 +265,8 @@ def test_a_full_disk(run, source, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(staging, "write_new", full)
-    refuses(run(source, tmp_path / "o.safetensors", "--dtype", "f16"), "No space left on device")
+    again = ("--dtype", "f16", "--overwrite")
+    refuses(run(source, tmp_path / "o.safetensors", *again), "No space left on device")
     monkeypatch.undo()
     assert tree(tmp_path) == before
 
@@ -338,7 +341,8 @@ def test_stopped_in_the_middle(run, tmp_path, kind, sent):
     assert run(folder, target, *options)[0] == 0
     before = tree(room)
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOWLY, "convert", folder, target, *options, "--dtype", "bf16"],
+        [sys.executable, "-c", SLOWLY, "convert", folder, target, *options, "--dtype", "bf16",
+         "--overwrite"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -380,7 +384,8 @@ def test_a_signal_is_not_lost_in_the_collector_of_garbage(run, source, tmp_path,
     assert run(source, target)[0] == 0
     before = tree(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", SWALLOWED, "convert", source, target, "--dtype", "f16", str(int(sent))],
+        [sys.executable, "-c", SWALLOWED, "convert", source, target, "--dtype", "f16", "--overwrite",
+         str(int(sent))],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     expected = (130, "maxjax: interrupted\n") if sent == signal.SIGINT else (143, "")

@@ -215,7 +215,7 @@ def test_what_safetensors_wrote_is_written_again_byte_by_byte(tmp_path):
     for number, metadata in enumerate((None, {"format": "pt"}, {"z": "1", "a": "ä\n", "m": ""})):
         path = tmp_path / f"{number}.safetensors"
         safetensors.numpy.save_file(some_arrays(), path, metadata)
-        convert(path, tmp_path / "again.safetensors")
+        convert(path, tmp_path / "again.safetensors", overwrite=True)
         assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
         convert(path, tmp_path / f"{number}")
         assert (tmp_path / f"{number}" / "model.safetensors").read_bytes() == path.read_bytes()
@@ -471,7 +471,7 @@ def test_packed_blocks_survive_safetensors_and_orbax(wide, tmp_path):
     assert stored["model.embed_tokens.weight"].dtype == np.uint8
     run = convert(tmp_path / "st", tmp_path / "run", to="orbax")
     for source in (tmp_path / "st", run.path, tmp_path / "run"):
-        again = convert(source, tmp_path / "b.gguf")
+        again = convert(source, tmp_path / "b.gguf", overwrite=True)
         assert again.packed == 9
         _, found = gguf_files.read(tmp_path / "b.gguf")
         assert_same(found, blocks)
@@ -746,7 +746,7 @@ def test_onto_the_same_directory(models, tmp_path):
     (folder / "notes.md").write_text("mine")
     before = names(folder)
     for options in ({"max_shard_size": 9000}, {"max_shard_size": 20000}, {}, {}):
-        convert(folder, folder, **options)
+        convert(folder, folder, overwrite=True, **options)
         assert_same(held(folder), arrays)
         index = {"model.safetensors.index.json"} if options else set()
         rest = {name for name in names(folder) if not name.endswith(".safetensors")}
@@ -754,8 +754,15 @@ def test_onto_the_same_directory(models, tmp_path):
         with load_weights(folder, verify=True) as weights:
             assert len(list(weights._family.open_table().read_many())) == len(arrays)
     assert names(folder) == before
-    convert(folder, folder, dtype="bfloat16")
-    assert_same(held(folder), {name: array.astype(BF16) for name, array in arrays.items()})
+    with pytest.raises(UserInputError, match="would lose bits"):
+        convert(folder, folder, dtype="bfloat16", overwrite=True)
+    assert_same(held(folder), arrays)
+    convert(folder, tmp_path / "narrow", dtype="bfloat16")
+    narrow = {name: array.astype(BF16) for name, array in arrays.items()}
+    assert_same(held(tmp_path / "narrow"), narrow)
+    convert(tmp_path / "narrow", tmp_path / "narrow", dtype="float32", overwrite=True)
+    wide = {name: array.astype(np.float32) for name, array in narrow.items()}
+    assert_same(held(tmp_path / "narrow"), wide)
 
 
 def test_onto_the_same_file(wide, tmp_path):
@@ -764,16 +771,88 @@ def test_onto_the_same_file(wide, tmp_path):
     convert(folder, file)
     file.chmod(0o640)
     first = file.read_bytes()
-    convert(file, file)
+    convert(file, file, overwrite=True)
     assert file.read_bytes() == first and file.stat().st_mode & 0o777 == 0o640
-    convert(file, file, dtype="float16")
-    assert_same(parsed(file)[0], {name: array.astype(np.float16) for name, array in arrays.items()})
     file = tmp_path / "m.gguf"
-    convert(folder, file)
-    convert(file, file, quantize="q8_0")
-    found = convert(file, file)
-    assert found.packed == 9
+    convert(folder, file, quantize="q8_0")
+    first = file.read_bytes()
+    for options in ({"quantize": "q4_0"}, {"dtype": "float16"}, {"dtype": "float32"}):
+        with pytest.raises(UserInputError, match="would lose bits"):
+            convert(file, file, overwrite=True, **options)
+    assert file.read_bytes() == first
+    assert convert(file, file, overwrite=True).packed == 9
     assert names(tmp_path) == {"m.safetensors", "m.gguf", "maxjax_digests.json"}
+
+
+# Names of the source, or of what holds it: the file or directory, and where it is made.
+def _copies(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "link.safetensors").symlink_to(folder / "model.safetensors")
+    os.link(folder / "model.safetensors", tmp_path / "hard.safetensors")
+    return {
+        "itself": (folder, folder),
+        "its file": (folder, folder / "model.safetensors"),
+        "its directory": (folder / "model.safetensors", folder),
+        "a link": (folder, tmp_path / "link"),
+        "of a link": (tmp_path / "link", folder),
+        "a link to the file": (folder, tmp_path / "link.safetensors"),
+        "a second name": (folder, tmp_path / "hard.safetensors"),
+        "of a second name": (tmp_path / "hard.safetensors", folder / "model.safetensors"),
+    }
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_source_is_not_replaced_by_a_lossy_copy(models, tmp_path, overwrite):
+    folder = tmp_path / "m"
+    convert(models("qwen2")[0], folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for name, (source, target) in _copies(folder, tmp_path).items():
+        with pytest.raises(UserInputError, match="is the checkpoint that is converted"):
+            convert(source, target, dtype="bfloat16", overwrite=overwrite)
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before, name
+
+
+def test_a_part_of_the_source_is_not_replaced(models, tmp_path):
+    folder = tmp_path / "m"
+    convert(models("qwen2")[0], folder, max_shard_size=9000)
+    part = sorted(folder.glob("model-*"))[0]
+    with pytest.raises(UserInputError, match="of which this is one"):
+        convert(folder, part, overwrite=True)
+
+
+def test_a_destination_that_is_there_is_not_replaced(wide, models, tmp_path):
+    folder, _ = wide
+    for target, options in (("x.safetensors", {}), ("x.gguf", {}), ("x", {})):
+        target = tmp_path / target
+        convert(folder, target, **options)
+        before = held(target) if target.suffix != ".gguf" else target.read_bytes()
+        with pytest.raises(UserInputError, match=r"already.*overwrite=True.*--overwrite"):
+            convert(folder, target, dtype="bfloat16", **options)
+        after = held(target) if target.suffix != ".gguf" else target.read_bytes()
+        assert before == after if isinstance(before, bytes) else not assert_same(after, before)
+        convert(folder, target, dtype="bfloat16", overwrite=True, **options)
+    for name in ("config.json", "pytorch_model.bin", "model.safetensors.index.json"):
+        target = tmp_path / name.replace(".", "-")
+        target.mkdir()
+        (target / name).write_bytes(b"{}")
+        with pytest.raises(UserInputError, match=f"there is '{name}' already"):
+            convert(folder, target)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("mine")
+    convert(folder, tmp_path / "empty")
+    (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserInputError, match="already"):
+        convert(folder, tmp_path / "dangling.safetensors")
+
+
+def test_a_step_of_orbax_replaces_none(tmp_path):
+    path, arrays = _safetensors(tmp_path)
+    run = convert(path, tmp_path / "run", to="orbax")
+    with pytest.raises(UserInputError, match="is the checkpoint that is converted"):
+        convert(tmp_path / "run", tmp_path / "run", to="orbax", dtype="bfloat16")
+    convert(path, tmp_path / "run", to="orbax", dtype="bfloat16")
+    del arrays["none"]
+    assert_same(held(run.path), arrays)
 
 
 def test_onto_the_same_steps_of_orbax(tmp_path):
