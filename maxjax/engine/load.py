@@ -109,7 +109,9 @@ def load(
         UserInputError: ``dtype`` or ``reduce_dtype`` is no float type.
     """
     with allowing(limits):
-        return _load(path, dtype, reduce_dtype, mesh, config, verify, revision, tokenizer, compile)
+        return _load(
+            path, dtype, reduce_dtype, mesh, config, verify, revision, tokenizer, tie, compile
+        )
 
 
 def _load(
@@ -121,6 +123,7 @@ def _load(
     verify: Verify,
     revision: str | None,
     tokenizer: bool,
+    tie: bool | None,
     compile: Sequence[Any] | None,
 ) -> Any:
     compile_cache.enable()

@@ -25,8 +25,8 @@ from ..errors import (
 from ..models.config import read_object
 from ..models.gguf import chat_template, tokenizer_json
 from ..models.gguf.tokenizer import end_ids, special_tokens
-from ..storage.limits import Limits, allowing, in_force
 from ..storage.jsontext import load_json, read_json_bytes
+from ..storage.limits import Limits, allowing, in_force
 from .chat_files import TEMPLATE_FILE, listed_templates, read_templates
 
 _SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]

@@ -112,7 +112,9 @@ def load(
 
 
 @contextmanager
-def _opened(weights: Any, verify: Verify, limits: Limits | None) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+def _opened(
+    weights: Any, verify: Verify, limits: Limits | None
+) -> Iterator[tuple[Mapping[str, Any], str | None]]:
     """The tensors by name, and the path; files opened here are closed here."""
     if isinstance(weights, (str, os.PathLike)):
         with load_weights(weights, verify=verify, limits=limits) as opened:
