@@ -135,7 +135,13 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class CheckpointChangedError(CheckpointError):
-    """The file changed between being opened and being read to the end."""
+    """The file changed between being opened and being read to the end.
+
+    Attributes:
+        replaced: Whether another checkpoint was put into its place: opened again, that is read.
+    """
+
+    replaced = False
 
 
 class CheckpointIncompleteError(CheckpointError):

@@ -6,9 +6,10 @@
 
 A process saves models 1, 2, 3, … to one place and tells of each that is saved. It is ended at
 random moments (SIGKILL, SIGTERM), or interrupted (SIGINT: it goes on), or by SIGKILL in the place
-of the n-th system call that changes a file, for each n. Wanted: what is there opens, is of one
-save throughout and of no older one than was told of, agrees with its checksums, and the next save
-works and removes what is left over. Prints a table; ends with 1 if anything is otherwise.
+of the n-th system call that changes a file, for each n. Each save has another configuration and
+tokenizer. Wanted: what is there opens, is of one save throughout and of no older one than was told
+of, agrees with its checksums, and the next save works and removes what is left over. Prints a
+table; ends with 1 if anything is otherwise.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from scripts.save_trials import (
     Server,
     can_run,
     report,
+    settled,
     strays,
     temporaries,
     which_save,
@@ -158,6 +160,8 @@ def _final(server: Server, row: Row, path: str, k: int) -> None:
         row.bad(f"the last save failed: {message.get('message')}")
     if left := strays(path):
         row.bad(f"the last save left over: {left}")
+    if wrong := settled(row.kind, path, k + 1):
+        row.bad(wrong)
 
 
 def _fault(kind: str, path: str, k: int, n: int, nbytes: int) -> dict[str, Any]:
@@ -214,6 +218,8 @@ def _two_saves(server: Server, row: Row, path: str, k: int, when: str) -> None:
     server.end()
     if "saved" not in message or which_save(row.kind, path) != k + 1:
         row.bad(f"{when}: the save after the kill before it failed: {message.get('message')}")
+    if wrong := settled(row.kind, path, k + 1):
+        row.bad(wrong)
     if left := strays(path):
         row.bad(f"{when}: the saves after the kill before it left over: {left}")
 

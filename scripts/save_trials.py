@@ -2,8 +2,9 @@
 
 Run as a program this is that process: it imports everything once, then forks itself for each
 trial it is told of on its standard input. ``fault_shim.c`` is loaded into it, so that a system
-call can be made to fail, or to be the last. All values of the k-th model that is saved are k, so
-a checkpoint tells which save it is of, and whether it is of one.
+call can be made to fail, or to be the last. All values of the k-th model that is saved are k, and
+its configuration and tokenizer say k, so a checkpoint tells which save it is of, and whether it is
+of one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -58,6 +59,23 @@ def make_model(k: int, nbytes: int) -> Any:
     return model
 
 
+class Said:
+    """In the place of the k-th model's tokenizer: files that say k, of which every other has one more."""
+
+    def __init__(self, k: int):
+        self.k = k
+
+    def files(self) -> dict[str, str]:
+        found = {"tokenizer.json": json.dumps({"save": self.k})}
+        return found | ({"chat_template.jinja": f"save {self.k}"} if self.k % 2 else {})
+
+
+def description(k: int) -> dict[str, str]:
+    """All that describes the k-th model: name of a file → what is in it."""
+    config = json.dumps({**CONFIG, "save": k, "dtype": "float32"}, indent=2) + "\n"
+    return {"config.json": config, **Said(k).files()}
+
+
 def save(kind: str, path: str, k: int, model: Any, nbytes: int) -> None:
     """Saves the k-th model to a directory, as a user would."""
     import maxjax.checkpoint
@@ -66,14 +84,15 @@ def save(kind: str, path: str, k: int, model: Any, nbytes: int) -> None:
         maxjax.checkpoint.save(path, model, step=k, keep=2)
         return
     if kind == "gguf":
-        save_gguf(path, model)
+        save_gguf(path, k, model)
         return
     parts = kind == "set" or (kind == "turns" and k % 2)
     limit = nbytes // 3 if parts else "5GB"
-    maxjax.save_pretrained(model, path, max_shard_size=limit, config=CONFIG)
+    config, tokenizer = {**CONFIG, "save": k}, cast(Any, Said(k))
+    maxjax.save_pretrained(model, path, tokenizer=tokenizer, max_shard_size=limit, config=config)
 
 
-def save_gguf(path: str, model: Any) -> None:
+def save_gguf(path: str, k: int, model: Any) -> None:
     """One GGUF file, written as convert does it."""
     from maxjax.checkpoint.pretrained import model_data
     from maxjax.checkpoint.writing import write_file
@@ -81,7 +100,7 @@ def save_gguf(path: str, model: Any) -> None:
     from maxjax.storage.gguf_writer import plan_gguf
 
     tensors = [outgoing_data(data, name) for name, data in model_data(model).items()]
-    metadata = {"general.architecture": "none"}
+    metadata = {"general.architecture": "none", "general.name": f"save {k}"}
     nbytes = plan_gguf(metadata, tensors).nbytes
     os.makedirs(path, exist_ok=True)
     file = os.path.join(path, "model.gguf")
@@ -297,8 +316,12 @@ def which_save(kind: str, path: str) -> int:
     try:
         with maxjax.load_weights(place, verify=True) as weights:
             arrays = {name: np.asarray(one.data().data) for name, one in weights.items()}
+            table = weights._family.open_table()
             if kind != "orbax":
-                _check_digests(weights._family.open_table())
+                _check_digests(table)
+            named = table.metadata.get("general.name")
+            with weights._beside.files() as folder:
+                said = _said(folder)
     except CheckpointError as error:
         raise Problem(f"{type(error).__name__}: {error}") from error
     values = {float(value) for array in arrays.values() for value in np.unique(array)}
@@ -307,12 +330,24 @@ def which_save(kind: str, path: str) -> int:
     found = int(values.pop())
     if kind == "orbax" and place != os.path.join(path, str(found)):
         raise Problem(f"{place} is of save {found}")
-    if kind not in ("orbax", "gguf"):
-        file = Path(path, "config.json")
-        config = json.loads(file.read_bytes()) if file.exists() else None
-        if config != {**CONFIG, "dtype": "float32"}:
-            raise Problem(f"config.json: {config}")
+    if kind == "gguf" and named != f"save {found}":
+        raise Problem(f"mixed: values of save {found}, metadata of {named}")
+    if kind not in ("orbax", "gguf") and said != description(found):
+        raise Problem(f"mixed: values of save {found}, described by {said}")
     return found
+
+
+def _said(folder: Path) -> dict[str, str]:
+    """The files that describe the model there."""
+    names = ("config.json", "tokenizer.json", "chat_template.jinja")
+    return {name: (folder / name).read_text() for name in names if (folder / name).exists()}
+
+
+def settled(kind: str, path: str, k: int) -> str | None:
+    """What is wrong about a checkpoint for programs that only see the names of files, after a save."""
+    if kind in ("orbax", "gguf") or _said(Path(path)) == description(k):
+        return None
+    return f"after save {k} the files are {_said(Path(path))}"
 
 
 def _newest_step(path: str) -> str | None:
@@ -350,7 +385,7 @@ def temporaries(path: str) -> list[str]:
 
 def strays(path: str) -> list[str]:
     """What is there that does not belong to the checkpoint."""
-    kept = {"config.json", "maxjax_digests.json", "model.safetensors", "model.gguf"}
+    kept = {*description(1), "maxjax_digests.json", "model.safetensors", "model.gguf"}
     index = Path(path, "model.safetensors.index.json")
     if index.exists():
         kept |= {index.name, *json.loads(index.read_bytes())["weight_map"].values()}

@@ -27,7 +27,7 @@ FLOORS: list[list[str]] = [
     # 1 storage: bytes on disk <-> named arrays
     files(
         "storage/",
-        "limits files durable staging sniff jsonscan jsontext crc32 entry coding checksums parallel"
+        "limits files durable staging crc32 beside sniff jsonscan jsontext entry coding checksums parallel"
         " checking table digests directory regions",
     )
     + files("storage/", "ggml_types")

@@ -133,8 +133,7 @@ def _new_gguf(
     made = gguf_tensors(config, found.tensors, path=path)
     if made.left_out:
         _LOG.warning("%s: no part of a GGUF file, left out: %s", path, some(made.left_out, 5))
-    folder = path if path.is_dir() else path.parent
-    pooling, _ = read_pooling(folder)
+    pooling, _ = read_pooling(found.folder)
     if pooling is not None and (lost := _lost_of(pooling)):
         _LOG.warning("%s: a GGUF file does not say %s", path, lost)
     metadata = gguf_metadata(

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from ..models.family import tensors as model_tensors
 from ..models.gguf import config_of
 from ..models.gguf.tokenizer import HF_JSON
 from ..models.ties import is_tied, says_tied, with_tie
-from ..storage.files import open_regular
+from ..storage.beside import settled
+from ..storage.files import file_range, open_regular
 from ..storage.orbax_paths import is_orbax, resolve
-from ..storage.outgoing import file_range
 from ..storage.safetensors import ENCODINGS
 from .pretrained import METADATA
 from .writing import json_bytes
@@ -46,13 +46,18 @@ _ANY = Family("any", (), ModelConfig, lambda *_: None)  # type: ignore[arg-type,
 
 @dataclass
 class Opened:
-    """A checkpoint that is to be converted."""
+    """A checkpoint that is to be converted.
+
+    Attributes:
+        folder: Where what lies beside it is read.
+    """
 
     path: Path
     weights: Weights
     tensors: dict[str, WeightData]
     config: dict[str, Any] | None
     beside: dict[str, Path]
+    folder: Path = Path()
     made: dict[str, bytes] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=lambda: dict(METADATA))
     as_given: bool = False
@@ -60,28 +65,33 @@ class Opened:
 
 @contextmanager
 def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
+    with ExitStack() as stack:
+        yield settled(lambda: _opened(source, stack))
+
+
+def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
     path = Path(source)
     if is_orbax(path):
         path = Path(resolve(os.fspath(path)))  # the newest step
-    # Or a broken value would get a new checksum that agrees with it.
-    with load_weights(path, verify=True) as weights:
-        if isinstance(weights, GGUFWeights):
-            yield Opened(path, weights, {}, None, {})
-            return
-        table = weights._family.open_table()
-        found = {name: weights[name].data() for name in table.entries}
-        folder = path if path.is_dir() else path.parent
-        file = folder / "config.json"
-        config = read_object(file) if file.is_file() else None
-        if config is not None:
-            config = _settled(config, found, path)
-        # Beside a single file may lie anything; with a configuration it is a model's directory.
-        beside = _beside(folder) if path.is_dir() or config is not None else {}
-        opened = Opened(path, weights, found, config, beside)
-        if table.format == "safetensors":
-            kept = {k: v for k, v in table.metadata.items() if k != ENCODINGS}
-            opened.metadata, opened.as_given = kept, True
-        yield opened
+    weights = stack.enter_context(load_weights(path))
+    table = weights._family.open_table()
+    table.verify = True  # or a broken value would get a new checksum that agrees with it
+    if isinstance(weights, GGUFWeights):
+        return Opened(path, weights, {}, None, {})
+    found = {name: weights[name].data() for name in table.entries}
+    # Copied: a large checkpoint takes its time, and what describes it may be replaced meanwhile.
+    folder = stack.enter_context(weights._beside.files(copied=True))
+    file = folder / "config.json"
+    config = read_object(file) if file.is_file() else None
+    if config is not None:
+        config = _settled(config, found, path)
+    # Beside a single file may lie anything; with a configuration it is a model's directory.
+    beside = _beside(folder) if path.is_dir() or config is not None else {}
+    opened = Opened(path, weights, found, config, beside, folder)
+    if table.format == "safetensors":
+        kept = {k: v for k, v in table.metadata.items() if k != ENCODINGS}
+        opened.metadata, opened.as_given = kept, True
+    return opened
 
 
 def _settled(config: dict[str, Any], found: Mapping[str, WeightData], path: Path) -> dict[str, Any]:

@@ -210,7 +210,8 @@ def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> F
     try:
         if isinstance(weights, GGUFWeights):
             return _of_gguf(weights, rules)
-        config = read_object(config_beside(weights._path))
+        with weights._beside.files("config.json") as folder:
+            config = read_object(config_beside(folder))
     except CheckpointMissingError:
         return _of_names(weights, None, rules)
     try:

@@ -20,13 +20,15 @@ from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputEr
 from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import Decoder, PretrainedModel, build, config_beside
+from ..storage.beside import settled, waiting
+from ..storage.index import beside_of
 from ..storage.limits import Limits, allowing
 from ..storage.orbax_paths import is_orbax, resolve
 from ..storage.table import Verify
 from .defaults import read_defaults
 from .hub import find_model
 from .pooling import gguf_pooling, read_pooling
-from .tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
+from .tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
 
 
 @overload
@@ -132,38 +134,74 @@ def _load(
     if path is None:  # to find_model it is "tiny"
         raise TypeError("path must be a str or a Path, not NoneType")
     path = find_model(path, revision)
-    if path.is_dir() and is_orbax(path):
-        path = Path(resolve(os.fspath(path)))  # the newest step, which has its own config.json
-    directory = path if path.is_dir() else path.parent
-    pooling, place = read_pooling(directory)
-    if path.is_dir():
-        path = directory = place
-    if config is None and not _has_gguf(path):  # without it, whatever else is there is of no use
-        config = config_beside(path)
-    with load_weights(path, verify=verify) as weights:
-        if wanted is None:
-            _refuse_float64(weights)
-        if config is None and not isinstance(weights, GGUFWeights):
-            config = config_beside(path)
-        model = build(weights, config, wanted, reduce_dtype=reduce, tie=tie)
-        if mesh is not None:
-            model.to(mesh)
-        if isinstance(weights, GGUFWeights):
-            pooling = gguf_pooling(weights.metadata, path=path) or pooling
-        text = _tokenizer(weights, path, directory) if tokenizer else None
-        if pooling is not None:
-            model.pooling = pooling
-        if isinstance(model, Decoder):
-            ends = () if text is None else text.eos_ids
-            model.generation = read_defaults(directory, model.hf_config, ends)
+    weights, model, text = settled(
+        lambda: _prepared(path, config, verify, wanted, reduce, mesh, tie, tokenizer)
+    )
+    with weights:
         cast = wanted is not None
         if compile is None:
             model.load_state_dict(weights, cast=cast, tie=tie)
+            weights._beside.finish()
             return model, text
         with ThreadPoolExecutor(1, "maxjax-compile") as pool:
             program = pool.submit(model.compile, *compile)
             model.load_state_dict(weights, cast=cast, tie=tie)
+        weights._beside.finish()
     return model, text, program.result()
+
+
+def _prepared(
+    path: Path,
+    config: Any,
+    verify: Verify,
+    wanted: Any,
+    reduce: Any,
+    mesh: Any,
+    tie: Any,
+    tokenizer: bool,
+) -> tuple[Weights, PretrainedModel, Tokenizer | None]:
+    """The open weights, the model for them and the tokenizer: all of one checkpoint."""
+    if path.is_dir() and is_orbax(path):
+        path = Path(resolve(os.fspath(path)))  # the newest step, which has its own config.json
+    directory = path if path.is_dir() else path.parent
+    place = _transformer(directory)
+    pooling = read_pooling(directory)[0] if place != directory else None
+    if path.is_dir():
+        path = place
+    if config is None and not _has_gguf(path) and not waiting(os.fspath(place)):
+        config_beside(path)  # without it, whatever else is there is of no use
+    weights = load_weights(path, verify=verify)
+    try:
+        if wanted is None:
+            _refuse_float64(weights)
+        with weights._beside.files() as folder:
+            if place == directory:
+                pooling = read_pooling(folder)[0]
+            if config is None and not isinstance(weights, GGUFWeights):
+                config = config_beside(folder)
+            model = build(weights, config, wanted, reduce_dtype=reduce, tie=tie)
+            if mesh is not None:
+                model.to(mesh)
+            if isinstance(weights, GGUFWeights):
+                pooling = gguf_pooling(weights.metadata, path=path) or pooling
+            text = _tokenizer(weights, path, folder) if tokenizer else None
+            if pooling is not None:
+                model.pooling = pooling
+            if isinstance(model, Decoder):
+                ends = () if text is None else text.eos_ids
+                model.generation = read_defaults(folder, model.hf_config, ends)
+    except BaseException:
+        weights.close()
+        raise
+    return weights, model, text
+
+
+def _transformer(directory: Path) -> Path:
+    """The directory of the transformer itself, of several modules."""
+    if not (directory / "modules.json").exists() and not waiting(os.fspath(directory)):
+        return directory
+    with beside_of(directory).files() as folder:
+        return directory / read_pooling(folder)[1].relative_to(folder)
 
 
 def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | None:
@@ -177,7 +215,7 @@ def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | Non
                 f"{error}. Put the model's tokenizer.json beside the file, or load the model alone"
                 " with tokenizer=False."
             ) from None
-    return found or load_tokenizer(directory)
+    return found or tokenizer_in(directory)
 
 
 def _has_gguf(path: Path) -> bool:

@@ -25,6 +25,8 @@ from ..errors import (
 from ..models.config import read_object
 from ..models.gguf import chat_template, tokenizer_json
 from ..models.gguf.tokenizer import end_ids, special_tokens
+from ..storage.beside import settled
+from ..storage.index import beside_of
 from ..storage.jsontext import load_json, read_json_bytes
 from ..storage.limits import Limits, allowing, in_force
 from .chat_files import TEMPLATE_FILE, listed_templates, read_templates
@@ -213,16 +215,22 @@ def load_tokenizer(
         CheckpointFormatError: One of the files is broken; names it.
         CheckpointLimitError: One asks for more than ``limits`` allow.
     """
-    with allowing(limits):
-        return _load_tokenizer(path)
-
-
-def _load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     directory = Path(path)
     if not directory.exists():
         raise CheckpointMissingError("no such directory", path=directory)
     if directory.is_file():
         directory = directory.parent
+
+    def once() -> Tokenizer | None:
+        with beside_of(directory).files() as folder:
+            return tokenizer_in(folder)
+
+    with allowing(limits):
+        return settled(once)
+
+
+def tokenizer_in(directory: Path) -> Tokenizer | None:
+    """As :func:`load_tokenizer`, of files that are known to belong together."""
     file = directory / "tokenizer.json"
     if not file.exists():
         return None

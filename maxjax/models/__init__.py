@@ -215,8 +215,9 @@ def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | No
         return read_object(config), Path(config)
     if isinstance(weights, GGUFWeights):
         return config_of(weights), Path(weights._path)
-    path = config_beside(weights._path)
-    return read_object(path), path
+    with weights._beside.files("config.json") as folder:
+        path = config_beside(folder)
+        return read_object(path), path
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path:

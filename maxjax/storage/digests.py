@@ -11,8 +11,11 @@ Below: jsontext, checksums, table. Above: index, orbax, the writers.
 
 The header, if it is there, is that many bytes at the start of the file, which are looked at when
 it is opened: the names and types of the tensors, the metadata. A file has a second record while
-it is being replaced: there is the old one or the new one. An orbax checkpoint has one record, of
-file "." and size 0, with sums of the arrays' values.
+it is being replaced: there is the old one or the new one. The record of the file that makes a
+checkpoint count, which is the index of a set, says in "beside" which files describe the weights,
+and in "gone" which of the checkpoint before are not among them. Of a file of another program that
+is being replaced a record lists only what tells it from the new one. An orbax checkpoint has one
+record, of file "." and size 0, with sums of the arrays' values.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ..errors import (
@@ -32,10 +36,11 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointMissingError,
 )
+from .beside import Description, sum_of
 from .checksums import stale
-from .crc32 import crc32
+from .crc32 import crc32, crc32_of
 from .entry import Checksum, TensorEntry
-from .files import OpenFile
+from .files import OpenFile, file_range
 from .jsontext import collector_paused, load_json
 from .limits import Limits
 from .table import TensorTable
@@ -46,8 +51,10 @@ NAME = "maxjax_digests.json"
 DIRECTORY = "."
 VERSION, ALGORITHM = 1, "crc32"
 # What is there, and what each of several interrupted replacements would have put there.
-_RECORDS = 8
+MOST = 8
 _CRC = re.compile("[0-9a-f]{8}")
+# What is no plain name below the directory.
+_OUTSIDE = re.compile(r"^/|^$|\\|\0|(^|/)\.")
 _HINT = "The weights may be sound: delete this file, or read them with verify=False."
 
 
@@ -58,11 +65,13 @@ class Record:
     Attributes:
         tensors: Name → CRC-32 of its bytes there.
         header: How many bytes stand before all tensors, and their CRC-32.
+        beside: What describes the weights, if it is known.
     """
 
     size: int
     tensors: dict[str, int]
     header: tuple[int, int] | None = None
+    beside: Description | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +100,24 @@ def to_bytes(files: Mapping[str, Sequence[Record]]) -> bytes:
         >>> to_bytes({"m.gguf": [Record(9, {"w": 255})]})
         b'{"algorithm":"crc32","files":{"m.gguf":[{"size":9,"tensors":{"w":"000000ff"}}]},"version":1}'
     """
-    listed = {
-        name: [
-            {
-                "size": one.size,
-                "tensors": {tensor: f"{crc:08x}" for tensor, crc in one.tensors.items()},
-            }
-            | ({"header": [one.header[0], f"{one.header[1]:08x}"]} if one.header else {})
-            for one in records
-        ]
-        for name, records in files.items()
-    }
+    listed = {name: list(map(_as_json, records)) for name, records in files.items()}
     document = {"version": VERSION, "algorithm": ALGORITHM, "files": listed}
     return json.dumps(document, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _as_json(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {"size": record.size, "tensors": _hexadecimal(record.tensors)}
+    if record.header is not None:
+        found["header"] = [record.header[0], f"{record.header[1]:08x}"]
+    if record.beside is not None:
+        found["beside"] = _hexadecimal(record.beside.files)
+        if record.beside.gone:
+            found["gone"] = _hexadecimal(record.beside.gone)
+    return found
+
+
+def _hexadecimal(sums: Mapping[str, int]) -> dict[str, str]:
+    return {name: f"{crc:08x}" for name, crc in sums.items()}
 
 
 def parse(
@@ -161,19 +175,23 @@ def attach(
     table: TensorTable,
     *,
     limits: Limits | None = None,
-) -> None:
+    compare: bool = True,
+) -> list[Record]:
     """Gives the tensors of a table the checksums that lie beside its files.
 
-    Those that have one of their own keep it, and what is listed with another size has none.
+    Those that have one of their own keep it, and what is listed with another size has none. The
+    records are given that the file has which makes the checkpoint count, ``table.root``; with
+    ``compare=False`` nothing else is done.
 
     Raises:
         CheckpointCorruptError: The header of a file is not the one that was written.
         CheckpointFormatError, CheckpointLimitError: As for ``parse``.
     """
     found: dict[str, Digests | None] = {}
+    said: list[Record] = []
     # Of each file: tensor → the sums it may have.
     sums: list[dict[str, tuple[int, ...]]] = []
-    for file in table.files:
+    for number, file in enumerate(table.files):
         folder, name = os.path.split(file.path)
         if folder not in found:
             found[folder] = read_digests(folder, limits=limits)
@@ -182,9 +200,16 @@ def attach(
         fitting = [record for record in records if record.size == file.size]
         if records and not fitting:
             _LOG.info("%s: its size is not that of %s: nothing is compared", file.path, NAME)
-        sums.append(_acceptable(_with_header(file, fitting, os.path.join(folder, NAME))))
-    if not any(sums):
-        return
+        fitting = _with_header(file, fitting, os.path.join(folder, NAME))
+        fitting = told_apart(file, table.entries.values(), number, fitting)
+        sums.append(_acceptable(fitting))
+        if file is table.root:
+            said = fitting
+    if table.indexes and table.root is not None:
+        folder = os.path.dirname(table.root.path)
+        said = fitting_index(table.root, found.get(folder) or read_digests(folder, limits=limits))
+    if not compare or not any(sums):
+        return said
     paths = [os.path.join(os.path.dirname(file.path), NAME) for file in table.files]
     with collector_paused():
         for name, one in table.entries.items():
@@ -197,15 +222,79 @@ def attach(
                     name, one.dtype, one.shape, one.file, one.offset, one.nbytes,
                     one.coding, one.encoding, checksum,
                 )  # fmt: skip
+    return said
 
 
-def _acceptable(records: Iterable[Record]) -> dict[str, tuple[int, ...]]:
+def tell_unsummed(table: TensorTable) -> None:
+    """Warns, once for a file, of tensors that have no checksum, though all were to be compared."""
+    missing: dict[str, int] = {}
+    for entry in table.entries.values():
+        if entry.checksum is None and entry.nbytes and not _has_own(entry):
+            path = table.files[entry.file].path
+            missing[path] = missing.get(path, 0) + 1
+    for path, count in missing.items():
+        _warn_unsummed(path, count, len(table.entries))
+
+
+def _has_own(entry: TensorEntry) -> bool:
+    # What an archive has compressed is compared with its sum whenever it is read.
+    return entry.coding is not None and not entry.coding.is_divisible
+
+
+@lru_cache(1024)
+def _warn_unsummed(path: str, count: int, of: int) -> None:
+    _LOG.warning(
+        "%s: verify=True, but there are no checksums of %s to compare with: nobody would see if "
+        "it were damaged. `maxjax convert` writes a copy that has them",
+        path,
+        "its tensors" if count == of else f"{count} of the {of} tensors",
+    )
+
+
+def _acceptable(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
+    """tensor → the sums it may have; of one that a record does not list it may be any."""
     found: dict[str, tuple[int, ...]] = {}
-    for record in records:
-        for name, crc in record.tensors.items():
-            before = found.get(name, ())
-            found[name] = before if crc in before else (*before, crc)
+    for name in records[0].tensors if records else ():
+        if all(name in record.tensors for record in records):
+            found[name] = tuple(dict.fromkeys(record.tensors[name] for record in records))
     return found
+
+
+def told_apart(
+    file: OpenFile, entries: Iterable[TensorEntry], number: int, records: Sequence[Record]
+) -> list[Record]:
+    """Those of several records of a file that its bytes agree with.
+
+    The smallest tensor is read in which they differ, if there are several: after a save that was
+    interrupted, or in the middle of one.
+
+    Args:
+        entries: Of the tensors, of which those of file ``number`` are looked at.
+    """
+    records = list(records)
+    while len(records) > 1:
+        sizes = {
+            entry.name: entry
+            for entry in entries
+            if entry.file == number
+            and len({r.tensors[entry.name] for r in records if entry.name in r.tensors}) > 1
+        }
+        if not sizes:
+            break
+        entry = min(sizes.values(), key=lambda entry: entry.nbytes)
+        crc = crc32_of(file_range(file, entry.offset, entry.offset + entry.nbytes))
+        kept = [record for record in records if record.tensors.get(entry.name, crc) == crc]
+        if not kept:  # damaged: told when it is read
+            break
+        records = kept
+    return records
+
+
+def fitting_index(index: OpenFile, digests: Digests | None) -> list[Record]:
+    """The records of the index of a set that are of its content."""
+    records = () if digests is None else digests.files.get(os.path.basename(index.path), ())
+    crc = sum_of(index) if records else 0
+    return [one for one in records if one.header == (index.size, crc)]
 
 
 def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[Record]:
@@ -233,16 +322,32 @@ def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[R
 
 def _records(path: str, file: str, records: Any) -> Iterable[Record]:
     where = f"files[{file!r}]"
-    is_list = isinstance(records, list) and 0 < len(records) <= _RECORDS
-    _require(is_list, path, where, f"a list of 1 to {_RECORDS} records", records)
+    is_list = isinstance(records, list) and 0 < len(records) <= MOST
+    _require(is_list, path, where, f"a list of 1 to {MOST} records", records)
     for record in records:
         _require(isinstance(record, dict), path, where, "a list of objects", record)
         size, tensors = record.get("size"), record.get("tensors")
         is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
         _require(is_size, path, f"{where}: size", "a number of bytes", size)
         _require(isinstance(tensors, dict), path, f"{where}: tensors", "an object", tensors)
-        sums = {name: _crc(path, name, crc) for name, crc in tensors.items()}
-        yield Record(size, sums, _header(path, f"{where}: header", record.get("header")))
+        header = _header(path, f"{where}: header", record.get("header"))
+        yield Record(size, _sums(path, tensors), header, _beside(path, where, record))
+
+
+def _sums(path: str, found: Mapping[str, Any]) -> dict[str, int]:
+    return {name: _crc(path, name, crc) for name, crc in found.items()}
+
+
+def _beside(path: str, where: str, record: Mapping[str, Any]) -> Description | None:
+    found, gone = record.get("beside"), record.get("gone", {})
+    if found is None:
+        return None
+    for key, value in ("beside", found), ("gone", gone):
+        _require(isinstance(value, dict), path, f"{where}: {key}", "an object", value)
+        for name in value:
+            is_below = not _OUTSIDE.search(name)
+            _require(is_below, path, f"{where}: {key}", "names in the directory", name)
+    return Description(_sums(path, found), _sums(path, gone))
 
 
 def _header(path: str, where: str, found: Any) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from ..errors import (
 ALIGNMENT = 64
 # From here on memory comes as pages of its own, and goes back to the system when dropped.
 LARGE_BYTES = 4 << 20
+# What is copied in turn: large enough for the disk, small enough for the memory.
+PIECE_BYTES = 16 << 20
 
 
 class OpenFile:
@@ -100,6 +102,16 @@ class OpenFile:
             found=f"{there} bytes",
             hint="Incomplete download, or cut while being read? Fetch it again.",
         )
+
+    def is_in_place(self) -> bool | None:
+        """Whether its path leads to it: not if another file was put there; None if there is none."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return None
+        if self.fd < 0:  # its inode may be that of another file by now
+            return _identity(now) == _identity(self.stat)
+        return (now.st_dev, now.st_ino) == (self.stat.st_dev, self.stat.st_ino)
 
     def check_unchanged(self) -> None:
         """Raises CheckpointChangedError if the content may have changed since opening."""
@@ -183,6 +195,12 @@ def open_regular(
         file.close()
         raise
     return file
+
+
+def file_range(file: OpenFile, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a file from ``start`` to ``stop``, in pieces of 16 MiB."""
+    for at in range(start, stop, PIECE_BYTES):
+        yield memoryview(file.pread(at, min(PIECE_BYTES, stop - at)))
 
 
 _KINDS = (

@@ -8,8 +8,10 @@ Above: graph.weights.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +25,9 @@ from ..errors import (
     UserInputError,
     some,
 )
-from .digests import attach
+from .beside import SETTLING, Beside, replaced
+from .digests import NAME as DIGESTS
+from .digests import attach, tell_unsummed
 from .directory import FORMATS, UNREADABLE, choose, is_weights, nothing, unread
 from .entry import TensorEntry
 from .files import open_regular, os_error
@@ -47,6 +51,9 @@ _LOG = logging.getLogger("maxjax")
 _BY_CONTENT = {"GGUF": "gguf", "pickle": "pytorch", "NumPy array (.npy)": "npy"}
 # How much of what lies below a directory without weights is looked at for a hint.
 _FOLDERS, _FILES = 100, 1000
+
+# After an error a checkpoint that was replaced meanwhile is not opened again before this, in seconds.
+_PAUSE = 0.005
 
 PathLike = str | os.PathLike[str]
 _READERS: dict[str, Callable[..., TensorTable]] = {
@@ -77,13 +84,17 @@ def open_checkpoint(
 
     ``verify`` is when checksums are compared, those in the files and those that maxjax writes beside
     them (``maxjax_digests.json``): "auto" when all of a tensor is read at once, and it takes less
-    than a tenth of the time; True whenever some of it is read, if need be by reading the rest; False
-    never, and that file is not looked at.
+    than a tenth of the time; True whenever some of it is read, if need be by reading the rest, and a
+    warning says of which tensors there are none; False never.
+
+    A checkpoint that another process replaces meanwhile is opened again: the old one or the new one
+    is read, whole.
 
     Raises:
         CheckpointMissingError: Nothing there, or a directory without weights of a model.
         CheckpointIncompleteError: A directory with an unfinished download and nothing else.
         CheckpointFormatError: Another format, or a directory in which two could be meant.
+        CheckpointChangedError: It was replaced again and again.
         UserInputError: An empty list.
         CheckpointError: As for the readers of the formats and ``open_index``.
 
@@ -95,20 +106,104 @@ def open_checkpoint(
     limits = in_force(limits)
     if verify is not True and verify is not False and verify != "auto":
         raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
-    if isinstance(path, str | os.PathLike):
-        table = _open_one(os.fspath(path), limits, verify)
-    elif path:
-        table = _merged([os.fspath(one) for one in path], limits, verify, last_wins=True)
-    else:
+    paths = [path] if isinstance(path, str | os.PathLike) else path
+    paths = [os.fspath(one) for one in paths]
+    if not paths:
         raise UserInputError("no path was given. Name a file or a directory of weights.")
-    table.verify = verify
-    if verify is not False:
+    table = _settled(paths, lambda: _open_all(paths, limits, verify))
+    if verify is True:
+        tell_unsummed(table)
+    return table
+
+
+def _settled(paths: list[str], open_once: Callable[[], TensorTable]) -> TensorTable:
+    """What is opened, once nothing of it was replaced while it was."""
+    end = time.monotonic() + SETTLING
+    while True:
+        before = list(map(_places, paths))
         try:
-            attach(table, limits=limits)
-        except BaseException:
+            table = open_once()
+        except CheckpointError:
+            # A file that is missing or does not fit may be of a checkpoint that is gone by now.
+            if list(map(_places, paths)) == before or time.monotonic() > end:
+                raise
+            time.sleep(_PAUSE)
+            continue
+        files = [*table.files, *table.indexes]
+        # Several files without an index: only by all names can it be told that they are one set.
+        is_sure = table.root is not None or list(map(_places, paths)) == before
+        # One that was deleted since is whole; one in whose place there is another may have been
+        # held against the checksums of that.
+        is_replaced = any(file.is_in_place() is False for file in files)
+        if not is_replaced and (is_sure or time.monotonic() > end):
+            return table
+        table.close()
+        if time.monotonic() > end:
+            raise replaced(paths[0])
+
+
+def _places(path: str) -> object:
+    """What is other after a checkpoint at ``path`` was replaced: which files have which names."""
+    try:
+        with os.scandir(path) as entries:
+            return os.stat(path).st_mtime_ns, sorted((one.name, one.inode()) for one in entries)
+    except OSError:
+        files = path, os.path.join(os.path.dirname(path), DIGESTS)
+        return list(map(_identity, files))
+
+
+def _identity(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
+    if len(paths) == 1:
+        directory = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
+        table = _open_one(paths[0], limits, verify)
+    else:
+        directory = os.path.dirname(paths[0])
+        table = _merged(paths, limits, verify, last_wins=True)
+    table.verify = verify
+    try:
+        said = attach(table, limits=limits, compare=verify is not False)
+    except CheckpointError:
+        if verify is not False:
             table.close()
             raise
+        said = []
+    except BaseException:
+        table.close()
+        raise
+    if table.beside is None:
+        found = [record.beside for record in said if record.beside is not None]
+        one = len(paths) == 1
+        table.beside = Beside(directory or ".", table.root if one else None, found if one else ())
     return table
+
+
+def beside_of(path: str | os.PathLike[str]) -> Beside:
+    """What describes the weights in a directory, or those of a file, of which only that is wanted.
+
+    Nothing is said against weights that cannot be read; those of a GGUF file are not looked at.
+    """
+    shown = os.fspath(path)
+    directory = shown if os.path.isdir(shown) else os.path.dirname(shown) or "."
+    if not os.path.lexists(os.path.join(directory, DIGESTS)):
+        return Beside(directory)
+    weights = shown
+    with contextlib.suppress(CheckpointError):
+        if os.path.isdir(shown):
+            chosen = [] if is_orbax(shown) else choose(shown, _listed(shown)[0])
+            weights = os.path.join(shown, chosen[0]) if len(chosen) == 1 else ""
+        if weights.endswith((".safetensors", ".safetensors.index.json")):
+            with open_checkpoint(shown, verify=False) as table:
+                assert table.beside is not None
+                return table.beside
+    return Beside(directory)
 
 
 def _open_one(path: str, limits: Limits, verify: Verify) -> TensorTable:
@@ -153,7 +248,7 @@ def _format_of(path: str, limits: Limits) -> str:
 
 def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool) -> TensorTable:
     """One table of several checkpoints; equal names are refused unless the last one wins."""
-    files, metadata, formats = [], {}, set()
+    files, indexes, metadata, formats = [], [], {}, set()
     entries: dict[str, TensorEntry] = {}
     try:
         for path in paths:
@@ -161,6 +256,7 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
             first = len(files)
             formats.add(table.format)
             files.extend(table.files)
+            indexes.extend(table.indexes)
             for name, entry in table.entries.items():
                 if name in entries and not last_wins:
                     raise CheckpointFormatError(
@@ -173,10 +269,12 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
                 entries[name] = replace(entry, file=first + entry.file)
             metadata.update(table.metadata)
     except BaseException:
-        for file in files:
+        for file in [*files, *indexes]:
             file.close()
         raise
-    return TensorTable(" and ".join(sorted(formats)), files, entries, metadata)
+    merged = TensorTable(" and ".join(sorted(formats)), files, entries, metadata)
+    merged.indexes = indexes
+    return merged
 
 
 # --- directories ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from . import jsonscan
-from .files import open_regular
+from .files import OpenFile, open_regular
 from .limits import Limits, in_force, of_digits
 from .sniff import SNIFF_BYTES, foreign
 
@@ -26,13 +26,13 @@ KeyPath = tuple[str | int, ...]
 
 
 def load_json(
-    source: str | os.PathLike[str] | bytes,
+    source: str | os.PathLike[str] | bytes | OpenFile,
     *,
     limits: Limits | None = None,
     allow_nan: bool = False,
     name: str | None = None,
 ) -> Any:
-    """The value of a JSON file, or of bytes, read strictly.
+    """The value of a JSON file, which may be open, or of bytes, read strictly.
 
     ``allow_nan`` lets NaN and Infinity through, which some published configurations hold.
     ``name`` stands for the path in messages when ``source`` is bytes.
@@ -54,19 +54,24 @@ def load_json(
     if isinstance(source, bytes):
         return Text(source, name or "<bytes>", limits).parse(allow_nan=allow_nan)
     data = read_json_bytes(source, limits)
-    return Text(data, os.fspath(source), limits).parse(allow_nan=allow_nan)
+    path = source.path if isinstance(source, OpenFile) else os.fspath(source)
+    return Text(data, path, limits).parse(allow_nan=allow_nan)
 
 
-def read_json_bytes(path: str | os.PathLike[str], limits: Limits) -> bytes:
-    """The bytes of a JSON file; one that is recognisably something else is refused."""
-    file = open_regular(path)
+def read_json_bytes(source: str | os.PathLike[str] | OpenFile, limits: Limits) -> bytes:
+    """The bytes of a JSON file; one that is recognisably something else is refused.
+
+    It is closed afterwards only if it was opened here.
+    """
+    file = source if isinstance(source, OpenFile) else open_regular(source)
     try:
         if file.size > limits.json_bytes:
             raise limits.error("the file is too long", "json_bytes", file.size, path=file.path)
         data = file.pread(0, file.size)
         file.check_unchanged()
     finally:
-        file.close()
+        if file is not source:
+            file.close()
     if error := foreign(file.path, data[:SNIFF_BYTES], "JSON text"):
         raise error
     return data

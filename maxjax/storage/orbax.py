@@ -18,6 +18,7 @@ from ..errors import (
     CheckpointMissingError,
     CheckpointUnsafeError,
 )
+from .beside import Beside
 from .digests import DIRECTORY, NAME, read_digests
 from .entry import Checksum, TensorEntry
 from .files import open_regular
@@ -97,6 +98,7 @@ def open_orbax(
         raise
     table = TensorTable("orbax", [file], entries, metadata)
     table.verify = verify
+    table.beside = Beside(place.checkpoint, file)
     return table
 
 

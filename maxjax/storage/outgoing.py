@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dtype import DType
-from .files import OpenFile
-
-# One piece: large enough for the disk, small enough for the memory.
-PIECE_BYTES = 16 << 20
+from .files import PIECE_BYTES
+from .files import file_range as file_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +70,6 @@ def pieces(array: np.ndarray) -> Iterator[memoryview]:
         return
     for part in _rows(array):
         yield _bytes(np.ascontiguousarray(part, part.dtype.newbyteorder("<")))
-
-
-def file_range(file: OpenFile, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes of a file from ``start`` to ``stop``, in pieces of 16 MiB."""
-    for at in range(start, stop, PIECE_BYTES):
-        yield memoryview(file.pread(at, min(PIECE_BYTES, stop - at)))
 
 
 def _rows(array: np.ndarray) -> Iterator[np.ndarray]:

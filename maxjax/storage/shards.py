@@ -59,15 +59,19 @@ def open_index(
         CheckpointTruncatedError, CheckpointLimitError, CheckpointAccessError: As for one file.
     """
     limits = in_force(limits)
-    index = _Index(path, limits)
+    # Open until the others are: by then there may be that of another set in its place.
+    opened = open_regular(path)
     files: list[OpenFile] = []
     try:
+        index = _Index(opened, limits)
         entries, metadata = index.open_all(files)
     except BaseException:
-        for file in files:
+        for file in [opened, *files]:
             file.close()
         raise
-    return TensorTable(index.format, files, entries, metadata)
+    table = TensorTable(index.format, files, entries, metadata)
+    table.indexes = [opened]
+    return table
 
 
 def _tensor_of(keys: KeyPath) -> str | None:
@@ -77,12 +81,12 @@ def _tensor_of(keys: KeyPath) -> str | None:
 class _Index:
     """A parsed index: ``shard_of`` maps tensor → file name, ``shards`` file name → tensors."""
 
-    def __init__(self, path: str | os.PathLike[str], limits: Limits):
-        self.path = os.fspath(path)
+    def __init__(self, file: OpenFile, limits: Limits):
+        self.path = file.path
         self.limits = limits
         pytorch = _PYTORCH_INDEX.search(self.path)
         self.format, self.end = ("pytorch", ".bin") if pytorch else ("safetensors", ".safetensors")
-        data = read_json_bytes(self.path, limits)
+        data = read_json_bytes(file, limits)
         self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
         with collector_paused():
             value = self.text.parse()

@@ -32,9 +32,10 @@ from .durable import flush_folder, save_error, save_failed, write_new
 
 _LOG = logging.getLogger("maxjax")
 _START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
+WAITING = ".maxjax-next-"
 # What another host left is taken for dead when it is as old as this, in seconds.
 _AGE = 24 * 3600
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # The temporary directories of this process that are in use.
 _IN_USE: set[str] = set()
 # Longer than a writer takes from making its directory to locking it.
@@ -54,6 +55,7 @@ class Staging:
     Attributes:
         directory: With symbolic links resolved.
         folder: The temporary directory in it; files of any kind may be made there.
+        waiting: A name for a directory of files that wait there until others are in place.
 
     Raises:
         CheckpointBusyError: Another process is writing there.
@@ -77,6 +79,7 @@ class Staging:
         self._made: list[str] = []
         self._locks: list[int] = []  # of the directory, of the folder
         self.folder = os.path.join(self.directory, _new_name())
+        self.waiting = f"{WAITING}{self.folder.rpartition('-')[2].removesuffix(_END)}"
         try:
             with self.saving("making the directory"):
                 self._make()
@@ -94,7 +97,7 @@ class Staging:
     def _open_lock(self, path: str, exclusive: bool) -> bool:
         # In one call, since an interrupt comes between two: a lock that is held and not known
         # would keep the next save of this process out.
-        self._locks.extend(map(os.open, (path,), (_FOLDER,)))
+        self._locks.extend(map(os.open, (path,), (FOLDER,)))
         return not exclusive or lock(self._locks[-1], wait=False) is not False
 
     def _make(self) -> None:
@@ -143,14 +146,24 @@ class Staging:
         with self.saving("locking the directory"):
             lock(self._locks[0], wait=True)
 
-    def write(self, name: str, pieces: Iterable[Any], *, nbytes: int | None = None) -> None:
+    def write(
+        self,
+        name: str,
+        pieces: Iterable[Any],
+        *,
+        nbytes: int | None = None,
+        like: str | None = None,
+    ) -> None:
         """Writes a new file, flushed to the disk; :meth:`commit` gives it its place.
+
+        Args:
+            like: The name of the file whose mode it gets, if not its own.
 
         Raises:
             CheckpointSaveError: The system reports an error.
         """
         path = os.path.join(self.folder, name)
-        old = os.path.join(self.directory, name)
+        old = os.path.join(self.directory, like or name)
         with self.saving(f"writing {name}", needed=nbytes):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_new(path, pieces, like=old)
@@ -225,6 +238,7 @@ class Staging:
                     os.unlink(place)
             except OSError as error:
                 self._kept = f"{place} is new, and could not be taken back: {error.strerror}."
+                break  # what was put there before belongs to it
         with contextlib.suppress(OSError):
             flush_folder(self.directory)
 

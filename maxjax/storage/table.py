@@ -17,6 +17,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import OutOfMemoryError
+from .beside import Beside
 from .checking import Checks, Key, sum_of
 from .checking import Verify as Verify
 from .checksums import Sum, tapped
@@ -41,7 +42,8 @@ class TensorTable:
     Attributes: ``format`` ("safetensors"), ``files`` (open), ``entries`` (name → TensorEntry
     in file order), ``metadata`` (text → text; of a GGUF file values of any of its types),
     ``verify`` ("auto", True or False: when reading compares checksums), ``checks`` (what was
-    compared). Any number of threads may read at once. Close it, or use it in a ``with`` block, or
+    compared), ``indexes`` (open, of sets), ``beside`` (what describes the weights, once
+    ``open_checkpoint`` has looked). Any number of threads may read at once. Close it, or use it in a ``with`` block, or
     drop it: the files close with the last reference.
 
     Example:
@@ -68,6 +70,14 @@ class TensorTable:
         self.entries = entries
         self.metadata = metadata or {}
         self.checks = Checks(files)
+        self.indexes: list[OpenFile] = []
+        self.beside: Beside | None = None
+
+    @property
+    def root(self) -> OpenFile | None:
+        """The file whose renaming makes the checkpoint count; None of several without an index."""
+        known = self.indexes or self.files
+        return known[0] if len(known) == 1 else None
 
     @property
     def verify(self) -> Verify:
@@ -128,7 +138,7 @@ class TensorTable:
 
     def close(self) -> None:
         """Closes the files. Arrays that were read stay valid."""
-        for file in self.files:
+        for file in [*self.files, *self.indexes]:
             file.close()
 
     def __enter__(self) -> TensorTable:

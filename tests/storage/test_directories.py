@@ -436,7 +436,7 @@ def test_many_directories_are_not_all_looked_at(tmp_path, monkeypatch):
     whole = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or whole(path))
     assert refused(tmp_path, CheckpointMissingError).hint is None
-    assert len(listed) <= 101
+    assert len(listed) <= 103  # two of these look whether something was replaced meanwhile
 
 
 def test_names_that_nobody_can_print(tmp_path):

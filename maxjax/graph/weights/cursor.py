@@ -7,6 +7,7 @@ looked at or a Module loads it. All cursors of one checkpoint share its open fil
 from __future__ import annotations
 
 import bisect
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy as np
 from ...dtype import DType
 from ...errors import closest
 from ...storage import TensorTable, open_checkpoint
+from ...storage.beside import Beside
 from ...storage.limits import in_force
 from ...storage.regions import Part, read_parts
 from ..device import DeviceRef
@@ -143,6 +145,12 @@ class Weights:
     @property
     def _path(self) -> str:
         return self._family.path
+
+    @property
+    def _beside(self) -> Beside:
+        """What describes the weights: config.json and the like."""
+        folder = self._path if os.path.isdir(self._path) else os.path.dirname(self._path)
+        return self._family.open_table().beside or Beside(folder or ".")
 
     def exists(self) -> bool:
         """Whether a tensor has exactly this name."""
