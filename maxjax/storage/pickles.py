@@ -22,6 +22,7 @@ from .pickle_values import Token, measure, shown
 
 # A number as text of up to so many bytes is read without a look at the limits of long ones.
 _SHORT_NUMBER = 20
+_UINT = struct.Struct("<I").unpack_from
 # Instructions that build an object of a class or of a registered extension.
 _OBJECTS = {
     0x6F: "OBJ",
@@ -181,6 +182,39 @@ def _put(reader: Reader) -> None:
         reader.remember(reader.number(1))
 
 
+def _put_long(reader: Reader) -> None:
+    """LONG_BINPUT."""
+    at = reader.at
+    if reader.stack and at + 4 <= len(reader.data):
+        slot = _UINT(reader.data, at)[0]
+        if slot in reader.memo or slot <= len(reader.memo):
+            reader.memo[slot] = reader.stack[-1]
+            reader.at = at + 4
+            return
+    reader.remember(reader.number(4))
+
+
+def _get_long(reader: Reader) -> None:
+    """LONG_BINGET."""
+    at, memo = reader.at, reader.memo
+    if at + 4 <= len(reader.data) and (slot := _UINT(reader.data, at)[0]) in memo:
+        reader.stack.append(memo[slot])
+        reader.at = at + 4
+    else:
+        reader.recall(reader.number(4))
+
+
+def _text(reader: Reader) -> None:
+    """BINUNICODE."""
+    at, data = reader.at + 4, reader.data
+    count = _UINT(data, at - 4)[0] if at <= len(data) else len(data)
+    if at + count <= len(data):
+        reader.at = at + count
+        reader.stack.append(reader.text(data[at : at + count]))
+    else:
+        reader.stack.append(reader.text(reader.take(reader.number(4))))
+
+
 def _memoize(reader: Reader) -> None:
     """MEMOIZE."""
     memo, stack = reader.memo, reader.stack
@@ -316,10 +350,10 @@ _INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
     ord("u"): _insert_all,
     # the memo
     ord("q"): _put,
-    ord("r"): lambda r: r.remember(r.number(4)),
+    ord("r"): _put_long,
     0x94: _memoize,
     ord("h"): _get,
-    ord("j"): lambda r: r.recall(r.number(4)),
+    ord("j"): _get_long,
     ord("2"): _duplicate,
     # scalars
     ord("N"): _push(lambda r: None),
@@ -335,7 +369,7 @@ _INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
     ord("L"): _line_number,
     # text and bytes
     0x8C: _push(lambda r: r.text(_short(r))),
-    ord("X"): _push(lambda r: r.text(r.take(r.number(4)))),
+    ord("X"): _text,
     0x8D: _push(lambda r: r.text(r.take(r.number(8)))),
     ord("U"): _push(lambda r: _old_text(r, _short(r))),
     ord("T"): _push(lambda r: _old_text(r, r.take(r.number(4)))),

@@ -29,6 +29,7 @@ FREE_BYTES = 1 << 20
 
 _CENTRAL = Struct("<4s6H3L5H2L")
 _LOCAL = Struct("<4s5H3L2H")
+_FIELD = Struct("<2H")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 # Flags: encrypted (three ways) and patch data are refused; the name is UTF-8; sizes may
 # stand behind the data.
@@ -143,13 +144,14 @@ class Directory:
             name_bytes, extra_bytes, comment_bytes, disk, _, _, header,
         ) = _CENTRAL.unpack_from(data, at)  # fmt: skip
         length = _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
-        raw = data[at + _CENTRAL.size :][:name_bytes]
+        behind = at + _CENTRAL.size + name_bytes
+        raw = data[at + _CENTRAL.size : behind]
         if length > len(data) - at:
             problem = "directory: a member's name and comment go beyond it"
             raise self._bad(problem, base + at, f"at most {len(data) - at} bytes", length)
         name = self._name(raw, flags, base + at)
         record = _Record(base + at, name, raw, flags, method, crc, compressed, size, header)
-        extra = self._extra(data[at + _CENTRAL.size + name_bytes :][:extra_bytes], record)
+        extra = self._extra(data[behind : behind + extra_bytes], record)
         record.size, record.compressed, record.header, disk = self._wide(
             extra, record, ((size, 8), (compressed, 8), (header, 8), (disk, 4))
         )
@@ -172,15 +174,16 @@ class Directory:
     def _extra(self, data: bytes, record: _Record) -> dict[int, bytes]:
         """The extra fields that change what a member is."""
         fields: dict[int, bytes] = {}
-        while len(data) >= 4:
-            kind, length = int.from_bytes(data[:2], "little"), int.from_bytes(data[2:4], "little")
-            if length > len(data) - 4 or (kind == _ZIP64 and kind in fields):
+        at, end = 4, len(data)
+        while at <= end:
+            kind, length = _FIELD.unpack_from(data, at - 4)
+            if length > end - at or (kind == _ZIP64 and kind in fields):
                 problem = "extra field: goes beyond its end, or is there twice"
                 found = f"{length} bytes of kind {kind:#06x}"
-                raise self._bad(problem, record.at, f"at most {len(data) - 4} bytes", found, record)
+                raise self._bad(problem, record.at, f"at most {end - at} bytes", found, record)
             if kind in (_ZIP64, _UNICODE_NAME):
-                fields[kind] = data[4 : 4 + length]
-            data = data[4 + length :]
+                fields[kind] = data[at : at + length]
+            at += length + 4
         second = fields.get(_UNICODE_NAME)
         if second is not None and second[5:] != record.name.encode():
             found = repr(second[5:85])
