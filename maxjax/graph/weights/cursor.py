@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...dtype import DType
@@ -25,7 +26,7 @@ from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..weight import Weight
-from .weight_data import WeightData
+from .weight_data import WeightData, as_leaf
 
 # Names that are methods: a tensor called so is reached by index, weights["data"].
 RESERVED_NAMES = (
@@ -36,8 +37,15 @@ RESERVED_NAMES = (
     "data",
     "exists",
     "items",
+    "keys",
     "name",
 )
+
+
+class _FullName(str):
+    """A name as iteration gives it: as an index it counts from the root, whatever the place."""
+
+    __slots__ = ()
 
 
 class _Family:
@@ -90,10 +98,15 @@ class Weights:
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
     are the same place; neither fails when nothing is there, :meth:`exists` tells. Names
-    that start with an underscore and the names of the methods are reached by index only.
+    that start with an underscore and the names of the methods, ``keys`` and ``items`` among them,
+    are reached by index only: as an attribute the method wins.
+
+    As a mapping a place holds what is at it and below: ``len``, ``in``, iteration and ``keys()``
+    are of full names, as ``items()`` is. The place of a tensor is an array to jnp and NumPy,
+    which read it then.
 
     Example:
-        >>> import numpy as np, tempfile, os, safetensors.numpy
+        >>> import jax.numpy as jnp, numpy as np, tempfile, os, safetensors.numpy
         >>> from maxjax.graph.weights import load_weights
         >>> path = os.path.join(tempfile.mkdtemp(), "m.safetensors")
         >>> safetensors.numpy.save_file({"layers.0.w": np.ones((2, 3), np.float16)}, path)
@@ -102,8 +115,10 @@ class Weights:
         (True, False)
         >>> weights.layers[0].w.data()
         WeightData(DType.float16, [Dim(2), Dim(3)])
-        >>> [name for name, _ in weights.layers.items()]
-        ['layers.0.w']
+        >>> list(weights.layers), len(weights), "layers.0.w" in weights
+        (['layers.0.w'], 1, True)
+        >>> jnp.asarray(weights.layers[0].w).shape
+        (2, 3)
     """
 
     _family: _Family
@@ -132,10 +147,28 @@ class Weights:
         return self[attr]
 
     def __getitem__(self, index: str | int) -> Weights:
+        if type(index) is _FullName:
+            return self._at(str(index))
         return self._at(f"{self._prefix}.{index}" if self._prefix else str(index))
 
-    # Python would call __getitem__ with 0, 1, 2, … for ever.
-    __iter__ = None
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self._below())
+
+    def __contains__(self, name: object) -> bool:
+        prefix = self._prefix
+        inside = not prefix or name == prefix or str(name).startswith(f"{prefix}.")
+        return inside and name in self._family.open_table().entries
+
+    def keys(self) -> list[str]:
+        """Full names of the tensors at or below this place, sorted.
+
+        One of them leads to its tensor from any place; a name that you write counts from the
+        place that it is the index of.
+        """
+        return [_FullName(name) for name in self._below()]
 
     @property
     def name(self) -> str:
@@ -157,9 +190,9 @@ class Weights:
         return self._prefix in self._family.open_table().entries
 
     def items(self) -> Iterator[tuple[str, Weights]]:
-        """Full name and place of every tensor at or below this place, sorted by name."""
-        for name in self._below():
-            yield name, self._at(name)
+        """Full name and place of every tensor at or below this place, in the order of keys()."""
+        for name in self.keys():
+            yield name, self._at(str(name))
 
     def _below(self) -> list[str]:
         names, prefix = self._family.names, self._prefix
@@ -188,6 +221,21 @@ class Weights:
             raise KeyError(self._unknown())
         encoding = QuantizationEncoding(entry.encoding) if entry.encoding else None
         return WeightData._lazy(self._family, entry.name, entry.dtype, entry.shape, encoding)
+
+    def _leaf(self) -> Any:
+        return self.data()._leaf()
+
+    def __jax_array__(self) -> jax.Array:
+        return self.data().__jax_array__()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.data().__array__(dtype, copy)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.data().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.data().__dlpack_device__()
 
     def _unknown(self) -> str:
         like = closest(self._prefix, self._family.names)
@@ -284,6 +332,9 @@ class Weights:
         return f"{type(self).__name__}({self._path!r}, name={self._prefix!r}, {len(self._below())} tensors)"
 
 
+as_leaf(Weights)
+
+
 class SafetensorWeights(Weights):
     """Weights of safetensors files.
 
@@ -341,3 +392,6 @@ class _Bytes(WeightData):
     @property
     def is_loaded(self) -> bool:
         return True  # to whoever would read it from a table
+
+
+as_leaf(SafetensorWeights)

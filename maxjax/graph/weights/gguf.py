@@ -16,7 +16,7 @@ from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..weight import Weight
 from .cursor import Weights, _Family
-from .weight_data import WeightData
+from .weight_data import WeightData, as_leaf
 
 
 class GGUFWeights(Weights):
@@ -57,12 +57,10 @@ class GGUFWeights(Weights):
     def _alignment(self) -> int:  # type: ignore[override]
         return int(self.metadata.get("general.alignment", 32))
 
-    def items(self) -> Iterator[tuple[str, Weights]]:
-        """Full name and place of every tensor at or below this place, in the file's order."""
-        below = set(self._below())
-        for name in self._family.open_table().entries:
-            if name in below:
-                yield name, self._at(name)
+    def keys(self) -> list[str]:
+        """Full names of the tensors at or below this place, in the file's order."""
+        below = {str(name): name for name in super().keys()}
+        return [below[name] for name in self._family.open_table().entries if name in below]
 
     def allocate(
         self,
@@ -95,3 +93,6 @@ class GGUFWeights(Weights):
                 f"'{self.name}' is unquantized ({data.dtype}), not {encoding.value}: "
                 "leave quantization_encoding away"
             )
+
+
+as_leaf(GGUFWeights)

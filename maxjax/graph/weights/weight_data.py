@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...driver import Buffer
@@ -250,8 +251,18 @@ class WeightData:
         self._data = buffer = Buffer.from_numpy(array)
         return buffer
 
+    def _leaf(self) -> Any:
+        """What JAX's functions see of it: the array, read now; of data that is not there its type."""
+        there = isinstance(self._data, jax.ShapeDtypeStruct)
+        return self._data if there else self.__jax_array__()
+
+    def __jax_array__(self) -> jax.Array:
+        array = self._typed()
+        # A copy: JAX on a CPU would share the memory of an array that ``data`` hands out too.
+        return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self._typed(), dtype=dtype)
+        return np.array(self._typed(), dtype=dtype, copy=copy)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self._exporter().__dlpack__(**kwargs)
@@ -269,6 +280,19 @@ class WeightData:
 
     def __repr__(self) -> str:
         return f"WeightData({self.dtype}, {self.shape!r})"
+
+
+def as_leaf(cls: type) -> None:
+    """Lets what JAX compiles take objects of a class as the arrays they stand for.
+
+    ``jnp.dot`` and others are jitted, and jit asks nothing but registered classes for arrays.
+    """
+    jax.tree_util.register_pytree_node(
+        cls, lambda one: ((one._leaf(),), None), lambda _, leaves: leaves[0]
+    )
+
+
+as_leaf(WeightData)
 
 
 def _host(data: Any) -> np.ndarray:

@@ -80,8 +80,6 @@ def test_completion_copying_and_text(path):
     assert {"layers", "norm", "items"} <= set(dir(w)) and {"w", "w2"} <= set(dir(w.layers[1]))
     assert copy.copy(w).layers[1].w.exists()
     assert "2 tensors" in repr(w.layers[1]) and "m.safetensors" in repr(w)
-    with pytest.raises(TypeError):
-        iter(w)
 
 
 def test_data(path):
@@ -220,3 +218,66 @@ def test_narrow_and_empty_tensors(tmp_path):
     ).tolist() == [1, -1]
     assert w.e.data().data.shape == (0, 3)
     assert w.f8.allocate(dtype="float32").dtype is DType.float32
+
+
+# --- a mapping, and an array -------------------------------------------------------------------
+
+
+def test_a_place_is_a_mapping_of_full_names(path):
+    weights = load_weights(path)
+    assert list(weights) == weights.keys() == sorted(TENSORS) == [n for n, _ in weights.items()]
+    assert len(weights) == len(TENSORS)
+    below = weights.layers[1]
+    assert list(below) == ["layers.1.w", "layers.1.w2"] == [name for name, _ in below.items()]
+    assert len(below) == 2 and len(weights.model) == 1 and len(weights.nothing) == 0
+    for name in TENSORS:
+        assert name in weights
+        assert (name in below) == name.startswith("layers.1.")
+    assert "layers" not in weights and 7 not in weights and "w" not in below
+    # What it iterates over leads to the tensor from any place.
+    assert {name: below[name].name for name in below} == {name: name for name in below}
+    assert {name: place.name for name, place in dict(below).items()} == {
+        name: name for name in below
+    }
+
+
+def test_a_tensor_called_as_a_method_is_reached_by_index(tmp_path):
+    """The method wins as an attribute, so a model's file never changes what code means."""
+    names = ["keys.weight", "items.weight", "a.keys.weight"]
+    path = tmp_path / "m.safetensors"
+    safetensors.numpy.save_file({name: np.ones(1, np.float32) for name in names}, path)
+    weights = load_weights(path)
+    assert weights.keys() == sorted(names) and len(list(weights.items())) == 3
+    for name in names:
+        assert weights[name].exists()
+    assert weights["keys"].weight.exists() and weights.a["keys"].weight.exists()
+
+
+def test_what_jax_and_numpy_take_as_an_array(path):
+    weights = load_weights(path)
+    place = weights.layers[1].w
+    for found in (place, place.data()):
+        for array in (jnp.asarray(found), np.asarray(found), jnp.from_dlpack(found)):
+            np.testing.assert_array_equal(array, TENSORS["layers.1.w"], strict=True)
+        assert jnp.dot(found, jnp.ones(3)).tolist() == [3.0, 12.0]
+        assert jax.jit(jnp.sum)(found) == 15
+        assert jax.eval_shape(jnp.sum, found).shape == ()
+        assert np.dot(found, np.ones(3, np.float32)).tolist() == [3.0, 12.0]
+    with pytest.raises(KeyError, match="did you mean|no tensor is named"):
+        jnp.asarray(weights.layers[1].x)
+
+
+def test_an_array_of_it_is_a_copy(path):
+    data = load_weights(path).layers[1].w.data()
+    array, copied = jnp.asarray(data), np.array(data)
+    data.data[:] = -1
+    assert array[1, 2] == copied[1, 2] == 5
+
+
+def test_names_read_nothing(path, monkeypatch):
+    weights = load_weights(path)
+    monkeypatch.setattr(os, "pread", None)
+    monkeypatch.setattr(os, "preadv", None)
+    assert len(weights) == len(list(weights)) == len(weights.keys()) and "norm" in weights
+    with pytest.raises(TypeError):
+        jnp.asarray(weights.norm)
