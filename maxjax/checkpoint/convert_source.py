@@ -28,7 +28,8 @@ from ..models.gguf.tokenizer import HF_JSON
 from ..models.ties import is_tied, says_tied, with_tie
 from ..storage.beside import settled
 from ..storage.files import file_range, open_regular
-from ..storage.orbax_paths import is_orbax, resolve
+from ..storage.index import orbax_checkpoint
+from ..storage.orbax_paths import resolve
 from ..storage.safetensors import ENCODINGS
 from .pretrained import METADATA
 from .writing import json_bytes
@@ -71,7 +72,7 @@ def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
 
 def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
     path = Path(source)
-    if is_orbax(path):
+    if orbax_checkpoint(path) is not None:
         path = Path(resolve(os.fspath(path)))  # the newest step
     weights = stack.enter_context(load_weights(path))
     table = weights._family.open_table()

@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from ..errors import UserInputError
+from ..engine.tokenizer import Tokenizer
 from ..nn.layer import Module
 from .orbax import PathLike, _begin, newest, restore
 from .saving import Response
-from .steps import steps_in
+from .steps import steps_in, whole_number
 
 
 class CheckpointManager:
@@ -41,29 +41,42 @@ class CheckpointManager:
     def __init__(
         self, path: PathLike, *, max_to_keep: int | None = None, keep_every: int | None = None
     ):
-        self.path = Path(os.path.abspath(path))
+        self.path = Path(os.path.abspath(os.fsdecode(path)))
         self._newest = newest(max_to_keep)
-        whole = isinstance(keep_every, int) and not isinstance(keep_every, bool)
-        if keep_every is not None and not (whole and keep_every > 0):
-            raise UserInputError(
-                f"keep_every is {keep_every!r}; it must be a whole number, 1 or more"
-            )
-        self._every = keep_every
+        self._every = None if keep_every is None else whole_number("keep_every", keep_every, 1)
         self._response: Response | None = None
 
     def _keep(self, steps: list[int]) -> list[int]:
         every = self._every
         return [*self._newest(steps), *(step for step in steps if every and step % every == 0)]
 
-    def save(self, step: int | None, model: Module | None, **items: Any) -> Path:
+    def save(
+        self,
+        step: int | None,
+        model: Module | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        **items: Any,
+    ) -> Path:
         """Saves a step and waits for it; see :func:`maxjax.checkpoint.save`."""
         self.wait_until_finished()
-        return _begin(self.path, model, step, self._keep, items, copy=False, wait=True).result()
+        return _begin(
+            self.path, model, step, self._keep, items, tokenizer, copy=False, wait=True
+        ).result()
 
-    def save_async(self, step: int | None, model: Module | None, **items: Any) -> Response:
+    def save_async(
+        self,
+        step: int | None,
+        model: Module | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        **items: Any,
+    ) -> Response:
         """Begins to save a step; see :func:`maxjax.checkpoint.save_async`."""
         self.wait_until_finished()
-        self._response = _begin(self.path, model, step, self._keep, items, copy=True, wait=False)
+        self._response = _begin(
+            self.path, model, step, self._keep, items, tokenizer, copy=True, wait=False
+        )
         return self._response
 
     def restore(

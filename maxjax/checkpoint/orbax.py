@@ -14,17 +14,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..engine.tokenizer import Tokenizer
 from ..errors import CheckpointError, CheckpointMissingError, UserInputError, some
 from ..models.family import main_dtype
 from ..nn.layer import Module
 from ..storage.limits import Limits, allowing
 from ..storage.orbax_paths import resolve
-from .pretrained import flat_name, model_files
+from .pretrained import flat_name, model_files, tokenizer_files
 from .pytree import Item, model_item, tree_item
 from .restoring import Fitting, mismatch, model_problems
 from .saved import Saved, open_saved
 from .saving import MODEL, Keep, Response, start
-from .steps import steps_in
+from .steps import steps_in, whole_number
 
 PathLike = str | os.PathLike[str]
 # How often a restore begins again because the step it was reading was deleted.
@@ -37,6 +38,7 @@ def save(
     *,
     step: int | None = None,
     keep: int | None = None,
+    tokenizer: Tokenizer | None = None,
     **items: Any,
 ) -> Path:
     """Saves a model, and other trees beside it, as a new step of a directory.
@@ -52,6 +54,7 @@ def save(
         step: The number of the step; by default one more than the newest.
         keep: So many of the newest steps are kept, this one among them; older ones are deleted
             when it is durable. By default all are kept.
+        tokenizer: Written into the step as well, where ``maxjax.load`` finds it.
         items: Other pytrees by name (``opt_state=...``): arrays, random keys, numbers, text.
 
     Returns:
@@ -75,7 +78,7 @@ def save(
         >>> restore(root, model, note="")
         {'note': 'hello'}
     """
-    return _begin(path, model, step, newest(keep), items, copy=False, wait=True).result()
+    return _begin(path, model, step, newest(keep), items, tokenizer, copy=False, wait=True).result()
 
 
 def save_async(
@@ -84,6 +87,7 @@ def save_async(
     *,
     step: int | None = None,
     keep: int | None = None,
+    tokenizer: Tokenizer | None = None,
     **items: Any,
 ) -> Response:
     """As :func:`save`, but it returns when the values may be changed, donated or deleted.
@@ -99,14 +103,15 @@ def save_async(
         >>> response.result().name, response.done()
         ('0', True)
     """
-    return _begin(path, model, step, newest(keep), items, copy=True, wait=False)
+    return _begin(path, model, step, newest(keep), items, tokenizer, copy=True, wait=False)
 
 
 def newest(count: int | None) -> Keep:
     """Which steps to keep: so many of the newest."""
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise UserInputError(f"keep is {count!r}; it must be a whole number, 1 or more")
-    return lambda steps: steps if count is None else sorted(steps)[-count:]
+    if count is None:
+        return lambda steps: steps
+    number = whole_number("keep", count, 1)
+    return lambda steps: sorted(steps)[-number:]
 
 
 def _begin(
@@ -115,18 +120,26 @@ def _begin(
     step: int | None,
     keep: Keep,
     items: Mapping[str, Any],
+    tokenizer: Tokenizer | None = None,
     *,
     copy: bool,
     wait: bool,
 ) -> Response:
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise UserInputError(f"step is {step!r}; it must be a whole number, 0 or more")
+    step = None if step is None else whole_number("step", step, 0)
     trees = _trees(model, items, copy)
-    beside = {}
+    beside: dict[str, bytes] = {}
+    if tokenizer is not None:
+        if not isinstance(tokenizer, Tokenizer):
+            kind = type(tokenizer).__name__
+            raise UserInputError(
+                f"the tokenizer is a {kind}: give what maxjax.load_tokenizer gives"
+            )
+        beside |= tokenizer_files(tokenizer)
     if model is not None:
         dtype = main_dtype(model.raw_state_dict())
-        beside = {flat_name(n): found for n, found in model_files(model, dtype=dtype).items()}
-    response = start(os.path.abspath(path), step, trees, keep, beside)
+        files = model_files(model, dtype=dtype)
+        beside |= {flat_name(name): found for name, found in files.items()}
+    response = start(os.path.abspath(os.fsdecode(path)), step, trees, keep, beside)
     del trees
     if wait:
         response._wait_over()
@@ -189,7 +202,8 @@ def restore(
         CheckpointError: It cannot be read.
         OutOfMemoryError: The devices, or the host, cannot hold it.
     """
-    root = os.fspath(path)
+    root = os.fsdecode(path)
+    step = None if step is None else whole_number("step", step, 0)
     for attempt in range(_RETRIES + 1):
         directory = _directory(root, step)
         try:

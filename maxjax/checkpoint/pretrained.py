@@ -81,7 +81,7 @@ def save_pretrained(
     outgoing = [outgoing_data(one, name) for name, one in data.items()]
     others = model_files(model, config, main_dtype(data))
     if tokenizer is not None:
-        others.update((name, text.encode()) for name, text in tokenizer.files().items())
+        others |= tokenizer_files(tokenizer)
     pieces = {name: [content] for name, content in others.items()}
     write_set(directory, partial(_files, outgoing, limit), pieces, METADATA, progress=progress)
     return Path(directory)
@@ -116,6 +116,11 @@ def model_files(
     if (pooling := getattr(model, "pooling", None)) is not None:
         files.update((name, json_bytes(found)) for name, found in pooling_files(pooling).items())
     return files
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What a tokenizer is on the disk: name → content."""
+    return {name: text.encode() for name, text in tokenizer.files().items()}
 
 
 def flat_name(name: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from .. import distributed
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UserInputError
 from ..storage.durable import save_failed
 from ..storage.staging import Staging
 
@@ -24,6 +25,26 @@ COMMITTED = "_CHECKPOINT_METADATA"
 # Beside the arrays: metadata, manifests, the blocks of the disk.
 _EXTRA_BYTES = 1 << 20
 _MESSAGE_BYTES = 4096
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """An argument as a whole number: of Python, NumPy, or an array of JAX with one.
+
+    Raises:
+        UserInputError: It is none, or less than ``least``.
+
+    Example:
+        >>> whole_number("step", np.int64(40), 0)
+        40
+    """
+    try:
+        # A bool is an index too, and True as a step is a mistake.
+        number = -1 if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < least:
+        raise UserInputError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+    return number
 
 
 class Step:

@@ -21,9 +21,9 @@ from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import Decoder, PretrainedModel, build, config_beside
 from ..storage.beside import settled, waiting
-from ..storage.index import beside_of
+from ..storage.index import beside_of, orbax_checkpoint
 from ..storage.limits import Limits, allowing
-from ..storage.orbax_paths import is_orbax, resolve
+from ..storage.orbax_paths import resolve
 from ..storage.table import Verify
 from .defaults import read_defaults
 from .hub import find_model
@@ -161,12 +161,12 @@ def _prepared(
     tokenizer: bool,
 ) -> tuple[Weights, PretrainedModel, Tokenizer | None]:
     """The open weights, the model for them and the tokenizer: all of one checkpoint."""
-    if path.is_dir() and is_orbax(path):
-        path = Path(resolve(os.fspath(path)))  # the newest step, which has its own config.json
     directory = path if path.is_dir() else path.parent
+    if step := orbax_checkpoint(path):  # the newest, which has its own config.json
+        path, directory = Path(resolve(os.fspath(path))), Path(step)
     place = _transformer(directory)
     pooling = read_pooling(directory)[0] if place != directory else None
-    if path.is_dir():
+    if path == directory:
         path = place
     if config is None and not _has_gguf(path) and not waiting(os.fspath(place)):
         config_beside(path)  # without it, whatever else is there is of no use

@@ -19,6 +19,7 @@ from ..errors import (
     UserInputError,
 )
 from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..storage.index import orbax_checkpoint
 from ..storage.limits import allowing
 from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
@@ -221,13 +222,13 @@ def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | No
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path:
-    """The ``config.json`` that belongs to a checkpoint: in its directory.
+    """The ``config.json`` that belongs to a checkpoint: in its directory, of orbax's in its step.
 
     Raises:
         CheckpointMissingError: There is none.
     """
-    path = Path(path)
-    directory = path if path.is_dir() else path.parent
+    path = Path(os.fsdecode(path))
+    directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent
     config = directory / "config.json"
     if not config.exists():
         raise CheckpointMissingError(

@@ -37,7 +37,7 @@ from .npy import open_npy
 from .npz import open_npz
 from .orbax import open_orbax
 from .orbax_paths import MARKS as ORBAX_MARKS
-from .orbax_paths import is_orbax
+from .orbax_paths import checkpoint_of, is_orbax
 from .pytorch import open_pytorch
 from .safetensors import open_safetensors
 from .shards import open_index as open_index
@@ -318,6 +318,30 @@ def _tell(directory: str, count: int) -> None:
 @lru_cache(1024)  # once for a directory, not for each time it is opened
 def _say(directory: str, chosen: str, rest: str) -> None:
     _LOG.info("%s: reading %s; not %s", directory, chosen, rest)
+
+
+def orbax_checkpoint(directory: PathLike) -> str | None:
+    """The directory of orbax's checkpoint that opening a directory gives; None if it gives another.
+
+    Of a root of steps it is the newest step, of one tree the step that it lies in: there, beside the
+    trees, lie the files that describe the model.
+
+    Raises:
+        CheckpointIncompleteError: There is none that was finished.
+        CheckpointError: The directory cannot be listed, or two checkpoints could be meant.
+
+    Example:
+        >>> orbax_checkpoint(".") is None
+        True
+    """
+    path = os.fsdecode(directory)
+    if not os.path.isdir(path):
+        return None
+    names, _ = _listed(path)
+    marked = any(mark in names for mark in ORBAX_MARKS)
+    if marked or (not choose(path, names) and is_orbax(path)):
+        return checkpoint_of(path)
+    return None
 
 
 def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[str]]:

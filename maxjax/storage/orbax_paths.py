@@ -131,6 +131,17 @@ def resolve(path: str) -> str:
     )
 
 
+def checkpoint_of(path: str) -> str:
+    """The directory of the checkpoint that a path means, or that the tree it means lies in.
+
+    Raises:
+        CheckpointMissingError, CheckpointIncompleteError: As for :func:`resolve`.
+    """
+    found = resolve(path)
+    is_tree = os.path.lexists(os.path.join(found, TREE))
+    return _place_of_tree(found).checkpoint if is_tree else found
+
+
 def locate(path: str, item: str | None) -> Place:
     """The tree that a path and the name of an item mean.
 

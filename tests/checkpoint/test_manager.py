@@ -59,6 +59,29 @@ def test_what_goes_wrong_comes_out_once(tmp_path, monkeypatch):
     assert manager.all_steps() == [1, 3]
 
 
+@pytest.mark.parametrize("number", [np.int64(40), np.uint8(40), jnp.int32(40)])
+def test_numbers_of_numpy_and_jax_are_steps(tmp_path, number):
+    with CheckpointManager(tmp_path, max_to_keep=number, keep_every=number) as manager:
+        assert manager.save(number, None, x=jnp.ones(2)).name == "40"
+        manager.save_async(number + 1, None, x=jnp.zeros(2))
+        manager.wait_until_finished()
+        assert manager.restore(None, number, x=np.zeros(2, np.float32))["x"].tolist() == [1, 1]
+        assert manager.all_steps() == [40, 41]
+        assert all(type(step) is int for step in manager.all_steps())
+
+
+@pytest.mark.parametrize("step", [True, np.True_, -1, np.int64(-1), 1.0, "1", np.ones(1, np.int32)])
+def test_what_is_no_number_of_a_step(tmp_path, step):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, None, x=jnp.ones(2))
+    for act in (manager.save, manager.save_async):
+        with pytest.raises(UserInputError, match=r"step is .*whole number, 0 or more"):
+            act(step, None, x=jnp.ones(2))
+    with pytest.raises(UserInputError, match=r"step is .*whole number, 0 or more"):
+        manager.restore(None, step, x=jnp.ones(2))
+    assert manager.all_steps() == [1]
+
+
 @pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"max_to_keep": True}, {"keep_every": 0}])
 def test_wrong_arguments(tmp_path, options):
     with pytest.raises(UserInputError):

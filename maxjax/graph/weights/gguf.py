@@ -8,7 +8,6 @@ them. Below: cursor. Above: load.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from ...storage import open_checkpoint
