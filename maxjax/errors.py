@@ -46,7 +46,7 @@ class CheckpointError(Exception):
         hint: str | None = None,
     ):
         self.problem = problem
-        self.path = None if path is None else os.fspath(path)
+        self.path = None if path is None else os.fsdecode(path)
         self.tensor = tensor
         self.offset = offset
         self.expected = expected

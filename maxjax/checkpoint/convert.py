@@ -88,7 +88,8 @@ def convert(
         >>> found.format, found.tensors, found.nbytes
         ('safetensors', 1, 12)
     """
-    if not os.fspath(source) or not os.fspath(destination):
+    source, destination = os.fsdecode(source), os.fsdecode(destination)
+    if not source or not destination:
         raise UserInputError("an empty name is neither a checkpoint nor a place for one")
     target = Path(destination)
     kind = _format(target, to)

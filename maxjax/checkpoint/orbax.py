@@ -27,7 +27,7 @@ from .saved import Saved, open_saved
 from .saving import MODEL, Keep, Response, start
 from .steps import steps_in, whole_number
 
-PathLike = str | os.PathLike[str]
+PathLike = str | bytes | os.PathLike
 # How often a restore begins again because the step it was reading was deleted.
 _RETRIES = 3
 

@@ -74,6 +74,7 @@ def save_pretrained(
         >>> sorted(file.name for file in directory.iterdir())
         ['maxjax_digests.json', 'model.safetensors']
     """
+    directory = os.fsdecode(directory)
     limit = size_in_bytes(max_shard_size)
     data = model_data(model)
     if dtype is not None:

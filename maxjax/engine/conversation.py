@@ -131,8 +131,8 @@ class Conversation:
         """
         text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
         # Half a character becomes what JSON's own escape of it is.
-        require_writable(os.fspath(path))
-        replace_file(os.fspath(path), [text.encode("utf-8", "backslashreplace")])
+        require_writable(os.fsdecode(path))
+        replace_file(os.fsdecode(path), [text.encode("utf-8", "backslashreplace")])
 
     def _interrupt(self) -> None:
         """Ends the answer that still goes on."""

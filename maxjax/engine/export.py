@@ -89,7 +89,7 @@ def export(
         raise TypeError(f"export() takes a Module, not {type(model).__name__}")
     if type(vjp_order) is not int or vjp_order < 0:
         raise ValueError(f"vjp_order is how often to differentiate, not {vjp_order!r}")
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     chosen = _platforms(platforms)
     require_writable(name)
     model = _unplaced(model)

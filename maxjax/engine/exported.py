@@ -52,7 +52,7 @@ def load_exported(
         maxjax.errors.CheckpointMissingError: no/such/model.jaxport: no such file
     """
     compile_cache.enable()
-    return ExportedProgram(*open_program(os.fspath(path), in_force(limits)), os.fspath(path))
+    return ExportedProgram(*open_program(os.fsdecode(path), in_force(limits)), os.fsdecode(path))
 
 
 class ExportedProgram:

@@ -109,9 +109,9 @@ def find_model(name: str | os.PathLike[str] | None, revision: str | None = None)
         maxjax.errors.CheckpointMissingError: nowhere: no such file or directory. A name on the
         Hugging Face hub has two parts: org/name.
     """
-    if not isinstance(name, (str, os.PathLike, type(None))):
+    if not isinstance(name, (str, bytes, os.PathLike, type(None))):
         raise TypeError(f"path must be a str or a Path, not {type(name).__name__}")
-    path = None if name is None else Path(name)
+    path = None if name is None else Path(os.fsdecode(name))
     found = hub_name(name) if isinstance(name, str) else None
     if path is None or (name == TINY and not _exists(path)):
         path = Path(str(files("maxjax"))) / TINY

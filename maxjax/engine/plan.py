@@ -91,7 +91,7 @@ def plan(
     )
     if isinstance(model_or_path, Module):
         return _plan(of_module(model_or_path, rules), grid, request)
-    if not isinstance(model_or_path, (str, os.PathLike)):
+    if not isinstance(model_or_path, (str, bytes, os.PathLike)):
         raise TypeError(
             f"plan() takes a Module or the path of a checkpoint, not {type(model_or_path).__name__}"
         )

@@ -26,7 +26,7 @@ from ..models.config import read_object
 from ..models.gguf import chat_template, tokenizer_json
 from ..models.gguf.tokenizer import end_ids, special_tokens
 from ..storage.beside import settled
-from ..storage.index import beside_of
+from ..storage.index import beside_of, orbax_checkpoint
 from ..storage.jsontext import load_json, read_json_bytes
 from ..storage.limits import Limits, allowing, in_force
 from .chat_files import TEMPLATE_FILE, listed_templates, read_templates
@@ -215,7 +215,8 @@ def load_tokenizer(
         CheckpointFormatError: One of the files is broken; names it.
         CheckpointLimitError: One asks for more than ``limits`` allow.
     """
-    directory = Path(path)
+    directory = Path(os.fsdecode(path))
+    directory = Path(orbax_checkpoint(directory) or directory)
     if not directory.exists():
         raise CheckpointMissingError("no such directory", path=directory)
     if directory.is_file():

@@ -116,7 +116,7 @@ def _opened(
     weights: Any, verify: Verify, limits: Limits | None
 ) -> Iterator[tuple[Mapping[str, Any], str | None]]:
     """The tensors by name, and the path; files opened here are closed here."""
-    if isinstance(weights, (str, os.PathLike)):
+    if isinstance(weights, (str, bytes, os.PathLike)):
         with load_weights(weights, verify=verify, limits=limits) as opened:
             yield _named(opened), opened._path
     elif isinstance(weights, Weights):

@@ -213,7 +213,8 @@ def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | No
     if isinstance(config, Mapping):
         return config, None
     if config is not None:
-        return read_object(config), Path(config)
+        path = Path(os.fsdecode(config))
+        return read_object(path), path
     if isinstance(weights, GGUFWeights):
         return config_of(weights), Path(weights._path)
     with weights._beside.files("config.json") as folder:

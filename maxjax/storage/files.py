@@ -153,7 +153,7 @@ def _describe(status: os.stat_result) -> str:
 
 
 def open_regular(
-    path: str | os.PathLike[str],
+    path: str | bytes | os.PathLike,
     *,
     dir_fd: int | None = None,
     follow: bool = True,
@@ -175,7 +175,7 @@ def open_regular(
         Traceback (most recent call last):
         maxjax.errors.CheckpointMissingError: no/such/model.safetensors: no such file
     """
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     shown = shown or name
     if "\0" in name:
         raise CheckpointMissingError("a path cannot hold a NUL character", path=shown)

@@ -55,7 +55,7 @@ _FOLDERS, _FILES = 100, 1000
 # After an error a checkpoint that was replaced meanwhile is not opened again before this, in seconds.
 _PAUSE = 0.005
 
-PathLike = str | os.PathLike[str]
+PathLike = str | bytes | os.PathLike
 _READERS: dict[str, Callable[..., TensorTable]] = {
     "safetensors": open_safetensors,
     "gguf": open_gguf,
@@ -106,8 +106,8 @@ def open_checkpoint(
     limits = in_force(limits)
     if verify is not True and verify is not False and verify != "auto":
         raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
-    paths = [path] if isinstance(path, str | os.PathLike) else path
-    paths = [os.fspath(one) for one in paths]
+    paths = [path] if isinstance(path, str | bytes | os.PathLike) else path
+    paths = [os.fsdecode(one) for one in paths]
     if not paths:
         raise UserInputError("no path was given. Name a file or a directory of weights.")
     table = _settled(paths, lambda: _open_all(paths, limits, verify))

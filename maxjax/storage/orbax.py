@@ -77,7 +77,7 @@ def open_orbax(
         maxjax.errors.CheckpointMissingError: no/such/checkpoint: no such file
     """
     limits = in_force(limits)
-    place, tree, metadata = _open_tree(os.fspath(path), item, limits)
+    place, tree, metadata = _open_tree(os.fsdecode(path), item, limits)
     own = read_own(metadata, place, limits)
     store = Store(place.directory, limits)
     file = open_regular(os.path.join(place.directory, TREE))
@@ -113,7 +113,7 @@ def orbax_tree(
     ``path``, ``item`` and the errors are those of :func:`open_orbax`.
     """
     limits = in_force(limits)
-    return _open_tree(os.fspath(path), item, limits)[1]
+    return _open_tree(os.fsdecode(path), item, limits)[1]
 
 
 def _open_tree(path: str, item: str | None, limits: Limits) -> tuple[Place, Tree, dict[str, str]]:

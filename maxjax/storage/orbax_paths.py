@@ -54,7 +54,7 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
         >>> is_orbax("no/such/directory")
         False
     """
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     if not os.path.isdir(path):
         return False
     if _is_checkpoint(path) or is_unfinished(os.path.basename(os.path.abspath(path))):
@@ -82,7 +82,7 @@ def steps(root: str | os.PathLike[str]) -> list[int]:
         >>> steps(root)
         [9, 100]
     """
-    return sorted(_steps(os.fspath(root)))
+    return sorted(_steps(os.fsdecode(root)))
 
 
 def orbax_items(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -95,7 +95,7 @@ def orbax_items(path: str | os.PathLike[str]) -> dict[str, str]:
         CheckpointMissingError: There is no checkpoint of orbax's.
         CheckpointIncompleteError: It was never finished.
     """
-    return _items(resolve(os.fspath(path)))
+    return _items(resolve(os.fsdecode(path)))
 
 
 def resolve(path: str) -> str:

@@ -356,8 +356,8 @@ class SafetensorWeights(Weights):
         allocated: dict[str, Any] | None = None,
     ):
         del tensors, tensors_to_file_idx  # MAX's own bookkeeping; the files say it
-        paths = list(filepaths)
-        self._family = _Family(open_checkpoint(paths), str(paths[0]), allocated)
+        paths = [os.fsdecode(path) for path in filepaths]
+        self._family = _Family(open_checkpoint(paths), paths[0], allocated)
         self._prefix = prefix
 
     def allocate_as_bytes(self, dtype: Any = None) -> Weight:

@@ -43,7 +43,7 @@ class GGUFWeights(Weights):
     ):
         del tensors
         reader = getattr(getattr(source, "data", None), "filename", None)
-        path = os.fspath(source if reader is None else reader)
+        path = os.fsdecode(source if reader is None else reader)
         self._family = _Family(open_checkpoint(path), path, allocated)
         self._prefix = prefix
 

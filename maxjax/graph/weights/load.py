@@ -15,6 +15,7 @@ from .cursor import SafetensorWeights, Weights
 from .gguf import GGUFWeights
 from .weight_data import WeightData
 
+PathLike = str | bytes | os.PathLike[Any]
 # Renames and converts what a file holds for a model: f(weights, …) → state dict.
 WeightsAdapter = Callable[..., dict[str, WeightData]]
 
@@ -32,7 +33,7 @@ def weights_format(weight_paths: Sequence[Any]) -> WeightsFormat:
     Raises:
         ValueError: The list is empty, or the suffixes are mixed or unknown.
     """
-    paths = [Path(p) for p in weight_paths]
+    paths = [Path(os.fsdecode(path)) for path in weight_paths]
     if not paths:
         raise ValueError("no weight_paths provided cannot infer weights format.")
     for known in WeightsFormat:
@@ -42,7 +43,7 @@ def weights_format(weight_paths: Sequence[Any]) -> WeightsFormat:
 
 
 def load_weights(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    paths: PathLike | Sequence[PathLike],
     *,
     verify: Verify = "auto",
     limits: Limits | None = None,
@@ -74,9 +75,10 @@ def load_weights(
 
 
 def _load(paths: Any, verify: Verify) -> Weights:
-    if isinstance(paths, (str, os.PathLike)):
-        return _cursor(open_checkpoint(paths, verify=verify), os.fspath(paths))
-    files = [Path(p) for p in paths]
+    if isinstance(paths, str | bytes | os.PathLike):
+        path = os.fsdecode(paths)
+        return _cursor(open_checkpoint(path, verify=verify), path)
+    files = [Path(os.fsdecode(path)) for path in paths]
     if not files:
         raise ValueError("no paths provided, cannot load weights.")
     for file in files:
