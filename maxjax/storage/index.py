@@ -335,13 +335,11 @@ def orbax_checkpoint(directory: PathLike) -> str | None:
         True
     """
     path = os.fsdecode(directory)
-    if not os.path.isdir(path):
+    if not is_orbax(path):
         return None
     names, _ = _listed(path)
     marked = any(mark in names for mark in ORBAX_MARKS)
-    if marked or (not choose(path, names) and is_orbax(path)):
-        return checkpoint_of(path)
-    return None
+    return checkpoint_of(path) if marked or not choose(path, names) else None
 
 
 def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[str]]:
