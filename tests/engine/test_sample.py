@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxjax.engine.sample import Sampled, check_logits, process_logits, sample
-from maxjax.engine.sample_filters import candidate_count, edge_among, largest
+from maxjax.engine.sample_filters import candidate_count, edge_among, edge_of, largest
 from maxjax.engine.sample_history import History
 from maxjax.engine.sampling import Sampling, eos_token_ids
 from maxjax.errors import UserInputError
@@ -203,6 +203,36 @@ def test_draws_are_the_largest_of_logit_and_noise(name):
         found = draw(logits, key, settings, positions=11)
         assert found.tokens.dtype == jnp.int32 and found.valid.tolist() == [True] * 4
         assert found.tokens.tolist() == (kept + noise).argmax(axis=1).tolist(), kind
+
+
+@pytest.mark.parametrize(
+    ("p", "top_p", "keeps"),
+    [
+        # What stands before a token has to hold less than top-p, as in transformers: at exactly
+        # so much the next one goes.
+        ([0.5, 0.25, 0.25], 0.5, [0]),
+        ([0.5, 0.25, 0.125, 0.125], 0.75, [0, 1]),
+        ([0.5, 0.25, 0.125, 0.125], 0.5 + 2**-12, [0, 1]),
+        ([0.125, 0.5, 0.125, 0.25], 0.5 - 2**-12, [1]),
+    ],
+)
+def test_the_edge_of_top_p(p, top_p, keeps):
+    """Probabilities that are exact in binary, so that the edge is met to the last bit."""
+    weights = jnp.asarray(p, jnp.float32) / max(p)
+    values = jnp.log(weights)[None]
+    assert jnp.exp(values)[0].tolist() == weights.tolist()
+    settings = Sampling(temperature=1, top_p=top_p)
+    edges = {
+        "all": edge_of(values, settings, settings.amounts),
+        "candidates": edge_among(*largest(values, len(p))[:1], values, settings, settings.amounts)[
+            0
+        ],
+    }
+    for way, edge in edges.items():
+        assert np.flatnonzero(np.asarray(values >= edge)[0]).tolist() == keeps, way
+    config = {"do_sample": True, "top_k": 0, "top_p": top_p}
+    expected = hf_scores(config, np.zeros((1, 1), np.int64), np.asarray(values))
+    assert np.flatnonzero(np.isfinite(expected[0])).tolist() == keeps
 
 
 def test_both_ways_are_taken():

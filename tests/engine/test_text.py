@@ -1,5 +1,6 @@
 """Text token by token against the same decoded at once; stop strings against a plain search."""
 
+import itertools
 import json
 import random
 
@@ -194,6 +195,31 @@ def test_the_text_before_the_first(stops, parts):
     else:
         assert (given_so_far, watch.stopped) == (text[: expected[0]], expected[1])
     assert watch.position == len(given_so_far)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "before", "stop"),
+    [
+        (["abcd", "bc"], "abcx", "a", "bc"),  # the end of a longer one that does not come
+        (["abcd", "bc"], "abcd", "a", "bc"),  # complete first
+        (["abcde", "bcdx", "cd"], "abcd", "ab", "cd"),  # an end of an end
+        (["abcd", "bx"], "abx", "a", "bx"),  # goes on from the end of a longer one
+        (["aab"], "aaab", "a", "aab"),  # from its own beginning
+        (["abab!", "aba?"], "ababa?", "ab", "aba?"),
+        (["abc", "bc"], "xabc", "x", "abc"),  # of two that end together the longer
+    ],
+)
+def test_stop_strings_that_share_characters(stops, text, before, stop):
+    """However the text is cut, and whichever order they are given in."""
+    for order in (stops, stops[::-1]):
+        for cuts in itertools.product((False, True), repeat=len(text) - 1):
+            watch, given = StopStrings(order), ""
+            pieces = [text[0]]
+            for character, cut in zip(text[1:], cuts, strict=True):
+                pieces[len(pieces) - (not cut) :] = [character] if cut else [pieces[-1] + character]
+            for piece in pieces:
+                given += watch.push(piece)
+            assert (given + watch.flush(), watch.stopped) == (before, stop), pieces
 
 
 def test_none_and_one():
