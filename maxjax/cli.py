@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .cli_answer import status
 from .cli_bench import bench, bench_arguments
 from .cli_chat import chat, chat_arguments
 from .cli_convert import convert, convert_arguments
 from .cli_errors import explain
 from .cli_generate import generate, generate_arguments
-from .cli_model import positive
+from .cli_options import Parser, positive
 from .cli_plan import plan, plan_arguments
 from .columns import columns, visible
 from .errors import UserInputError
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     parser = _parser()
-    options = parser.parse_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    if rest:  # said by the command itself, which has the options
+        options.error(f"unrecognized arguments: {' '.join(rest)}{options.like(rest[0])}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
@@ -101,7 +104,7 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    debug = argparse.ArgumentParser(add_help=False)
+    debug = Parser(add_help=False)
     debug.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
     )
@@ -109,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", action="append", default=[], metavar="NAME=N",
         help="what a file that you trust may ask for, as an error names it; may be given several times",
     )  # fmt: skip
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="maxjax", description="Open checkpoints, look into them and run them in JAX."
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -127,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         ("env", env, "show versions, devices and caches"),
     ):
         command = commands.add_parser(name, parents=[debug], help=text, description=run.__doc__)
-        command.set_defaults(run=run, error=command.error)
+        command.set_defaults(run=run, error=command.error, like=command.like)
         _ARGUMENTS[name](command)
     return parser
 
@@ -300,14 +303,16 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     if options.output is not None and options.output.is_dir():
         raise UserInputError(f"{options.output} is a directory, not a file to write")
 
-    from .engine.embed import embed as embed_texts
-    from .engine.load import load
+    with status(f"loading {options.model}"):
+        from .engine.embed import embed as embed_texts
+        from .engine.load import load
 
-    model, tokenizer = load(options.model, dtype=options.dtype)
+        model, tokenizer = load(options.model, dtype=options.dtype)
     try:
-        embeddings = embed_texts(
-            model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate
-        )  # [n, d] float32
+        with status(f"embedding {len(texts):,} texts; the first time programs are compiled"):
+            embeddings = embed_texts(
+                model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate
+            )  # [n, d] float32
     except UserInputError as error:
         raise UserInputError(str(error).replace("truncate=True", "--truncate")) from error
     if options.output is not None:

@@ -5,15 +5,59 @@ Below: ``engine.generate``, whose Stream is shown. Above: cli_generate, cli_chat
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .columns import columns, visible
+
+# What is over sooner needs no line that says it is being done.
+_MOMENT = 0.3
+
+
+@contextmanager
+def status(what: str) -> Iterator[Callable[[], None]]:
+    """A line on stderr while a block lasts, if that is a terminal and the block takes a while.
+
+    Args:
+        what: Is being done.
+
+    Yields:
+        A function that takes the line away before the end of the block.
+    """
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    lock, over, shown = threading.Lock(), threading.Event(), []
+
+    def show() -> None:
+        text = f"{visible(what)} …"[: shutil.get_terminal_size().columns - 1]
+        with lock:
+            if not over.is_set():
+                sys.stderr.write(f"\r{text}")
+                sys.stderr.flush()
+                shown.append(len(text))
+
+    def end() -> None:
+        timer.cancel()
+        with lock:
+            over.set()
+            if shown:
+                sys.stderr.write(f"\r{' ' * shown.pop()}\r")
+                sys.stderr.flush()
+
+    timer = threading.Timer(_MOMENT, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield end
+    finally:
+        end()
 
 
 class Answer(NamedTuple):
@@ -35,7 +79,7 @@ class Answer(NamedTuple):
 
 
 def show(stream: Any, *, quiet: bool = False) -> Answer:
-    """Writes an answer to stdout piece by piece, and a newline.
+    """Writes an answer to stdout piece by piece, and a newline. A terminal shows what it waits for.
 
     Ctrl-C ends it between two tokens. Before there is any text, and a second time, it raises
     KeyboardInterrupt wherever it is.
@@ -47,9 +91,11 @@ def show(stream: Any, *, quiet: bool = False) -> Answer:
     clean = visible_text if sys.stdout.isatty() else str
     began, first, early, wrote = time.perf_counter(), None, 0, False
     try:
-        with _interrupts() as stop:
+        reading = "reading the prompt; the first time programs are compiled"
+        with _interrupts() as stop, status(reading) as over:
             for piece in stream:
                 if first is None:
+                    over()
                     first, early = time.perf_counter() - began, len(stream.completion.tokens)
                     stop.gently = True
                 if not quiet:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .cli_convert import stoppable
-from .cli_model import Opened, model_arguments, open_model, positive
+from .cli_model import Opened, model_arguments, open_model
+from .cli_options import positive
 from .columns import columns
 from .errors import UserInputError
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import re
+import select
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,7 @@ from .cli_model import (
     open_model,
     sampling_arguments,
     sampling_values,
+    template_variables,
 )
 from .errors import UserInputError
 
@@ -36,6 +38,8 @@ _HELP = """\
 /quit       leave; so does Ctrl-D
 Ctrl-C ends an answer. A line that begins with a space is said as it is, also with a / after it."""
 _MAX_NEW_TOKENS = 2048
+# The lines of what is pasted come closer together than anybody types them.
+_PASTE_SECONDS = 0.05
 
 
 def chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +52,9 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
 def chat(options: argparse.Namespace) -> Iterable[str]:
     """Chats with a language model that has a chat template. /help shows the commands.
 
-    If stdin is no terminal, each of its lines is a turn. An answer has up to 2048 tokens unless
-    --max-new-tokens or generation_config.json says otherwise.
+    If stdin is no terminal, each of its lines is a turn; in a terminal, what is pasted at once is
+    one. An answer has up to 2048 tokens unless --max-new-tokens or generation_config.json says
+    otherwise. When the context is full, the oldest turns are left out of it.
     """
     values = sampling_values(options)
     opening, later = _messages(options)
@@ -77,7 +82,8 @@ class _Chat:
             opened.model, opened.tokenizer, opening,
             max_new_tokens=options.max_new_tokens or defaults.max_new_tokens or _MAX_NEW_TOKENS,
             stop=options.stop, key=key_of(self._seed), chunk=options.chunk,
-            cache_dtype=options.cache_dtype, **values,
+            cache_dtype=options.cache_dtype,
+            template_kwargs=template_variables(options, opened.tokenizer), **values,
         )  # fmt: skip
         self._conversation.messages += later
         self._terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -88,7 +94,8 @@ class _Chat:
         if self._terminal:
             self._greet()
         while (line := self._ask()) is not None:
-            word = line.split(maxsplit=1)[0] if line[:1] == "/" else ""
+            command = line[:1] == "/" and "\n" not in line
+            word = line.split(maxsplit=1)[0] if command else ""
             if word == "/quit":
                 break
             try:
@@ -132,9 +139,19 @@ class _Chat:
         return None
 
     def _input(self) -> str:
+        """What is typed up to the end of the line, or all lines that are pasted."""
+        lines = [self._line("> ")]
+        while select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
+            try:
+                lines.append(self._line(""))
+            except EOFError:
+                break
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
         if sys.stdout.isatty():
-            return input("> ")
-        print("> ", end="", file=sys.stderr, flush=True)  # input() would write it to stdout
+            return input(prompt)
+        print(prompt, end="", file=sys.stderr, flush=True)  # input() would write it to stdout
         line = sys.stdin.readline()
         if not line:
             raise EOFError
@@ -159,6 +176,10 @@ class _Chat:
             say([f"(cut off after {tokens(answer.completion.tokens)})"])
 
     def _answer(self, text: str) -> Answer:
+        if left_out := self._conversation.make_room(text):
+            say(
+                [f"(the context is full: the oldest {left_out} messages are left out from here on)"]
+            )
         stream = self._conversation.say(text)
         try:
             return show(stream)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .cli_options import float_type, shard_size
+
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
@@ -23,36 +25,28 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", choices=["safetensors", "gguf", "orbax"],
                         help="by default what DST's name says; a directory is safetensors")  # fmt: skip
-    parser.add_argument("--dtype", metavar="TYPE", help="convert floats: bf16, f16, f32, …")
+    parser.add_argument(
+        "--dtype", type=float_type, metavar="TYPE", help="convert floats: bf16, f16, f32, …"
+    )
     parser.add_argument("--quantize", choices=["q8_0", "q4_0", "q4_k", "q6_k"],
                         help="GGUF: pack the large weights")  # fmt: skip
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
+    parser.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE",
                         help="of safetensors files in a directory (default 5GB)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true",
                         help="replace what is at DST; SRC itself only where nothing of it is lost")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
-_SHORT = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-}
-
-
 def convert(options: argparse.Namespace) -> Iterable[str]:
     """Writes SRC as DST, piece by piece. What was at DST stays until the new checkpoint is whole."""
     from .checkpoint.convert import convert as convert_checkpoint
 
-    dtype = options.dtype and _SHORT.get(options.dtype.lower(), options.dtype)
     with stoppable(), _Bar() as bar:
         found = convert_checkpoint(
             options.source,
             options.destination,
             to=options.to,
-            dtype=dtype,
+            dtype=options.dtype,
             quantize=options.quantize,
             max_shard_size=options.max_shard_size,
             watch=bar.watch,

@@ -22,7 +22,9 @@ from .cli_model import (
     open_model,
     sampling_arguments,
     sampling_values,
+    template_variables,
 )
+from .cli_options import setting
 from .errors import UserInputError
 
 
@@ -36,7 +38,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default: for the small model that comes with maxjax)")  # fmt: skip
     model_arguments(parser)
     sampling_arguments(parser)
-    parser.add_argument("--logprobs", type=int, metavar="N",
+    parser.add_argument("--logprobs", type=setting("logprobs"), metavar="N",
                         help="with --json: log-probabilities, and of the N most probable")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
 
@@ -46,6 +48,8 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
     prompt = _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")
+    if options.template_arg and not _is_chat(options):
+        options.error("--template-arg needs --chat: only a chat has a template")
     values = sampling_values(options)
     with stoppable():
         return _generate(options, prompt, values)
@@ -118,12 +122,17 @@ def _decoded(data: bytes, name: str) -> str:
 
 def _text(options: argparse.Namespace, prompt: str, tokenizer: Any) -> Any:
     """The prompt, or the token ids of a chat."""
-    chat = options.model == TINY if options.chat is None else options.chat
-    if not chat and options.system is None:
+    if not _is_chat(options):
         return prompt
     from .engine.chat import chat_tokens
 
-    return chat_tokens(tokenizer, [*system_message(options), {"role": "user", "content": prompt}])
+    messages = [*system_message(options), {"role": "user", "content": prompt}]
+    return chat_tokens(tokenizer, messages, **template_variables(options, tokenizer))
+
+
+def _is_chat(options: argparse.Namespace) -> bool:
+    chat = options.model == TINY if options.chat is None else options.chat
+    return chat or options.system is not None
 
 
 def system_message(options: argparse.Namespace) -> list[dict[str, Any]]:

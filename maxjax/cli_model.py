@@ -1,6 +1,6 @@
 """Floor 7. What ``generate``, ``chat`` and ``bench`` have in common: their options, and the model.
 
-Below: ``engine``. Above: cli_generate, cli_chat, cli_bench.
+Below: ``engine``, cli_options, cli_answer. Above: cli_generate, cli_chat, cli_bench.
 """
 
 from __future__ import annotations
@@ -8,50 +8,37 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
+import re
 import sys
-import threading
 import time
 from typing import Any, NamedTuple
 
-from .errors import UserInputError
+from .cli_answer import status
+from .cli_options import (
+    auto_or_float,
+    import_jax,
+    mesh,
+    positive,
+    power_of_two,
+    seed,
+    setting,
+    text,
+    variable,
+)
+from .errors import UserInputError, closest
 
 TINY = "tiny"  # as engine.hub has it, which is not imported for --help
-# Settings of Sampling: option → (its type, what --help says).
-_SAMPLING: dict[str, tuple[Any, str]] = {
-    "temperature": (float, "0 is greedy; above it, tokens are drawn"),
-    "top_k": (int, "draw from the K most probable tokens (0: off)"),
-    "top_p": (float, "draw from those that hold this probability together (1: off)"),
-    "min_p": (float, "draw from those at least P times as probable as the first (0: off)"),
-    "repetition_penalty": (float, "make what has been said less probable (1: off)"),
-    "presence_penalty": (float, "subtract from the logits of what the answer has (0: off)"),
-    "frequency_penalty": (float, "subtract it for each time the answer has it (0: off)"),
+# Settings of Sampling, and what --help says of them.
+_SAMPLING = {
+    "temperature": "0 is greedy; above it, tokens are drawn",
+    "top_k": "draw from the K most probable tokens (0: off)",
+    "top_p": "draw from those that hold this probability together (1: off)",
+    "min_p": "draw from those at least P times as probable as the first (0: off)",
+    "repetition_penalty": "make what has been said less probable (1: off)",
+    "presence_penalty": "subtract from the logits of what the answer has (0: off)",
+    "frequency_penalty": "subtract it for each time the answer has it (0: off)",
 }
 _FILTERS = ("top_k", "top_p", "min_p")
-_SEEDS = 2**32
-
-
-def positive(text: str) -> int:
-    """An option's value as a positive number."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
-
-
-def power_of_two(text: str) -> int:
-    """An option's value as a power of two."""
-    number = positive(text)
-    if number & (number - 1):
-        raise argparse.ArgumentTypeError(f"{number} is no power of two")
-    return number
-
-
-def _seed(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < _SEEDS:
-        raise argparse.ArgumentTypeError(f"{number} is not from 0 to {_SEEDS - 1}")
-    return number
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +48,8 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
                        help="a directory, a GGUF file, or org/name on the Hugging Face hub"
                        " (default: the tiny model that comes with maxjax)")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
-    group.add_argument("--mesh", metavar="AXIS=N,…", help="as model=4 or model=4,data=2")
-    group.add_argument("--dtype", default="auto",
+    group.add_argument("--mesh", type=mesh, metavar="AXIS=N,…", help="as model=4 or model=4,data=2")
+    group.add_argument("--dtype", default="auto", type=auto_or_float, metavar="TYPE",
                        help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
     group.add_argument("--cache-dtype", choices=["int8", "float32", "bfloat16", "float16"],
                        help="of the cache of keys and values (default: the model's)")  # fmt: skip
@@ -74,13 +61,17 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """How an answer is written, and what is told about it."""
     group = parser.add_argument_group("answer", "Without these, as generation_config.json says.")
     group.add_argument("--max-new-tokens", type=positive, metavar="N", help="end it after N tokens")
-    group.add_argument("--stop", action="append", metavar="TEXT",
+    group.add_argument("--stop", action="append", type=text, metavar="TEXT",
                        help="end it before this text; may be given several times")  # fmt: skip
-    for name, (kind, text) in _SAMPLING.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
-    group.add_argument("--seed", type=_seed, metavar="N",
+    for name, says in _SAMPLING.items():
+        option = f"--{name.replace('_', '-')}"
+        group.add_argument(option, type=setting(name), metavar="X", help=says)
+    group.add_argument("--seed", type=seed, metavar="N",
                        help="the same seed gives the same text (default: any)")  # fmt: skip
     group.add_argument("--system", metavar="TEXT", help="a system message before the chat")
+    group.add_argument("--template-arg", action="append", type=variable, default=[],
+                       metavar="NAME=VALUE", help="a variable of the chat template, as"
+                       " enable_thinking=false; may be given several times")  # fmt: skip
     group = parser.add_argument_group("reports")
     group.add_argument(
         "--stats", action="store_true", help="times, seed and how it ended, on stderr"
@@ -98,14 +89,14 @@ class Opened(NamedTuple):
 
 
 def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened:
-    """Loads the model of the options, a language model.
+    """Loads the model of the options, a language model. A terminal shows that it does.
 
     Args:
         options: As :func:`model_arguments` made them.
         tokenizer: Whether it needs one.
 
     Raises:
-        UserInputError: It is no language model, or has no tokenizer; a mesh that cannot be.
+        UserInputError: It is no language model, or has no tokenizer; a mesh of more devices than there are.
         CheckpointError, UnsupportedModelError: As ``maxjax.load``.
     """
     import_jax()
@@ -118,37 +109,19 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened
         jax.devices()  # they start when they are first asked for, which is not loading
     except RuntimeError as error:
         raise UserInputError(f"JAX has no device: {error}") from error
-    mesh = None if options.mesh is None else _mesh(options.mesh)
+    grid = None if options.mesh is None else _mesh(options.mesh)
     began = time.perf_counter()
-    model, found = load(
-        options.model, dtype=options.dtype, mesh=mesh, revision=options.revision,
-        tokenizer=tokenizer,
-    )  # fmt: skip
+    with status(f"loading {options.model}"):
+        model, found = load(
+            options.model, dtype=options.dtype, mesh=grid, revision=options.revision,
+            tokenizer=tokenizer,
+        )  # fmt: skip
     check_model(model)
     if tokenizer and found is None:
         raise UserInputError(
             f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights"
         )
     return Opened(model, found, time.perf_counter() - began)
-
-
-def import_jax() -> None:
-    """Imports JAX and what we run on it; Ctrl-C is answered after.
-
-    Within the start of JAX's extension modules it would crash the process.
-    """
-    number = signal.SIGINT
-    here = threading.current_thread() is threading.main_thread()
-    if "jax" in sys.modules or not here or signal.getsignal(number) is signal.SIG_IGN:
-        return
-    pressed: list[int] = []
-    before = signal.signal(number, lambda number, _: pressed.append(number))
-    try:
-        from .engine import generate  # noqa: F401
-    finally:
-        signal.signal(number, before)
-    if pressed:
-        raise KeyboardInterrupt
 
 
 def _mesh(text: str) -> Any:
@@ -170,18 +143,25 @@ def _mesh(text: str) -> Any:
 
 
 def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of Sampling that were given, checked before anything is loaded.
-
-    Raises:
-        UserInputError: One is out of range.
-    """
+    """The settings of Sampling that were given."""
     import_jax()
-    from .engine.sampling import Sampling
+    return {name: getattr(options, name) for name in (*_SAMPLING, "logprobs")
+            if getattr(options, name, None) is not None}  # fmt: skip
 
-    values = {name: getattr(options, name) for name in (*_SAMPLING, "logprobs")
-              if getattr(options, name, None) is not None}  # fmt: skip
-    Sampling(**values)
-    return values
+
+def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """The variables of --template-arg. Warns of those that no template of the model reads."""
+    found = dict(options.template_arg)
+    words = set(re.findall(r"[A-Za-z_]\w*", " ".join(tokenizer.chat_templates.values())))
+    for name in found.keys() - words:
+        like = closest(name, words)
+        hint = f": did you mean {like}?" if like else ""
+        print(
+            f"maxjax: warning: --template-arg {name} without effect: the chat template does not"
+            f" read it{hint}",
+            file=sys.stderr,
+        )
+    return found
 
 
 def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:

@@ -1,6 +1,7 @@
 """`maxjax chat`: with stdin as a pipe in this process, and once in a terminal of its own."""
 
 import functools
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 import pytest
 
 import maxjax
+from maxjax import cli_answer
 from maxjax.engine.decoding import Decoding
 
 from .cli_models import in_process, write_model
@@ -96,6 +98,62 @@ def test_a_template_that_refuses(chat, tmp_path):
     assert code == 1 and "no such role" in err and out.count("\n") == 1
 
 
+def test_a_full_context_leaves_the_oldest_out(chat, said, tmp_path):
+    """And says so; what was said is still saved, and the system's message stays."""
+    file = tmp_path / "chat.json"
+    turns = [c * 60 for c in "abcdef"]
+    code, out, err = chat("--system", "be", stdin="\n".join([*turns, f"/save {file}"]))
+    assert (code, out.count("\n")) == (0, 6)
+    lines = err.splitlines()
+    assert lines and set(lines) == {
+        "(the context is full: the oldest 2 messages are left out from here on)"
+    }
+    messages = json.loads(file.read_text())
+    assert [m["content"] for m in messages if m["role"] == "user"] == turns
+    assert messages[0] == {"role": "system", "content": "be"}
+
+
+def test_variables_of_the_template(chat, said, capsys, monkeypatch, tmp_path):
+    model = write_model(tmp_path / "m", template="{{ messages[0].content }}{{ effort }}")
+    arguments = (
+        "chat",
+        "--model",
+        model,
+        *N,
+        "--template-arg",
+        "effort=7",
+        "--template-arg",
+        "x=1",
+    )
+    code, out, err = in_process(capsys, monkeypatch, *arguments, stdin="hi\n")
+    assert code == 0 and "x without effect" in err
+    loaded = maxjax.load(model)
+    assert out == maxjax.generate(*loaded, "hi7", max_new_tokens=6) + "\n"
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_what_is_waited_for(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    with cli_answer.status("soon over"):
+        pass
+    assert screen.getvalue() == ""
+    monkeypatch.setattr(cli_answer, "_MOMENT", 0.01)
+    with cli_answer.status("a\x1b[1m") as over:
+        while not screen.getvalue():
+            time.sleep(0.01)
+        over()
+    shown = "a\\x1b[1m …"
+    assert screen.getvalue() == f"\r{shown}\r{' ' * len(shown)}\r"
+    monkeypatch.setattr(sys, "stderr", plain := io.StringIO())
+    with cli_answer.status("not shown"):
+        time.sleep(0.05)
+    assert plain.getvalue() == ""
+
+
 def test_bytes_that_are_no_text(chat, said):
     (answer,) = said("hi")
     code, out, err = chat(stdin="hi\n\udcff\n")
@@ -172,10 +230,10 @@ os.execv(sys.executable, [sys.executable, "-m", "maxjax", *sys.argv[2:]])
 class Terminal:
     """A program in a terminal of its own, as somebody sees it who types."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, kind="dumb"):
         self._master, slave = os.openpty()
         command = [sys.executable, "-c", _LAUNCH, os.ttyname(slave), *map(str, arguments)]
-        environment = os.environ | {"TERM": "dumb"}
+        environment = os.environ | {"TERM": kind}
         self.process = subprocess.Popen(command, start_new_session=True, env=environment)
         self._slave = slave  # open until the end, or what the program wrote last is lost
 
@@ -207,7 +265,8 @@ def test_in_a_terminal(tmp_path):
     try:
         assert "context 131,072 tokens. /help" in terminal.until("> $")
         terminal.types("hi\n")
-        terminal.until(r"hi\r\n.*[^\s]")  # the answer has begun
+        # The answer has begun, and what was shown before it is gone.
+        terminal.until(r"hi\r\n(\rreading the prompt[^\r]*\r +\r)?[^\s]")
         terminal.types("\x03")  # ends it alone
         assert "Traceback" not in terminal.until("\n> $")
         terminal.types("\x03")
@@ -223,3 +282,27 @@ def test_in_a_terminal(tmp_path):
     user, assistant = json.loads(file.read_text())
     assert user == {"role": "user", "content": "hi"}
     assert assistant["role"] == "assistant" and 0 < len(assistant["content"]) < 90_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "paste"),
+    [
+        # As terminals say it that readline has asked to, and as others do.
+        ("xterm", "\x1b[200~/one\r two\r\rthree\x1b[201~"),
+        ("dumb", "/one\r two\r\rthree"),
+    ],
+)
+def test_what_is_pasted_is_one_turn(model, tmp_path, kind, paste):
+    file = tmp_path / "chat.json"
+    terminal = Terminal("chat", "--model", model, *N, kind=kind)
+    try:
+        terminal.until("> $")
+        for text in (paste, "one", f"/save {file}"):
+            terminal.types(f"{text}\r")
+            terminal.until("> $")
+        terminal.types("/quit\r")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.close()
+    said = [m["content"] for m in json.loads(file.read_text()) if m["role"] == "user"]
+    assert said == ["/one\n two\n\nthree", "one"]

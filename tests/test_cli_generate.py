@@ -1,16 +1,20 @@
 """`maxjax generate` as a user runs it, mostly within this process: JAX starts slowly."""
 
+import argparse
 import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
+import tokenizers
 
 import maxjax
+from maxjax import cli
 
 from .cli_models import in_process, write_model
 
@@ -145,6 +149,28 @@ def test_a_chat_of_one_turn(generate, ours):
     assert generate("hi", "--system", "be", *n) == expected
 
 
+def test_variables_of_the_template(run, tmp_path):
+    template = "{{ messages[0].content }}{{ '!' if think is true else '?' }}{{ effort }}"
+    directory = write_model(tmp_path / "m", template=template)
+    arguments = ("generate", "--model", directory, "hi", "--chat", "--json", "--max-new-tokens", 1)
+
+    def prompt(*given):
+        code, out, err = run(*arguments, *given)
+        assert code == 0
+        return bytes(i - 1 for i in json.loads(out)["prompt_tokens"]), err
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = lambda text: bytes(alphabet.index(c) for c in text)
+    assert prompt() == (ids("hi?"), "")
+    for yes in ("true", "True"):
+        assert prompt("--template-arg", f"think={yes}") == (ids("hi!"), "")
+    assert prompt("--template-arg", "think=false", "--template-arg", "effort=low")[0] == ids(
+        "hi?low"
+    )
+    found, err = prompt("--template-arg", "efort=low")
+    assert found == ids("hi?") and "efort without effect" in err and "did you mean effort?" in err
+
+
 def test_a_mesh_gives_the_same_text(generate, ours):
     text = ours("hello", max_new_tokens=8) + "\n"
     assert generate("hello", "--max-new-tokens", 8, "--mesh", "model=2,data=2") == text
@@ -171,17 +197,10 @@ def test_statistics_are_on_stderr(run, model):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("x", "--top-p", "1.5"), "top_p is 1.5"),
-        (("x", "--temperature", "nan"), "temperature is nan"),
-        (("x", "--top-k", "-1"), "top_k is -1"),
-        (("x", "--json", "--logprobs", "-1"), "logprobs is -1"),
-        (("x", "--stop", ""), "a stop string is empty"),
         (("x" * 256,), "256 tokens, and the model's context is 256"),
         (("\udcff",), "not valid UTF-8"),
         (("",), "the prompt is empty"),
-        (("x", "--mesh", "model"), "model=8,data=2"),
         (("x", "--mesh", "model=16"), "JAX_NUM_CPU_DEVICES=16"),
-        (("x", "--dtype", "int8"), "int8"),
         (("x", "--revision", "main"), "revision"),
         (("--file", "/nowhere/at/all"), "/nowhere/at/all"),
     ],
@@ -190,13 +209,66 @@ def test_wrong_input_is_one_line(fails, arguments, says):
     assert says in fails(*arguments)
 
 
-def test_wrong_usage_is_2(fails):
-    for arguments in (
-        ("x", "--logprobs", 1), ("x", "--max-new-tokens", 0), ("x", "--chunk", 12),
-        ("x", "--seed", -1), ("x", "--seed", 2**32), ("x", "--file", "y"), ("x", "--top-p", "z"),
-        ("x", "--cache-dtype", "int4"),
-    ):  # fmt: skip
-        assert "usage: maxjax" in fails(*arguments, code=2)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--temperature", -1), "--temperature: -1: a number of at least 0 is wanted (0: greedy)"),
+        (("--temperature", "nan"), "--temperature: nan"),
+        (("--top-p", 0), "--top-p: 0: a number above 0, to 1, is wanted"),
+        (("--top-p", 1.5), "--top-p: 1.5: a number from 0 to 1 is wanted (1: off)"),
+        (("--top-p", "z"), "--top-p: z"),
+        (("--top-k", -1), "--top-k: -1"),
+        (("--top-k", 1.5), "--top-k: 1.5: an integer"),
+        (("--min-p", 2), "--min-p: 2"),
+        (("--repetition-penalty", 0), "--repetition-penalty: 0: a number above 0"),
+        (("--presence-penalty", 3), "--presence-penalty: 3"),
+        (("--frequency-penalty", -3), "--frequency-penalty: -3"),
+        (("--json", "--logprobs", -1), "--logprobs: -1"),
+        (("--logprobs", 1), "--logprobs needs --json"),
+        (("--stop", ""), "--stop: an empty text"),
+        (("--max-new-tokens", 0), "--max-new-tokens: 0: a whole number of at least 1"),
+        (("--chunk", 12), "12 is no power of two"),
+        (("--seed", -1), "from 0 to 4294967295"),
+        (("--seed", 2**32), "from 0 to 4294967295"),
+        (("--file", "y"), "a PROMPT and --file"),
+        (("--cache-dtype", "int4"), "--cache-dtype"),
+        (("--mesh", "model"), "model=8,data=2"),
+        (("--mesh", "rows=2"), "no axis 'rows'"),
+        (("--dtype", "int8"), "--dtype: int8 is no float type"),
+        (("--template-arg", "x"), "--template-arg: x: NAME=VALUE is wanted"),
+        (("--template-arg", "messages=1"), "messages is what maxjax itself gives"),
+        (("--no-chat", "--template-arg", "x=1"), "--template-arg needs --chat"),
+        (("--nosuch",), "unrecognized arguments: --nosuch"),
+        (("--max-tokens", 5), "--max-tokens 5: did you mean --max-new-tokens?"),
+        (("--temprature=1",), "did you mean --temperature?"),
+    ],
+)
+def test_wrong_usage_is_two_lines_and_2(fails, arguments, says):
+    first, second = fails("x", *arguments, code=2).splitlines()
+    assert first == "usage: maxjax generate [OPTIONS] [PROMPT]   (--help lists the options)"
+    assert second.startswith("maxjax generate: error: ") and says in second
+
+
+def test_every_option_with_a_type_refuses_what_is_none():
+    """Whichever command it is of, and before anything is opened."""
+    parser = cli._parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    seen = set()
+    for name, command in commands.choices.items():
+        required = [
+            x for a in command._actions if a.required and not a.option_strings
+            for x in ["x"] * (2 if a.nargs == 2 else 1)
+        ]  # fmt: skip
+        for action in command._actions:
+            if not action.option_strings or action.type in (None, Path):
+                continue
+            option = action.option_strings[-1]
+            with pytest.raises(SystemExit, match="2"):
+                parser.parse_args(
+                    [name, *required, f"{option}={'' if option == '--stop' else '?'}"]
+                )
+            seen.add(option)
+    assert seen >= {"--temperature", "--mesh", "--hbm", "--dtype", "--max-shard-size", "--batch"}
 
 
 def test_stdin_that_is_no_prompt(fails, monkeypatch, capsys, model):

@@ -84,7 +84,7 @@ FLOORS: list[list[str]] = [
     # 7 faces
     files(
         "",
-        "__init__ environment cli_errors cli_model cli_answer cli_convert cli_plan cli_generate cli_chat"
+        "__init__ environment cli_errors cli_options cli_answer cli_model cli_convert cli_plan cli_generate cli_chat"
         " cli_bench cli __main__ notebook",
     ),
 ]

@@ -23,6 +23,8 @@ from .request import Request
 from .sampling import Sampling
 from .tokenizer import check_unicode
 
+_OPENING = ("system", "developer")
+
 
 class Conversation:
     """A chat with a model that has a chat template.
@@ -33,6 +35,7 @@ class Conversation:
         max_new_tokens, stop, eos_ids, key, sampling, chunk, cache_dtype, values: As of
             :func:`~maxjax.engine.generate.generate`.
         template: The name of one of the tokenizer's chat templates, or a template.
+        template_kwargs: Further variables of the template, e.g. ``{"enable_thinking": False}``.
 
     Attributes:
         messages: The chat so far; an answer that was interrupted as far as it came.
@@ -64,10 +67,13 @@ class Conversation:
         chunk: int = 512,
         cache_dtype: Any = None,
         template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         **values: Any,
     ):
         self._request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         self._tokenizer, self._template = tokenizer, template
+        self._template_kwargs = dict(template_kwargs or {})
+        self._left_out = 0  # so many messages, with those of the system at the beginning
         self._key = jax.random.key(0) if key is None else key
         self._chunk, self._cache_dtype = chunk, cache_dtype
         self._turns = 0
@@ -85,8 +91,8 @@ class Conversation:
         ended when the next thing is said ends there.
 
         Raises:
-            UserInputError: The chat has become longer than the model's context; the template
-                refuses it.
+            UserInputError: The chat has become longer than the model's context, see
+                :meth:`make_room`; the template refuses it.
             TypeError: ``text`` is none.
         """
         if not isinstance(text, str):
@@ -118,10 +124,43 @@ class Conversation:
         self._speaking = weakref.ref(stream)
         return stream
 
+    def make_room(self, text: str, tokens: int | None = None) -> int:
+        """Leaves the oldest turns out of the prompt until ``text`` and an answer to it fit.
+
+        Messages of the system at the beginning stay in it. What is left out stays among
+        :attr:`messages`, and the model does not see it again before :meth:`reset`.
+
+        Args:
+            text: What the user is about to say.
+            tokens: Of the answer; by default as many as it may have, at most a quarter of the
+                context, so that not every turn has to make room anew.
+
+        Returns:
+            How many messages are left out that were not before; 0 if all fits, or if ``text`` does not
+            fit even by itself, which :meth:`say` refuses.
+
+        Raises:
+            UserInputError: The template refuses the chat.
+        """
+        longest = self._request.model.max_length
+        if tokens is None:
+            tokens = min(self._request.max_new_tokens, longest // 4)
+        said = [{"role": "user", "content": text}]
+        before = max(self._left_out, self._opening_length())
+        turns = [
+            i for i, one in enumerate(self.messages) if one.get("role") == "user" and i > before
+        ]
+        for start in [before, *turns, len(self.messages)]:
+            length = len(self._ids(said, start))
+            if length + tokens <= longest or (start == len(self.messages) and length < longest):
+                self._left_out = start
+                return start - before
+        return 0
+
     def reset(self) -> None:
         """Begins anew, with the messages it was made with."""
         self._interrupt()
-        self.messages, self._decoding = list(self._opening), None
+        self.messages, self._decoding, self._left_out = list(self._opening), None, 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the messages as a JSON file, in the place of one that is there.
@@ -141,10 +180,20 @@ class Conversation:
             stream.close()
 
     def _prompt(self, said: list[dict[str, Any]]) -> list[int]:
-        ids = chat_tokens(
-            self._tokenizer, [*self.messages, *said], chat_template=self._template
-        )  # fmt: skip
-        return self._request.tokens(ids, 0, True)
+        return self._request.tokens(self._ids(said, self._left_out), 0, True)
+
+    def _ids(self, said: list[dict[str, Any]], start: int) -> list[int]:
+        """The tokens of the chat, without the messages between its opening and number ``start``."""
+        opening = self._opening_length()
+        messages = [*self.messages[:opening], *self.messages[max(start, opening) :], *said]
+        return chat_tokens(
+            self._tokenizer, messages, chat_template=self._template, **self._template_kwargs
+        )
+
+    def _opening_length(self) -> int:
+        """How many messages of the system stand at the beginning."""
+        others = (i for i, one in enumerate(self.messages) if one.get("role") not in _OPENING)
+        return next(others, len(self.messages))
 
 
 def _message(message: Any) -> dict[str, Any]:

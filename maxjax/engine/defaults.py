@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import CheckpointFormatError, UserInputError
 from ..models.config import read_object
-from .sampling import Sampling, eos_token_ids
+from .sampling import Sampling, eos_token_ids, meant
 
 FILE = "generation_config.json"
 
@@ -77,6 +77,23 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(value)
 
 
+# What the functions that take single settings of Sampling have besides.
+_ARGUMENTS = (
+    "max_new_tokens",
+    "stop",
+    "eos_ids",
+    "key",
+    "sampling",
+    "batch_size",
+    "chunk",
+    "cache_dtype",
+)
+
+
+def _there_are(names: list[str]) -> str:
+    return f"; settings of Sampling are {', '.join(names)}"
+
+
 def chosen_sampling(
     defaults: GenerationDefaults, sampling: Sampling | None, changes: Mapping[str, Any]
 ) -> Sampling:
@@ -92,9 +109,8 @@ def chosen_sampling(
     names = [field.name for field in dataclasses.fields(Sampling)]
     unknown = [name for name in changes if name not in names]
     if unknown:
-        raise UserInputError(
-            f"there is no sampling value {unknown[0]!r}; there are {', '.join(names)}"
-        )
+        hint = meant(unknown[0], [*names, *_ARGUMENTS])
+        raise UserInputError(f"there is no argument {unknown[0]!r}{hint or _there_are(names)}")
     if sampling is None:
         return dataclasses.replace(defaults.sampling, **changes)
     if not isinstance(sampling, Sampling):

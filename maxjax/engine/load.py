@@ -28,6 +28,7 @@ from ..storage.table import Verify
 from .defaults import read_defaults
 from .hub import find_model
 from .pooling import gguf_pooling, read_pooling
+from .sampling import meant
 from .tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
 
 
@@ -74,6 +75,7 @@ def load(
     tokenizer: bool = True,
     tie: bool | None = None,
     compile: Sequence[Any] | None = None,
+    **unknown: Any,
 ) -> Any:
     """Opens a checkpoint and loads its model.
 
@@ -109,7 +111,11 @@ def load(
             says which, the message where.
         UnsupportedModelError: It is of an architecture that maxjax does not have.
         UserInputError: ``dtype`` or ``reduce_dtype`` is no float type.
+        TypeError: An argument of another name; what is meant is named where that is known.
     """
+    for name in unknown:
+        hint = meant(name, ("dtype", "reduce_dtype", "mesh", "config", "revision", "tokenizer"))
+        raise TypeError(f"load() got an unexpected keyword argument {name!r}{hint}")
     with allowing(limits):
         return _load(
             path, dtype, reduce_dtype, mesh, config, verify, revision, tokenizer, tie, compile

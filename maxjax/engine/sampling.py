@@ -14,12 +14,59 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from ..errors import UserInputError
+from ..errors import UserInputError, closest
 
 _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
 # Twice as much is still no infinity in float32.
 _LARGEST = 1e38
+
+
+# What other libraries call it, and how it is said here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_tokens", "max_length", "max_completion_tokens", "n_predict", "max_gen_len"),
+        "max_new_tokens=",
+    ),
+    "do_sample": "temperature=: 0 is greedy, above it tokens are drawn",
+    **dict.fromkeys(("device_map", "device", "devices"), "mesh=maxjax.make_mesh(…) of maxjax.load"),
+    **dict.fromkeys(("torch_dtype", "param_dtype"), "dtype= of maxjax.load"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop="),
+    **dict.fromkeys(("eos_token_id", "eos_token_ids", "stop_token_ids"), "eos_ids="),
+    **dict.fromkeys(("seed", "generator", "rng"), "key=jax.random.key(seed)"),
+    **dict.fromkeys(("n", "num_return_sequences"), "a list with the prompt so many times"),
+    **dict.fromkeys(("top_logprobs", "num_logprobs"), "logprobs="),
+    **dict.fromkeys(("suppress_tokens", "bad_words_ids"), "banned="),
+    **dict.fromkeys(("temp", "tau"), "temperature="),
+    "sampling_params": "sampling=maxjax.Sampling(…)",
+    "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
+    "stream": "maxjax.stream(…)",
+    "messages": "maxjax.Conversation(model, tokenizer, messages)",
+    "quantization_config": "a checkpoint that is quantised (maxjax convert --quantize)",
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "a checkpoint that is quantised"),
+    **dict.fromkeys(("trust_remote_code", "use_safetensors", "low_cpu_mem_usage"), "nothing: leave it out"),
+    **dict.fromkeys(("cache_dir", "token", "local_files_only"), "the environment: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE"),
+}  # fmt: skip
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """What to write in the place of an argument that is not there; "" if nothing is like it.
+
+    Args:
+        name: As it was given.
+        names: Those that are there.
+
+    Example:
+        >>> meant("max_tokens", ["max_new_tokens"]), meant("temprature", ["temperature"])
+        (': did you mean max_new_tokens=?', ': did you mean temperature=?')
+    """
+    said = _ELSEWHERE.get(name)
+    if said is None:
+        like = closest(name, names)
+        said = like and f"{like}="
+    if not said:
+        return ""
+    return f": did you mean {said}?" if said.endswith("=") else f": say {said}"
 
 
 class Amounts(NamedTuple):
@@ -64,6 +111,7 @@ class Sampling:
 
     Raises:
         UserInputError: A value that is out of range; it names the field, the value and the range.
+        TypeError: A name that is none of these; what is meant is named where that is known.
 
     Example:
         >>> Sampling(temperature=0.7, top_p=0.9).is_greedy
@@ -83,6 +131,12 @@ class Sampling:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     banned: Iterable[int] = ()
     logprobs: int | None = None
+
+    def __new__(cls, *_: Any, **values: Any) -> Sampling:
+        names = [field.name for field in fields(cls)]
+        for name in values.keys() - set(names):
+            raise TypeError(f"Sampling has no {name}={meant(name, names)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, (lowest, highest, text) in _RANGES.items():

@@ -105,6 +105,50 @@ def test_a_chat_that_becomes_too_long(model):
     assert len("".join(chat.say("Hi"))) == 5
 
 
+def test_room_is_made_by_the_oldest_turns(model, read):
+    """What is left out is gone from the prompt alone; the opening stays, and reset brings all back."""
+    opening = [{"role": "system", "content": "Be_brief."}]
+    chat = maxjax.Conversation(model, characters(), opening, max_new_tokens=5, chunk=16)
+    turns = [c * 40 for c in "abc"]
+    for text in turns:
+        assert chat.make_room(text) == 0
+        "".join(chat.say(text))
+    left_out = chat.make_room("e" * 40)
+    assert left_out > 0 and left_out % 2 == 0
+    assert chat.make_room("e" * 40) == 0  # done
+    found = "".join(chat.say("e" * 40))
+    asked = [*opening, *chat.messages[1 + left_out : -1]]
+    assert [m["content"] for m in asked if m["role"] == "user"] == [
+        *turns[left_out // 2 :],
+        "e" * 40,
+    ]
+    prompt = maxjax.apply_chat_template(characters(), asked)
+    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=5, chunk=16)
+    assert len(chat.messages) == 9
+    assert chat.make_room("f" * 300) == 0  # it does not fit by itself
+    with pytest.raises(UserInputError, match="context is 256"):
+        chat.say("f" * 300)
+    chat.reset()
+    assert chat.make_room("g") == 0 and chat.messages == opening
+
+
+def test_no_room_for_more_than_what_is_said(model):
+    """All turns go where an answer of the wanted length never fits."""
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=200, chunk=16)
+    "".join(chat.say("a"))
+    assert chat.make_room("x" * 200, 100) == 2
+    assert len("".join(chat.say("x" * 200))) > 0
+
+
+def test_variables_of_the_template(model):
+    template = "{{ effort }}{{ messages[0].content }}"
+    chat = maxjax.Conversation(
+        model, characters(template), max_new_tokens=5, chunk=16, template_kwargs={"effort": "low"}
+    )
+    found = "".join(chat.say("Hi"))
+    assert found == maxjax.generate(model, characters(), "lowHi", max_new_tokens=5, chunk=16)
+
+
 def test_no_template(model):
     with pytest.raises(UserInputError, match="no chat template"):
         maxjax.Conversation(model, characters(None))

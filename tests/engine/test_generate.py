@@ -365,7 +365,7 @@ def test_a_stream_that_is_left(model):
         ([-1], {}, "token id -1"),
         ([1] * 256, {}, "256 tokens, and the model's context is 256"),
         ([1], {"temperature": -1}, "temperature is -1"),
-        ([1], {"temprature": 1}, "no sampling value 'temprature'"),
+        ([1], {"temprature": 1}, "no argument 'temprature': did you mean temperature="),
         ([1], {"sampling": maxjax.Sampling(), "top_k": 3}, "top_k belongs in"),
         ([1], {"sampling": "hot"}, "maxjax.Sampling, not str"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),

@@ -254,3 +254,39 @@ def test_half_a_character_does_not_cost_a_saved_chat(loaded, tmp_path):
     assert json.loads(file.read_text()) == messages
     with pytest.raises(maxjax.errors.CheckpointError):
         maxjax.Conversation(*loaded, messages).save(tmp_path)  # a directory
+
+
+# --- names of other libraries ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("max_tokens", "did you mean max_new_tokens="),
+        ("max_length", "did you mean max_new_tokens="),
+        ("do_sample", "say temperature=: 0 is greedy"),
+        ("device_map", "mesh=maxjax.make_mesh"),
+        ("torch_dtype", "dtype= of maxjax.load"),
+        ("eos_token_id", "did you mean eos_ids="),
+        ("seed", "say key=jax.random.key"),
+        ("temprature", "did you mean temperature="),
+        ("batchsize", "did you mean batch_size="),
+        ("nothing_like_it", "settings of Sampling are temperature"),
+    ],
+)
+def test_an_argument_that_is_called_otherwise(loaded, name, says):
+    for function in (maxjax.generate, maxjax.stream):
+        with pytest.raises(UserInputError, match=f"no argument '{name}'.*{says}"):
+            function(*loaded, "x", **{name: 1})
+    if name != "batchsize" and not says.startswith("settings"):
+        with pytest.raises(TypeError, match=f"Sampling has no {name}=: .*{says}"):
+            maxjax.Sampling(**{name: 1})
+
+
+def test_an_argument_of_load_that_is_called_otherwise(tmp_path):
+    for name, says in {
+        "torch_dtype": "say dtype=", "device_map": "make_mesh", "dtyp": "did you mean dtype=",
+        "load_in_8bit": "quantised", "cache_dir": "HF_HOME",
+    }.items():  # fmt: skip
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'.*{says}"):
+            maxjax.load(tmp_path, **{name: 1})
