@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -39,6 +40,9 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def convert(options: argparse.Namespace) -> Iterable[str]:
     """Writes SRC as DST, piece by piece. What was at DST stays until the new checkpoint is whole."""
+    ending = os.path.splitext(options.destination)[1].lower()
+    if options.quantize and (options.to or ending.removeprefix(".")) != "gguf":
+        options.error("--quantize is for GGUF files: name one, as model.gguf")
     from .checkpoint.convert import convert as convert_checkpoint
 
     with stoppable(), _Bar() as bar:
