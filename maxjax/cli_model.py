@@ -119,7 +119,8 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened
     check_model(model)
     if tokenizer and found is None:
         raise UserInputError(
-            f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights"
+            f"{options.model} has no tokenizer: beside the weights there is no tokenizer.json, and"
+            " neither vocab.json with merges.txt nor vocab.txt"
         )
     return Opened(model, found, time.perf_counter() - began)
 

@@ -70,10 +70,12 @@ FLOORS: list[list[str]] = [
         " moe_config moe gemma gpt2 bert __init__",
     ),
     # 6 engine: programs that run
-    files("engine/", "template_budget template_sandbox template chat_files pooling tokenizer chat")
+    files("engine/", "template_budget template_sandbox template chat_files pooling")
+    + files("engine/", "tokenizer_patterns tokenizer_limits tokenizer_added tokenizer_vocab")
+    + files("engine/", "tokenizer_files text_steps tokenizer chat")
     + files(
         "engine/",
-        "text_steps text sampling sample_filters sample_history sample defaults hub_files hub load",
+        "text sampling sample_filters sample_history sample defaults hub_files hub load",
     )
     + files(
         "engine/",

@@ -5,6 +5,7 @@ Below: convert_source, writing, ``models.gguf`` for names, layouts and metadata.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,10 +14,10 @@ from typing import Any
 
 from ..dtype import DType
 from ..engine.pooling import Pooling, gguf_mode, read_pooling
-from ..errors import CheckpointMissingError, some
+from ..engine.tokenizer_files import optional, read_tokenizer_files
+from ..errors import CheckpointMissingError, UnsupportedModelError, some
 from ..graph.weights import GGUFWeights, WeightData
 from ..graph.weights.outgoing import outgoing_data
-from ..models.config import read_object
 from ..models.gguf import (
     encoding_for,
     gguf_metadata,
@@ -141,10 +142,7 @@ def _new_gguf(
         name=path.resolve().name if path.is_dir() else path.resolve().stem,
         pooling=None if pooling is None else gguf_mode(pooling), path=path,
     )  # fmt: skip
-    tokenizer, settings = (
-        read_object(beside[name]) if name in beside else None
-        for name in ("tokenizer.json", "tokenizer_config.json")
-    )
+    tokenizer, settings = _tokenizer(folder)
     template = beside.get("chat_template.jinja")
     words = made.tensors.get("token_embd.weight")
     metadata |= gguf_tokenizer_metadata(
@@ -153,3 +151,16 @@ def _new_gguf(
         chat_template=None if template is None else template.read_text("utf-8"),
     )  # fmt: skip
     return metadata | made.metadata, made.tensors
+
+
+def _tokenizer(folder: Path) -> tuple[Any, dict[str, Any] | None]:
+    """The content of a ``tokenizer.json`` with all that is added to it, and its settings."""
+    try:
+        found = read_tokenizer_files(folder)
+    except UnsupportedModelError as error:
+        _LOG.warning("%s The GGUF file has no tokenizer.", error)
+        found = None
+    if found is None:
+        return None, optional(folder / "tokenizer_config.json")
+    document = found.document or json.loads(found.backend.to_str())
+    return document, {**found.settings, **found.named}

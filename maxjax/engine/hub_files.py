@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from ..errors import CheckpointFormatError, CheckpointMissingError, some
 from ..storage.directory import choose, nothing
+from .tokenizer_vocab import VOCABULARIES
 
 BESIDE = (
     "config.json",
@@ -19,6 +20,7 @@ BESIDE = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template*",
     "modules.json",
     "sentence_*_config.json",
@@ -62,7 +64,9 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
         weights = _parts(file, names)
     else:
         weights = _weights(repo, names)
-    small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in BESIDE)]
+    # Some megabytes: only where the tokenizer is read out of them, or refused by what they are.
+    patterns = BESIDE if "tokenizer.json" in names else (*BESIDE, *VOCABULARIES)
+    small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     return sorted({*small, *weights})
 
 

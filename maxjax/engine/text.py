@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import UserInputError
-from .text_steps import Step, steps_of
+from .text_steps import Step, clean_up, steps_of
 
 _BROKEN = "\ufffd"
 
@@ -46,6 +46,8 @@ class TextStream:
             added = backend.get_added_tokens_decoder().values() if skip_special else ()
             skipped = {token.content for token in added if token.special}
             self._work = _Steps(backend.id_to_token, skipped, steps)
+        # After all else, also where the decoder is not known here.
+        self._clean = clean_up() if getattr(tokenizer, "cleans_up", False) else []
         self._ended = False
 
     def push(self, token_id: int) -> str:
@@ -61,14 +63,25 @@ class TextStream:
         token_id = int(token_id)
         if not 0 <= token_id < 1 << 32:
             raise UserInputError(f"{token_id} is no token id")
-        return self._work.push(token_id)
+        return _through(self._clean, [self._work.push(token_id)])
 
     def flush(self) -> str:
         """Ends the text: what was held back, a broken character as U+FFFD."""
         if self._ended:
             return ""
         self._ended = True
-        return self._work.flush()
+        return _through(self._clean, [self._work.flush()]) + _ended(self._clean)
+
+
+def _through(steps: list[Step], texts: list[str]) -> str:
+    for step in steps:
+        texts = [out for text in texts for out in step.feed(text)]
+    return "".join(texts)
+
+
+def _ended(steps: list[Step]) -> str:
+    """What the steps held back, each through those after it."""
+    return "".join(_through(steps[i + 1 :], step.end()) for i, step in enumerate(steps))
 
 
 class _Steps:
@@ -81,25 +94,17 @@ class _Steps:
         text = self._text_of(token_id)
         if text is None or text in self._skipped:
             return ""
-        return self._through(self._steps, [text])
+        return _through(self._steps, [text])
 
     def flush(self) -> str:
-        return "".join(
-            self._through(self._steps[i + 1 :], step.end()) for i, step in enumerate(self._steps)
-        )
-
-    @staticmethod
-    def _through(steps: list[Step], texts: list[str]) -> str:
-        for step in steps:
-            texts = [out for text in texts for out in step.feed(text)]
-        return "".join(texts)
+        return _ended(self._steps)
 
 
 class _Window:
     """For other decoders: decodes the last tokens with and without the new one."""
 
     def __init__(self, tokenizer: Any, skip_special: bool):
-        self._decode = lambda ids: tokenizer.decode(ids, skip_special=skip_special)
+        self._decode = lambda ids: tokenizer._decoded(ids, skip_special)
         self._ids: list[int] = []
         self._start = self._given = 0  # tokens before the window; tokens whose text was given
         self._shown = ""

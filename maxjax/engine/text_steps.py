@@ -16,11 +16,13 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 _BYTE = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
-# What WordPiece's clean-up takes away, in its order.
-_CLEANUP = (
+# What transformers' clean-up takes away, in its order.
+_SPACES = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
-    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+    (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
+# WordPiece's own has one more.
+_CLEANUP = (*_SPACES[:7], (" do not", " don't"), *_SPACES[7:])
 
 
 class Step(Protocol):
@@ -140,6 +142,42 @@ class _StripWhole:
 
     def end(self) -> list[str]:
         return []  # what is left are those at the end
+
+
+class _Everywhere:
+    """Replaces a text wherever it stands in all tokens together, from the left."""
+
+    def __init__(self, old: str, new: str):
+        self._old, self._new = old, new
+        self._held = ""
+
+    def feed(self, text: str) -> list[str]:
+        *before, last = (self._held + text).split(self._old)
+        most = min(len(self._old) - 1, len(last))
+        keep = next((n for n in range(most, 0, -1) if last.endswith(self._old[:n])), 0)
+        self._held = last[len(last) - keep :]
+        return [self._new.join([*before, last[: len(last) - keep]])]
+
+    def end(self) -> list[str]:
+        text, self._held = self._held, ""
+        return [text]
+
+
+def cleaned(text: str) -> str:
+    """A text without the spaces that tokenisation has put before punctuation, as transformers has it.
+
+    Example:
+        >>> cleaned("I 'm here , am n't I ?")
+        "I'm here, amn't I?"
+    """
+    for old, new in _SPACES:
+        text = text.replace(old, new)
+    return text
+
+
+def clean_up() -> list[Step]:
+    """The steps of :func:`cleaned`, for a text that comes in pieces."""
+    return [_Everywhere(old, new) for old, new in _SPACES]
 
 
 class _Suffix:

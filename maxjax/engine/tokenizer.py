@@ -1,7 +1,8 @@
 """Floor 6. Tokenizer: text ↔ token ids, as the ``tokenizer.json`` of a checkpoint says.
 
 The work is done by the ``tokenizers`` package, imported when the first one is loaded;
-what it raises is turned into maxjax's own errors here. Above: load, embed.
+what it raises is turned into maxjax's own errors here. Below: tokenizer_files, which reads a
+directory. Above: load, embed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,16 +24,17 @@ from ..errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from ..models.config import read_object
 from ..models.gguf import chat_template, tokenizer_json
 from ..models.gguf.tokenizer import end_ids, special_tokens
 from ..storage.beside import settled
 from ..storage.index import beside_of, orbax_checkpoint
-from ..storage.jsontext import load_json, read_json_bytes
-from ..storage.limits import Limits, allowing, in_force
+from ..storage.limits import Limits, allowing
 from .chat_files import TEMPLATE_FILE, listed_templates, read_templates
+from .text_steps import cleaned
+from .tokenizer_added import CONFIG, MAP, SPECIAL
+from .tokenizer_files import FILE, backend_of, guarded, read_tokenizer_files
+from .tokenizer_limits import check_tokenizer
 
-_SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # Hugging Face writes int(1e30) for "no limit".
 _NO_LIMIT = 10**9
 
@@ -54,10 +57,13 @@ class Batch(NamedTuple):
 class Tokenizer:
     """Text ↔ token ids. Made by :func:`load_tokenizer`; safe to use from several threads.
 
+    It can be copied and pickled, so that processes of a data loader take it along.
+
     Attributes:
         pad_id: The id that fills up a batch.
         max_length: The most tokens its model takes, as its files say; None if they do not.
-        vocab_size: Ids are below this.
+        cleans_up: Whether decoding takes away spaces before punctuation, as the files say
+            ("clean_up_tokenization_spaces").
         chat_templates: The Jinja templates of a chat by name; that without a name is "default".
         special_tokens: Special tokens by the names of a ``tokenizer_config.json``, e.g.
             "bos_token" → "<s>".
@@ -90,7 +96,40 @@ class Tokenizer:
         eos = self._special_id("eos_token") if eos_ids is None else None
         self.eos_ids: tuple[int, ...] = tuple(eos_ids or ()) if eos is None else (eos,)
         self._beside = dict(beside or {})
-        self.vocab_size: int = backend.get_vocab_size()
+        self._configure()
+
+    def _configure(self) -> None:
+        """What the settings change that no ``tokenizer.json`` has."""
+        settings = self._beside.get(CONFIG, {})
+        if settings.get("split_special_tokens") is True:
+            self._backend.encode_special_tokens = True
+        # As in transformers: in the text of byte pairs the spaces are meant.
+        forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        is_bpe = type(self._backend.model).__name__ == "BPE" and settings.get(forced) is not True
+        cleans = settings.get("clean_up_tokenization_spaces") is True
+        self.cleans_up: bool = cleans and not is_bpe
+
+    # Threads of one process share the lock with what it guards; another process has its own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+        self._configure()
+
+    def __copy__(self) -> Tokenizer:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        size = self._backend.get_vocab_size()
+        # With gaps the last number is more than the count.
+        return max(size, 1 + max(self._backend.get_vocab().values(), default=-1))
 
     @property
     def chat_template(self) -> str | None:
@@ -126,7 +165,7 @@ class Tokenizer:
             if max_length is not None:
                 self._truncate_to(max_length)
             try:
-                encodings = _guarded(self._backend.encode_batch, texts, False, special)
+                encodings = guarded(self._backend.encode_batch, texts, False, special)
             finally:
                 self._backend.no_truncation()
         return [Tokens(encoding.ids, encoding.type_ids) for encoding in encodings]
@@ -143,7 +182,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of token ids."""
-        return _guarded(self._backend.decode, [int(i) for i in ids], skip_special)
+        text = self._decoded([int(i) for i in ids], skip_special)
+        return cleaned(text) if self.cleans_up else text
+
+    def _decoded(self, ids: list[int], skip_special: bool) -> str:
+        return guarded(self._backend.decode, ids, skip_special)
 
     def batch(self, texts: Iterable[str], *, max_length: int | None = None) -> Batch:
         """The texts as arrays, padded to the longest. Raises as :meth:`tokens`."""
@@ -176,9 +219,10 @@ class Tokenizer:
             settings["pad_token"] = self._backend.id_to_token(self.pad_id)
             if self.max_length is not None:
                 settings["model_max_length"] = self.max_length
-            settings |= self.special_tokens
             if self.chat_templates:
                 settings["chat_template"] = self._written_templates()
+        for name, token in self.special_tokens.items():  # those of a class stand in no file
+            settings[name] = settings.get(name) or token
         found = {**self._beside, "tokenizer_config.json": settings}
         written = {
             n: json.dumps(d, indent=2, ensure_ascii=False) + "\n" for n, d in found.items() if d
@@ -205,15 +249,21 @@ class Tokenizer:
 def load_tokenizer(
     path: str | os.PathLike[str], *, limits: Limits | None = None
 ) -> Tokenizer | None:
-    """The tokenizer of a checkpoint directory, or None when it has no ``tokenizer.json``.
+    """The tokenizer of a checkpoint directory, or None when it has none.
 
-    The padding token and the longest sequence come from ``tokenizer_config.json`` and
-    ``special_tokens_map.json``, where there are any.
+    It is read out of ``tokenizer.json``; where there is none, out of ``vocab.json`` and
+    ``merges.txt``, or ``vocab.txt``, as the class of transformers does that
+    ``tokenizer_config.json`` names. Special tokens, the longest sequence and tokens that were added
+    later come from ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``,
+    with transformers' precedence.
 
     Raises:
-        CheckpointMissingError: There is no such directory.
+        CheckpointMissingError: There is no such directory, or one of two files is not there.
         CheckpointFormatError: One of the files is broken; names it.
-        CheckpointLimitError: One asks for more than ``limits`` allow.
+        CheckpointLimitError: One asks for more than ``limits`` allow, or for too much memory or
+            time; names what.
+        UnsupportedModelError: There is a tokenizer of a kind that is not read (SentencePiece's
+            ``tokenizer.model`` alone, another class); names it.
     """
     directory = Path(os.fsdecode(path))
     directory = Path(orbax_checkpoint(directory) or directory)
@@ -232,26 +282,21 @@ def load_tokenizer(
 
 def tokenizer_in(directory: Path) -> Tokenizer | None:
     """As :func:`load_tokenizer`, of files that are known to belong together."""
-    file = directory / "tokenizer.json"
-    if not file.exists():
+    found = read_tokenizer_files(directory)
+    if found is None:
         return None
-    backend = _backend(file)
-    settings = _optional(directory / "tokenizer_config.json")
-    special = _optional(directory / "special_tokens_map.json")
-    pad = _pad_token(settings, directory / "tokenizer_config.json")
-    pad = pad or _pad_token(special, directory / "special_tokens_map.json")
+    backend, settings = found.backend, found.settings
+    pad = found.named.get("pad_token")
     pad_id = backend.token_to_id(pad) if pad else None
     if pad_id is None and backend.padding:
         pad_id = backend.padding["pad_id"]
-    max_length = _max_length(settings, directory / "tokenizer_config.json")
-    beside = {"tokenizer_config.json": settings, "special_tokens_map.json": special}
     return Tokenizer(
         backend,
         pad_id=pad_id or 0,
-        max_length=max_length,
+        max_length=_max_length(settings, directory / CONFIG),
         chat_templates=read_templates(directory, settings),
-        special_tokens=_special_tokens(special) | _special_tokens(settings),
-        beside=beside,
+        special_tokens={name: found.named[name] for name in SPECIAL if name in found.named},
+        beside={CONFIG: settings, MAP: found.special_map},
     )
 
 
@@ -277,14 +322,17 @@ def gguf_tokenizer(
     """
     if metadata.get("tokenizer.ggml.model", "none") == "none":
         return None
-    file = None if beside is None else Path(beside) / "tokenizer.json"
     try:
-        backend = _rebuilt(tokenizer_json(metadata, path=path), path)
+        document = tokenizer_json(metadata, path=path)
     except UnsupportedModelError:
-        if file is None or not file.exists():
+        found = None if beside is None else read_tokenizer_files(Path(beside))
+        if found is None:
             raise
-        backend = _backend(file)
-        _same_tokens(backend, metadata, file)
+        backend = found.backend
+        _same_tokens(backend, metadata, Path(beside or "") / FILE)
+    else:
+        check_tokenizer(document, path)
+        backend = backend_of(json.dumps(document), path)
     pad = metadata.get("tokenizer.ggml.padding_token_id", 0)
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     return Tokenizer(
@@ -295,15 +343,6 @@ def gguf_tokenizer(
         special_tokens=special_tokens(metadata, path=path),
         eos_ids=end_ids(metadata, path=path),
     )
-
-
-def _rebuilt(document: Mapping[str, Any], path: Any) -> Any:
-    import tokenizers
-
-    try:
-        return _guarded(tokenizers.Tokenizer.from_str, json.dumps(document))
-    except UserInputError as error:
-        raise CheckpointFormatError("not a tokenizer", path=path, found=error) from None
 
 
 def _same_tokens(backend: Any, metadata: Mapping[str, Any], file: Path) -> None:
@@ -328,42 +367,6 @@ def _gguf_templates(metadata: Mapping[str, Any], path: Any) -> dict[str, str]:
     names = [key[len(start) :] for key in metadata if key.startswith(start)]
     found = {name: chat_template(metadata, name, path=path) for name in [*names, None]}
     return {name or "default": text for name, text in found.items() if text is not None}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens in a ``tokenizer_config.json``: each a text, or an object with one."""
-    found = {}
-    for name in _SPECIAL:
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            found[name] = token
-    return found
-
-
-def _backend(file: Path) -> Any:
-    data = read_json_bytes(file, in_force())
-    load_json(data, name=str(file))  # for its strictness: tokenizers takes the last of equal keys
-    import tokenizers
-
-    try:
-        return _guarded(tokenizers.Tokenizer.from_str, data.decode())
-    except UserInputError as error:
-        raise CheckpointFormatError("not a tokenizer", path=file, found=error) from None
-
-
-def _optional(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.exists() else {}
-
-
-def _pad_token(settings: dict[str, Any], file: Path) -> str | None:
-    """A token is written as its text, or as an object with the text as "content"."""
-    token = settings.get("pad_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if token is not None and not isinstance(token, str):
-        raise CheckpointFormatError("'pad_token' is not a token", path=file)
-    return token
 
 
 def _max_length(settings: dict[str, Any], file: Path) -> int | None:
@@ -404,17 +407,3 @@ def check_unicode(text: str, which: str) -> None:
         raise UserInputError(
             f"{which} is not valid Unicode: a lone surrogate at {error.start}"
         ) from None
-
-
-def _guarded(function: Any, *args: Any) -> Any:
-    """Calls into ``tokenizers``; whatever that raises becomes a UserInputError.
-
-    A panic of its compiled code derives from BaseException alone.
-    """
-    try:
-        return function(*args)
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        text = str(error).splitlines() or [type(error).__name__]
-        raise UserInputError(f"the tokenizer failed: {text[0]}") from None

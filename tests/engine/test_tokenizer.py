@@ -122,8 +122,11 @@ def test_a_directory_that_is_not_there(tmp_path):
 
 
 def test_the_padding_token_comes_from_the_first_file_that_names_one(directory):
+    """As in transformers: the map, unless tokenizer_config.json lists all its tokens itself."""
     assert load_tokenizer(directory).pad_id == 0
     change(directory / "tokenizer_config.json", pad_token={"content": "[MASK]", "lstrip": False})
+    assert load_tokenizer(directory).pad_id == 0
+    change(directory / "tokenizer_config.json", added_tokens_decoder={})
     assert load_tokenizer(directory).pad_id == 103
     change(directory / "tokenizer_config.json", pad_token=None)
     change(directory / "special_tokens_map.json", pad_token="[UNK]")
