@@ -15,6 +15,7 @@ import base64
 import binascii
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,7 +30,9 @@ _MOST_MERGES = 1 << 21
 # Published: some ten steps with some kilobytes; a list of replaced letters is longer.
 _MOST_STEPS = 1000
 _MOST_STEP_TEXT = 1 << 20
-# How many characters one may become on its way: NFKC's 18, a byte's two letters, a space before.
+# Published: 320 thousand.
+_MOST_CHARSMAP = 1 << 20
+# How many characters one may become on its way: NFKC's 18, four letters of bytes, a space before.
 _MOST_GROWTH = 512
 _MOST_AFFIX = 256
 _MOST_TEMPLATE_IDS = 4096
@@ -70,7 +73,7 @@ def check_tokenizer(document: Any, path: str | os.PathLike[str] | None = None) -
     normalizer = list(_steps(document, "normalizer", "normalizers", path))
     splits = list(_steps(document, "pre_tokenizer", "pretokenizers", path))
     decoder = list(_steps(document, "decoder", "decoders", path))
-    growth = _growth(normalizer) * _growth(splits)
+    growth = _growth([*normalizer, *splits])
     _at_most(growth, _MOST_GROWTH, "'normalizer' and 'pre_tokenizer' may lengthen a text too much",
              path, " times")  # fmt: skip
     _at_most(_growth(decoder), _MOST_GROWTH, "'decoder' may lengthen a text too much",
@@ -116,7 +119,7 @@ def _steps(
                         hint="To use the model without its tokenizer: tokenizer=False.",
                     ) from None  # fmt: skip
         if step.get("type") == "Precompiled":
-            _at_most(len(str(step.get("precompiled_charsmap"))), 16 << 20,
+            _at_most(len(str(step.get("precompiled_charsmap"))), _MOST_CHARSMAP,
                      "'precompiled_charsmap' is too long", path, " characters")  # fmt: skip
         yield step
 
@@ -144,60 +147,94 @@ def _pattern(value: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _growth(steps: list[Mapping[str, Any]]) -> int:
-    """How many characters one character may become in these steps.
+class _Growth:
+    """How many characters each character becomes in the steps that follow, the last step first.
 
-    Lengths are those after everything is taken apart (NFKD): then Unicode's own forms lengthen
-    nothing, whatever stands between them, and a text is 18 times as long at most to begin with.
+    Characters are those of a text whose every character is taken apart (NFKD): then Unicode's own
+    forms lengthen nothing, whatever stands between them, and a text is 18 times as long at most to
+    begin with. Of a pattern it is its first character that becomes what replaces it.
     """
-    whole, letters = 1, 0
-    for step in steps:
+
+    def __init__(self) -> None:
+        # That of a character is max(its own, _floor) + _more, so that a step for all costs nothing.
+        self._own: dict[str, int] = {}
+        self._floor, self._more, self._most = 1, 0, 1
+
+    @property
+    def most(self) -> int:
+        return max(self._most, self._floor) + self._more
+
+    def of(self, text: str) -> int:
+        """What a text becomes."""
+        counts = Counter(unicodedata.normalize("NFKD", text)).items()
+        return sum(n * (max(self._own.get(c, 1), self._floor) + self._more) for c, n in counts)
+
+    def becomes(self, character: str, count: int) -> None:
+        count -= self._more
+        self._most = max(self._most, count)
+        for same in {character, character.lower(), character.upper()}:
+            self._own[same] = max(self._own.get(same, 1), count)
+
+    def any_becomes(self, count: int) -> None:
+        self._floor = max(self._floor, count - self._more)
+
+    def any_gets(self, count: int) -> None:
+        self._more += count
+
+
+def _growth(steps: list[Mapping[str, Any]]) -> int:
+    """How many characters one character may become in these steps."""
+    after = _Growth()
+    for step in reversed(steps):
         kind = step.get("type")
         if kind == "Replace":
-            whole *= _replaced(step)
+            _replaced(step, after)
         elif kind == "Prepend":
-            whole *= 1 + _apart(step.get("prepend"))
+            after.any_gets(after.of(_text_of(step.get("prepend"))))
         elif kind == "ByteLevel":
-            # A character has four bytes, their letters have two.
-            letters += 1
-            space = 2 if step.get("add_prefix_space", True) is not False else 1
-            whole *= (4 if letters == 1 else 2) * (space if "add_prefix_space" in step else 1)
+            if step.get("add_prefix_space", "add_prefix_space" in step) is not False:
+                after.any_gets(after.most)
+            after.any_becomes(4 * after.most)  # letters for the bytes of a character
         elif kind == "Metaspace":
-            whole *= 2  # before each piece of a text
+            after.any_gets(after.of(_text_of(step.get("replacement"))))  # before each piece
         elif kind == "BertNormalizer":
-            whole *= 3  # a space on both sides of each Chinese character
+            after.any_gets(2 * after.of(" "))  # on both sides of each Chinese character
         elif kind == "Precompiled":
-            whole *= _longest_entry(step.get("precompiled_charsmap"))
+            for entry in _entries(step.get("precompiled_charsmap")):
+                after.any_becomes(after.of(entry))
         elif kind in ("BPEDecoder", "CTC", "WordPiece"):
-            whole *= 2  # a mark becomes a space, and an empty mark is everywhere
-    return whole
+            after.any_gets(after.of(" "))  # for a mark, and an empty mark is everywhere
+        elif kind == "Nmt":
+            after.any_becomes(after.of(" "))
+    return after.most
 
 
-def _apart(text: Any) -> int:
-    """The length of a text whose characters are taken apart."""
-    return len(unicodedata.normalize("NFKD", text)) if isinstance(text, str) else 0
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
-def _replaced(step: Mapping[str, Any]) -> int:
-    pattern, new = step.get("pattern"), _apart(step.get("content"))
+def _replaced(step: Mapping[str, Any], after: _Growth) -> None:
+    pattern, new = step.get("pattern"), after.of(_text_of(step.get("content")))
     old = _pattern(pattern) or ""
     if isinstance(pattern, Mapping) and "Regex" in pattern:
-        return max(1, new) if matches_something(old) else 1 + new
-    return max(1, -(-new // len(old))) if old else 1 + new
+        (after.any_becomes if matches_something(old) else after.any_gets)(new)
+    elif old:
+        after.becomes(unicodedata.normalize("NFKD", old)[0], new)
+    else:
+        after.any_gets(new)
 
 
-def _longest_entry(charsmap: Any) -> int:
-    """The longest text that a table of SentencePiece's puts in the place of a character."""
+def _entries(charsmap: Any) -> list[str]:
+    """The texts that a table of SentencePiece's puts in the place of others."""
     if not isinstance(charsmap, str):
-        return 1
+        return []
     try:
         data = base64.b64decode(charsmap)
     except (binascii.Error, ValueError):
-        return 1
+        return []
     size = int.from_bytes(data[:4], "little")
-    entries = data[4 + size :].split(b"\0")
-    longest = max(entries, key=len, default=b"")
-    return max(1, _apart(longest.decode("utf-8", "replace")))
+    entries = set(data[4 + size :].split(b"\0"))
+    return [entry.decode("utf-8", "replace") for entry in entries]
 
 
 # --- what stands around a text ------------------------------------------------------------------

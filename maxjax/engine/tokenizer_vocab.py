@@ -5,7 +5,7 @@ transformers, which ``tokenizer_config.json`` or ``config.json`` names; here sta
 classes are, as the content of a ``tokenizer.json``. Below: ``storage.files``, ``models.gguf`` for
 the patterns. Above: tokenizer_files.
 
-Sources: ``tokenization_gpt2.py``, ``_qwen2``, ``_qwen3_5``, ``_gpt_neox``, ``_codegen``,
+Sources: ``tokenization_gpt2.py``, ``_qwen2``, ``_gpt_neox``, ``_codegen``,
 ``_roberta``, ``_bert`` and ``TOKENIZER_MAPPING_NAMES`` in transformers 5.23; ``read_file`` of the
 ``tokenizers`` package's models.
 """
@@ -112,7 +112,6 @@ _KINDS: dict[str, Kind] = {
     "CodeGen": _GPT2,
     "GPTNeoX": Kind(_byte_level(_NFC), _named(f"unk={_END} bos={_END} eos={_END} pad=<|padding|>")),
     "Qwen2": Kind(_byte_level(_NFC, "qwen2"), _named(f"unk={_END} eos={_END} pad={_END}")),
-    "Qwen3_5": Kind(_byte_level(_NFC, "qwen35"), _named(f"unk={_END} eos={_END} pad={_END}")),
     **dict.fromkeys("Roberta Bart Longformer LED".split(), _ROBERTA),
     **dict.fromkeys("Bert DistilBert Electra MobileBert ConvBert SqueezeBert LayoutLM".split(), _BERT),
 }
@@ -120,7 +119,6 @@ _OF_MODELS: dict[str, str] = {
     **dict.fromkeys("gpt2 gpt_neo gptj codegen".split(), "GPT2"),
     **dict.fromkeys("gpt_neox mamba mamba2".split(), "GPTNeoX"),
     **dict.fromkeys("qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe".split(), "Qwen2"),
-    **dict.fromkeys("qwen3_5 qwen3_5_moe qwen3_5_text".split(), "Qwen3_5"),
     **dict.fromkeys("roberta bart longformer led".split(), "Roberta"),
     **dict.fromkeys("bert distilbert electra mobilebert convbert".split(), "Bert"),
 }

@@ -1,12 +1,18 @@
 """The tokenizer against transformers, and every way its files can be broken."""
 
+import copy
 import json
+import multiprocessing
+import pickle
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+import maxjax
+from maxjax.engine.hub import find_model
+from maxjax.engine.text import TextStream
 from maxjax.engine.tokenizer import load_tokenizer
 from maxjax.errors import (
     CheckpointAccessError,
@@ -103,6 +109,132 @@ def test_attributes(tokenizer):
 def test_no_texts(tokenizer):
     assert tokenizer.tokens([]) == []
     assert tokenizer.batch([]).input_ids.shape == (0, 0)
+
+
+# --- copies ---------------------------------------------------------------------------------
+
+SENTENCES = ["Hello, world!", "a " * 300, "", "naïve café", "[MASK] x [SEP]", "🙂 don't"]
+
+
+COPIES = {
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "pickle_2": lambda t: pickle.loads(pickle.dumps(t, protocol=2)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def same(one, other):
+    """Everything that a tokenizer does and says."""
+    for text in SENTENCES:
+        for special in (True, False):
+            ids = one.encode(text, special=special)
+            assert other.encode(text, special=special) == ids
+            for skip in (True, False):
+                assert other.decode(ids, skip_special=skip) == one.decode(ids, skip_special=skip)
+    assert other.tokens(SENTENCES, max_length=9) == one.tokens(SENTENCES, max_length=9)
+    for a, b in zip(one.batch(SENTENCES), other.batch(SENTENCES), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert other.files() == one.files() and repr(other) == repr(one)
+    names = "pad_id max_length vocab_size chat_templates special_tokens eos_ids bos_id cleans_up"
+    for name in (*names.split(), "chat_template"):
+        assert getattr(other, name) == getattr(one, name), name
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["minilm", "tiny", "settings"])
+def test_a_copy_is_the_same(minilm, directory, kind, way):
+    if kind == "settings":
+        change(
+            directory / "tokenizer_config.json", clean_up_tokenization_spaces=True,
+            split_special_tokens=True, extra_special_tokens=["<think>"],
+            chat_template="{{ messages }}",
+        )  # fmt: skip
+    path = {"minilm": minilm, "tiny": find_model("tiny"), "settings": directory}[kind]
+    before = load_tokenizer(path)
+    after = COPIES[way](before)
+    same(before, after)
+    same(before, COPIES[way](after))
+
+
+def test_a_copy_of_a_tokenizer_of_a_gguf_file(tmp_path):
+    from maxjax.checkpoint import convert
+
+    convert(find_model("tiny"), tmp_path / "m.gguf")
+    before = maxjax.load(tmp_path / "m.gguf")[1]
+    for way in COPIES.values():
+        same(before, way(before))
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_do_not_disturb_each_other(tokenizer, way):
+    """A shallow copy shares what is set for the time of a call, and so the lock."""
+    copied, text = COPIES[way](tokenizer), " ".join(["word"] * 50)
+    run = lambda i: len((tokenizer, copied)[i % 2].tokens([text], max_length=10 if i % 2 else None)[0].ids)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(200))) == [52, 10] * 100
+
+
+def test_a_spawned_process_takes_it_along(tokenizer):
+    texts = ["Hello, world!", "a b c"]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(tokenizer.tokens, texts).result() == tokenizer.tokens(texts)
+
+
+def test_workers_of_a_torch_data_loader(tokenizer):
+    data = pytest.importorskip("torch.utils.data")
+    loader = data.DataLoader(
+        SENTENCES, batch_size=3, num_workers=1, collate_fn=tokenizer.tokens,
+        multiprocessing_context="spawn",
+    )  # fmt: skip
+    assert [row for batch in loader for row in batch] == tokenizer.tokens(SENTENCES)
+
+
+# --- settings of decoding and encoding ------------------------------------------------------
+
+SPACED = ["I am . You are ? No ! a , b", "it ' s n't 'm 's 've 're", "do not", " '", "x '  ' y", "can n't", ". ? ' ' n 't"]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [True, False, None, "absent"])
+@pytest.mark.parametrize("cleanup", [True, False])
+def test_clean_up_tokenization_spaces(directory, value, cleanup):
+    transformers = pytest.importorskip("transformers")
+    change(directory / "tokenizer.json", decoder={"type": "WordPiece", "prefix": "##", "cleanup": cleanup})
+    more = {} if value == "absent" else {"clean_up_tokenization_spaces": value}
+    change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **more)
+    oracle = transformers.AutoTokenizer.from_pretrained(directory)
+    found = load_tokenizer(directory)
+    for text in SPACED:
+        ids = found.encode(text)
+        for skip in (True, False):
+            expected = oracle.decode(ids, skip_special_tokens=skip)
+            assert found.decode(ids, skip_special=skip) == expected
+            stream = TextStream(found, skip_special=skip)
+            assert "".join([*map(stream.push, ids), stream.flush()]) == expected
+    ids = found.encode(SPACED[0], special=False)
+    assert found.decode(ids).endswith("a, b" if cleanup or value is True else "a , b")
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_spaces_of_byte_pairs_are_meant(tmp_path, forced):
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(find_model("tiny"), tmp_path / "tiny")
+    name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    change(tmp_path / "tiny" / "tokenizer_config.json", clean_up_tokenization_spaces=True, **{name: forced})
+    found = load_tokenizer(tmp_path / "tiny")
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    ids = found.encode("one , two .")
+    assert found.decode(ids) == oracle.decode(ids) == ("one, two." if forced else "one , two .")
+    stream = TextStream(found)
+    assert "".join([*map(stream.push, ids), stream.flush()]) == found.decode(ids)
+
+
+def test_split_special_tokens(directory):
+    transformers = pytest.importorskip("transformers")
+    change(directory / "tokenizer_config.json", split_special_tokens=True)
+    oracle, found = transformers.AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    assert found.encode("a [MASK] b") == oracle("a [MASK] b")["input_ids"]
+    assert len(found.encode("a [MASK] b")) == 7
 
 
 # --- the files ------------------------------------------------------------------------------

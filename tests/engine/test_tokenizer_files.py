@@ -305,7 +305,7 @@ CLASSES = {
     "CodeGenTokenizer": {"eos_token": "<|end|>"}, "GPTNeoXTokenizer": {"pad_token": "<|begin|>"},
     "Qwen2Tokenizer": {"eos_token": "<|end|>", "pad_token": "<|end|>", "clean_up_tokenization_spaces": True},
     "Qwen2TokenizerFast": {"additional_special_tokens": ["<x>"], "add_bos_token": False},
-    "Qwen3_5Tokenizer": {}, "RobertaTokenizer": {}, "BartTokenizer": {"add_prefix_space": True},
+    "RobertaTokenizer": {}, "BartTokenizer": {"add_prefix_space": True},
     "GPT2Tokenizer+": {"add_bos_token": True, "bos_token": "<|begin|>"},
     "GPT2Tokenizer++": {"add_bos_token": True, "add_eos_token": True, "eos_token": "<|end|>"},
 }  # fmt: skip
