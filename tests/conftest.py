@@ -46,12 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # tests.conformance.run`, the benchmarks, and these tests with MAXJAX_ALL_PRODUCTS=1.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
-    import hypothesis
     import jax
 
-    # No test fails for being slow on a busy machine, and each run tries the same.
-    hypothesis.settings.register_profile("maxjax", deadline=None, derandomize=True)
-    hypothesis.settings.load_profile("maxjax")
+    from tests import properties
+
+    properties.register()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
 

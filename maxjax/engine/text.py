@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import UserInputError
-from .text_steps import Step, clean_up, steps_of
+from .text_steps import Step, clean_up, ended, steps_of, through
 
 _BROKEN = "\ufffd"
 
@@ -63,25 +63,14 @@ class TextStream:
         token_id = int(token_id)
         if not 0 <= token_id < 1 << 32:
             raise UserInputError(f"{token_id} is no token id")
-        return _through(self._clean, [self._work.push(token_id)])
+        return through(self._clean, [self._work.push(token_id)])
 
     def flush(self) -> str:
         """Ends the text: what was held back, a broken character as U+FFFD."""
         if self._ended:
             return ""
         self._ended = True
-        return _through(self._clean, [self._work.flush()]) + _ended(self._clean)
-
-
-def _through(steps: list[Step], texts: list[str]) -> str:
-    for step in steps:
-        texts = [out for text in texts for out in step.feed(text)]
-    return "".join(texts)
-
-
-def _ended(steps: list[Step]) -> str:
-    """What the steps held back, each through those after it."""
-    return "".join(_through(steps[i + 1 :], step.end()) for i, step in enumerate(steps))
+        return through(self._clean, [self._work.flush()]) + ended(self._clean)
 
 
 class _Steps:
@@ -94,10 +83,10 @@ class _Steps:
         text = self._text_of(token_id)
         if text is None or text in self._skipped:
             return ""
-        return _through(self._steps, [text])
+        return through(self._steps, [text])
 
     def flush(self) -> str:
-        return _ended(self._steps)
+        return ended(self._steps)
 
 
 class _Window:

@@ -61,6 +61,18 @@ def steps_of(backend: Any) -> list[Step] | None:
     return steps
 
 
+def through(steps: list[Step], texts: list[str]) -> str:
+    """What is certain once the steps have got these texts."""
+    for step in steps:
+        texts = [out for text in texts for out in step.feed(text)]
+    return "".join(texts)
+
+
+def ended(steps: list[Step]) -> str:
+    """What the steps held back, each through those after it."""
+    return "".join(through(steps[i + 1 :], step.end()) for i, step in enumerate(steps))
+
+
 class _EachToken:
     """A change to each token by itself, which may depend on how many came before."""
 

@@ -285,7 +285,9 @@ def with_numbers(
     return {**document, "model": {**model, "vocab": {**vocab, **inside}}}
 
 
-def _numbered(vocab: Mapping[str, int], given: Mapping[str, int], texts: list[str]) -> dict[str, int]:
+def _numbered(
+    vocab: Mapping[str, int], given: Mapping[str, int], texts: list[str]
+) -> dict[str, int]:
     """Numbers for the tokens that the vocabulary has not: those given if they are free."""
     taken = set(vocab.values())
     found: dict[str, int] = {}

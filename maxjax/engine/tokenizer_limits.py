@@ -254,20 +254,16 @@ def _check_processors(document: Mapping[str, Any], path: Any) -> None:
             pieces = step.get(key)
             pieces = pieces.split() if isinstance(pieces, str) else pieces
             pieces = pieces if isinstance(pieces, list) else []
-            special = [piece["SpecialToken"] for piece in pieces if _has(piece, "SpecialToken")]
-            names = [item.get("id") for item in special if isinstance(item, Mapping)]
+            found = [piece.get("SpecialToken") for piece in pieces if isinstance(piece, Mapping)]
+            names = [item.get("id") for item in found if isinstance(item, Mapping)]
             most_ids = max(most_ids, sum(length.get(n, 1) for n in names if isinstance(n, str)))
             # A pair is two texts; to one of them the template of the other adds nothing.
-            texts = len(pieces) - len(special)
+            texts = len(pieces) - len(names)
             most_copies = max(most_copies, texts if key == "single" else (texts + 1) // 2)
         copies *= max(1, most_copies)
         ids = ids * max(1, most_copies) + most_ids
         _at_most(copies, _MOST_COPIES, "'post_processor' repeats a text too often", path, " times")
         _at_most(ids, _MOST_TEMPLATE_IDS, "'post_processor' adds too many tokens", path)
-
-
-def _has(piece: Any, key: str) -> bool:
-    return isinstance(piece, Mapping) and key in piece
 
 
 def _length(item: Any, key: str) -> int:

@@ -22,7 +22,9 @@ _MOST_LOOPS = 4
 _HIGH = 64
 _QUANTIFIER = re.compile(r"([*+?]|\{(\d*)(,?)(\d*)\})[+?]?")
 # An escape with an argument, or any single character after the backslash.
-_ESCAPE = re.compile(r"\\(?:[pPkgx]\{[^}]*\}|[kg]<[^>]*>|x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|.)", re.S)
+_ESCAPE = re.compile(
+    r"\\(?:[pPkgx]\{[^}]*\}|[kg]<[^>]*>|x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|.)", re.S
+)
 _OPEN = re.compile(r"\((\?(?:<?[=!]|#|<\w+>|>|~|[a-zA-Z-]*:|[a-zA-Z-]*\)))?")
 _ANCHORS = frozenset(("\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K"))
 

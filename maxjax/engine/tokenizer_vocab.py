@@ -113,7 +113,9 @@ _KINDS: dict[str, Kind] = {
     "GPTNeoX": Kind(_byte_level(_NFC), _named(f"unk={_END} bos={_END} eos={_END} pad=<|padding|>")),
     "Qwen2": Kind(_byte_level(_NFC, "qwen2"), _named(f"unk={_END} eos={_END} pad={_END}")),
     **dict.fromkeys("Roberta Bart Longformer LED".split(), _ROBERTA),
-    **dict.fromkeys("Bert DistilBert Electra MobileBert ConvBert SqueezeBert LayoutLM".split(), _BERT),
+    **dict.fromkeys(
+        "Bert DistilBert Electra MobileBert ConvBert SqueezeBert LayoutLM".split(), _BERT
+    ),
 }
 _OF_MODELS: dict[str, str] = {
     **dict.fromkeys("gpt2 gpt_neo gptj codegen".split(), "GPT2"),
@@ -187,7 +189,9 @@ def _kind(directory: Path, settings: Mapping[str, Any], files: str, *, words: bo
     found = _KINDS.get(name or "")
     if found is None or found.words != words:
         there = [f"{n}Tokenizer" for n, kind in _KINDS.items() if kind.words == words]
-        what = f"the class {str(said)[:80]!r}" if said else "no class that tokenizer_config.json names"
+        what = (
+            f"the class {str(said)[:80]!r}" if said else "no class that tokenizer_config.json names"
+        )
         raise UnsupportedModelError(
             f"{directory}: the tokenizer is there as {files}, of {what}; maxjax reads such files"
             f" of {some(there, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
@@ -219,7 +223,10 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
         parts = line.split(" ")
         if len(parts) != 2:
             raise CheckpointFormatError(
-                f"line {number} is no merge", path=merges, expected="two tokens", found=repr(line)[:80]
+                f"line {number} is no merge",
+                path=merges,
+                expected="two tokens",
+                found=repr(line)[:80],
             )
         missing = [text for text in (*parts, "".join(parts)) if text not in vocab]
         if missing:
@@ -260,7 +267,9 @@ def _lines(path: Path) -> list[str]:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointFormatError("the text is not UTF-8", path=path, offset=error.start) from None
+        raise CheckpointFormatError(
+            "the text is not UTF-8", path=path, offset=error.start
+        ) from None
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -304,7 +313,9 @@ def around(kind: Kind, settings: Mapping[str, Any], special: Mapping[str, str], 
     )
 
 
-def _template(before: list[str], after: list[str], second: list[str]) -> tuple[list[str], list[str]]:
+def _template(
+    before: list[str], after: list[str], second: list[str]
+) -> tuple[list[str], list[str]]:
     """A text alone and a pair of them, with what stands before and after each."""
 
     def one(sequence: str, segment: int, start: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maxjax.engine.text import StopStrings, TextStream
-from maxjax.engine.text_steps import steps_of
+from maxjax.engine.text_steps import clean_up, cleaned, ended, steps_of, through
 from maxjax.engine.tokenizer import Tokenizer, load_tokenizer
 from maxjax.errors import UserInputError
 
@@ -220,6 +220,15 @@ def test_stop_strings_that_share_characters(stops, text, before, stop):
             for piece in pieces:
                 given += watch.push(piece)
             assert (given + watch.flush(), watch.stopped) == (before, stop), pieces
+
+
+@given(
+    st.lists(st.text(" .?!,'nmtsver", max_size=4)), st.booleans()
+)
+def test_spaces_are_cleaned_up_in_pieces_as_in_the_whole(parts, is_one):
+    steps = clean_up()
+    given_out = [through(steps, [part]) for part in (["".join(parts)] if is_one else parts)]
+    assert "".join([*given_out, ended(steps)]) == cleaned("".join(parts))
 
 
 def test_none_and_one():

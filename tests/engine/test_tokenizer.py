@@ -170,7 +170,9 @@ def test_a_copy_of_a_tokenizer_of_a_gguf_file(tmp_path):
 def test_copies_do_not_disturb_each_other(tokenizer, way):
     """A shallow copy shares what is set for the time of a call, and so the lock."""
     copied, text = COPIES[way](tokenizer), " ".join(["word"] * 50)
-    run = lambda i: len((tokenizer, copied)[i % 2].tokens([text], max_length=10 if i % 2 else None)[0].ids)
+    run = lambda i: len(
+        (tokenizer, copied)[i % 2].tokens([text], max_length=10 if i % 2 else None)[0].ids
+    )
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(run, range(200))) == [52, 10] * 100
 
@@ -192,14 +194,25 @@ def test_workers_of_a_torch_data_loader(tokenizer):
 
 # --- settings of decoding and encoding ------------------------------------------------------
 
-SPACED = ["I am . You are ? No ! a , b", "it ' s n't 'm 's 've 're", "do not", " '", "x '  ' y", "can n't", ". ? ' ' n 't"]  # fmt: skip
+SPACED = [
+    "I am . You are ? No ! a , b",
+    "it ' s n't 'm 's 've 're",
+    "do not",
+    " '",
+    "x '  ' y",
+    "can n't",
+    ". ? ' ' n 't",
+]
 
 
 @pytest.mark.parametrize("value", [True, False, None, "absent"])
 @pytest.mark.parametrize("cleanup", [True, False])
 def test_clean_up_tokenization_spaces(directory, value, cleanup):
     transformers = pytest.importorskip("transformers")
-    change(directory / "tokenizer.json", decoder={"type": "WordPiece", "prefix": "##", "cleanup": cleanup})
+    change(
+        directory / "tokenizer.json",
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": cleanup},
+    )
     more = {} if value == "absent" else {"clean_up_tokenization_spaces": value}
     change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **more)
     oracle = transformers.AutoTokenizer.from_pretrained(directory)
@@ -220,7 +233,11 @@ def test_spaces_of_byte_pairs_are_meant(tmp_path, forced):
     transformers = pytest.importorskip("transformers")
     shutil.copytree(find_model("tiny"), tmp_path / "tiny")
     name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-    change(tmp_path / "tiny" / "tokenizer_config.json", clean_up_tokenization_spaces=True, **{name: forced})
+    change(
+        tmp_path / "tiny" / "tokenizer_config.json",
+        clean_up_tokenization_spaces=True,
+        **{name: forced},
+    )
     found = load_tokenizer(tmp_path / "tiny")
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
     ids = found.encode("one , two .")

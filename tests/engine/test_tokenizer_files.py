@@ -20,7 +20,15 @@ from maxjax.models.gguf import tokenizer_json
 from tests.models.tokenizer_files import TEXTS, WORDS, byte_level, sentencepiece
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
-SOME = ["<think>a</think>", " <think> a", "a <x> b<x>b", "<mask>x <mask>", "<|end|><y>", "thinks <user>", "[NEW][SEP]"]  # fmt: skip
+SOME = [
+    "<think>a</think>",
+    " <think> a",
+    "a <x> b<x>b",
+    "<mask>x <mask>",
+    "<|end|><y>",
+    "thinks <user>",
+    "[NEW][SEP]",
+]
 
 
 def put(directory, **files):
@@ -43,14 +51,24 @@ def assert_as_transformers(directory, texts=(*SOME, *TEXTS)):
     assert [row.ids for row in found.tokens(texts)] == rows
     for ids in rows:
         for skip in (True, False):
-            assert found.decode(ids, skip_special=skip) == oracle.decode(ids, skip_special_tokens=skip)
+            assert found.decode(ids, skip_special=skip) == oracle.decode(
+                ids, skip_special_tokens=skip
+            )
             assert streamed(found, ids, skip) == found.decode(ids, skip_special=skip)
-    flags = lambda token: (token.content, token.lstrip, token.rstrip, token.single_word, token.normalized)
+    flags = lambda token: (
+        token.content,
+        token.lstrip,
+        token.rstrip,
+        token.single_word,
+        token.normalized,
+    )
     added = found._backend.get_added_tokens_decoder()
     assert {i: flags(t) for i, t in added.items()} == {
         i: flags(t) for i, t in oracle.added_tokens_decoder.items()
     }
-    named = {name: getattr(oracle, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    named = {
+        name: getattr(oracle, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+    }
     assert {n: found.special_tokens.get(n) for n in named} == named
     assert found.eos_ids == (() if oracle.eos_token is None else (oracle.eos_token_id,))
     assert found.vocab_size == max(oracle.get_vocab().values()) + 1
@@ -89,7 +107,9 @@ def test_a_token_of_the_settings_alone_is_one_token(tmp_path, gpt2):
     found = load_tokenizer(tmp_path)
     ids = found.encode("<think>a</think>", special=False)
     assert (ids[0], ids[-1]) == (size, size + 1) and len(ids) == 3
-    assert found.decode(ids) == "<think>a" and found.decode(ids, skip_special=False)[-8:] == "</think>"
+    assert (
+        found.decode(ids) == "<think>a" and found.decode(ids, skip_special=False)[-8:] == "</think>"
+    )
     assert_as_transformers(tmp_path)
 
 
@@ -136,7 +156,9 @@ def test_files_beside_it(tmp_path, gpt2, kind, case):
         for mark, other in {"<user>": "</s>", "<|begin|>": "<unk>", "<|end|>": "<s>"}.items():
             text = text.replace(mark, other)
         for number in range(N + 5, N - 1, -1):
-            text = text.replace(f'"{number}"', f'"{number + shift}"').replace(f": {number}", f": {number + shift}")
+            text = text.replace(f'"{number}"', f'"{number + shift}"').replace(
+                f": {number}", f": {number + shift}"
+            )
         files = json.loads(text)
     assert_as_transformers(put(tmp_path, tokenizer=document, **files))
 
@@ -164,9 +186,13 @@ def test_a_number_behind_a_gap_is_kept(tmp_path, gpt2, place):
     else:
         files = {place: {"added_tokens_decoder": {"700": entry("<think>")}, "eos_token": "<new>"}}
     found = load_tokenizer(put(tmp_path, tokenizer=document, **files))
-    assert found.encode("a<think>b")[1] == 700 and found.decode([700], skip_special=False) == "<think>"
+    assert (
+        found.encode("a<think>b")[1] == 700 and found.decode([700], skip_special=False) == "<think>"
+    )
     assert found.vocab_size == (701 if place != "tokenizer_config" else 702)
-    assert found.encode("<user>") == [500] and found.encode("the") == load_tokenizer(tmp_path).encode("the")
+    assert found.encode("<user>") == [500] and found.encode("the") == load_tokenizer(
+        tmp_path
+    ).encode("the")
     again = load_tokenizer(written(found, tmp_path / "b"))
     assert again.encode("a<think>b the") == found.encode("a<think>b the")
     # Now transformers keeps it too.
@@ -214,7 +240,9 @@ def test_added_tokens_end_answers(tiny):
     assert tokenizer.encode("1<think>2")[1] == LAST
     assert model.generation.eos_ids == tokenizer.eos_ids == (LAST,)
     first = maxjax.generate(model, tokenizer, "<think>1 + 1<think>", max_new_tokens=3)
-    again = maxjax.generate(model, None, [tokenizer.encode("<think>1 + 1<think>")], max_new_tokens=3)
+    again = maxjax.generate(
+        model, None, [tokenizer.encode("<think>1 + 1<think>")], max_new_tokens=3
+    )
     assert list(first.tokens) == list(again[0].tokens)
 
 
@@ -340,15 +368,22 @@ def test_added_tokens_without_a_tokenizer_json(tmp_path, gpt2):
     assert found.encode("<think>") == [501] and found.eos_ids == (500,)
 
 
-@pytest.mark.parametrize("name", ["BertTokenizer", "DistilBertTokenizerFast", "ElectraTokenizer", None])
-@pytest.mark.parametrize("more", [{}, {"do_lower_case": False}, {"strip_accents": False, "tokenize_chinese_chars": False}])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["BertTokenizer", "DistilBertTokenizerFast", "ElectraTokenizer", None]
+)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"do_lower_case": False}, {"strip_accents": False, "tokenize_chinese_chars": False}],
+)
 def test_a_list_of_words(tmp_path, name, more):
     letters = sorted({letter for word in WORDS for letter in word.strip()})
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = [*marks, *letters, *dict.fromkeys(w.lower() for w in WORDS if len(w.strip()) > 1)]
     words += [f"##{letter}" for letter in "aeiouknst" + "a"]  # one of them twice
     settings = {"tokenizer_class": name, **more} if name else more
-    put(tmp_path, vocab="\r\n".join(words), config={"model_type": "bert"}, tokenizer_config=settings)
+    put(
+        tmp_path, vocab="\r\n".join(words), config={"model_type": "bert"}, tokenizer_config=settings
+    )
     found = assert_as_transformers(tmp_path)
     assert found.tokens(["a b"])[0].ids[0] == found._backend.token_to_id("[CLS]")
 
@@ -373,7 +408,9 @@ def test_a_class_that_is_not_known(tmp_path, gpt2, settings, said):
     assert "tokenizer.json" in str(caught.value) and "tokenizer=False" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "tekken.json", "qwen.tiktoken"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "spiece.model", "tekken.json", "qwen.tiktoken"]
+)
 def test_a_format_that_is_not_read_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"\n\x05\n\x01a")
     with pytest.raises(UnsupportedModelError, match=name):

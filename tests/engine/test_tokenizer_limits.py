@@ -18,6 +18,7 @@ from tests.models.tokenizer_files import BYTE_LEVEL, byte_level, sentencepiece
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 AA = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+MARK = {"SpecialToken": {"id": "x", "type_id": 0}}
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
@@ -26,6 +27,10 @@ def document(**parts):
     usual = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     return {"version": "1.0", "truncation": None, "padding": None, **dict.fromkeys(usual),
             "added_tokens": [], "model": BPE, **parts}  # fmt: skip
+
+
+def replace(old, new):
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
 
 
 def sequence(part, steps):
@@ -44,12 +49,23 @@ def regex(pattern, part="pre_tokenizer"):
 
 def template(pieces, ids=1, count=1):
     special = {"x": {"id": "x", "ids": [0] * ids, "tokens": ["a"] * ids}}
-    step = {"type": "TemplateProcessing", "single": pieces, "pair": [TEXT], "special_tokens": special}
+    step = {
+        "type": "TemplateProcessing",
+        "single": pieces,
+        "pair": [TEXT],
+        "special_tokens": special,
+    }
     return sequence("post_processor", [step] * count) if count > 1 else {"post_processor": step}
 
 
 def unigram(pieces):
-    return {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], *([p, -1.0] for p in pieces)]}}  # fmt: skip
+    return {
+        "model": {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [["<unk>", 0.0], *([p, -1.0] for p in pieces)],
+        }
+    }
 
 
 def wordpiece(**more):
@@ -78,22 +94,36 @@ HOSTILE = {
     "replaces": sequence("normalizer", [AA] * 30),
     "replaces_nested": nested(AA, 5),
     "replaces_by_regex": sequence("normalizer", [{**AA, "pattern": {"Regex": "a"}}] * 10),
-    "replaces_of_nothing": sequence("normalizer", [{**AA, "pattern": {"Regex": "b*"}, "content": "b"}] * 10),
+    "replaces_of_nothing": sequence(
+        "normalizer", [{**AA, "pattern": {"Regex": "b*"}, "content": "b"}] * 10
+    ),
     "one_long_replace": {"normalizer": {**AA, "content": "a" * 1000}},
-    "what_unicode_takes_apart": sequence("normalizer", [{**AA, "pattern": {"String": "\u0644"}, "content": "\ufdfa"}, {"type": "NFKC"}] * 6),
+    "what_unicode_takes_apart": sequence(
+        "normalizer",
+        [{**AA, "pattern": {"String": "\u0644"}, "content": "\ufdfa"}, {"type": "NFKC"}] * 6,
+    ),
     "prepends": sequence("normalizer", [{"type": "Prepend", "prepend": "a"}] * 20),
     "charsmap": sequence("normalizer", [charsmap("a" * 600)]),
     "bytes_of_bytes": sequence("pre_tokenizer", [BYTES] * 20),
-    "normalizer_times_pre_tokenizer": sequence("normalizer", [AA] * 8) | sequence("pre_tokenizer", [BYTES] * 2),
-    "metaspaces": sequence("pre_tokenizer", [{"type": "Metaspace", "replacement": chr(i), "prepend_scheme": "always"} for i in range(65, 90)]),
+    "normalizer_times_pre_tokenizer": sequence("normalizer", [AA] * 8)
+    | sequence("pre_tokenizer", [BYTES] * 2),
+    "metaspaces": sequence(
+        "pre_tokenizer",
+        [
+            {"type": "Metaspace", "replacement": chr(i), "prepend_scheme": "always"}
+            for i in range(65, 90)
+        ],
+    ),
     "decoder": sequence("decoder", [AA] * 30),
     "decoder_suffix": sequence("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 30),
     "steps": sequence("normalizer", [{"type": "Lowercase"}] * 100_000),
-    "step_texts": sequence("normalizer", [{**AA, "content": "", "pattern": {"String": "b" * 200_000}}] * 6),
-    "template": template([{"SpecialToken": {"id": "x", "type_id": 0}}] * 100_000 + [TEXT], ids=1000),
+    "step_texts": sequence(
+        "normalizer", [{**AA, "content": "", "pattern": {"String": "b" * 200_000}}] * 6
+    ),
+    "template": template([MARK] * 100_000 + [TEXT], ids=1000),
     "template_text_twice": template([TEXT] * 1000),
     "template_chain": template([TEXT, TEXT], count=30),
-    "template_of_one_piece": template([{"SpecialToken": {"id": "x", "type_id": 0}}, TEXT], ids=1_000_000),
+    "template_of_one_piece": template([MARK, TEXT], ids=1_000_000),
     "loops": regex("(a+)+$"),
     "loops_in_a_normalizer": regex("(?:a*b?)*c", "normalizer"),
     "loops_deep": regex("((((a+))))+$"),
@@ -110,8 +140,9 @@ HOSTILE = {
     "many_tokens": {"model": {**BPE, "vocab": {f"t{i}": i for i in range((1 << 20) + 1)}}},
     "many_added": {"added_tokens": [token(i, f"<{i}>") for i in range((1 << 18) + 1)]},
     "long_added": {"added_tokens": [token(i, f"<{i}>" + "x" * 5000) for i in range(1000)]},
-    "long_added_normalized": sequence("normalizer", [AA] * 8) | {"added_tokens": [token(i, f"<{i}>" + "a" * 500, False) for i in range(100)]},
-}  # fmt: skip
+    "long_added_normalized": sequence("normalizer", [AA] * 8)
+    | {"added_tokens": [token(i, f"<{i}>" + "a" * 500, False) for i in range(100)]},
+}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -191,26 +222,68 @@ def test_hostile_files_beside_it(tmp_path, name, content):
 
 # --- what is published ----------------------------------------------------------------------------
 
-NFKC_LONGEST = "\u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647 \u0648\u0633\u0644\u0645"
+NFKC_LONGEST = (
+    "\u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647 \u0648\u0633\u0644\u0645"
+)
 SPACES = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 WORD = {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True}
 QUOTES = [{"type": "Replace", "pattern": {"String": s}, "content": '"'} for s in ("``", "''")]
+SIGNS = {
+    "½": " 1/2",
+    "…": "...",
+    "©": "(c)",
+    "®": "(r)",
+    "€": " euro ",
+    "£": " pound ",
+    "™": "(tm)",
+    "\u0622": "\u0627",
+}
 PUBLISHED = {
     "xlm-roberta": sequence("normalizer", [charsmap(NFKC_LONGEST), SPACES])
     | sequence("pre_tokenizer", [{"type": "WhitespaceSplit"}, WORD]),
-    "albert": sequence("normalizer", [*QUOTES, {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}, charsmap(NFKC_LONGEST), SPACES])
+    "albert": sequence(
+        "normalizer",
+        [
+            *QUOTES,
+            {"type": "NFKD"},
+            {"type": "StripAccents"},
+            {"type": "Lowercase"},
+            charsmap(NFKC_LONGEST),
+            SPACES,
+        ],
+    )
     | {"pre_tokenizer": WORD},
     "t5": {"normalizer": charsmap(NFKC_LONGEST), "pre_tokenizer": WORD},
-    "gemma": {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}},
-    "llama": sequence("normalizer", [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]),
-    "clip": sequence("normalizer", [{"type": "NFC"}, {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "}, {"type": "Lowercase"}])
-    | sequence("pre_tokenizer", [{"type": "Split", "pattern": {"Regex": r"'s|'t|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"}, "behavior": "Removed", "invert": True}, {**BYTES, "add_prefix_space": True}]),
-    "letters": sequence("normalizer", [{"type": "Replace", "pattern": {"String": chr(i)}, "content": f"({chr(i - 0x500)})"} for i in range(0x600, 0x700)]),
-    "signs": sequence("normalizer", [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in {"½": " 1/2", "…": "...", "©": "(c)", "®": "(r)", "€": " euro ", "£": " pound ", "™": "(tm)", "\u0622": "\u0627"}.items()]),
-    "whisper": template([*[{"SpecialToken": {"id": "x", "type_id": 0}}] * 4, TEXT, {"SpecialToken": {"id": "x", "type_id": 0}}]),
+    "gemma": {"normalizer": replace(" ", "▁")},
+    "llama": sequence("normalizer", [{"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")]),
+    "clip": sequence(
+        "normalizer",
+        [
+            {"type": "NFC"},
+            {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+            {"type": "Lowercase"},
+        ],
+    )
+    | sequence(
+        "pre_tokenizer",
+        [
+            {
+                "type": "Split",
+                "pattern": {"Regex": r"'s|'t|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"},
+                "behavior": "Removed",
+                "invert": True,
+            },
+            {**BYTES, "add_prefix_space": True},
+        ],
+    ),
+    "letters": sequence(
+        "normalizer", [replace(chr(i), f"({chr(i - 0x500)})") for i in range(0x600, 0x700)]
+    ),
+    "signs": sequence("normalizer", [replace(*pair) for pair in SIGNS.items()]),
+    "whisper": template([*[MARK] * 4, TEXT, MARK]),
     "speech": {"added_tokens": [token(3 + i, f"<|speech_{i}|>") for i in range(65_536)]},
     "words": wordpiece(max_input_chars_per_word=200),
-}  # fmt: skip
+}
 PATTERNS = [
     *sorted({pattern for kind in SPLITTINGS.values() for pattern in kind.patterns}),
     r"(?=(\d{3})+(?!\d))", r"^(\d|\d\d)(?=(\d{3})*\b)", r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
@@ -237,7 +310,9 @@ def test_published_patterns_pass(pattern):
     check_pattern(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["(", ")", "a)", "[", "[a", "\\", "a{", "a{,}", "(?", "(?<", "*", "", "{5}"])
+@pytest.mark.parametrize(
+    "pattern", ["(", ")", "a)", "[", "[a", "\\", "a{", "a{,}", "(?", "(?<", "*", "", "{5}"]
+)
 def test_what_is_no_pattern_is_left_to_others(pattern):
     check_pattern(pattern)
 
@@ -248,8 +323,12 @@ def test_patterns_with_and_without_empty_matches():
     assert all(map(matches_something, some)) and not any(map(matches_something, none))
 
 
-@pytest.mark.parametrize("value", [None, 3, "x", [], [3], {"type": 3}, {"type": "Sequence", "normalizers": 3}])
-@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens"])
+@pytest.mark.parametrize(
+    "value", [None, 3, "x", [], [3], {"type": 3}, {"type": "Sequence", "normalizers": 3}]
+)
+@pytest.mark.parametrize(
+    "part", ["normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens"]
+)
 def test_what_is_broken_is_left_to_the_package(tmp_path, part, value):
     (tmp_path / "tokenizer.json").write_text(json.dumps(document(**{part: value})))
     try:
@@ -260,7 +339,9 @@ def test_what_is_broken_is_left_to_the_package(tmp_path, part, value):
 
 def test_a_text_grows_no_further_than_its_file_says(tmp_path):
     """Just under the bound: it loads, and a text takes what was counted."""
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document(**sequence("normalizer", [AA] * 9))))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(document(**sequence("normalizer", [AA] * 9)))
+    )
     began = time.perf_counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert len(load_tokenizer(tmp_path).encode("a" * 100)) == 100 * 512

@@ -7,10 +7,11 @@ import pickle
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maxjax.graph.dim import AlgebraicDim, Dim, StaticDim, SymbolicDim
+from tests.properties import examples
 
 a, b, c = Dim("a"), Dim("b"), Dim("c")
 
@@ -220,7 +221,7 @@ def _number(tree, values):
     return {"+": left + right, "-": left - right, "*": left * right}[op]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(TREES, VALUES)
 def test_normal_form_has_the_value_of_the_expression(tree, values):
     try:
@@ -231,7 +232,7 @@ def test_normal_form_has_the_value_of_the_expression(tree, values):
     assert found.substitute(values) == expected
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(TREES)
 def test_normal_form_does_not_depend_on_the_order_of_operands(tree):
     try:

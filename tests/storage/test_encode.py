@@ -10,11 +10,12 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 from gguf import quants
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxjax.storage.blocks import ENCODERS, LAYOUTS, decode, encode, encoders
 from maxjax.storage.blocks.encode_search import nearest
+from tests.properties import examples
 from tests.storage.block_rows import KINDS, WIDTH, Source, rows
 
 TYPES = sorted(ENCODERS)
@@ -74,7 +75,7 @@ def test_simple_blocks_are_those_of_the_gguf_package(name, kind):
         fill=st.just(0),
     )
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_any_simple_blocks_are_those_of_the_gguf_package(name, values):
     values = np.where(np.abs(values) < 1e-30, np.float32(0), values)
     np.testing.assert_array_equal(encode(name, values), by_package(name, values))
@@ -82,7 +83,7 @@ def test_any_simple_blocks_are_those_of_the_gguf_package(name, values):
 
 @pytest.mark.parametrize("name", TYPES)
 @given(values=arrays.arrays(np.float32, 256, elements=st.floats(width=32)))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_any_numbers_are_encoded_or_refused(name, values):
     try:
         blocks = encode(name, values)

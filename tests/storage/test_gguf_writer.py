@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxjax.dtype import DType
@@ -12,6 +12,7 @@ from maxjax.storage.ggml_types import GGML_TYPES_BY_NAME
 from maxjax.storage.gguf import open_gguf
 from maxjax.storage.gguf_writer import gguf_pieces, plan_gguf
 from maxjax.storage.outgoing import Outgoing, outgoing
+from tests.properties import examples
 
 gguf = pytest.importorskip("gguf")
 
@@ -150,7 +151,7 @@ LISTS = (
 KEYS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.dictionaries(KEYS.filter(lambda k: k != "general.alignment"), VALUES | LISTS, max_size=5))
 def test_metadata_comes_back_as_it_was(tmp_path_factory, metadata):
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxjax.errors import (
@@ -24,6 +24,7 @@ from maxjax.storage.limits import Limits
 from maxjax.storage.pickle_values import Token, shown
 from maxjax.storage.pickles import read_pickle
 from maxjax.storage.pytorch_names import find, persistent
+from tests.properties import examples
 from tests.storage.mutate import mutations
 from tests.storage.watch import watched
 
@@ -49,7 +50,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.integers(1, 5))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_plain_values_are_what_python_reads(value, protocol):
     data = pickle.dumps(value, protocol)
     found, end = read(data)

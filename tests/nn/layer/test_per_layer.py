@@ -65,7 +65,7 @@ def test_every_layer_has_one_place(layout):
     assert layout.is_plain == (patterns == ["*"])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)  # each compiles programs, in a campaign as well
 @given(layouts(), st.booleans())
 def test_of_gives_back_each_tree(layout, alike):
     values = trees(layout, alike=alike)
@@ -79,7 +79,7 @@ def test_of_gives_back_each_tree(layout, alike):
         held[layout.count]
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(layouts())
 def test_split_and_merged_are_inverse(layout):
     values = trees(layout)
@@ -91,7 +91,7 @@ def test_split_and_merged_are_inverse(layout):
     assert_equal(PerLayer.of(list(held), layout), held)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(layouts())
 def test_it_is_a_tree_of_what_is_stacked(layout):
     values = trees(layout)
