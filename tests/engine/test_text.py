@@ -222,9 +222,7 @@ def test_stop_strings_that_share_characters(stops, text, before, stop):
             assert (given + watch.flush(), watch.stopped) == (before, stop), pieces
 
 
-@given(
-    st.lists(st.text(" .?!,'nmtsver", max_size=4)), st.booleans()
-)
+@given(st.lists(st.text(" .?!,'nmtsver", max_size=4)), st.booleans())
 def test_spaces_are_cleaned_up_in_pieces_as_in_the_whole(parts, is_one):
     steps = clean_up()
     given_out = [through(steps, [part]) for part in (["".join(parts)] if is_one else parts)]
