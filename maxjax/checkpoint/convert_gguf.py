@@ -142,7 +142,7 @@ def _new_gguf(
         name=path.resolve().name if path.is_dir() else path.resolve().stem,
         pooling=None if pooling is None else gguf_mode(pooling), path=path,
     )  # fmt: skip
-    tokenizer, settings = _tokenizer(folder)
+    tokenizer, settings = _tokenizer(found.folder)
     template = beside.get("chat_template.jinja")
     words = made.tensors.get("token_embd.weight")
     metadata |= gguf_tokenizer_metadata(

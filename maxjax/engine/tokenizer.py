@@ -222,13 +222,23 @@ class Tokenizer:
             if self.chat_templates:
                 settings["chat_template"] = self._written_templates()
         for name, token in self.special_tokens.items():  # those of a class stand in no file
-            settings[name] = settings.get(name) or token
+            given = settings.get(name)
+            if token != (given.get("content") if isinstance(given, Mapping) else given):
+                settings[name] = token
+        # Where this is, an added_tokens.json that lies about does not count, here and in transformers.
+        settings["added_tokens_decoder"] = self._added()
         found = {**self._beside, "tokenizer_config.json": settings}
         written = {
             n: json.dumps(d, indent=2, ensure_ascii=False) + "\n" for n, d in found.items() if d
         }
         jinja = self._chat_file()
         return {"tokenizer.json": text, **written, **({TEMPLATE_FILE: jinja} if jinja else {})}
+
+    def _added(self) -> dict[str, dict[str, Any]]:
+        """The added tokens by number, as transformers writes them."""
+        flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+        tokens = sorted(self._backend.get_added_tokens_decoder().items())
+        return {str(i): {flag: getattr(token, flag) for flag in flags} for i, token in tokens}
 
     def _written_templates(self) -> str | list[dict[str, str]]:
         """One by itself, several as a list with names."""

@@ -446,3 +446,16 @@ def test_broken_pairs(tmp_path, gpt2, name, content):
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(tmp_path)
     assert caught.value.path == str(tmp_path / name)
+
+
+def test_what_is_written_counts_more_than_what_lies_there(tmp_path, gpt2):
+    """As in a directory that another model was saved in before."""
+    one, other = tmp_path / "a", tmp_path / "b"
+    put(one if one.mkdir() is None else one, tokenizer=gpt2, special_tokens_map={"eos_token": "<y>"},
+        tokenizer_config={"eos_token": "<x>"})  # fmt: skip
+    before = load_tokenizer(one)
+    put(written(before, other), added_tokens={"<old>": N + 9})
+    again = load_tokenizer(other)
+    assert again.files() == before.files() and again.eos_ids == before.eos_ids
+    assert "<old>" not in again._backend.get_vocab()
+    assert oracle_of(other).eos_token == "<y>"
