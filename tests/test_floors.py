@@ -70,7 +70,10 @@ FLOORS: list[list[str]] = [
         " moe_config moe gemma gpt2 bert __init__",
     ),
     # 6 engine: programs that run
-    files("engine/", "template_budget template_sandbox template chat_files pooling tokenizer chat")
+    files(
+        "engine/",
+        "template_thread template_budget template_caps template_sandbox template chat_files pooling tokenizer chat",
+    )
     + files(
         "engine/",
         "text_steps text sampling sample_filters sample_history sample defaults hub_files hub load",

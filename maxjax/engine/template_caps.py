@@ -64,7 +64,9 @@ def _short(most: int, *others: str, few: int = 256) -> Cap:
     def cap(value: Any, *arguments: Any, **options: Any) -> int:
         options = {name: item for name, item in options.items() if name not in others}
         length = budget().weigh(value)[0]
-        return _few(few)(value, *arguments[len(others) :], **options) if length <= most else TOO_MUCH
+        return (
+            _few(few)(value, *arguments[len(others) :], **options) if length <= most else TOO_MUCH
+        )
 
     return cap
 

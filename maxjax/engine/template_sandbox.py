@@ -23,6 +23,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Joiner, Namespace
@@ -32,7 +33,7 @@ from . import template_caps as caps
 from .template_budget import INT_BITS, TOO_MUCH, TooMuchError, budget
 
 _TOKENS = 20_000  # of a template; published ones have some thousands
-_SOURCE = 1 << 20  # characters of Python that jinja makes of it
+_SOURCE = 1 << 20  # characters of Python that jinja makes of its tags
 _NAME, _DIGITS = 200, 4000
 _MADE, _JOINED = "=made", "=joined"  # names of filters that no template can write
 
@@ -74,7 +75,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TooMuchError(f"it has a number of more than {_DIGITS} digits")
         tree = _Counted().visit(self.parse(text))
         source = self.compile(tree, raw=True)
-        if len(source) > _SOURCE:
+        if len(source) > _SOURCE + 2 * len(text):
             raise TooMuchError("it is too long once it is compiled")
         budget().check()
         code = compile(source, "<template>", "exec")
@@ -157,7 +158,7 @@ def _guarded(name: str, function: Callable[..., Any], cap: caps.Cap) -> Callable
         if name in caps.LISTED and given and _iterates(given[0]):
             given = (list(given[0]), *given[1:])
         if name == "join":
-            given, kwargs = _attributes(args[0].environment, given, kwargs)
+            given, kwargs = _attributes(args[0].environment, *given, **kwargs), {}
         here.weigh(given, kwargs)
         here.allow(cap(*given, **kwargs))
         made = function(*args[:first], *given, **kwargs)
@@ -166,16 +167,11 @@ def _guarded(name: str, function: Callable[..., Any], cap: caps.Cap) -> Callable
     return guarded
 
 
-def _attributes(
-    environment: Any, given: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _attributes(environment: Any, items: Any, d: Any = "", attribute: Any = None) -> list[Any]:
     """The arguments of ``join`` without its ``attribute``: with what that gives of each item."""
-    options = dict(options)
-    attribute = given[2] if len(given) > 2 else options.pop("attribute", None)
     if attribute is None:
-        return given[:2], options
-    items = environment.call_filter("map", given[0], [], {"attribute": attribute})
-    return (list(items), *given[1:2]), options
+        return [items, d]
+    return [list(map(make_attrgetter(environment, attribute), items)), d]
 
 
 class _Lazy:

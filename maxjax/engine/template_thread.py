@@ -14,7 +14,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -58,7 +58,8 @@ class _Job(Generic[T]):
 
     def __init__(self, work: Callable[[], T], warn: Callable[[], None]) -> None:
         self.work, self.warn = work, warn
-        self.lock, self.open, self.cancelled = threading.Lock(), True, False
+        self.lock, self.open = threading.Lock(), True
+        self.begun, self.cancelled, self.done = False, False, threading.Event()
         self.made: list[T] = []
         self.error: BaseException | None = None
         self.context = contextvars.copy_context()
@@ -68,12 +69,21 @@ class _Job(Generic[T]):
 
     def _run(self) -> None:
         try:
+            self._try()
+            self._close()
+        finally:
+            self.done.set()
+
+    def _try(self) -> None:
+        try:
             with self.lock:
-                wanted = not self.cancelled
-            if wanted:
+                self.begun = not self.cancelled
+            if self.begun:
                 self.made.append(self.context.run(self.work))
         except BaseException as error:
             self.error = error
+
+    def _close(self) -> None:
         while True:
             try:
                 with self.lock:
@@ -84,14 +94,14 @@ class _Job(Generic[T]):
             except Stopped:
                 continue
 
-    # --- in the caller
+    # --- in the caller. It asks ``done``: for Python 3.11 a thread whose join was interrupted has ended.
 
     def ended(self, seconds: float) -> bool:
-        """Whether the thread ends within that time."""
+        """Whether the work ends within that time."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and self.thread.is_alive():
-            self.thread.join(min(left, _LOOKED))
-        return not self.thread.is_alive()
+        while (left := deadline - time.monotonic()) > 0 and not self.done.is_set():
+            self.done.wait(min(left, _LOOKED))
+        return self.done.is_set()
 
     def stop(self) -> None:
         """Returns when the thread has ended, and no sooner for another Ctrl-C."""
@@ -99,21 +109,28 @@ class _Job(Generic[T]):
         with self.lock:
             self.cancelled = True
         interrupt: BaseException | None = None
-        while True:
+        while self.begun:
             try:
                 if self.ended(_GRACE):
                     break
                 with self.lock:
-                    if self.open and self.thread.is_alive():
+                    if self.open and not self.done.is_set():
                         _raise_in(self.thread)
             except BaseException as error:
                 interrupt = error
+        if self.begun:
+            self.thread.join()
         if interrupt is not None:
             raise interrupt
 
     def result(self) -> T:
-        if self.error is not None:
-            raise self.error
+        self.thread.join()
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # with it goes what the work's frames hold
         if not self.made:
             raise Stopped
         return self.made[0]
