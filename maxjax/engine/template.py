@@ -1,8 +1,8 @@
 """Floor 6. A chat template and the messages of a chat → the prompt, as text.
 
-Templates come out of files that anybody may have written: they run in a sandbox, for a short time
-and up to a size. Below: errors, template_budget, template_sandbox (imported with the first template,
-as jinja2 is). Above: chat.
+Templates come out of files that anybody may have written: they run in a sandbox, in a thread of their
+own that ends after a short time, and up to a size. Below: errors, template_thread, template_budget,
+template_sandbox (imported with the first template, as jinja2 is). Above: chat.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import numpy as np
 from ..errors import UserInputError
 
 _LONGEST = 1 << 20  # characters; published ones have some thousands
+_SECONDS = 2.5  # for all of it; published ones take milliseconds
+_LATE = f"it ran for more than {_SECONDS:g} seconds"
+_NESTED = "a message has too much in itself"
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -37,36 +40,63 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         ...
         maxjax.errors.UserInputError: the chat template says: roles must alternate
     """
-    import jinja2
-
-    from .template_budget import TooMuchError, watched
+    from .template_budget import Budget
+    from .template_thread import Stopped, run_until
 
     if len(template) > _LONGEST:
         raise UserInputError(f"the chat template has {len(template)} characters; most: {_LONGEST}")
+    _sandbox()
+    budget = Budget()
     try:
         given = {key: plain(value) for key, value in values.items()}
-        with watched(given):
-            return _compiled(template).render(given)
-    except TooMuchError as error:
-        text = f"the chat template does too much: {error}"
-    except jinja2.TemplateSyntaxError as error:
-        text = f"the chat template has a mistake in line {error.lineno}: {error.message}"
-    except jinja2.UndefinedError as error:
-        text = f"the chat template needs what is not there: {error.message}"
-    except jinja2.TemplateError as error:
-        text = f"the chat template says: {error.message}"
+        made, error = run_until(
+            lambda: _rendered(template, given, budget), _SECONDS, lambda: budget.stop(_LATE)
+        )
+    except Stopped as stopped:
+        made, error = None, f"does too much: {str(stopped) or _LATE}"
     except RecursionError:
-        text = "the chat template or a message has too much in itself"
+        made, error = None, f"or {_NESTED}"
+    except Exception as caught:  # of the messages: their objects may raise whatever Python can
+        made, error = None, f"failed: {type(caught).__name__}: {caught}"
+    if made is None:
+        raise UserInputError(_line(f"the chat template {error}"))
+    return made
+
+
+def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[str | None, str]:
+    """The text, or None and why there is none: what it says may itself be long to make."""
+    import jinja2
+
+    from . import template_budget
+
+    template_budget.use(budget)
+    try:
+        budget.learn(given, template)
+        return _compiled(template).render(given), ""
+    except template_budget.TooMuchError as error:
+        return None, f"does too much: {error}"
+    except jinja2.TemplateSyntaxError as error:
+        return None, f"has a mistake in line {error.lineno}: {error.message}"
+    except jinja2.UndefinedError as error:
+        return None, f"needs what is not there: {error.message}"
+    except jinja2.TemplateError as error:
+        return None, f"says: {error.message}"
+    except (RecursionError, MemoryError):
+        return None, f"or {_NESTED}"
     except Exception as error:  # a template can raise whatever Python can
-        text = f"the chat template failed: {type(error).__name__}: {error}"
-    raise UserInputError(_line(text)) from None
+        return None, f"failed: {type(error).__name__}: {error}"
+
+
+@lru_cache(1)
+def _sandbox() -> Any:
+    from .template_sandbox import Sandbox
+
+    return Sandbox()
 
 
 @lru_cache(16)
 def _compiled(template: str) -> Any:
-    from .template_sandbox import Sandbox
-
-    return Sandbox().from_string(template)
+    return _sandbox().compiled(template)
 
 
 def _line(text: str) -> str:

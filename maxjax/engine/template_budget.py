@@ -1,181 +1,160 @@
-"""Floor 6. How much a template may still do: its time, and the size of what it makes.
+"""Floor 6. How much a template may still make, counted before or as soon as it is there.
 
-Weighs values before or as soon as they are there. Below: nothing. Above: template_sandbox.
+No value may be larger than ``at_once`` where it is written out, so that one step is short; and all
+that is made, kept or not, may not be more than ``left``, so that memory is bounded. A unit is a
+character; each object has some more, so that a unit is never more than four bytes. Both grow with
+the messages, for which what a template makes of them is no more than it should.
+Below: template_thread. Above: template_caps.
 """
 
 from __future__ import annotations
 
-import re
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Iterator, Mapping, Sequence, Set, ValuesView
+from itertools import chain
 from typing import Any
 
-SECONDS = 3.0
-"""How long a template may take; those of chats take milliseconds."""
-_AT_ONCE, _IN_ALL = 1 << 22, 1 << 26  # characters, and 32 for each item of a list
-_DEPTH = 100
+from jinja2.runtime import Undefined
+
+from .template_thread import Stopped
+
+_AT_ONCE, _IN_ALL = 1 << 20, 1 << 25
+_TEXT, _NUMBER, _OTHER = 50, 32, 512
+_LIST, _ITEM, _ENTRY = 64, 16, 100
+_NESTED = 100  # lists in lists
+_CALLS = 200  # macros in macros; jinja's own frames of so many are within Python's limit
 INT_BITS = 1 << 16
-_CHECKED_EVERY = 64  # lines
+TOO_MUCH = 1 << 60
 
 
-class TooMuchError(Exception):
+class TooMuchError(Stopped):
     """A template that works or grows without end."""
 
 
-class _Budget(threading.local):
-    """What the template that runs in this thread may still do."""
+class Budget:
+    """What one rendering may still do."""
 
-    at_once, left = _AT_ONCE, _IN_ALL
+    def __init__(self) -> None:
+        self.at_once, self.left, self.calls = _AT_ONCE, _IN_ALL, 0
+        self.over: str | None = None
+        self.opaque = False
+        self.inputs: Any = None
+        self.known: dict[int, int] = {}
 
-    def reset(self, weight: int) -> None:
-        self.at_once, self.left = _AT_ONCE + 4 * weight, _IN_ALL + 64 * weight
+    def learn(self, inputs: Any, text: str) -> None:
+        """Takes the values and the text of a template, with which the budget grows."""
+        self.inputs = inputs  # alive, so that no other value has the id of one of them
+        weight = self._learn(inputs) + len(text)
+        self.at_once += 4 * weight
+        self.left += 64 * weight
 
+    def _learn(self, value: Any) -> int:
+        if type(value) is str:
+            size = _TEXT + len(value)
+        elif type(value) in (list, tuple):
+            size = _LIST + _ITEM * len(value) + sum(map(self._learn, value))
+        elif type(value) is dict:
+            pairs = chain(value, value.values())
+            size = _LIST + _ENTRY * len(value) + sum(map(self._learn, pairs))
+        else:
+            return _NUMBER
+        self.known[id(value)] = size
+        return size
 
-_budget = _Budget()
+    def stop(self, why: str) -> None:
+        """From another thread: the next thing that is counted is the last."""
+        self.over = why
 
+    def check(self) -> None:
+        if self.over is not None:
+            raise TooMuchError(self.over)
 
-def most_at_once() -> int:
-    """How large one value may be."""
-    return _budget.at_once
+    def allow(self, size: int) -> None:
+        if size > self.at_once:
+            raise TooMuchError(f"it makes something of more than {self.at_once} characters")
 
+    def spend(self, value: Any) -> Any:
+        """The value, after what is new in it was taken from what is left."""
+        if self.over is not None:
+            raise TooMuchError(self.over)
+        if type(value) is str:
+            new = _TEXT + len(value)
+            self.allow(new)
+        else:
+            new = self.weigh(value)[1]
+        self.left -= new
+        if self.left < 0:
+            raise TooMuchError("it makes too much text")
+        return value
 
-@contextmanager
-def watched(inputs: Any) -> Iterator[None]:
-    """Lets templates run inside for a time and a size, which grows with that of ``inputs``.
+    def weigh(self, *values: Any) -> tuple[int, int]:
+        """How large values are where they are written out, and how much of it no message has.
 
-    Raises:
-        TooMuchError: It was too long, or too much.
-    """
-    _budget.reset(weigh(inputs, 1 << 40, depth=10 * _DEPTH))
-    deadline, lines = time.monotonic() + SECONDS, 0
+        Afterwards ``opaque`` says whether there are objects in it that may have more in them.
 
-    def line(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += 1
-        if lines % _CHECKED_EVERY == 0 and time.monotonic() > deadline:
-            raise TooMuchError(f"it ran for more than {SECONDS:g} seconds")
-        return line
+        Raises:
+            TooMuchError: Larger than ``at_once``, nested too deep, or a number of too many digits.
+        """
+        whole, new, todo = 0, 0, [(iter(values), 0)]
+        self.opaque = False
+        while todo:
+            items, level = todo.pop()
+            for item in items:
+                size, inside = self._size(item)
+                whole += size
+                if id(item) not in self.known:
+                    new += size
+                if whole > self.at_once:
+                    self.allow(whole)
+                if inside is not None:
+                    if level == _NESTED:
+                        raise TooMuchError(f"it makes lists in lists, more than {_NESTED} deep")
+                    todo.append((inside, level + 1))
+        return whole, new
 
-    def call(frame: FrameType, event: str, argument: Any) -> Any:
-        return None if frame.f_code.co_filename == __file__ else line(frame, event, argument)
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def weigh(value: Any, most: int, *, depth: int = _DEPTH) -> int:
-    """How large a value is when it is written out: characters, and 32 for each value in it.
-
-    Raises:
-        TooMuchError: More than ``most``, or lists in lists deeper than ``depth``.
-    """
-    total, todo = 0, [(value, 0)]
-    while todo:
-        item, level = todo.pop()
+    def _size(self, item: Any) -> tuple[int, Iterator[Any] | None]:
+        """The size of an object, and what is in it, unless that is counted."""
         if isinstance(item, (str, bytes)):
-            total += len(item)
-        elif isinstance(item, int):
-            total += item.bit_length() // 8
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            total += 32 * len(item)
-            todo += ((inner, level + 1) for inner in item)
-        elif isinstance(item, Mapping):
-            total += 64 * len(item)
-            todo += ((inner, level + 1) for pair in item.items() for inner in pair)
-        if total > most:
-            raise TooMuchError(f"it makes something of more than {most} characters")
-        if level > depth:
-            raise TooMuchError(f"it makes lists in lists, more than {depth} deep")
-    return total
+            return _TEXT + len(item), None
+        if isinstance(item, int):
+            bits = item.bit_length()
+            if bits > INT_BITS:
+                raise TooMuchError(f"it makes a number of more than {INT_BITS} bits")
+            return _NUMBER + bits, None
+        if item is None or isinstance(item, (float, Undefined)):
+            return _NUMBER, None
+        if (size := self.known.get(id(item))) is not None:
+            return size, None
+        if isinstance(item, Mapping):
+            return _LIST + _ENTRY * len(item), chain(item, item.values())
+        if isinstance(item, range):
+            return _LIST, None
+        if isinstance(item, (Sequence, Set, ValuesView)):
+            return _LIST + _ITEM * len(item), iter(item)
+        self.opaque = True
+        return _OTHER, None
+
+    def enter(self) -> None:
+        """Before a template calls what may call it again; afterwards ``calls`` is one less."""
+        if self.calls >= _CALLS:
+            raise TooMuchError(f"it calls itself, more than {_CALLS} deep")
+        self.calls += 1
 
 
-def allow(size: int) -> None:
-    if size > most_at_once():
-        raise TooMuchError(f"it makes something of more than {most_at_once()} characters")
+class _Here(threading.local):
+    """The budget of the template that runs in this thread."""
+
+    def __init__(self) -> None:
+        self.budget = Budget()
 
 
-def spend(value: Any) -> Any:
-    """The value, after its weight was taken from what is left."""
-    _budget.left -= weigh(value, most_at_once())
-    if _budget.left < 0:
-        raise TooMuchError("it makes too much text")
-    return value
+_here = _Here()
 
 
-# --- what could grow in one step ----------------------------------------------------------------
+def use(budget: Budget) -> None:
+    """Makes it that of this thread."""
+    _here.budget = budget
 
 
-def format_size(text: str, arguments: Any) -> int:
-    """No less than what a format string can make of its arguments."""
-    if re.search(r"\{[^{}]*[:!][^{}]*\{", text) or re.search(r"%[^%a-zA-Z]*\*", text):
-        raise TooMuchError("it has a format whose width is an argument")
-    width = max((int(n[:9]) for n in re.findall(r"\d+", text)), default=0)
-    fields = text.count("%") + text.count("{")
-    return len(text) + fields * (width + 16 + weigh(arguments, most_at_once()))
-
-
-def _numbers(arguments: Iterable[Any]) -> int:
-    return max((abs(item) for item in arguments if isinstance(item, int)), default=0)
-
-
-def _lengths(arguments: Iterable[Any]) -> int:
-    return max((len(item) for item in arguments if isinstance(item, (str, bytes))), default=0)
-
-
-def _replaced(text: Any, old: Any = "", new: Any = "", *more: Any, **options: Any) -> int:
-    text, old, new = str(text), str(old), str(new)
-    return len(text) + text.count(old) * len(new)
-
-
-def _lined(text: Any, *arguments: Any, **options: Any) -> int:
-    given = [*arguments, *options.values()]
-    lines = str(text).count("\n") + 1
-    return len(str(text)) + lines * max(_numbers(given), _lengths(given))
-
-
-def joined_size(items: Any, between: Any = "", *more: Any) -> int:
-    return weigh(items, most_at_once()) + len(items) * len(str(between))
-
-
-def wide_size(*arguments: Any, **options: Any) -> int:
-    return _numbers([*arguments[1:], *options.values()])
-
-
-def _small(*arguments: Any, **options: Any) -> int:
-    """For those where any number or text of the template's is used again and again."""
-    given: list[Any] = []
-    for item in [*arguments[1:], *options.values()]:
-        given += item if isinstance(item, (list, tuple)) else [item]
-    return 0 if max(_numbers(given), _lengths(given)) <= 16 else 1 << 60
-
-
-def _wrapped(text: Any, width: Any = 79, *more: Any, **options: Any) -> int:
-    return _small(text, *more, **{name: v for name, v in options.items() if name != "width"})
-
-
-def _summed(items: Any, attribute: Any = None, start: Any = 0) -> int:
-    return 0 if isinstance(start, (int, float)) else 1 << 60
-
-
-# Name of a filter → a size that what it makes cannot exceed. Others make no more than they get.
-FILTERS: dict[str, Callable[..., int]] = {
-    "center": wide_size, "indent": _lined, "batch": wide_size, "slice": wide_size, "truncate": wide_size,
-    "round": wide_size, "wordwrap": _wrapped,
-    "tojson": _small, "replace": _replaced, "sum": _summed,
-    "format": lambda text, *args, **kwargs: format_size(str(text), [args, kwargs]),
-}  # fmt: skip
-# The same for methods of texts and numbers; the first argument is what they belong to.
-METHODS: dict[str, Callable[..., int]] = {
-    "format": FILTERS["format"], "format_map": FILTERS["format"], "replace": _replaced,
-    "join": lambda text, items: joined_size(items, text),
-    "expandtabs": lambda text, *size, **more: text.count("\t") * wide_size(text, *size, **more),
-    "translate": lambda *arguments: 1 << 60,
-}  # fmt: skip
+def budget() -> Budget:
+    return _here.budget
