@@ -28,8 +28,6 @@ from ..models.gguf.tokenizer import HF_JSON
 from ..models.ties import is_tied, says_tied, with_tie
 from ..storage.beside import settled
 from ..storage.files import file_range, open_regular
-from ..storage.index import orbax_checkpoint
-from ..storage.orbax_paths import resolve
 from ..storage.safetensors import ENCODINGS
 from .pretrained import METADATA
 from .writing import json_bytes
@@ -71,11 +69,10 @@ def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
 
 
 def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
-    path = Path(source)
-    if orbax_checkpoint(path) is not None:
-        path = Path(resolve(os.fspath(path)))  # the newest step
-    weights = stack.enter_context(load_weights(path))
+    weights = stack.enter_context(load_weights(source))
     table = weights._family.open_table()
+    # Of steps the newest.
+    path = Path(weights._beside.directory if table.format == "orbax" else os.fsdecode(source))
     table.verify = True  # or a broken value would get a new checksum that agrees with it
     if isinstance(weights, GGUFWeights):
         return Opened(path, weights, {}, None, {})

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..dtype import DType
-from ..errors import UserInputError
+from ..errors import OutOfMemoryError, UserInputError
 from ..graph.weights import WeightData, read_all
 from ..storage.checksums import crc32_of_boxes
 from ..storage.entry import whole
@@ -26,6 +26,7 @@ from .pytree import Item
 from .saving import commit, translated
 from .steps import Step
 from .sums import METADATA, metadata_of
+from .writing import out_of_memory
 
 # What orbax calls a tree that was put together.
 STATE = "state"
@@ -116,6 +117,11 @@ def _batches(tensors: Mapping[str, WeightData]) -> Iterator[dict[str, WeightData
 
 def _read(data: WeightData) -> np.ndarray:
     """The tensor; unlike ``data.data`` it is not kept there."""
-    if data.is_loaded:
-        return np.asarray(data._typed())
-    return data._cast(read_all([data])[id(data)])
+    try:
+        if data.is_loaded:
+            return np.asarray(data._typed())
+        return data._cast(read_all([data])[id(data)])
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise out_of_memory(data.name, _nbytes(data)) from error

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OutOfMemoryError
 from ..storage.beside import Description, put_into_place, sum_of, waiting
 from ..storage.crc32 import crc32, crc32_of
 from ..storage.digests import MOST, Record, read_digests, to_bytes, told_apart
@@ -114,7 +114,8 @@ def write_set(
         last = INDEX if text else SINGLE
         counts = [one.beside for name in before[:1] for one in found.get(name, ())]
         said = _stage_others(staging, others, [one for one in counts if one is not None])
-        records[last] = replace(records[last], beside=said)
+        # Of each file: until the index is there, the whole set can be read without it.
+        records = {name: replace(one, beside=said) for name, one in records.items()}
         # The index before its files, so that it never names one that is not there.
         gone = {*before, *_strays(folder, before, found)} - {last, *names}
         gone = sorted(gone, key=lambda name: (name != INDEX, name))
@@ -356,8 +357,8 @@ class Sums:
         """The tensor, whose pieces are summed when they are asked for."""
 
         def pieces() -> Iterator[memoryview]:
-            crc = 0
-            for piece in one.pieces():
+            crc, rest = 0, iter(one.pieces())
+            while (piece := _next(one, rest)) is not None:
                 found = self._pool.submit(crc32, piece, crc)
                 yield piece
                 crc = found.result()  # before the next: not more pieces in memory than one
@@ -382,6 +383,23 @@ class Sums:
     def record(self) -> Record:
         """Of the file, once all has passed."""
         return Record(self.size, dict(self._tensors), self._header)
+
+
+def _next(one: Outgoing, pieces: Iterator[memoryview]) -> memoryview | None:
+    try:
+        return next(pieces, None)
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise out_of_memory(one.name, one.nbytes) from error
+
+
+def out_of_memory(name: str, nbytes: int) -> OutOfMemoryError:
+    """The error for a tensor that the host's memory does not hold while it is written."""
+    return OutOfMemoryError(
+        f"tensor '{name}': the host has not the memory to write its {nbytes:,} bytes. What was at the "
+        "destination before is as it was. Free memory, or convert on a machine with more."
+    )
 
 
 def json_bytes(document: Any) -> bytes:

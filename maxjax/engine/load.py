@@ -23,7 +23,6 @@ from ..models import Decoder, PretrainedModel, build, config_beside
 from ..storage.beside import settled, waiting
 from ..storage.index import beside_of, orbax_checkpoint
 from ..storage.limits import Limits, allowing
-from ..storage.orbax_paths import resolve
 from ..storage.table import Verify
 from .defaults import read_defaults
 from .hub import find_model
@@ -140,20 +139,21 @@ def _load(
     if path is None:  # to find_model it is "tiny"
         raise TypeError("path must be a str or a Path, not NoneType")
     path = find_model(path, revision)
-    weights, model, text = settled(
-        lambda: _prepared(path, config, verify, wanted, reduce, mesh, tie, tokenizer)
-    )
-    with weights:
-        cast = wanted is not None
-        if compile is None:
-            model.load_state_dict(weights, cast=cast, tie=tie)
+
+    def once() -> Any:
+        weights, model, text = _prepared(path, config, verify, wanted, reduce, mesh, tie, tokenizer)
+        with weights:
+            if compile is None:
+                model.load_state_dict(weights, cast=wanted is not None, tie=tie)
+                weights._beside.finish()
+                return model, text
+            with ThreadPoolExecutor(1, "maxjax-compile") as pool:
+                program = pool.submit(model.compile, *compile)
+                model.load_state_dict(weights, cast=wanted is not None, tie=tie)
             weights._beside.finish()
-            return model, text
-        with ThreadPoolExecutor(1, "maxjax-compile") as pool:
-            program = pool.submit(model.compile, *compile)
-            model.load_state_dict(weights, cast=cast, tie=tie)
-        weights._beside.finish()
-    return model, text, program.result()
+        return model, text, program.result()
+
+    return settled(once)
 
 
 def _prepared(
@@ -169,12 +169,12 @@ def _prepared(
     """The open weights, the model for them and the tokenizer: all of one checkpoint."""
     directory = path if path.is_dir() else path.parent
     if step := orbax_checkpoint(path):  # the newest, which has its own config.json
-        path, directory = Path(resolve(os.fspath(path))), Path(step)
+        directory = Path(step)
     place = _transformer(directory)
     pooling = read_pooling(directory)[0] if place != directory else None
     if path == directory:
         path = place
-    if config is None and not _has_gguf(path) and not waiting(os.fspath(place)):
+    if not (config is not None or step or _has_gguf(path) or waiting(os.fspath(place))):
         config_beside(path)  # without it, whatever else is there is of no use
     weights = load_weights(path, verify=verify)
     try:

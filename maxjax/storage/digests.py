@@ -180,8 +180,9 @@ def attach(
     """Gives the tensors of a table the checksums that lie beside its files.
 
     Those that have one of their own keep it, and what is listed with another size has none. The
-    records are given that the file has which makes the checkpoint count, ``table.root``; with
-    ``compare=False`` nothing else is done.
+    records are given that say what describes the weights: of the file that makes the checkpoint
+    count, ``table.root``, or what those of all files agree in. With ``compare=False`` nothing else is
+    done.
 
     Raises:
         CheckpointCorruptError: The header of a file is not the one that was written.
@@ -203,8 +204,8 @@ def attach(
         fitting = _with_header(file, fitting, os.path.join(folder, NAME))
         fitting = told_apart(file, table.entries.values(), number, fitting)
         sums.append(_acceptable(fitting))
-        if file is table.root:
-            said = fitting
+        said = [one for one in said if one.beside in [other.beside for other in fitting]]
+        said = said if number else fitting
     if table.indexes and table.root is not None:
         folder = os.path.dirname(table.root.path)
         said = fitting_index(table.root, found.get(folder) or read_digests(folder, limits=limits))

@@ -131,7 +131,8 @@ def save_error(
     found = os_error(error, path, doing)
     if type(found) is not CheckpointError:
         if kept:
-            found = type(found)(found.problem, path=path, hint=kept)
+            hint = f"{found.hint} {kept}" if found.hint else kept
+            found = type(found)(found.problem, path=path, hint=hint)
         return found
     problem = found.problem
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -144,8 +145,15 @@ def _space(path: str, needed: int | None) -> str:
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     status = os.statvfs(folder)
+    if has_no_inodes(status):
+        return f"all {status.f_files:,} inodes are in use: no file more can be made, however small"
     free = f"{status.f_bavail * status.f_frsize:,} bytes are free"
     return free if needed is None else f"{needed:,} bytes are needed, {free}"
+
+
+def has_no_inodes(status: os.statvfs_result) -> bool:
+    """Whether a file system holds as many files as it can; some have no such bound, and say 0."""
+    return status.f_files > 0 and status.f_favail == 0
 
 
 def save_failed(

@@ -132,9 +132,10 @@ def _settled(paths: list[str], open_once: Callable[[], TensorTable]) -> TensorTa
         files = [*table.files, *table.indexes]
         # Several files without an index: only by all names can it be told that they are one set.
         is_sure = table.root is not None or list(map(_places, paths)) == before
-        # One that was deleted since is whole; one in whose place there is another may have been
-        # held against the checksums of that.
-        is_replaced = any(file.is_in_place() is False for file in files)
+        # A file that was deleted since is whole; one in whose place there is another may have been
+        # held against the checksums of that. Of orbax most files are opened when they are read.
+        fine = (True,) if table.format == "orbax" else (True, None)
+        is_replaced = any(file.is_in_place() not in fine for file in files)
         if not is_replaced and (is_sure or time.monotonic() > end):
             return table
         table.close()
@@ -180,8 +181,8 @@ def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
         raise
     if table.beside is None:
         found = [record.beside for record in said if record.beside is not None]
-        one = len(paths) == 1
-        table.beside = Beside(directory or ".", table.root if one else None, found if one else ())
+        weights, found = (table.root or table.files[0], found) if len(paths) == 1 else (None, [])
+        table.beside = Beside(directory or ".", weights, found)
     return table
 
 
@@ -190,14 +191,14 @@ def beside_of(path: str | os.PathLike[str]) -> Beside:
 
     Nothing is said against weights that cannot be read; those of a GGUF file are not looked at.
     """
-    shown = os.fspath(path)
+    shown = os.fsdecode(path)
     directory = shown if os.path.isdir(shown) else os.path.dirname(shown) or "."
     if not os.path.lexists(os.path.join(directory, DIGESTS)):
         return Beside(directory)
     weights = shown
     with contextlib.suppress(CheckpointError):
         if os.path.isdir(shown):
-            chosen = [] if is_orbax(shown) else choose(shown, _listed(shown)[0])
+            chosen = choose(shown, _listed(shown)[0])
             weights = os.path.join(shown, chosen[0]) if len(chosen) == 1 else ""
         if weights.endswith((".safetensors", ".safetensors.index.json")):
             with open_checkpoint(shown, verify=False) as table:

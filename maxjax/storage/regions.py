@@ -106,10 +106,11 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
                 one.parts.extend(regions)
             jobs.extend(coded_jobs(tapped(table.files[entry.file], one), entry, regions))
     jobs.sort(key=_place)
-    read = sum(run_jobs(_execute, jobs, nbytes, threads))
-    table.checks.compare(sums, threads=threads)
-    for number in {table.entries[name].file for name in targets}:
-        table.files[number].check_unchanged()
+    with table.reading():
+        read = sum(run_jobs(_execute, jobs, nbytes, threads))
+        table.checks.compare(sums, threads=threads)
+        for number in {table.entries[name].file for name in targets}:
+            table.files[number].check_unchanged()
     return read
 
 

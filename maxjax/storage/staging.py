@@ -28,7 +28,7 @@ from ..errors import (
     CheckpointError,
     CheckpointMissingError,
 )
-from .durable import flush_folder, save_error, save_failed, write_new
+from .durable import flush_folder, has_no_inodes, save_error, save_failed, write_new
 
 _LOG = logging.getLogger("maxjax")
 _START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
@@ -40,6 +40,8 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _IN_USE: set[str] = set()
 # Longer than a writer takes from making its directory to locking it.
 _MOMENT = 60
+# So long who has no name in the directory may keep it locked, in seconds.
+_PATIENCE = 2.0
 # File systems that know no locks say one of these.
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 
@@ -75,7 +77,8 @@ class Staging:
     def __init__(self, directory: str | os.PathLike[str], *, exclusive: bool = True):
         self.shown = os.fspath(directory)
         self.directory = os.path.realpath(self.shown)
-        self._kept = ""
+        there = os.path.isdir(self.directory)
+        self._kept = f"Nothing was changed: what was in {self.shown} is as it was." if there else ""
         self._made: list[str] = []
         self._locks: list[int] = []  # of the directory, of the folder
         self.folder = os.path.join(self.directory, _new_name())
@@ -84,7 +87,7 @@ class Staging:
             with self.saving("making the directory"):
                 self._make()
                 if not self._open_lock(self.directory, exclusive):
-                    raise self._busy()
+                    self._wait_for_lock()
                 sweep(self.directory)
                 _IN_USE.add(self.folder)
                 os.mkdir(self.folder)
@@ -134,11 +137,11 @@ class Staging:
         """Refuses before anything is written what cannot fit the disk.
 
         Raises:
-            CheckpointSaveError: There are fewer bytes free; ``errno`` is ENOSPC.
+            CheckpointSaveError: There are fewer bytes free, or no inode; ``errno`` is ENOSPC.
         """
         with self.saving("looking at the disk", needed=nbytes):
             status = os.statvfs(self.directory)
-            if status.f_bavail * status.f_frsize < nbytes:
+            if status.f_bavail * status.f_frsize < nbytes or has_no_inodes(status):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def hold(self) -> None:
@@ -292,14 +295,25 @@ class Staging:
         if self._locks:
             self.close()
 
-    def _busy(self) -> CheckpointBusyError:
-        owners = [text for path in _temporary(self.directory) if (text := _who(path))]
-        return CheckpointBusyError(
-            "another process is writing to this directory",
-            path=self.shown,
-            found=", ".join(owners) or None,
-            hint="Wait until it has finished, or save to another place.",
-        )
+    def _wait_for_lock(self) -> None:
+        """Waits for who has the directory for a moment only: to rename one file, to end a save."""
+        end = time.monotonic() + _PATIENCE
+        while lock(self._locks[0], wait=False) is False:
+            living = (path for path in _temporary(self.directory) if not _is_dead(path))
+            owners = [who for path in living if (who := _who(path))]
+            if owners or time.monotonic() > end:
+                raise self._busy(owners)
+            time.sleep(0.01)
+
+    def _busy(self, owners: Sequence[tuple[Any, Any]]) -> CheckpointBusyError:
+        hint = "Wait until it has finished, or save to another place."
+        problem = "another process is writing to this directory"
+        found = ", ".join(f"process {pid} on {host}" for pid, host in owners) or None
+        if (os.getpid(), socket.gethostname()) in owners:
+            problem = "another save of this same process is writing to this directory"
+            found = "one of another thread, or a save_async that goes on"
+            hint = "Wait for its result() first, or save to another place."
+        return CheckpointBusyError(problem, path=self.shown, found=found, hint=hint)
 
     def __enter__(self) -> Self:
         return self
@@ -407,11 +421,10 @@ def _owner(exclusive: bool) -> bytes:
     return json.dumps(owner).encode()
 
 
-def _who(path: str) -> str | None:
+def _who(path: str) -> tuple[Any, Any] | None:
+    """Process and host of the writer that has a directory exclusively."""
     owner = _read_owner(path)
-    if not owner.get("exclusive"):
-        return None
-    return f"process {owner.get('pid')} on {owner.get('host')}"
+    return (owner.get("pid"), owner.get("host")) if owner.get("exclusive") else None
 
 
 def lock(fd: int, *, wait: bool, unsupported: bool | None = True) -> bool | None:

@@ -8,16 +8,17 @@ graph.weights.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..dtype import DType
-from ..errors import OutOfMemoryError
-from .beside import Beside
+from ..errors import CheckpointError, OutOfMemoryError
+from .beside import Beside, replaced
 from .checking import Checks, Key, sum_of
 from .checking import Verify as Verify
 from .checksums import Sum, tapped
@@ -120,11 +121,12 @@ class TensorTable:
         sums = self.checks.sums(entries)
         arrays, jobs = _plan(entries, self.files, sums)
         nbytes = sum(array.nbytes for array in arrays.values())
-        run_jobs(run, jobs, nbytes, threads)
-        self.checks.compare(sums, threads=threads)
-        # Last: nothing is read after it.
-        for number in {entry.file for entry in entries}:
-            self.files[number].check_unchanged()
+        with self.reading():
+            run_jobs(run, jobs, nbytes, threads)
+            self.checks.compare(sums, threads=threads)
+            # Last: nothing is read after it.
+            for number in {entry.file for entry in entries}:
+                self.files[number].check_unchanged()
         return {entry.name: arrays[entry.name] for entry in entries}
 
     def check(self, entries: Iterable[TensorEntry], *, threads: int | None = None) -> None:
@@ -135,6 +137,17 @@ class TensorTable:
             CheckpointChangedError: They differ, and the file was written to since it was opened.
         """
         self.checks.check(entries, threads=threads)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, what is wrong with files that are opened by name is told as what it comes from."""
+        try:
+            yield
+        except CheckpointError as error:
+            # A step of orbax is a directory, of which not all files are open.
+            if self.format == "orbax" and not self.files[0].is_in_place():
+                raise replaced(self.files[0].path) from error
+            raise
 
     def close(self) -> None:
         """Closes the files. Arrays that were read stay valid."""

@@ -1,4 +1,4 @@
-"""A sample of the campaigns of scripts/kill_saves.py and fault_saves.py."""
+"""A sample of the campaigns of scripts/kill_saves.py, fault_saves.py and reader_writer.py."""
 
 import random
 import shutil
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts import fault_saves, kill_saves
+from scripts import fault_saves, kill_saves, reader_writer
 from scripts.save_trials import Problem, Server, which_save
 
 pytestmark = pytest.mark.skipif(
@@ -46,6 +46,16 @@ def test_calls_that_fail(server, kind, fault, forever):
     assert (row.raised, row.saved)[fault == "short"] >= 3
 
 
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("file", "alone", "gguf", "orbax")]
+
+
+@pytest.mark.parametrize("kind", ["set", *SLOW])
+def test_read_beside_a_writer(kind):
+    row = reader_writer.campaign(kind, 60)
+    assert sum(row.which.values()) == 60 and not row.problems
+    assert len(row.which) == 2, "the writer was never seen to write"
+
+
 def test_what_is_wrong_is_seen(server, tmp_path, monkeypatch):
     """The campaigns would tell if a save did not keep its word."""
     path = tmp_path / "checkpoint"
@@ -63,5 +73,5 @@ def test_what_is_wrong_is_seen(server, tmp_path, monkeypatch):
     row = kill_saves.Row("set", "?")
     assert row.look(str(path), 5) == 5 and row.lost == 1
     (path / "config.json").write_text("{}")
-    with pytest.raises(Problem, match="config"):
+    with pytest.raises(Problem, match="mixed: .*config"):
         which_save("set", str(path))

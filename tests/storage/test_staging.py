@@ -1,15 +1,19 @@
 """Staging: files of a directory replaced together, and nothing lost or left."""
 
 import errno
+import fcntl
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -316,6 +320,45 @@ def test_the_message_says_what_is_needed_and_what_is_kept(tmp_path):
     assert text.endswith("The old one is there: here.") and str(tmp_path) in text
 
 
+def test_inodes_used_up(tmp_path, monkeypatch):
+    """There may be bytes enough: it is told what there is none of."""
+    saved(tmp_path, a="1")
+    full = SimpleNamespace(f_files=65536, f_favail=0, f_bavail=1 << 20, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(CheckpointSaveError, match="all 65,536 inodes are in use") as caught:
+        with Staging(tmp_path) as one:
+            one.require_space(10)
+    assert caught.value.errno == errno.ENOSPC and "bytes are free" not in str(caught.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", broken("mkdir", errno.ENOSPC))
+        with pytest.raises(CheckpointSaveError, match="inodes"):
+            Staging(tmp_path)
+    full.f_files = 0  # a file system without such a bound
+    with Staging(tmp_path) as one:
+        one.require_space(10)
+    assert content(tmp_path) == {"a": "1"}
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO])
+def test_where_nothing_can_be_made_the_message_says_what_is_kept(tmp_path, monkeypatch, number):
+    saved(tmp_path, a="1")
+    monkeypatch.setattr(os, "mkdir", broken("mkdir", number))
+    kept = f"Nothing was changed: what was in {tmp_path} is as it was."
+    with pytest.raises((CheckpointSaveError, CheckpointAccessError), match=re.escape(kept)):
+        Staging(tmp_path)
+    assert content(tmp_path) == {"a": "1"}
+
+
+def test_who_has_the_directory_for_a_moment_is_waited_for(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    timer = threading.Timer(0.1, os.close, [fd])
+    timer.start()
+    saved(tmp_path, a="1")
+    timer.join()
+    assert content(tmp_path) == {"a": "1"}
+
+
 def test_directories_are_made_and_removed_again(tmp_path):
     deep = tmp_path / "x" / "y" / "z"
     with pytest.raises(CheckpointSaveError), Staging(deep) as one:
@@ -423,8 +466,11 @@ def test_what_a_killed_process_left_is_removed(tmp_path, writer, caplog):
 
 def test_two_threads_of_one_process(tmp_path):
     with Staging(tmp_path) as one:
-        with pytest.raises(CheckpointBusyError, match=f"process {os.getpid()}"):
+        with pytest.raises(
+            CheckpointBusyError, match="another save of this same process"
+        ) as caught:
             Staging(tmp_path)
+        assert str(os.getpid()) not in str(caught.value)
         one.write("a", [b"1"])
         one.commit(["a"])
     assert content(tmp_path) == {"a": "1"}
