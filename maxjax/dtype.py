@@ -61,8 +61,9 @@ class DType(Enum):
 
     ``DType(value)`` also takes the short name ("f32", "bf16", "si8", "f8e4m3fn"): unknown
     text raises KeyError, another unknown value ValueError. For any other spelling there is
-    ``DType.of``. Iterating gives MAX's 21 types; ``int4`` and ``uint4``, which MAX does not
-    have, are members like the others and listed in ``DType.__members__``.
+    ``DType.of``. Iterating gives MAX's 21 types; ``int4``, ``uint4``, ``complex64`` and
+    ``complex128``, which MAX does not have, are members like the others and listed in
+    ``DType.__members__``.
 
     Example:
         >>> np.zeros(2, DType.bfloat16).dtype, DType.float8_e4m3fn.safetensors
@@ -95,6 +96,9 @@ class DType(Enum):
     # MAX numbers integers 128 + 2·log2(bits) + signed; these two continue that downwards.
     int4 = 133
     uint4 = 132
+    # JAX and files have them, MAX does not; the numbers are ours.
+    complex64 = 97
+    complex128 = 98
 
     finfo = staticmethod(finfo)
 
@@ -212,6 +216,10 @@ class DType(Enum):
         """Every floating-point type, the 4-, 6- and 8-bit ones included."""
         return "float" in self.name
 
+    def is_complex(self) -> builtins.bool:
+        """complex64 and complex128."""
+        return self.name.startswith("complex")
+
     def is_float8(self) -> builtins.bool:
         return self.name.startswith("float8")
 
@@ -221,8 +229,8 @@ class DType(Enum):
 
 
 # MAX programs iterate over DType and ask each type for its MAX-only forms; they must not meet
-# two types that MAX does not have. Everything else (lookup, pickle, identity) is unchanged.
-for _name in ("int4", "uint4"):
+# types that MAX does not have. Everything else (lookup, pickle, identity) is unchanged.
+for _name in ("int4", "uint4", "complex64", "complex128"):
     DType._member_names_.remove(_name)
 
 _ALL: tuple[DType, ...] = tuple(DType.__members__.values())
@@ -272,6 +280,7 @@ _SAFETENSORS = {
     DType.float8_e4m3fnuz: "F8_E4M3FNUZ",
     DType.float8_e5m2: "F8_E5M2",
     DType.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    DType.complex64: "C64",
 }
 _FROM_SAFETENSORS = {name: d for d, name in _SAFETENSORS.items()}
 
@@ -308,7 +317,9 @@ def promote(a: Any, b: Any) -> DType:
         return b
     if a.is_float() and b.is_float():
         return _promote_floats(a, b)
-    if a.is_float() or b.is_float():
+    if a.is_complex() or b.is_complex():
+        pass
+    elif a.is_float() or b.is_float():
         integer, real = (b, a) if a.is_float() else (a, b)
         real = real if real.size_in_bits >= 16 else DType.float16
         digits = integer.size_in_bits - integer.is_signed_integral()

@@ -251,9 +251,9 @@ def _has_float64() -> bool:
 def _refuse_float64(weights: Weights) -> None:
     if _has_float64():
         return
-    for name, place in weights.items():
-        if place.data().dtype is DType.float64:
+    for name, entry in weights._family.open_table().entries.items():
+        if entry.dtype in (DType.float64, DType.complex128):
             raise CheckpointMismatchError(
-                "is float64, and JAX runs in 32 bits", path=weights._path, tensor=name,
+                f"is {entry.dtype.name}, and JAX runs in 32 bits", path=weights._path, tensor=name,
                 hint="Pass dtype='float32', or set jax_enable_x64.",
             )  # fmt: skip

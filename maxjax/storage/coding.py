@@ -60,7 +60,7 @@ class Strided(Coding):
             if dtype == np.bool_:
                 check_bool(file, entry, first, memory)
             if self.swap:
-                memory = memory.view(f"u{dtype.itemsize}").byteswap()
+                memory = swapped(memory, dtype)
             steps = [stride * dtype.itemsize for stride in self.strides]
             array[...] = np.ndarray(extents(box), dtype, memory.data, strides=steps)
             total += nbytes
@@ -98,6 +98,11 @@ class Nibbles(Coding):
         np.right_shift(packed, 4, out=unpacked[1::2])
         values[...] = unpacked[start % 2 :][: values.size].view(values.dtype).reshape(values.shape)
         return last - first
+
+
+def swapped(memory: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Bytes of values with those of each number the other way round: a complex value is two."""
+    return memory.view(f"u{dtype.itemsize // (2 if dtype.kind == 'c' else 1)}").byteswap()
 
 
 def runs(shape: Sequence[int], box: Box, array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from .coding import swapped
 from .crc32 import crc32
 from .entry import DECODED_BYTES, Box, Coding, TensorEntry, Wanted, count, extents, within
 from .files import OpenFile, aligned_empty
@@ -158,7 +159,7 @@ class Deflated(Coding):
                 found=int(block[index]),
             )
         dtype = entry.dtype.np
-        return (block.view(f"u{dtype.itemsize}").byteswap() if self.swap else block).view(dtype)
+        return (swapped(block, dtype) if self.swap else block).view(dtype)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -8,8 +8,10 @@ and the formats.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -45,18 +47,44 @@ class Coding:
         return split(box, max(1, DECODED_BYTES // entry.dtype.np.itemsize))
 
 
+class UnknownType:
+    """Stands for the dtype of a tensor that maxjax has no arrays of: ``name`` is the file's word.
+
+    Its file opens, and names and shapes are there; whatever else is asked of the type raises the
+    error of its tensor, so nobody reads it as something else. For MAX that is a ValueError too.
+
+    Example:
+        >>> UnknownType("I3", CheckpointFormatError("dtype: unknown", tensor="w", found="I3")).np
+        Traceback (most recent call last):
+        maxjax.errors.CheckpointFormatError: tensor 'w': dtype: unknown (found I3)
+    """
+
+    def __init__(self, name: str, error: CheckpointFormatError):
+        self.name = name
+        self._error = error
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        raise copy(self._error)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Where one tensor lies: ``nbytes`` bytes at ``offset`` of ``TensorTable.files[file]``.
 
-    ``dtype`` and ``shape`` are of the array that reading gives. Of blocks that stay packed
+    ``dtype`` and ``shape`` are of the array that reading gives; of a type that there is no array of
+    the dtype is an :class:`UnknownType`. Of blocks that stay packed
     these are uint8 and MAX's byte view, the last axis in bytes, and ``encoding`` names
     the blocks ("Q4_K"). ``coding`` makes the array of the bytes where they are not its own, and
     ``checksum`` is compared when all of it is read for the first time.
     """
 
     name: str
-    dtype: DType
+    dtype: DType | Any
     shape: tuple[int, ...]
     file: int
     offset: int

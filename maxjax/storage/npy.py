@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
-from .entry import TensorEntry
+from .entry import TensorEntry, UnknownType
 from .files import OpenFile, open_regular
 from .limits import Limits, in_force
 from .npy_text import Header as Header
@@ -67,6 +67,9 @@ def _entry(file: OpenFile, name: str, limits: Limits) -> TensorEntry:
         return file.pread(0, min(nbytes, file.size))
 
     header = read_header(head, file.size, place, limits)
+    if isinstance(header.dtype, UnknownType):
+        there = file.size - header.skip
+        return TensorEntry(name, header.dtype, header.shape, 0, header.skip, there)
     check_size(header, file.size, place)
     return TensorEntry(
         name, header.dtype, header.shape, 0, header.skip, header.nbytes, header.coding

@@ -17,6 +17,7 @@ from typing import Any
 from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
 from .coding import Strided
+from .entry import UnknownType
 from .limits import Limits
 
 # NumPy's own bound.
@@ -26,7 +27,7 @@ _DIGITS = 30
 _DTYPES = {
     d.np.str[1:]: d
     for d in DType.__members__.values()
-    if d.np.type.__module__ == "numpy" and d.np.kind in "biuf"
+    if d.np.type.__module__ == "numpy" and d.np.kind in "biufc"
 }
 _KEYS = ("descr", "fortran_order", "shape")
 _TOKEN = re.compile(
@@ -51,7 +52,7 @@ class Header:
     ``swap``: the bytes of each value are in the order that is not this machine's.
     """
 
-    dtype: DType
+    dtype: DType | Any
     shape: tuple[int, ...]
     fortran_order: bool
     swap: bool
@@ -221,8 +222,10 @@ class HeaderText:
         self._next()
         return tuple(sizes)
 
-    def _check_total(self, dtype: DType, shape: tuple[int, ...]) -> None:
+    def _check_total(self, dtype: Any, shape: tuple[int, ...]) -> None:
         """No array that no machine could hold, whatever a product of its sizes wraps around to."""
+        if isinstance(dtype, UnknownType):
+            return
         nbytes = prod(size or 1 for size in shape) * dtype.np.itemsize
         if nbytes >= 2**63 and 0 not in shape:
             raise CheckpointFormatError(
@@ -235,16 +238,24 @@ class HeaderText:
             problem = "shape: the dimensions other than 0 are too large"
             raise self.limits.error(problem, "tensor_bytes", nbytes, **self.shape_at)
 
-    def _descr(self) -> tuple[DType, bool]:
+    def _descr(self) -> tuple[Any, bool]:
         expected = f"one of {', '.join(_DTYPES)} with '<', '>' or '|'"
         if self.token in _PAIRS:
-            raise self._structured(expected)
+            error = self._structured(expected)
+            if not isinstance(error, CheckpointFormatError) or not self.kind:
+                raise error
+            self._next()
+            return UnknownType("a structured dtype", error), False
         if self.kind != "string":
             raise self._bad("descr: not a type", expected)
         descr = self.token[1:-1]
         order, dtype = descr[:1], _DTYPES.get(descr[1:])
         if dtype is None or order not in ("|" if dtype.np.itemsize == 1 else "<>"):
-            raise self._unsupported(descr, expected)
+            error = self._unsupported(descr, expected)
+            if not isinstance(error, CheckpointFormatError):
+                raise error
+            self._next()
+            return UnknownType(descr[:80], error), False
         self._next()
         little = order == "<" if order != "|" else sys.byteorder == "little"
         return dtype, little != (sys.byteorder == "little")
@@ -284,7 +295,7 @@ class HeaderText:
         """The error for a descr in quotes."""
         if _OBJECT.fullmatch(descr):
             return self._object()
-        kinds = {"U": "text", "S": "text", "M": "dates", "m": "time spans", "c": "complex numbers"}
+        kinds = {"U": "text", "S": "text", "M": "dates", "m": "time spans"}
         what, hint = kinds.get(descr[1:2]), "Save numbers, or another format."
         problem = f"descr: {what} instead of numbers" if what else "descr: unknown"
         if descr[1:2] == "V":

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..errors import CheckpointError, CheckpointFormatError
-from .entry import TensorEntry
+from .entry import TensorEntry, UnknownType
 from .files import open_regular
 from .limits import Limits, in_force
 from .npy import Header, Place, check_size, read_header
@@ -104,6 +104,9 @@ def _entry(archive: Archive, member: Member, limits: Limits) -> TensorEntry:
     place = Place(path, name, member.offset, member.method == STORED)
     head: Callable[[int], bytes] = partial(archive.head, member)
     header = read_header(head, member.size, place, limits)
+    if isinstance(header.dtype, UnknownType):
+        nbytes = member.compressed
+        return TensorEntry(name, header.dtype, header.shape, 0, member.offset, nbytes)
     problem = f"shape: {list(header.shape)} is far more than the member has bytes for"
     at = place.at(header.skip)
     check_ratio(problem, header.nbytes, member.compressed, limits, **at)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointFormatError, CheckpointIncompleteError
+from ..errors import CheckpointFormatError, CheckpointIncompleteError
 from .jsontext import load_json
 from .limits import Limits
 
@@ -255,7 +255,7 @@ def _require(
 
 def wrong(
     path: str, what: str, expected: str, found: Any, tensor: str | None = None
-) -> CheckpointError:
+) -> CheckpointFormatError:
     """The error for a field that is not what it should be."""
     shown = repr(found) if isinstance(found, str | int | float | None) else type(found).__name__
     return CheckpointFormatError(

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMissingError
+from .entry import UnknownType
 from .jsontext import load_json
 from .limits import Limits
 from .orbax_metadata import wrong
@@ -25,7 +26,7 @@ from .orbax_metadata import wrong
 DRIVERS = {"zarr3": "zarr.json", "zarr": ".zarray"}
 # NumPy and tensorstore agree up to here.
 _MOST_DIMENSIONS = 32
-_ZARR2 = re.compile(r"[<>|][biuf]\d")
+_ZARR2 = re.compile(r"[<>|](?:[biuf]\d|c8|c16)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Description:
     """
 
     driver: str
-    dtype: DType
+    dtype: DType | Any
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     read_chunk: tuple[int, ...]
@@ -50,7 +51,8 @@ class Description:
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return math.prod(self.shape) * self.dtype.np.itemsize
+        itemsize = 0 if isinstance(self.dtype, UnknownType) else self.dtype.np.itemsize
+        return math.prod(self.shape) * itemsize
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -147,7 +149,7 @@ def _sizes(value: Any, path: str, what: str, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _dtype(value: Any, path: str, what: str, name: str) -> DType:
+def _dtype(value: Any, path: str, what: str, name: str) -> Any:
     try:
         if isinstance(value, str) and _ZARR2.fullmatch(value):
             return DType.from_numpy(np.dtype(value))
@@ -155,7 +157,10 @@ def _dtype(value: Any, path: str, what: str, name: str) -> DType:
             return DType[value]
     except (TypeError, ValueError):
         pass
-    raise wrong(path, what, "a type that maxjax has", value, name)
+    error = wrong(path, what, "a type that maxjax has", value, name)
+    if not isinstance(value, str):
+        raise error
+    return UnknownType(value[:80], error)
 
 
 def _check_sizes(found: Description, path: str, name: str, limits: Limits) -> None:
@@ -163,7 +168,8 @@ def _check_sizes(found: Description, path: str, name: str, limits: Limits) -> No
     where: dict[str, Any] = {"path": path, "tensor": name}
     same = len(shape) == len(chunk) == len(read)
     _require(same, path, "the number of axes of a chunk", str(len(shape)), str(len(chunk)), name)
-    nbytes = found.dtype.np.itemsize * math.prod(size for size in shape if size)
+    itemsize = 1 if isinstance(found.dtype, UnknownType) else found.dtype.np.itemsize
+    nbytes = itemsize * math.prod(size for size in shape if size)
     if nbytes > limits.tensor_bytes:
         raise limits.error("the tensor is too large", "tensor_bytes", nbytes, **where)
     # A chunk is decoded whole, what lies outside the array too.

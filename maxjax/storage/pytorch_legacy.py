@@ -19,7 +19,7 @@ from .limits import Limits
 from .pickle_reader import Reader
 from .pickle_values import shown
 from .pickles import read_pickle
-from .pytorch_names import Storage, Tensor, find, persistent
+from .pytorch_names import WIDTHS, Storage, Tensor, find, persistent
 from .pytorch_tensors import Entries, Stored
 from .pytorch_tree import flatten
 
@@ -142,11 +142,12 @@ class _Legacy:
                 again = "again" if storage else "one that no tensor has"
                 raise self._bad(problem, self.keys_at, "each key once", again, tensor)
             kind = storage.kind.value
-            if type(kind) is not DType:
+            width = kind.np.itemsize if type(kind) is DType else WIDTHS.get(storage.kind.name)
+            if width is None:
                 problem = "dtype: unknown or not supported"
                 expected, asked = "a type that JAX has arrays of", str(storage.kind)
                 raise self._bad(problem, storage.at, expected, asked, tensor)
-            layout[key] = self._storage(at, kind, tensor)
+            layout[key] = self._storage(at, width, tensor)
             at = layout[key].offset + layout[key].nbytes
         if at != self.file.size:
             problem = "bytes after the last storage belong to no tensor"
@@ -154,11 +155,11 @@ class _Legacy:
             raise self._bad(problem, at, expected, size)
         return layout
 
-    def _storage(self, at: int, kind: DType, tensor: str | None) -> Stored:
+    def _storage(self, at: int, width: int, tensor: str | None) -> Stored:
         """The storage whose count is at byte ``at``."""
         start, size = at + 8, self.file.size
         count = int.from_bytes(self.file.pread(at, 8), "little") if start <= size else 0
-        nbytes = count * kind.np.itemsize
+        nbytes = count * width
         if nbytes > self.limits.storage_bytes:
             where = {"path": self.file.path, "offset": at, "tensor": tensor}
             problem = "storage: too many bytes"

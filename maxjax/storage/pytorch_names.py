@@ -117,15 +117,15 @@ _FLOATS = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0
 _DTYPES: dict[str, DType] = {
     name: DType.of(name)
     for name in f"float16 float32 float64 bfloat16 bool {_FLOATS} uint8 uint16 uint32 uint64"
-    " int8 int16 int32 int64".split()
+    " int8 int16 int32 int64 complex64 complex128".split()
 }
 _DTYPES["float4_e2m1fn_x2"] = DType.float4_e2m1fn
 # Other names for the same types, as torch has them.
 _DTYPES |= {"half": DType.float16, "float": DType.float32, "double": DType.float64}
+_DTYPES |= {"cfloat": DType.complex64, "cdouble": DType.complex128}
 # Known, and no array of JAX.
 _NO_DTYPES = (
-    "complex32 complex64 complex128 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8"
-    " bits2x4 bits4x2"
+    "complex32 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2"
 ).split() + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
 _CLASSES = {
     "Double": DType.float64,
@@ -138,7 +138,17 @@ _CLASSES = {
     "Char": DType.int8,
     "Byte": DType.uint8,
     "Bool": DType.bool,
+    "ComplexFloat": DType.complex64,
+    "ComplexDouble": DType.complex128,
     "Untyped": DType.uint8,
+}
+# Bytes of a value in the storages of types that JAX has no arrays of.
+WIDTHS = {
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QInt32Storage": 4,
+    "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
 }
 # Functions that make a tensor: where the arguments are, or which kind is not supported.
 VIEW = "a view"

@@ -21,7 +21,7 @@ from ..errors import (
     CheckpointUnsafeError,
 )
 from .coding import Nibbles, Strided
-from .entry import Checksum, Coding, TensorEntry
+from .entry import Checksum, Coding, TensorEntry, UnknownType
 from .limits import Limits
 from .pickle_values import Token, shown
 from .pytorch_names import VIEW, Storage, Tensor
@@ -102,7 +102,13 @@ class _View:
         return self.all.limits.error(problem, option, value, **self.place)
 
     def entry(self) -> TensorEntry:
+        if self.tensor.function.value != VIEW:
+            return self._other()
         storage, offset, sizes, strides, dtype = self._arguments()
+        if isinstance(dtype, UnknownType):
+            shape, stored = self._integers("size", sizes), self._found(storage)
+            place = self.all.number, stored.offset, stored.nbytes
+            return TensorEntry(self.name, dtype, shape, *place)
         stored = self._stored(storage)
         shape = self._integers("size", sizes)
         steps = self._integers("stride", strides)
@@ -120,13 +126,22 @@ class _View:
         self._check_expansion(shape, dtype)
         return self._entry(stored, dtype, shape, steps, offset, span)
 
+    def _other(self) -> TensorEntry:
+        """A kind of tensor that has no array: its shape, where its call says it."""
+        kind = self.tensor.function.value
+        error = self.bad("not a plain tensor", "a tensor in a storage", kind)
+        arguments = self.tensor.arguments
+        inner = (item for one in arguments if type(one) is tuple for item in one)
+        for one in (*arguments, *inner):
+            if type(one) is tuple and all(type(size) is int and size >= 0 for size in one):
+                return TensorEntry(self.name, UnknownType(kind, error), one, self.all.number, 0, 0)
+        raise error
+
     # --- the arguments ---
 
-    def _arguments(self) -> tuple[Storage, Any, Any, Any, DType]:
+    def _arguments(self) -> tuple[Storage, Any, Any, Any, Any]:
         """(storage, offset in values, size, stride, dtype); the last three still unchecked."""
         function, arguments = self.tensor.function, self.tensor.arguments
-        if function.value != VIEW:
-            raise self.bad("not a plain tensor", "a tensor in a storage", function.value)
         least, most = _ARITY[function.name]
         if not least <= len(arguments) <= most:
             problem, expected = f"the arguments of {function.name}", f"{least} to {most}"
@@ -141,12 +156,16 @@ class _View:
         if type(dtype) is not DType or type(storage.kind.value) is not DType:
             found = kind if type(dtype) is not DType else storage.kind
             problem = "dtype: unknown or not supported"
-            raise self.bad(problem, "a type that JAX has arrays of", shown(found))
-        self._check_rest(rest)
+            error = self.bad(problem, "a type that JAX has arrays of", shown(found))
+            if type(found) is not Token:
+                raise error
+            dtype = UnknownType(found.name.removesuffix("Storage"), error)
+        if error := self._check_rest(rest):
+            dtype = UnknownType("a view that is computed", error)
         return storage, offset, sizes, strides, dtype
 
-    def _check_rest(self, rest: list[Any]) -> None:
-        """(requires gradients, hooks, bits): none of them may change the values."""
+    def _check_rest(self, rest: list[Any]) -> CheckpointFormatError | None:
+        """(requires gradients, hooks, bits): the error if one of them changes the values."""
         gradient, hooks, bits = (*rest, *(None, None, None)[len(rest) :])
         if gradient not in (None, True, False) or type(gradient) is int:
             raise self.bad("requires_grad: no boolean", "True or False", shown(gradient))
@@ -157,7 +176,8 @@ class _View:
         for key, value in (bits or {}).items():
             if value is not False:
                 problem = "metadata: a view that is computed when it is read"
-                raise self.bad(problem, "False", f"{shown(key)}: {shown(value)}")
+                return self.bad(problem, "False", f"{shown(key)}: {shown(value)}")
+        return None
 
     def _integers(self, field: str, values: Any) -> tuple[int, ...]:
         if type(values) is not tuple:
@@ -172,7 +192,19 @@ class _View:
 
     def _stored(self, storage: Storage) -> Stored:
         """Where the storage lies, once it has the size that the pickle says."""
-        key, numel, kind = storage.key, storage.numel, storage.kind.value
+        numel, kind = storage.numel, storage.kind.value
+        if type(numel) is not int or numel < 0:
+            raise self.bad("storage numel: not a number of values", "an integer >= 0", shown(numel))
+        nbytes = numel * kind.np.itemsize
+        if nbytes > self.all.limits.storage_bytes:
+            raise self.over("storage numel: too many bytes", "storage_bytes", nbytes)
+        stored = self._found(storage)
+        self._check_stored(storage, stored, nbytes)
+        return self._part(storage, stored)
+
+    def _found(self, storage: Storage) -> Stored:
+        """Where the storage lies, if it is there."""
+        key = storage.key
         if type(key) is not str:
             raise self.bad("storage key: no text", "text", shown(key))
         if not _KEY.fullmatch(key):
@@ -182,17 +214,11 @@ class _View:
                 found=f"'{key[:80]}'",
                 **self.place,
             )
-        if type(numel) is not int or numel < 0:
-            raise self.bad("storage numel: not a number of values", "an integer >= 0", shown(numel))
-        nbytes = numel * kind.np.itemsize
-        if nbytes > self.all.limits.storage_bytes:
-            raise self.over("storage numel: too many bytes", "storage_bytes", nbytes)
         stored = self.all.find(key)
         if stored is None:
             problem = "storage: the file does not hold it"
             raise self.bad(problem, f"storage '{key}'", "none of this key")
-        self._check_stored(storage, stored, nbytes)
-        return self._part(storage, stored)
+        return stored
 
     def _check_stored(self, storage: Storage, stored: Stored, nbytes: int) -> None:
         key = storage.key

@@ -15,7 +15,7 @@ from ..dtype import DType
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from .blocks import KEPT, layout_of
 from .coding import Nibbles
-from .entry import TensorEntry
+from .entry import TensorEntry, UnknownType
 from .files import OpenFile, open_regular
 from .jsontext import KeyPath, Text, collector_paused
 from .limits import Limits, in_force
@@ -28,7 +28,7 @@ MAX_DIMS = 64
 # A header length from here on is not a length: no header of a terabyte was ever written.
 _ABSURD = 1 << 40
 # In the format, but JAX has no arrays of them or would silently make them something else.
-_UNSUPPORTED = {"C64", "F6_E2M3", "F6_E3M2"}
+_UNSUPPORTED = {"F6_E2M3", "F6_E3M2"}
 _DTYPES = {
     d.safetensors: (d, d.size_in_bits)
     for d in DType.__members__.values()
@@ -173,7 +173,7 @@ class _Header:
 
     def _bad(
         self, name: str, field: str, problem: str, expected: Any, found: Any, hint: str = ""
-    ) -> CheckpointError:
+    ) -> CheckpointFormatError:
         where = self.text.where((name, field))
         problem = f"{field}: {problem}"
         found = _shown(found)
@@ -218,15 +218,19 @@ class _Header:
             where = self.text.where((name,))
             raise self.limits.error("the tensor's name is too long", "name_bytes", length, **where)
 
-    def _dtype(self, name: str, value: Any) -> tuple[DType, int]:
+    def _dtype(self, name: str, value: Any) -> tuple[Any, int | None]:
+        """The type and its bits; these are None of one that there are no arrays of."""
         known = _DTYPES.get(value) if type(value) is str else None
         if known is not None:
             return known
         supported = f"one of {', '.join(map(str, _DTYPES))}"
-        if type(value) is str and value in _UNSUPPORTED:
-            hint = "Convert the tensor to another type."
-            raise self._bad(name, "dtype", "known but not supported", supported, value, hint)
-        raise self._bad(name, "dtype", "unknown", supported, value)
+        if type(value) is not str:
+            raise self._bad(name, "dtype", "not a name", supported, value)
+        problem, hint = "unknown", ""
+        if value in _UNSUPPORTED:
+            problem, hint = "known but not supported", "Convert the tensor to another type."
+        error = self._bad(name, "dtype", problem, supported, value, hint)
+        return UnknownType(_shown(value), error), None
 
     def _integers(self, name: str, field: str, value: Any) -> tuple[int, ...]:
         if type(value) is not list:
@@ -238,12 +242,14 @@ class _Header:
         return tuple(value)
 
     def _check_size(
-        self, name: str, bits: int, shape: tuple[int, ...], begin: int, end: int
+        self, name: str, bits: int | None, shape: tuple[int, ...], begin: int, end: int
     ) -> None:
         if begin > end:
             raise self._bad(name, "data_offsets", "end before begin", f"an end >= {begin}", end)
         if self.data_bytes < end < 2**63:
             raise self._beyond_the_file(name, begin, end)
+        if bits is None:
+            return
         elements, nonzero = 1, 1
         for dim in shape:
             elements *= dim

@@ -236,7 +236,6 @@ FIELDS = [
     _bad("missing_offsets", _one(data_offsets=...), "data_offsets"),
     _bad("entry_is_number", {"a": 3}, "entry"),
     _bad("dtype_unknown", _one(dtype="F128"), ("dtype", "F128", "unknown")),
-    _bad("dtype_c64", {"a": spec("C64", [2], 0, 16)}, ("dtype", "C64", "known but not supported")),
     _bad("dtype_f6", {"a": spec("F6_E2M3", [4], 0, 3)}, ("F6_E2M3", "not supported"), b"abc"),
     _bad("dtype_lower", _one(dtype="f32"), ("dtype", "f32")),
     _bad("dtype_null", _one(dtype=None), ("dtype", "None")),

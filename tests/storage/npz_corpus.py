@@ -219,7 +219,7 @@ ARRAYS = [
     bad("descr_unknown", npy(descr="'<f9'"), ("descr", "<f9")),
     bad("descr_unicode", npy(descr="'<U4'"), ("descr", "text")),
     bad("descr_datetime", npy(descr="'<M8[s]'"), ("descr", "dates")),
-    bad("descr_complex", npy(descr="'<c8'"), ("descr", "complex")),
+    bad("descr_complex", npy(descr="'<c32'"), ("descr", "unknown")),
     bad("descr_longdouble", npy(descr="'<f16'"), ("descr", "<f16")),
     bad("descr_struct", _zip_struct(), ("descr", "structured")),
     bad("descr_void2", npy(descr="'|V2'"), ("descr", "bfloat16", "view")),

@@ -489,7 +489,7 @@ TENSORS = [
     view("t_size_list", b"]", says=("size", "tuple")),
     view("t_storage_class", kind=name("torch", "NopeStorage"), says=("dtype", "NopeStorage")),
     view("t_storage_quantised", kind=name("torch", "QUInt8Storage"), says=("QUInt8Storage",)),
-    view("t_storage_complex", kind=name("torch", "ComplexFloatStorage"), says="ComplexFloat"),
+    view("t_storage_complex", kind=name("torch", "ComplexHalfStorage"), says="ComplexHalf"),
     view("t_storage_class_evil", kind=name("builtins", "open"), says="builtins.open",
          error=UNSAFE),
     view("t_storage_class_device", kind=name("torch", "device"), says="torch.device"),

@@ -208,14 +208,22 @@ class Weights:
         """Every tensor at or below by its name from here on, for a Module to load."""
         skip = len(self._prefix) + 1 if self._prefix else 0
         for name in self._below():
-            yield name[skip:], self._at(name).data()
+            yield name[skip:], self._at(name)._lazy_data()
 
     def data(self) -> WeightData:
         """The tensor of this name, not read before its ``data`` is looked at.
 
         Raises:
             KeyError: There is none; names a close one.
+            CheckpointFormatError: It is of a type that there are no arrays of: a ValueError, as
+                in MAX.
         """
+        data = self._lazy_data()
+        DType.of(data.dtype)  # raises the error of a type that there is not
+        return data
+
+    def _lazy_data(self) -> WeightData:
+        """As ``data``; of a type that there are no arrays of, what is read fails."""
         entry = self._family.open_table().entries.get(self._prefix)
         if entry is None:
             raise KeyError(self._unknown())

@@ -17,7 +17,7 @@ import numpy as np
 from ...driver import Buffer
 from ...dtype import DType
 from ...storage.blocks import decode
-from ...storage.entry import whole
+from ...storage.entry import UnknownType, whole
 from ...storage.files import aligned_empty
 from ...storage.regions import Part
 from ..quantization import QuantizationEncoding
@@ -116,7 +116,9 @@ class WeightData:
         shape: Iterable[int],
         encoding: QuantizationEncoding | None = None,
     ) -> WeightData:
-        self = cls(None, name, dtype, tuple(shape), encoding)
+        unknown = isinstance(dtype, UnknownType)
+        self = cls(None, name, DType.uint8 if unknown else dtype, tuple(shape), encoding)
+        self.dtype = dtype  # an UnknownType stays what it is, for who asks more of it
         self._source = source
         return self
 
@@ -125,7 +127,7 @@ class WeightData:
         """A NumPy array with its own dtype and shape; the array is kept, not copied.
 
         Raises:
-            ValueError: The dtype is none of maxjax's, as complex64.
+            ValueError: The dtype is none of maxjax's, as text.
         """
         return cls(arr, name, DType.of(arr.dtype), arr.shape)
 
@@ -172,10 +174,17 @@ class WeightData:
         not read yet is converted when it is read; of data that is not there only the
         dtype changes. The encoding is dropped. Packed blocks become floats by decoding, and
         the shape then counts weights; integers are those of the bytes.
+
+        Raises:
+            ValueError: Complex values as a real type, which would lose a part of them.
         """
         dtype = DType.of(dtype)
         if dtype is self.dtype:
             return self
+        if self.dtype.is_complex() and not dtype.is_complex():
+            raise ValueError(
+                f"'{self.name}' is {self.dtype.name}: {dtype.name} would lose the imaginary part"
+            )
         if self._is_packed and dtype.is_float():
             return self._decoded()._as(dtype)
         return self._as(dtype)

@@ -29,8 +29,16 @@ def test_metadata():
     assert d.astype("float32") is d and repr(d) == "WeightData(DType.float32, [Dim(2), Dim(3)])"
     with pytest.raises(TypeError):
         hash(d)
-    with pytest.raises(ValueError, match="complex64"):
-        data(np.ones(2, np.complex64))
+    with pytest.raises(ValueError, match="<U1"):
+        data(np.array(["a"]))
+
+
+def test_complex_values_are_not_made_real():
+    values = np.array([1 + 2j, 3], np.complex64)
+    assert data(values).astype("complex128").data.tolist() == [1 + 2j, 3]
+    assert data(values.real.copy()).astype("complex64").data.tolist() == [1, 3]
+    with pytest.raises(ValueError, match="imaginary part"):
+        data(values).astype("float32")
 
 
 def exact_neighbours(values, dtype):
