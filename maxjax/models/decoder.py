@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..dtype import DType
 from ..errors import UserInputError
 from ..graph.device import DeviceRef
-from ..graph.placement import Split, axis_of, batch_axes, split_over
+from ..graph.placement import Split, batch_axes
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import unwrap
 from ..kernels import explicit
@@ -31,7 +31,7 @@ from ..nn.embedding import Embedding
 from ..nn.kv_cache import KVCache
 from ..nn.layer import LayerList, LayerStack, Module
 from ..nn.linear import Linear
-from .decoder_attention import Cached, Step
+from .decoder_attention import Cached, DecoderAttention, Step
 from .decoder_config import DecoderConfig, pattern
 from .decoder_layer import DecoderLayer, norm
 from .family import Family, PretrainedModel
@@ -120,6 +120,11 @@ class Decoder(PretrainedModel):
         if stacked:
             self.stack()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_logits" in vars(cls) and "logits" not in vars(cls):
+            cls.logits = vars(cls)["_logits"]  # what it was called once
+
     def sharding_rules(self) -> dict[str, Any]:
         """The head by the vocabulary, by columns where that does not divide; tied, as the table."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
@@ -166,19 +171,14 @@ class Decoder(PretrainedModel):
             sliding_layers=sliding, window=config.sliding_window,
         )  # fmt: skip
 
-    def _keys(self) -> tuple[Any, int]:
-        """A weight that keys come of, and which of its axes their heads lie along."""
-        return self.model.layers[0].self_attn.k_proj.weight, 0
-
     def _cache_sharding(self, batch: int) -> Any:
-        weight, heads = self._keys()
-        where = weight.sharding
+        below = (layer for _, layer in self.model.layers[0].named_modules())
+        attention = next(layer for layer in below if isinstance(layer, DecoderAttention))
+        where = attention.o_proj.weight.sharding
         if not isinstance(where, NamedSharding):
             return where
         rows = batch_axes(where.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
-        fsdp = axis_of(where.mesh, "fsdp")  # what a weight is gathered over splits no heads
-        over = tuple(name for name in split_over(weight, heads) if name != fsdp)
-        spec = PartitionSpec(None, rows or None, over or None, None, None)
+        spec = PartitionSpec(None, rows or None, attention.head_axes() or None, None, None)
         return NamedSharding(where.mesh, spec)
 
     def __call__(
@@ -221,7 +221,7 @@ class Decoder(PretrainedModel):
             at = jnp.full(batch, length) if counts is None else counts
             at = jnp.maximum(at - 1, 0).astype(jnp.int32)
         x, cached = self.model(ids[:, 0] if one else ids, step, cached, at)
-        logits = self._logits(x)
+        logits = self.logits(x)
         if one and not last:
             logits = logits[:, None]
         if cache is None:
@@ -284,7 +284,8 @@ class Decoder(PretrainedModel):
         }
         return bare._replace(turns=turns)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
+        """States after the last norm ``[..., E]`` → logits ``[..., V]`` in float32."""
         logits = self.lm_head(x).astype(jnp.float32)
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

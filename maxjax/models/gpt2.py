@@ -166,13 +166,14 @@ class GPT2Attention(DecoderAttention):
     """
 
     def __init__(self, config: GPT2Config, number: int, dtype: DType):
-        super(DecoderAttention, self).__init__()  # none of its projections
-        self.num_heads = self.num_kv_heads = config.num_heads
-        self.head_dim, self.softmax_dtype = config.width, promote(dtype, DType.float32)
+        super().__init__(config, False, dtype)
         self.scale = config.width**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= number + 1
-        self.soft_cap, self.sliding_window, self.rope = None, None, "none"
+        self.rope = "none"
+
+    def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
+        """The two maps."""
         self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size, dtype)
         self.c_proj = Conv1D(config.hidden_size, config.hidden_size, dtype)
 
@@ -180,6 +181,10 @@ class GPT2Attention(DecoderAttention):
     def o_proj(self) -> Conv1D:
         """``c_proj``, by the name that other decoders have for it."""
         return self.c_proj
+
+    def head_axes(self) -> tuple[str, ...]:
+        """As of every decoder; the weight of ``c_attn`` has its heads along its columns."""
+        return self._axes_of(self.c_attn.weight, 1)
 
     def sharding_rules(self) -> dict[str, Any]:
         """By whole heads."""
@@ -191,7 +196,7 @@ class GPT2Attention(DecoderAttention):
             "c_proj.bias": Split(ShardingStrategy.replicate(1)),
         }
 
-    def _projected(self, x: jax.Array) -> list[jax.Array]:
+    def project(self, x: jax.Array) -> list[jax.Array]:
         """Queries, keys and values ``[..., H, D]`` each."""
         weight = self.c_attn.weight
         y = self.c_attn(x)  # [..., 3 H D]
@@ -347,9 +352,6 @@ class GPT2(Decoder):
                 f"a text of {length} tokens is longer than the {self.max_length} positions "
                 "that this GPT-2 has learned"
             )
-
-    def _keys(self) -> tuple[Any, int]:
-        return self.model.layers[0].attn.c_attn.weight, 1
 
 
 @dataclass(frozen=True)
