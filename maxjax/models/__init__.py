@@ -25,6 +25,7 @@ from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
 from .bert import BertOutput as BertOutput
+from .bounds import check_bounds
 from .config import ModelConfig as ModelConfig
 from .config import read_object
 from .decoder import Decoder as Decoder
@@ -185,6 +186,8 @@ def build(
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
     found = family.adapt(tensors(weights))
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
+    check_bounds(family.config, raw, shapes, path=path)
     settings = family.config.from_dict(raw, path=path)
     says = getattr(settings, "tie_word_embeddings", None)
     if says is not None:

@@ -47,7 +47,7 @@ class GemmaConfig(DecoderConfig):
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
 
-    head_dim: int | None = setting(default=256, minimum=1)
+    head_dim: int | None = setting(default=256, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=8192, minimum=1)
     hidden_act: str = setting(default=_GELU)
     tie_word_embeddings: bool = setting(default=True)
@@ -171,6 +171,14 @@ class Gemma3Config(Gemma2Config):
         except ValueError as error:
             raise CheckpointFormatError(str(error), path=path) from None
         return super().from_dict(text, path=path)
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """In the part of the configuration that is about text."""
+        try:
+            return text_settings(raw), frozenset()
+        except ValueError:  # from_dict says so
+            return {}, frozenset()
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

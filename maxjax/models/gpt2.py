@@ -63,14 +63,20 @@ class GPT2Config(DecoderConfig):
         (32, 1024, True)
     """
 
-    vocab_size: int = setting(default=50257, minimum=1)
-    hidden_size: int = setting("n_embd", default=768, minimum=1)
-    intermediate_size: int | None = setting("n_inner", default=None, minimum=1)  # type: ignore[assignment]
-    num_layers: int = setting("n_layer", default=12, minimum=1, maximum=1000)
-    num_heads: int = setting("n_head", default=12, minimum=1)
+    vocab_size: int = setting(default=50257, minimum=1, held="axis")
+    hidden_size: int = setting("n_embd", default=768, minimum=1, held="axis", also=("hidden_size",))
+    intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
+    num_layers: int = setting(
+        "n_layer", default=12, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
+    )
+    num_heads: int = setting(
+        "n_head", default=12, minimum=1, held="axis", also=("num_attention_heads",)
+    )
     num_kv_heads: int | None = own(None)
     head_dim: int | None = own(None)
-    max_position_embeddings: int = setting("n_positions", default=1024, minimum=1)
+    max_position_embeddings: int = setting(
+        "n_positions", default=1024, minimum=1, held="axis", also=("max_position_embeddings",)
+    )
     rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
     hidden_act: str = setting("activation_function", default="gelu_new")
     tie_word_embeddings: bool = setting(default=True)

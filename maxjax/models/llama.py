@@ -35,7 +35,7 @@ class MistralConfig(DecoderConfig):
     """The settings of a Mistral: a Llama whose layers all look back through a window, if any."""
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
-    num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1)
+    num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

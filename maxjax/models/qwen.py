@@ -57,7 +57,7 @@ class Qwen3Config(DecoderConfig):
     """The settings of a Qwen 3: each head of queries and keys is normalised."""
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
-    head_dim: int | None = setting(default=128, minimum=1)
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
     qk_norm: bool = own(True)
 
     @classmethod
