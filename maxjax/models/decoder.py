@@ -114,7 +114,7 @@ class Decoder(PretrainedModel):
         kind = DType.of(dtype)
         self.config, self.dtype = config, kind
         self.model = self.model_class(config, kind, self.layer_class)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
+        self.lm_head: Any = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
         if stacked:
@@ -205,9 +205,7 @@ class Decoder(PretrainedModel):
         """
         ids = self._checked(ids, cache)
         batch, length = ids.shape
-        counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
-        if counts is not None and counts.shape != (batch,):
-            raise UserInputError(f"lengths must be [{batch}], one for each row, not {counts.shape}")
+        counts = self._counts(lengths, batch)
         if cache is not None:
             cache.check_room(length if counts is None else counts)
         starts = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
@@ -230,6 +228,37 @@ class Decoder(PretrainedModel):
         lengths = cache.lengths + (length if counts is None else counts)
         full, sliding = cached
         return logits, dataclasses.replace(cache, full=full, sliding=sliding, lengths=lengths)
+
+    def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
+        """Token ids ``[B, T]`` → the states that logits are made of ``[B, T, E]``, after the last norm.
+
+        Args:
+            ids: Integers ``[B, T]``.
+            lengths: Integers ``[B]``: how many of each row's tokens are real; the others are padding
+                to the right of them, and their states mean nothing. All of them by default.
+
+        Raises:
+            UserInputError: As of a call.
+
+        Example:
+            >>> model = Decoder(DecoderConfig(100, 8, 16, num_layers=2, num_heads=2))
+            >>> ids = jnp.zeros((3, 5), jnp.int32)
+            >>> jax.eval_shape(lambda m, ids: m.states(ids), model, ids).shape
+            (3, 5, 8)
+        """
+        ids = self._checked(ids, None)
+        counts = self._counts(lengths, ids.shape[0])
+        if counts is not None:  # what the padding is must not matter, not even NaN
+            real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+            ids = jnp.where(real, ids, 0)
+        step = self._step(jnp.zeros(1, jnp.int32), counts, ids.shape[1], None)
+        return self.model(ids, step, (), None)[0]
+
+    def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
+        counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
+        if counts is not None and counts.shape != (batch,):
+            raise UserInputError(f"lengths must be [{batch}], one for each row, not {counts.shape}")
+        return counts
 
     def _checked(self, ids: Any, cache: KVCache | None) -> jax.Array:
         given, size = unwrap(ids), self.config.vocab_size
@@ -285,7 +314,16 @@ class Decoder(PretrainedModel):
         return bare._replace(turns=turns)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """States after the last norm ``[..., E]`` → logits ``[..., V]`` in float32."""
+        """States after the last norm ``[..., E]`` → logits ``[..., V]`` in float32.
+
+        Raises:
+            UserInputError: The checkpoint is of the model below its head.
+        """
+        if self.lm_head is None:
+            raise UserInputError(
+                "this checkpoint holds a model without its head: it has states (model.states(ids), "
+                "maxjax.embed) and no logits. Load one of the whole model"
+            )
         logits = self.lm_head(x).astype(jnp.float32)
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -22,7 +22,7 @@ from .decoder import Decoder, make
 from .decoder_config import DecoderConfig, own, slides_of
 from .decoder_rope import Rope, rope_of
 from .family import Family, PretrainedModel
-from .llama import KNOWN
+from .llama import BARE, KNOWN
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"
@@ -283,23 +283,26 @@ class _TextFamily(Family):
 
 GEMMA = Gemma.family = Family(
     model_type="gemma",
-    architectures=("GemmaForCausalLM",),
+    architectures=("GemmaForCausalLM", "GemmaModel"),
     config=GemmaConfig,
     make=make(Gemma),
+    bare=BARE,
     ignored=KNOWN,
 )
 GEMMA2 = Gemma2.family = Family(
     model_type="gemma2",
-    architectures=("Gemma2ForCausalLM",),
+    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
     config=Gemma2Config,
     make=make(Gemma2),
+    bare=BARE,
     ignored=KNOWN,
 )
 GEMMA3 = Gemma3.family = _TextFamily(
     model_type="gemma3_text",
-    architectures=("Gemma3ForCausalLM",),
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config=Gemma3Config,
     make=make(Gemma3),
+    bare=BARE,
     ignored=(*KNOWN, *_SIGHT, *(f"model.{name}" for name in _SIGHT)),
 )
 # The same model, out of files that hold its eyes too.

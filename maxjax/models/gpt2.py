@@ -360,21 +360,13 @@ class GPT2(Decoder):
             )
 
 
-@dataclass(frozen=True)
-class _GPT2Family(Family):
-    """Files of the bare model, OpenAI's own among them, leave ``transformer.`` out."""
-
-    def name(self, tensor: str) -> str | None:
-        """As of Family."""
-        return super().name(f"transformer.{tensor}" if tensor.startswith(_PARTS) else tensor)
-
-
-GPT2_FAMILY = GPT2.family = _GPT2Family(
+GPT2_FAMILY = GPT2.family = Family(
     model_type="gpt2",
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     config=GPT2Config,
     make=make(GPT2),
     # Masks, which old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
+    bare=("transformer.", _PARTS),
     tied=("lm_head.weight", "transformer.wte.weight"),
 )

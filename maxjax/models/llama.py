@@ -18,6 +18,8 @@ from .family import Family
 
 # Tables of frequencies, which old files hold and which are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
+# What files of a model without its head, as of one that makes embeddings, leave out of names.
+BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,17 @@ class Mistral(Decoder):
 
 LLAMA = Llama.family = Family(
     model_type="llama",
-    architectures=("LlamaForCausalLM",),
+    architectures=("LlamaForCausalLM", "LlamaModel"),
     config=LlamaConfig,
     make=make(Llama),
+    bare=BARE,
     ignored=KNOWN,
 )
 MISTRAL = Mistral.family = Family(
     model_type="mistral",
-    architectures=("MistralForCausalLM",),
+    architectures=("MistralForCausalLM", "MistralModel"),
     config=MistralConfig,
     make=make(Mistral),
+    bare=BARE,
     ignored=KNOWN,
 )

@@ -15,7 +15,7 @@ from .config import setting
 from .decoder import Decoder, make
 from .decoder_config import DecoderConfig, own, slides_of
 from .family import Family
-from .llama import KNOWN
+from .llama import BARE, KNOWN
 
 
 def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,15 +83,17 @@ class Qwen3(Decoder):
 
 QWEN2 = Qwen2.family = Family(
     model_type="qwen2",
-    architectures=("Qwen2ForCausalLM",),
+    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     config=Qwen2Config,
     make=make(Qwen2),
+    bare=BARE,
     ignored=KNOWN,
 )
 QWEN3 = Qwen3.family = Family(
     model_type="qwen3",
-    architectures=("Qwen3ForCausalLM",),
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     config=Qwen3Config,
     make=make(Qwen3),
+    bare=BARE,
     ignored=KNOWN,
 )

@@ -18,7 +18,6 @@ from ...errors import CheckpointFormatError, CheckpointMismatchError, some
 from ...graph.weights import WeightData
 from ...graph.weights.same import same_values
 from ...storage.entry import whole
-from ..bounds import check_bounds
 from .checkpoint import DTYPES_KEY, EXACT_KEY, NARROW
 from .layouts import Layout, Permuted, Plus, Same, Transposed
 from .names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
@@ -94,8 +93,6 @@ def gguf_tensors(
         maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing
     """
     model = read_config(config, path=path)
-    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
-    check_bounds(type(model.size), model.said, shapes, path=path)
     architecture, tied = model.architecture, model.said.get("tie_word_embeddings") is True
     known = _known(architecture)
     places: dict[str, _Place] = {}
