@@ -281,6 +281,13 @@ def _embed_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="without any: lines from stdin")
     parser.add_argument("--output", type=Path, metavar="FILE.npy", help="write float32 [n, d]")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE.npy if it is there")
+    parser.add_argument(
+        "--pooling", metavar="MODE", help="lasttoken, mean, …; by default as the files say"
+    )
+    parser.add_argument(
+        "--prompt-name", metavar="NAME", help="a prompt that the model's files name"
+    )
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
     parser.add_argument(
@@ -302,6 +309,8 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
         raise UserInputError(f"{options.output}: its directory does not exist")
     if options.output is not None and options.output.is_dir():
         raise UserInputError(f"{options.output} is a directory, not a file to write")
+    if options.output is not None and os.path.lexists(options.output) and not options.overwrite:
+        raise UserInputError(f"{options.output} is there: --overwrite replaces it")
 
     with status(f"loading {options.model}"):
         from .engine.embed import embed as embed_texts
@@ -311,10 +320,12 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     try:
         with status(f"embedding {len(texts):,} texts; the first time programs are compiled"):
             embeddings = embed_texts(
-                model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate
-            )  # [n, d] float32
+                model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
+                pooling=options.pooling, prompt_name=options.prompt_name,
+            )  # [n, d] float32  # fmt: skip
     except UserInputError as error:
-        raise UserInputError(str(error).replace("truncate=True", "--truncate")) from error
+        said = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
+        raise UserInputError(said) from error
     if options.output is not None:
         _save_npy(options.output, embeddings)
         return []

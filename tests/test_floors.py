@@ -62,7 +62,7 @@ FLOORS: list[list[str]] = [
     + files("nn/", "rope_scaling rotary_embedding attention mlp experts moe transformer")
     + files("nn/", "kv_slots kv_cache conv conv_transpose __init__"),
     # 5 models: one file per family
-    files("models/", "config names")
+    files("models/", "config bounds names")
     + ["models/gguf/"]
     + files(
         "models/",

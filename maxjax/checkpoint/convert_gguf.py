@@ -18,6 +18,7 @@ from ..engine.tokenizer_files import optional, read_tokenizer_files
 from ..errors import CheckpointMissingError, UnsupportedModelError, some
 from ..graph.weights import GGUFWeights, WeightData
 from ..graph.weights.outgoing import outgoing_data
+from ..models.bounds import check_bounds
 from ..models.gguf import (
     encoding_for,
     gguf_metadata,
@@ -25,6 +26,7 @@ from ..models.gguf import (
     gguf_tokenizer_metadata,
     is_wide,
 )
+from ..models.gguf.write_config import read_config
 from ..models.gguf.write_metadata import file_type
 from ..storage.blocks import Decoded, encode, layout_of
 from ..storage.entry import TensorEntry
@@ -131,6 +133,9 @@ def _new_gguf(
             "there is no config.json, which says what model this is", path=path,
             hint="A GGUF file cannot be written without it.",
         )  # fmt: skip
+    model = read_config(config, path=path)
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.tensors.items()}
+    check_bounds(type(model.size), model.said, shapes, path=path)
     made = gguf_tensors(config, found.tensors, path=path)
     if made.left_out:
         _LOG.warning("%s: no part of a GGUF file, left out: %s", path, some(made.left_out, 5))

@@ -7,6 +7,7 @@ stays small whatever the texts are. Below: load, tokenizer, pooling. Above: the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from ..dtype import DType
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placed import put
 from ..graph.placement import batch_axes, mesh_of
+from ..models import Decoder
 from ..models.family import check_loaded
-from .pooling import Pooling, pool
+from .pooling import POOLINGS, Pooling, pool
 from .tokenizer import Tokenizer, Tokens
 
 # No text is padded to less: shorter programs are hardly faster.
@@ -35,18 +37,27 @@ def embed(
     batch_size: int = 32,
     truncate: bool = False,
     normalize: bool | None = None,
+    pooling: Pooling | str | None = None,
+    prompt: str | None = None,
+    prompt_name: str | None = None,
 ) -> np.ndarray:
     """One vector for each text, pooled as the model's own files say.
 
-    A model without such files (``model.pooling``) gives the mean over a text's tokens.
+    An encoder without such files (``model.pooling``) gives the mean over a text's tokens; of a
+    decoder it must be said: the last token's state, or the mean.
 
     Args:
-        model: A text encoder, as ``maxjax.load`` gives it.
+        model: An encoder of text or a decoder, as ``maxjax.load`` gives it.
         tokenizer: Its tokenizer.
         texts: The texts; an empty one is a text.
         batch_size: The most texts computed at once.
         truncate: Cut texts that are longer than the model takes, instead of refusing them.
         normalize: Scale each vector to length 1, or not; None does as the files say.
+        pooling: In the place of what the files say: ``"lasttoken"``, ``"mean"``, another name in
+            ``engine.pooling.POOLINGS``, or a ``Pooling``.
+        prompt: Put before every text.
+        prompt_name: One of the prompts that the files name is put there. None of both: the usual one,
+            if the files say which that is.
 
     Returns:
         float32 ``[len(texts), d]``, in the order of the texts.
@@ -54,7 +65,8 @@ def embed(
     Raises:
         TypeError: A text is not a str.
         UserInputError: No tokenizer, a text that is too long, a model without weights or
-            one that is no text encoder.
+            one that is neither; a decoder of which nobody says how its tokens are pooled; a prompt
+            that the files do not have.
         UnsupportedModelError: The files ask for a step that maxjax does not have
             (a NotImplementedError).
     """
@@ -63,12 +75,17 @@ def embed(
             "texts cannot be embedded without a tokenizer: "
             "the model's directory has no tokenizer.json"
         )
-    pooling = _pooling(model, batch_size)
+    pooling = _pooling(model, batch_size, pooling)
+    if prompt is None:
+        prompt = pooling.before(prompt_name)
+    elif prompt_name is not None:
+        raise UserInputError("prompt= and prompt_name= say the same: pass one of them")
     normalize = pooling.normalize if normalize is None else bool(normalize)
     limit = _limit(model, tokenizer, pooling)
-    rows = _rows(tokenizer, texts, pooling, limit, truncate)
+    rows = _rows(tokenizer, texts, pooling, limit, truncate, prompt)
     _check_ids(model, rows)
-    run = partial(_encode, model, modes=pooling.modes, normalize=normalize)
+    left = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
+    run = partial(_encode, model, modes=pooling.modes, normalize=normalize, left=left)
     mesh = mesh_of([getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)])
     pending = []
     for batch in batches([len(row.ids) for row in rows], batch_size, limit):
@@ -88,31 +105,66 @@ def embed(
     return result
 
 
-@partial(jax.jit, static_argnames=("modes", "normalize"))
-def _encode(model: Any, batch: Any, *, modes: tuple[str, ...], normalize: bool) -> jax.Array:
-    states = model(*batch).last_hidden_state  # [B, T, E]
+@partial(jax.jit, static_argnames=("modes", "normalize", "left"))
+def _encode(
+    model: Any, batch: Any, *, modes: tuple[str, ...], normalize: bool, left: int = 0
+) -> jax.Array:
+    if isinstance(model, Decoder):
+        lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
+        states = model.states(batch.input_ids, lengths=lengths)
+    else:
+        states = model(*batch).last_hidden_state  # [B, T, E]
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
-    pooled = pool(states.astype(dtype), batch.attention_mask, modes, normalize=normalize)
+    mask = batch.attention_mask
+    if left:  # tokens of the prompt
+        mask = jnp.where(jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :] >= left, mask, 0)
+    pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
     return pooled.astype(jnp.float32)  # [B, d]
 
 
 # --- what can be wrong ----------------------------------------------------------------------
 
 
-def _pooling(model: Any, batch_size: Any) -> Pooling:
+def _pooling(model: Any, batch_size: Any, wanted: Any) -> Pooling:
     if not hasattr(model, "family") or not hasattr(model, "max_length"):
         raise UserInputError(
-            f"{type(model).__name__} is not a text encoder: there is nothing to embed texts with"
+            f"{type(model).__name__} is neither a text encoder nor a decoder: there is nothing to "
+            "embed texts with"
         )
     check_loaded(model)
     if type(batch_size) is not int or batch_size < 1:
         raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
-    pooling = getattr(model, "pooling", None) or Pooling()
+    said = getattr(model, "pooling", None)
+    if isinstance(wanted, str):
+        if wanted not in POOLINGS:
+            known = ", ".join(map(repr, POOLINGS))
+            raise UserInputError(f"pooling={wanted[:60]!r} is none of {known}")
+        wanted = replace(said or Pooling(), modes=(wanted,), unsupported=None)
+    elif wanted is not None and not isinstance(wanted, Pooling):
+        raise UserInputError(f"pooling must be a name or a Pooling, not {type(wanted).__name__}")
+    pooling = wanted or said
+    if pooling is None and isinstance(model, Decoder):
+        raise UserInputError(
+            f"a {type(model).__name__} is a decoder, and no file of its says how its tokens become one "
+            "vector: pass pooling='lasttoken' or pooling='mean' as it was trained, or put the "
+            "modules.json and 1_Pooling/config.json of sentence-transformers beside it"
+        )
+    pooling = pooling or Pooling()
     if pooling.unsupported:
         raise UnsupportedModelError(
             f"the model's embeddings need {pooling.unsupported}, which is not supported yet"
         )
     return pooling
+
+
+def _tokens_of(tokenizer: Tokenizer, pooling: Pooling, prompt: str) -> int:
+    """How many tokens a prompt has at the front of a text, as sentence-transformers counts them."""
+    if not prompt:
+        return 0
+    [row] = tokenizer.tokens([prompt.lower() if pooling.lower_case else prompt])
+    plain = tokenizer.encode(prompt.lower() if pooling.lower_case else prompt, special=False)
+    # Of the special tokens around it those at the end come after the text.
+    return len(row.ids) - int(len(row.ids) > len(plain) and row.ids[-1:] != plain[-1:])
 
 
 def _limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
@@ -122,8 +174,11 @@ def _limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
 
 
 def _rows(
-    tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool
-) -> list[Tokens]:
+    tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool,
+    prompt: str,
+) -> list[Tokens]:  # fmt: skip
+    if prompt and not isinstance(texts, str):
+        texts = [prompt + text if isinstance(text, str) else text for text in texts]
     if pooling.lower_case and not isinstance(texts, str):
         texts = [text.lower() if isinstance(text, str) else text for text in texts]
     rows = tokenizer.tokens(texts, max_length=limit if truncate else None)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import CheckpointFormatError, CheckpointUnsafeError
+from ..errors import CheckpointFormatError, CheckpointUnsafeError, UserInputError
 from ..models.config import ModelConfig, read_object, setting
 from ..models.gguf import pooling
 from ..storage.jsontext import load_json
@@ -32,6 +32,9 @@ class Pooling:
         lower_case: Whether texts are put in lower case first.
         unsupported: A step of the model that maxjax does not have: its token states are
             right, but an embedding cannot be made of them.
+        prompts: (name, text) of what may be put before a text.
+        prompt: The name of the one that is, unless another is asked for; or None.
+        include_prompt: Whether its tokens are pooled with those of the text.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -39,6 +42,26 @@ class Pooling:
     max_length: int | None = None
     lower_case: bool = False
     unsupported: str | None = None
+    prompts: tuple[tuple[str, str], ...] = ()
+    prompt: str | None = None
+    include_prompt: bool = True
+
+    def before(self, name: str | None) -> str:
+        """The text of the prompt that is called so, or of the usual one.
+
+        Raises:
+            UserInputError: There is none of that name.
+
+        Example:
+            >>> Pooling(prompts=(("query", "Find: "),)).before("query")
+            'Find: '
+        """
+        name = self.prompt if name is None else name
+        found = dict(self.prompts)
+        if name is not None and name not in found:
+            known = ", ".join(map(repr, found)) or "none"
+            raise UserInputError(f"the model has no prompt {str(name)[:60]!r}: there are {known}")
+        return found[name] if name is not None else ""
 
 
 # --- the arithmetic: states [B, T, E] and mask [B, T] of the same dtype → [B, E] ------------
@@ -156,6 +179,13 @@ class _SentenceConfig(ModelConfig):
     do_lower_case: bool = setting(default=False)
 
 
+@dataclass(frozen=True)
+class _PoolingConfig(ModelConfig):
+    """Of ``1_Pooling/config.json`` what is said once for all modes."""
+
+    include_prompt: bool = setting(default=True)
+
+
 def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Path]:
     """What ``modules.json`` says, and the directory of the transformer itself.
 
@@ -170,13 +200,15 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
     file = root / "modules.json"
     if not file.exists():
         return None, root
-    transformer, pooling, normalize, unsupported = root, None, False, None
+    transformer, pooling, normalize, unsupported, with_prompt = root, None, False, None, True
     for module in _modules(file):
         place = _inside(root, module.path, file)
         if module.kind == "Transformer":
             transformer = place
         elif module.kind == "Pooling":
-            pooling = _modes(_settings(place))
+            place = _settings(place)
+            pooling = _modes(place)
+            with_prompt = _PoolingConfig.from_dict(read_object(place), path=place).include_prompt
         elif module.kind == "Normalize":
             normalize = True
         elif module.kind != "Dropout":  # nothing at inference
@@ -192,8 +224,25 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         settings.max_seq_length,
         settings.do_lower_case,
         unsupported,
+        *_prompts(root / "config_sentence_transformers.json"),
+        with_prompt,
     )
     return found, transformer
+
+
+def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
+    """The prompts of a model by name, and which of them is the usual one."""
+    said = read_object(file) if file.exists() else {}
+    prompts, name = said.get("prompts"), said.get("default_prompt_name")
+    prompts = {} if prompts is None else prompts
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointFormatError("'prompts' is not a text for each name", path=file)
+    if name is not None and (not isinstance(name, str) or name not in prompts):
+        raise CheckpointFormatError(
+            "'default_prompt_name' is no name of a prompt", path=file,
+            expected=", ".join(prompts) or "none", found=str(name)[:60],
+        )  # fmt: skip
+    return tuple(prompts.items()), name
 
 
 def _settings(place: Path) -> Path:
@@ -221,12 +270,14 @@ def pooling_files(pooling: Pooling) -> dict[str, Any]:
         for i, (path, kind) in enumerate(kinds[: 3 if pooling.normalize else 2])
     ]
     modes = {key: mode in pooling.modes for key, mode in _KEYS.items()}
+    modes["include_prompt"] = pooling.include_prompt
+    prompts = {"prompts": dict(pooling.prompts), "default_prompt_name": pooling.prompt}
     sentence = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
     return {
         "modules.json": modules,
         "1_Pooling/config.json": modes,
         "sentence_bert_config.json": sentence,
-    }
+    } | ({"config_sentence_transformers.json": prompts} if pooling.prompts else {})
 
 
 # What llama.cpp's kinds are called here.

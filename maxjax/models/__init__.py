@@ -25,6 +25,7 @@ from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
 from .bert import BertOutput as BertOutput
+from .bounds import check_bounds
 from .config import ModelConfig as ModelConfig
 from .config import read_object
 from .decoder import Decoder as Decoder
@@ -184,16 +185,22 @@ def build(
     with allowing(weights._family.limits):
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
-    found = family.adapt(tensors(weights))
+    named = tensors(weights)
+    found = family.adapt(named)
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
+    check_bounds(family.config, raw, shapes, path=path)
     settings = family.config.from_dict(raw, path=path)
-    says = getattr(settings, "tie_word_embeddings", None)
+    says, headless = getattr(settings, "tie_word_embeddings", None), False
     if says is not None:
         tied = is_tied(family, found, says, tie=tie, path=weights._path)
         if tied is not says:
             settings, raw = replace(settings, tie_word_embeddings=tied), with_tie(raw, tied)  # type: ignore[call-arg]
         found = one_head(found, family.tied) if tied else found
+        headless = not tied and family.tied[0] not in found and family.is_bare(named)
     main = _main(found) if dtype is None else DType.of(dtype)
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
+    if isinstance(model, Decoder) and headless:
+        model.lm_head = None
     model.hf_config = raw
     if dtype is None:
         model._take_dtypes(found)

@@ -30,13 +30,13 @@ from .family import Family, PretrainedModel
 class BertConfig(ModelConfig):
     """The settings of a BERT, with Hugging Face's defaults for what old files leave out."""
 
-    vocab_size: int = setting(minimum=1)
-    hidden_size: int = setting(minimum=1)
-    intermediate_size: int = setting(minimum=1)
-    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000)
-    num_heads: int = setting("num_attention_heads", minimum=1)
-    max_position_embeddings: int = setting(default=512, minimum=1)
-    type_vocab_size: int = setting(default=2, minimum=1)
+    vocab_size: int = setting(minimum=1, held="axis")
+    hidden_size: int = setting(minimum=1, held="axis")
+    intermediate_size: int = setting(minimum=1, held="axis")
+    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000, held="layers")
+    num_heads: int = setting("num_attention_heads", minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=512, minimum=1, held="axis")
+    type_vocab_size: int = setting(default=2, minimum=1, held="axis")
     layer_norm_eps: float = setting(default=1e-12)
     hidden_act: str = setting(default="gelu")
     position_embedding_type: str = setting(default="absolute")

@@ -42,9 +42,17 @@ def setting(
     default: Any = dataclasses.MISSING,
     minimum: float = 0,
     maximum: float = _MAX_SIZE,
+    held: str | None = None,
+    also: tuple[str, ...] = (),
 ) -> Any:
-    """A field of a configuration: its key in the file, where that differs, and its range."""
-    metadata = {"key": key, "minimum": minimum, "maximum": maximum}
+    """A field of a configuration: its key in the file, where that differs, and its range.
+
+    Args:
+        held: What of the file's tensors the number counts, and so cannot be more than: "axis" along
+            one of them, or "layers" in their names.
+        also: Other keys that may say the same.
+    """
+    metadata = {"key": key, "minimum": minimum, "maximum": maximum, "held": held, "also": also}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -68,6 +76,11 @@ class ModelConfig:
         maxjax.errors.CheckpointFormatError: config.json: 'hidden_size' has the wrong type
         (expected int, found '8')
     """
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """Where a file's numbers are, and the keys of those that count nothing in its model."""
+        return raw, frozenset()
 
     @classmethod
     def from_dict(

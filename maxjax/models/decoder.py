@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..dtype import DType
 from ..errors import UserInputError
 from ..graph.device import DeviceRef
-from ..graph.placement import Split, axis_of, batch_axes, split_over
+from ..graph.placement import Split, batch_axes
 from ..graph.sharding import ShardingStrategy
 from ..graph.value import unwrap
 from ..kernels import explicit
@@ -31,7 +31,7 @@ from ..nn.embedding import Embedding
 from ..nn.kv_cache import KVCache
 from ..nn.layer import LayerList, LayerStack, Module
 from ..nn.linear import Linear
-from .decoder_attention import Cached, Step
+from .decoder_attention import Cached, DecoderAttention, Step
 from .decoder_config import DecoderConfig, pattern
 from .decoder_layer import DecoderLayer, norm
 from .family import Family, PretrainedModel
@@ -114,11 +114,16 @@ class Decoder(PretrainedModel):
         kind = DType.of(dtype)
         self.config, self.dtype = config, kind
         self.model = self.model_class(config, kind, self.layer_class)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
+        self.lm_head: Any = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
         if stacked:
             self.stack()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_logits" in vars(cls) and "logits" not in vars(cls):
+            cls.logits = vars(cls)["_logits"]  # what it was called once
 
     def sharding_rules(self) -> dict[str, Any]:
         """The head by the vocabulary, by columns where that does not divide; tied, as the table."""
@@ -166,19 +171,14 @@ class Decoder(PretrainedModel):
             sliding_layers=sliding, window=config.sliding_window,
         )  # fmt: skip
 
-    def _keys(self) -> tuple[Any, int]:
-        """A weight that keys come of, and which of its axes their heads lie along."""
-        return self.model.layers[0].self_attn.k_proj.weight, 0
-
     def _cache_sharding(self, batch: int) -> Any:
-        weight, heads = self._keys()
-        where = weight.sharding
+        below = (layer for _, layer in self.model.layers[0].named_modules())
+        attention = next(layer for layer in below if isinstance(layer, DecoderAttention))
+        where = attention.o_proj.weight.sharding
         if not isinstance(where, NamedSharding):
             return where
         rows = batch_axes(where.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
-        fsdp = axis_of(where.mesh, "fsdp")  # what a weight is gathered over splits no heads
-        over = tuple(name for name in split_over(weight, heads) if name != fsdp)
-        spec = PartitionSpec(None, rows or None, over or None, None, None)
+        spec = PartitionSpec(None, rows or None, attention.head_axes() or None, None, None)
         return NamedSharding(where.mesh, spec)
 
     def __call__(
@@ -205,9 +205,7 @@ class Decoder(PretrainedModel):
         """
         ids = self._checked(ids, cache)
         batch, length = ids.shape
-        counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
-        if counts is not None and counts.shape != (batch,):
-            raise UserInputError(f"lengths must be [{batch}], one for each row, not {counts.shape}")
+        counts = self._counts(lengths, batch)
         if cache is not None:
             cache.check_room(length if counts is None else counts)
         starts = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
@@ -221,7 +219,7 @@ class Decoder(PretrainedModel):
             at = jnp.full(batch, length) if counts is None else counts
             at = jnp.maximum(at - 1, 0).astype(jnp.int32)
         x, cached = self.model(ids[:, 0] if one else ids, step, cached, at)
-        logits = self._logits(x)
+        logits = self.logits(x)
         if one and not last:
             logits = logits[:, None]
         if cache is None:
@@ -230,6 +228,37 @@ class Decoder(PretrainedModel):
         lengths = cache.lengths + (length if counts is None else counts)
         full, sliding = cached
         return logits, dataclasses.replace(cache, full=full, sliding=sliding, lengths=lengths)
+
+    def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
+        """Token ids ``[B, T]`` → the states that logits are made of ``[B, T, E]``, after the last norm.
+
+        Args:
+            ids: Integers ``[B, T]``.
+            lengths: Integers ``[B]``: how many of each row's tokens are real; the others are padding
+                to the right of them, and their states mean nothing. All of them by default.
+
+        Raises:
+            UserInputError: As of a call.
+
+        Example:
+            >>> model = Decoder(DecoderConfig(100, 8, 16, num_layers=2, num_heads=2))
+            >>> ids = jnp.zeros((3, 5), jnp.int32)
+            >>> jax.eval_shape(lambda m, ids: m.states(ids), model, ids).shape
+            (3, 5, 8)
+        """
+        ids = self._checked(ids, None)
+        counts = self._counts(lengths, ids.shape[0])
+        if counts is not None:  # what the padding is must not matter, not even NaN
+            real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+            ids = jnp.where(real, ids, 0)
+        step = self._step(jnp.zeros(1, jnp.int32), counts, ids.shape[1], None)
+        return self.model(ids, step, (), None)[0]
+
+    def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
+        counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
+        if counts is not None and counts.shape != (batch,):
+            raise UserInputError(f"lengths must be [{batch}], one for each row, not {counts.shape}")
+        return counts
 
     def _checked(self, ids: Any, cache: KVCache | None) -> jax.Array:
         given, size = unwrap(ids), self.config.vocab_size
@@ -284,7 +313,17 @@ class Decoder(PretrainedModel):
         }
         return bare._replace(turns=turns)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
+        """States after the last norm ``[..., E]`` → logits ``[..., V]`` in float32.
+
+        Raises:
+            UserInputError: The checkpoint is of the model below its head.
+        """
+        if self.lm_head is None:
+            raise UserInputError(
+                "this checkpoint holds a model without its head: it has states (model.states(ids), "
+                "maxjax.embed) and no logits. Load one of the whole model"
+            )
         logits = self.lm_head(x).astype(jnp.float32)
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

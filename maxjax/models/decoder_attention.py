@@ -12,15 +12,18 @@ hidden size E.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from ..dtype import DType, promote
+from ..errors import UserInputError
 from ..graph.device import DeviceRef
-from ..graph.placement import parts
+from ..graph.placement import axis_of, parts, split_over
 from ..graph.sharding import Segment, ShardingStrategy
 from ..kernels import decode_attention, explicit
 from ..nn.attention import attention
@@ -38,6 +41,8 @@ Cached = tuple[Slots | None, ...]
 # Prefill looks at T slots of the cache, or so many times as many, or at all.
 _STEP, _STEPS = 4, 3
 
+# What a layer's ``rope`` may be.
+_ROPES = ("global", "local", "none")
 # A position that no token sees.
 _NOWHERE = 2**31 - 1
 
@@ -75,6 +80,9 @@ class Step(NamedTuple):
 class DecoderAttention(Module):
     """Self-attention over rotated queries and keys, by the settings of a DecoderConfig.
 
+    A family whose queries, keys and values come from elsewhere overrides :meth:`make_projections`
+    and :meth:`project`; all else, the cache among it, goes on from these.
+
     Args:
         config: The settings.
         slides: Whether it looks back through ``config.sliding_window``.
@@ -83,6 +91,11 @@ class DecoderAttention(Module):
     Attributes:
         q_proj, k_proj, v_proj, o_proj: The projections.
         q_norm, k_norm: Norms of each head, if ``config.qk_norm``.
+        num_heads, num_kv_heads, head_dim: H, K and D.
+        scale, soft_cap: What scores are multiplied by, and capped at.
+        sliding_window: How far it looks back, or None.
+        rope: How queries and keys are turned: "global" by the rope of the settings, "local" by
+            ``config.local_rope``, "none" not at all.
     """
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
@@ -94,6 +107,16 @@ class DecoderAttention(Module):
         self.sliding_window = config.sliding_window if slides else None
         self.rope = "local" if slides and config.local_rope is not None else "global"
         self.softmax_dtype = promote(dtype, DType.float32)
+        self.q_norm = self.k_norm = None
+        self.make_projections(config, dtype)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_projected" in vars(cls) and "project" not in vars(cls):
+            cls.project = vars(cls)["_projected"]  # what it was called once
+
+    def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
+        """Makes what :meth:`project` needs, and ``o_proj``, which comes after the attention."""
         size, width, bias = config.hidden_size, config.width, config.attention_bias
 
         def linear(in_dim: int, out_dim: int, has_bias: bool) -> Linear:
@@ -103,7 +126,6 @@ class DecoderAttention(Module):
         self.k_proj = linear(size, self.num_kv_heads * width, bias)
         self.v_proj = linear(size, self.num_kv_heads * width, bias)
         self.o_proj = linear(self.num_heads * width, size, bool(config.output_bias))
-        self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (
                 RMSNorm(
@@ -112,6 +134,32 @@ class DecoderAttention(Module):
                 )
                 for _ in range(2)
             )  # fmt: skip
+
+    def project(self, x: jax.Array) -> Sequence[jax.Array]:
+        """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, not turned yet."""
+        q, k, v = (
+            y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
+            for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return [q, k, v]
+
+    def head_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that the heads of keys, and so those of a cache, are split over.
+
+        They are those of the columns of ``o_proj``, if they divide the heads.
+        """
+        return self._axes_of(self.o_proj.weight, 1)
+
+    def _axes_of(self, weight: Any, axis: int) -> tuple[str, ...]:
+        where = weight.sharding
+        if not isinstance(where, NamedSharding):
+            return ()
+        fsdp = axis_of(where.mesh, "fsdp")  # what a weight is gathered over splits no heads
+        over = tuple(name for name in split_over(weight, axis) if name != fsdp)
+        count = math.prod(where.mesh.shape[name] for name in over)
+        return () if self.num_kv_heads % count else over
 
     def sharding_rules(self) -> dict[str, Any]:
         """By whole heads; the columns of ``o_proj`` as the heads of the queries."""
@@ -139,7 +187,9 @@ class DecoderAttention(Module):
         Returns:
             The result, and the cache with these tokens.
         """
-        q, k, v = self._projected(x)
+        if self.rope not in _ROPES:
+            raise UserInputError(f"rope = {self.rope!r} is none of {', '.join(map(repr, _ROPES))}")
+        q, k, v = self.project(x)
         turns = step.turns.get(self.rope)
         part = int(self._rotates(cached))
         if cached and step.numbers is not None:
@@ -163,16 +213,6 @@ class DecoderAttention(Module):
     def _rotates(self, cached: Cached) -> bool:
         """Whether this layer's part of the cache is the one that goes round."""
         return bool(cached) and self.sliding_window is not None and cached[1] is not None
-
-    def _projected(self, x: jax.Array) -> list[jax.Array]:
-        """Queries ``[..., H, D]``, keys and values ``[..., K, D]``."""
-        q, k, v = (
-            y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
-            for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return [q, k, v]
 
     def _decoded(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any,

@@ -48,13 +48,13 @@ class DecoderConfig(ModelConfig):
             that is otherwise.
     """
 
-    vocab_size: int = setting(minimum=1)
-    hidden_size: int = setting(minimum=1)
-    intermediate_size: int = setting(minimum=1)
-    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000)
-    num_heads: int = setting("num_attention_heads", minimum=1)
-    num_kv_heads: int | None = setting("num_key_value_heads", default=None, minimum=1)
-    head_dim: int | None = setting(default=None, minimum=1)
+    vocab_size: int = setting(minimum=1, held="axis")
+    hidden_size: int = setting(minimum=1, held="axis")
+    intermediate_size: int = setting(minimum=1, held="axis")
+    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000, held="layers")
+    num_heads: int = setting("num_attention_heads", minimum=1, held="axis")
+    num_kv_heads: int | None = setting("num_key_value_heads", default=None, minimum=1, held="axis")
+    head_dim: int | None = setting(default=None, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=2048, minimum=1)
     rms_norm_eps: float = setting(default=1e-6)
     hidden_act: str = setting(default="silu")

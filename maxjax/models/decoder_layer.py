@@ -1,14 +1,14 @@
 """Floor 5. One layer of a decoder: attention and MLP, each around a shortcut.
 
 Below: decoder_attention, ``nn.mlp``. Above: the decoder. A family with another MLP overrides
-:meth:`DecoderLayer.make_mlp`.
+:meth:`DecoderLayer.make_mlp`, one with another attention names it as ``attention_class``.
 
 Shapes: B sequences, T tokens, hidden size E.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -43,9 +43,11 @@ class DecoderLayer(Module):
             then ``post_attention_layernorm`` comes after the attention and before the sum.
     """
 
+    attention_class: ClassVar[Any] = DecoderAttention
+
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
         super().__init__()
-        self.self_attn = DecoderAttention(config, config.slides[number], dtype)
+        self.self_attn = self.attention_class(config, config.slides[number], dtype)
         self.mlp = self.make_mlp(config, number, dtype)
         self.input_layernorm = norm(config, dtype)
         self.post_attention_layernorm = norm(config, dtype)

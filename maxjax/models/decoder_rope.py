@@ -55,9 +55,25 @@ class Rope:
         """Refuses a width of heads that it cannot turn.
 
         Raises:
-            ValueError: An odd number, or LongRoPE's lists are not as long as there are pairs.
+            ValueError: An odd number, LongRoPE's lists are not as long as there are pairs, or the
+                settings give no frequencies.
         """
-        self._freqs(width)
+        if width % 2:
+            raise ValueError(f"RoPE turns pairs of features: it needs an even number, not {width}")
+        if isinstance(self.scaling, LongRoPEScalingParams):
+            for listed in (self.scaling.short_factor, self.scaling.long_factor):
+                if len(listed) != width // 2:
+                    raise ValueError(
+                        f"LongRoPE over {width} features needs {width // 2} factors, "
+                        f"not {len(listed)}"
+                    )
+            return
+        try:
+            # Of two pairs, however many there are: a width is not believed before it is compared
+            # with tensors.
+            self._freqs(4)
+        except ArithmeticError as error:
+            raise ValueError(f"rope with these settings has no frequencies: {error}") from None
 
     def cos_sin(
         self, positions: jax.Array, lengths: jax.Array, width: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -50,6 +50,8 @@ class Family:
         ignored: Patterns of tensors that are known and not needed, ``*`` for anything.
         tied: The weight of the head, and that of the table of embeddings that it is where the
             configuration ties the two.
+        bare: What checkpoints of the model below its head leave out at the front of names, and how
+            these begin then.
     """
 
     model_type: str
@@ -60,6 +62,7 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
+    bare: tuple[str, tuple[str, ...]] = ("", ())
 
     def name(self, tensor: str) -> str | None:
         """The weight's name for a tensor of the checkpoint, or None for one that is ignored."""
@@ -69,10 +72,19 @@ class Family:
                 break
         if self._ignored.fullmatch(tensor):
             return None
+        front, starts = self.bare
+        if starts and tensor.startswith(starts):
+            tensor = front + tensor
         for old, new in self.renamed:
             if tensor.endswith(old):
                 return tensor[: -len(old)] + new
         return tensor
+
+    def is_bare(self, names: Iterable[str]) -> bool:
+        """Whether tensors of these names are the model below its head, and nothing else."""
+        starts = self.bare[1]
+        kept = [name for name in names if self.name(name) is not None]
+        return bool(starts and kept) and all(name.startswith(starts) for name in kept)
 
     @cached_property
     def _ignored(self) -> re.Pattern[str]:
@@ -166,7 +178,9 @@ class PretrainedModel(Module):
     @hf_config.setter
     def hf_config(self, config: Mapping[str, Any] | None) -> None:
         if config is not None and "architectures" in config:
-            config = {**config, "architectures": [self.family.architectures[0]]}
+            named = self.family.architectures
+            whole = getattr(self, "lm_head", self) is not None
+            config = {**config, "architectures": [named[0 if whole else -1]]}
         self._config_text = None if config is None else json.dumps(config)
 
     def load_state_dict(

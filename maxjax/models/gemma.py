@@ -22,7 +22,7 @@ from .decoder import Decoder, make
 from .decoder_config import DecoderConfig, own, slides_of
 from .decoder_rope import Rope, rope_of
 from .family import Family, PretrainedModel
-from .llama import KNOWN
+from .llama import BARE, KNOWN
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"
@@ -47,7 +47,7 @@ class GemmaConfig(DecoderConfig):
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
 
-    head_dim: int | None = setting(default=256, minimum=1)
+    head_dim: int | None = setting(default=256, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=8192, minimum=1)
     hidden_act: str = setting(default=_GELU)
     tie_word_embeddings: bool = setting(default=True)
@@ -173,6 +173,14 @@ class Gemma3Config(Gemma2Config):
         return super().from_dict(text, path=path)
 
     @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """In the part of the configuration that is about text."""
+        try:
+            return text_settings(raw), frozenset()
+        except ValueError:  # from_dict says so
+            return {}, frozenset()
+
+    @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """One for layers that see everything, one for those with a window; in both spellings."""
         given = raw.get("rope_parameters") or {}
@@ -275,23 +283,26 @@ class _TextFamily(Family):
 
 GEMMA = Gemma.family = Family(
     model_type="gemma",
-    architectures=("GemmaForCausalLM",),
+    architectures=("GemmaForCausalLM", "GemmaModel"),
     config=GemmaConfig,
     make=make(Gemma),
+    bare=BARE,
     ignored=KNOWN,
 )
 GEMMA2 = Gemma2.family = Family(
     model_type="gemma2",
-    architectures=("Gemma2ForCausalLM",),
+    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
     config=Gemma2Config,
     make=make(Gemma2),
+    bare=BARE,
     ignored=KNOWN,
 )
 GEMMA3 = Gemma3.family = _TextFamily(
     model_type="gemma3_text",
-    architectures=("Gemma3ForCausalLM",),
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config=Gemma3Config,
     make=make(Gemma3),
+    bare=BARE,
     ignored=(*KNOWN, *_SIGHT, *(f"model.{name}" for name in _SIGHT)),
 )
 # The same model, out of files that hold its eyes too.

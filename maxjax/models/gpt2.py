@@ -63,14 +63,20 @@ class GPT2Config(DecoderConfig):
         (32, 1024, True)
     """
 
-    vocab_size: int = setting(default=50257, minimum=1)
-    hidden_size: int = setting("n_embd", default=768, minimum=1)
-    intermediate_size: int | None = setting("n_inner", default=None, minimum=1)  # type: ignore[assignment]
-    num_layers: int = setting("n_layer", default=12, minimum=1, maximum=1000)
-    num_heads: int = setting("n_head", default=12, minimum=1)
+    vocab_size: int = setting(default=50257, minimum=1, held="axis")
+    hidden_size: int = setting("n_embd", default=768, minimum=1, held="axis", also=("hidden_size",))
+    intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
+    num_layers: int = setting(
+        "n_layer", default=12, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
+    )
+    num_heads: int = setting(
+        "n_head", default=12, minimum=1, held="axis", also=("num_attention_heads",)
+    )
     num_kv_heads: int | None = own(None)
     head_dim: int | None = own(None)
-    max_position_embeddings: int = setting("n_positions", default=1024, minimum=1)
+    max_position_embeddings: int = setting(
+        "n_positions", default=1024, minimum=1, held="axis", also=("max_position_embeddings",)
+    )
     rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
     hidden_act: str = setting("activation_function", default="gelu_new")
     tie_word_embeddings: bool = setting(default=True)
@@ -166,13 +172,14 @@ class GPT2Attention(DecoderAttention):
     """
 
     def __init__(self, config: GPT2Config, number: int, dtype: DType):
-        super(DecoderAttention, self).__init__()  # none of its projections
-        self.num_heads = self.num_kv_heads = config.num_heads
-        self.head_dim, self.softmax_dtype = config.width, promote(dtype, DType.float32)
+        super().__init__(config, False, dtype)
         self.scale = config.width**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= number + 1
-        self.soft_cap, self.sliding_window, self.rope = None, None, "none"
+        self.rope = "none"
+
+    def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
+        """The two maps."""
         self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size, dtype)
         self.c_proj = Conv1D(config.hidden_size, config.hidden_size, dtype)
 
@@ -180,6 +187,10 @@ class GPT2Attention(DecoderAttention):
     def o_proj(self) -> Conv1D:
         """``c_proj``, by the name that other decoders have for it."""
         return self.c_proj
+
+    def head_axes(self) -> tuple[str, ...]:
+        """As of every decoder; the weight of ``c_attn`` has its heads along its columns."""
+        return self._axes_of(self.c_attn.weight, 1)
 
     def sharding_rules(self) -> dict[str, Any]:
         """By whole heads."""
@@ -191,7 +202,7 @@ class GPT2Attention(DecoderAttention):
             "c_proj.bias": Split(ShardingStrategy.replicate(1)),
         }
 
-    def _projected(self, x: jax.Array) -> list[jax.Array]:
+    def project(self, x: jax.Array) -> list[jax.Array]:
         """Queries, keys and values ``[..., H, D]`` each."""
         weight = self.c_attn.weight
         y = self.c_attn(x)  # [..., 3 H D]
@@ -348,25 +359,14 @@ class GPT2(Decoder):
                 "that this GPT-2 has learned"
             )
 
-    def _keys(self) -> tuple[Any, int]:
-        return self.model.layers[0].attn.c_attn.weight, 1
 
-
-@dataclass(frozen=True)
-class _GPT2Family(Family):
-    """Files of the bare model, OpenAI's own among them, leave ``transformer.`` out."""
-
-    def name(self, tensor: str) -> str | None:
-        """As of Family."""
-        return super().name(f"transformer.{tensor}" if tensor.startswith(_PARTS) else tensor)
-
-
-GPT2_FAMILY = GPT2.family = _GPT2Family(
+GPT2_FAMILY = GPT2.family = Family(
     model_type="gpt2",
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     config=GPT2Config,
     make=make(GPT2),
     # Masks, which old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
+    bare=("transformer.", _PARTS),
     tied=("lm_head.weight", "transformer.wte.weight"),
 )

@@ -18,6 +18,8 @@ from .family import Family
 
 # Tables of frequencies, which old files hold and which are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
+# What files of a model without its head, as of one that makes embeddings, leave out of names.
+BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class MistralConfig(DecoderConfig):
     """The settings of a Mistral: a Llama whose layers all look back through a window, if any."""
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
-    num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1)
+    num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,15 +62,17 @@ class Mistral(Decoder):
 
 LLAMA = Llama.family = Family(
     model_type="llama",
-    architectures=("LlamaForCausalLM",),
+    architectures=("LlamaForCausalLM", "LlamaModel"),
     config=LlamaConfig,
     make=make(Llama),
+    bare=BARE,
     ignored=KNOWN,
 )
 MISTRAL = Mistral.family = Family(
     model_type="mistral",
-    architectures=("MistralForCausalLM",),
+    architectures=("MistralForCausalLM", "MistralModel"),
     config=MistralConfig,
     make=make(Mistral),
+    bare=BARE,
     ignored=KNOWN,
 )

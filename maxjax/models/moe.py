@@ -39,7 +39,7 @@ from .family import Family
 from .gguf.layouts import Expert as Layout
 from .gguf.names import Source
 from .gguf.relaid import Relaid
-from .llama import KNOWN
+from .llama import BARE, KNOWN
 from .moe_config import MAPS_PROJ, MAPS_W, MixtralConfig, MoEConfig, Qwen3MoEConfig
 
 
@@ -267,18 +267,20 @@ def _part(name: str, value: Any, layout: Layout) -> Any:
 
 MIXTRAL = Mixtral.family = MoEFamily(
     model_type="mixtral",
-    architectures=("MixtralForCausalLM",),
+    architectures=("MixtralForCausalLM", "MixtralModel"),
     config=MixtralConfig,
     make=make(Mixtral),
     renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
+    bare=BARE,
     ignored=KNOWN,
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
 )
 QWEN3_MOE = Qwen3MoE.family = MoEFamily(
     model_type="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM",),
+    architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     config=Qwen3MoEConfig,
     make=make(Qwen3MoE),
+    bare=BARE,
     ignored=KNOWN,
 )

@@ -32,9 +32,9 @@ class MoEConfig(DecoderConfig):
         maps: What the checkpoint calls an expert's gate, up and down.
     """
 
-    num_experts: int = setting(default=8)
-    num_experts_per_tok: int = setting(default=2, minimum=1)
-    moe_intermediate_size: int | None = setting(default=None, minimum=1)
+    num_experts: int = setting(default=8, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=2, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=None, minimum=1, held="axis")
     norm_topk_prob: bool = setting(default=True)
     sparse: tuple = own(())
     maps: tuple = own(MAPS_PROJ)
@@ -69,8 +69,13 @@ class MixtralConfig(MoEConfig):
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-    num_experts: int = setting(default=8, minimum=1)
+    num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
     maps: tuple = own(MAPS_W)
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """Its experts are as wide as the MLP of other models, whatever else a file says."""
+        return raw, frozenset({"moe_intermediate_size"})
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,11 +98,20 @@ class Qwen3MoEConfig(MoEConfig):
     """The settings of a Qwen 3 with experts in all or some layers."""
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
-    num_experts: int = setting(default=128)
-    num_experts_per_tok: int = setting(default=8, minimum=1)
-    moe_intermediate_size: int | None = setting(default=768, minimum=1)
+    num_experts: int = setting(default=128, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=768, minimum=1, held="axis")
     norm_topk_prob: bool = setting(default=False)
     qk_norm: bool = own(True)
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """The width of an MLP counts nothing where every layer has experts."""
+        try:
+            sparse = _sparse(raw, _counts(raw, "num_experts", 128))
+        except ValueError:
+            sparse = ()
+        return raw, frozenset({"intermediate_size"} if sparse and all(sparse) else ())
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

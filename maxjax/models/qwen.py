@@ -15,7 +15,7 @@ from .config import setting
 from .decoder import Decoder, make
 from .decoder_config import DecoderConfig, own, slides_of
 from .family import Family
-from .llama import KNOWN
+from .llama import BARE, KNOWN
 
 
 def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Qwen3Config(DecoderConfig):
     """The settings of a Qwen 3: each head of queries and keys is normalised."""
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
-    head_dim: int | None = setting(default=128, minimum=1)
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
     qk_norm: bool = own(True)
 
     @classmethod
@@ -83,15 +83,17 @@ class Qwen3(Decoder):
 
 QWEN2 = Qwen2.family = Family(
     model_type="qwen2",
-    architectures=("Qwen2ForCausalLM",),
+    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     config=Qwen2Config,
     make=make(Qwen2),
+    bare=BARE,
     ignored=KNOWN,
 )
 QWEN3 = Qwen3.family = Family(
     model_type="qwen3",
-    architectures=("Qwen3ForCausalLM",),
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     config=Qwen3Config,
     make=make(Qwen3),
+    bare=BARE,
     ignored=KNOWN,
 )

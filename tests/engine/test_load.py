@@ -251,10 +251,13 @@ def test_an_architecture_we_do_not_have(small):
 
 
 def test_weights_that_are_not_those_of_the_config(small):
-    change(small / "config.json", num_hidden_layers=2, hidden_size=6)
-    with pytest.raises(CheckpointMismatchError, match=r"encoder\.layer\.1\.") as caught:
+    change(small / "config.json", hidden_size=6)
+    with pytest.raises(CheckpointMismatchError, match=r"encoder\.layer\.0\.") as caught:
         load(small)
     assert "(30522, 6)" in str(caught.value) and "(30522, 4)" in str(caught.value)
+    change(small / "config.json", num_hidden_layers=2)
+    with pytest.raises(CheckpointMismatchError, match="'num_hidden_layers'.* at most 1.* found 2"):
+        load(small)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "modules.json"])

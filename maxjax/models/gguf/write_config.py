@@ -83,23 +83,31 @@ DEFAULTS: Mapping[str, dict[str, Any]] = {
 class Decoder(ModelConfig):
     """The settings of a decoder of Llama's kind."""
 
-    vocab_size: int = setting(minimum=1)
-    hidden_size: int = setting(minimum=1)
-    intermediate_size: int = setting(minimum=1)
-    layers: int = setting("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
-    heads: int = setting("num_attention_heads", minimum=1)
+    vocab_size: int = setting(minimum=1, held="axis")
+    hidden_size: int = setting(minimum=1, held="axis")
+    intermediate_size: int = setting(minimum=1, held="axis")
+    layers: int = setting("num_hidden_layers", minimum=1, maximum=MAX_LAYERS, held="layers")
+    heads: int = setting("num_attention_heads", minimum=1, held="axis")
     rms_norm_eps: float = setting()
     context: int = setting("max_position_embeddings", minimum=1)
     rope_theta: float = setting(minimum=1e-3, maximum=1e30)
-    given_kv_heads: int | None = setting("num_key_value_heads", default=None, minimum=1)
-    given_head_dim: int | None = setting("head_dim", default=None, minimum=1)
+    given_kv_heads: int | None = setting(
+        "num_key_value_heads", default=None, minimum=1, held="axis"
+    )
+    given_head_dim: int | None = setting("head_dim", default=None, minimum=1, held="axis")
     local_theta: float | None = setting("rope_local_base_freq", default=None)
     sliding_window: int | None = setting(default=None)
-    num_experts: int | None = setting(default=None, minimum=1, maximum=MAX_EXPERTS)
-    num_local_experts: int | None = setting(default=None, minimum=1, maximum=MAX_EXPERTS)
-    experts_used: int | None = setting("num_experts_per_tok", default=None, minimum=1)
-    expert_width: int | None = setting("moe_intermediate_size", default=None, minimum=1)
-    shared_width: int | None = setting("shared_expert_intermediate_size", default=None, minimum=1)
+    num_experts: int | None = setting(default=None, minimum=1, maximum=MAX_EXPERTS, held="axis")
+    num_local_experts: int | None = setting(
+        default=None, minimum=1, maximum=MAX_EXPERTS, held="axis"
+    )
+    experts_used: int | None = setting("num_experts_per_tok", default=None, minimum=1, held="axis")
+    expert_width: int | None = setting(
+        "moe_intermediate_size", default=None, minimum=1, held="axis"
+    )
+    shared_width: int | None = setting(
+        "shared_expert_intermediate_size", default=None, minimum=1, held="axis"
+    )
     attn_cap: float | None = setting("attn_logit_softcapping", default=None)
     final_cap: float | None = setting("final_logit_softcapping", default=None)
 
@@ -108,6 +116,11 @@ class Decoder(ModelConfig):
             raise ValueError(
                 f"'hidden_size' {self.hidden_size} is not a multiple of 'num_attention_heads' {self.heads}"
             )
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """The width of an MLP may count nothing where there are experts."""
+        return raw, frozenset({"intermediate_size"} if raw.get("num_experts") else ())
 
     @property
     def kv_heads(self) -> int:
@@ -129,14 +142,14 @@ class Plain(ModelConfig):
     ``inner`` is None for four times the hidden size.
     """
 
-    vocab_size: int = setting(minimum=1)
-    hidden_size: int = setting("hidden_size", minimum=1)
-    layers: int = setting("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
-    heads: int = setting("num_attention_heads", minimum=1)
+    vocab_size: int = setting(minimum=1, held="axis")
+    hidden_size: int = setting("hidden_size", minimum=1, held="axis")
+    layers: int = setting("num_hidden_layers", minimum=1, maximum=MAX_LAYERS, held="layers")
+    heads: int = setting("num_attention_heads", minimum=1, held="axis")
     context: int = setting("max_position_embeddings", minimum=1)
     eps: float = setting("layer_norm_eps")
-    inner: int | None = setting("intermediate_size", default=None, minimum=1)
-    token_types: int | None = setting("type_vocab_size", default=None, minimum=1)
+    inner: int | None = setting("intermediate_size", default=None, minimum=1, held="axis")
+    token_types: int | None = setting("type_vocab_size", default=None, minimum=1, held="axis")
 
     experts = None
 

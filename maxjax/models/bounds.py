@@ -1,0 +1,67 @@
+"""Floor 5. What the numbers of a configuration may be, by what the tensors of its file hold.
+
+A number costs memory and time before it is seen not to fit: tables of rope, a Module for each layer and
+expert. So it is compared with the file first. Below: config. Above: ``build``, the writers of GGUF.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import CheckpointMismatchError
+from .config import ModelConfig
+
+# The first number in a tensor's name is that of its layer.
+_LAYER = re.compile(r"(?<![^.])(\d{1,6})(?![^.])")
+
+
+def check_bounds(
+    config: type[ModelConfig],
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Sequence[int]],
+    *,
+    path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Compares the numbers of a configuration that count something in its tensors.
+
+    What is no whole number is left to :meth:`ModelConfig.from_dict`, which names it too.
+
+    Args:
+        config: Its class, whose fields say what they count (``setting(held=...)``).
+        raw: The content of the file.
+        tensors: Name → shape, counted in weights.
+
+    Raises:
+        CheckpointMismatchError: A number is more than the tensors hold; the message has both.
+
+    Example:
+        >>> from maxjax.models import LlamaConfig
+        >>> check_bounds(LlamaConfig, {"head_dim": 10**9}, {"model.layers.0.q.weight": (32, 8)})
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.CheckpointMismatchError: 'head_dim' is more than the file holds (expected at
+        most 32, the longest axis of 'model.layers.0.q.weight', found 1000000000)
+    """
+    if not tensors:
+        return
+    longest = max(tensors, key=lambda name: max(tensors[name], default=0))
+    layers = [int(m[1]) for m in map(_LAYER.search, tensors) if m is not None]
+    limits = {"axis": (max(tensors[longest], default=0), f"the longest axis of '{longest}'")}
+    if layers:
+        limits["layers"] = (max(layers) + 1, "as its tensors' names count")
+    raw, unused = config.counted(raw)
+    for field in dataclasses.fields(config):
+        key = field.metadata.get("key") or field.name
+        most, what = limits.get(field.metadata.get("held"), (None, ""))
+        for name in (key, *field.metadata.get("also", ())):
+            value = raw.get(name)
+            if most is None or type(value) is not int or value <= most or key in unused:
+                continue
+            raise CheckpointMismatchError(
+                f"'{name}' is more than the file holds", path=path,
+                expected=f"at most {most}, {what}", found=value if value < 10**30 else "more",
+            )  # fmt: skip

@@ -1,0 +1,220 @@
+"""Numbers of a configuration that no tensor holds: refused at once, by name, before they cost anything."""
+
+import dataclasses
+import json
+import math
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax.checkpoint import convert
+from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedModelError
+from maxjax.graph.weights import load_weights
+from maxjax.models import FAMILIES, Decoder, DecoderConfig, Gemma3, LlamaConfig, build
+from maxjax.models.bounds import check_bounds
+from maxjax.models.decoder_rope import Rope
+from maxjax.nn.rope_scaling import YarnScalingParams
+from tests.models import gguf_files
+from tests.models.decoders import oracle
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+KINDS = {
+    "llama": ("Llama", {}), "mistral": ("Mistral", {"sliding_window": 8}), "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}), "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", MOE), "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16}), "gemma3_text": ("Gemma3", {"head_dim": 16}),
+    "gpt2": ("GPT2", {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "bert": ("Bert", {}),
+}  # fmt: skip
+HOSTILE = [
+    10**9, 2**31 - 1, 2**31, 2**63, 10**40, 10**400, -1, -(10**9), 0, True, 1.5, 1e300, math.nan,
+    math.inf, -math.inf, "7", "x" * 1000, [], [7], {},
+]  # fmt: skip
+# Numbers that count nothing in a file, and cost nothing however large they are.
+FREE = {"max_position_embeddings", "sliding_window", "sliding_window_pattern"}
+# Of models whose layers all have experts.
+UNUSED = {("qwen3_moe", "intermediate_size"), ("mixtral", "moe_intermediate_size")}
+SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    made = {}
+
+    def of(name):
+        if name not in made:
+            kind, settings = KINDS[name]
+            made[name] = folder = tmp_path_factory.mktemp(name)
+            if kind == "Bert":
+                gguf_files.checkpoint(gguf_files.model("bert"), folder)
+            else:
+                oracle(kind, folder, **settings)
+        return made[name], json.loads((made[name] / "config.json").read_text())
+
+    return of
+
+
+def fields_of(family):
+    """(key, field) of each number that a file may say; other keys for it as well."""
+    for field in dataclasses.fields(family.config):
+        if not field.metadata.get("own") and (
+            "int" in str(field.type) or "float" in str(field.type)
+        ):
+            yield field.metadata.get("key") or field.name, field
+            yield from ((name, field) for name in field.metadata.get("also", ()))
+
+
+def refusal(weights, config):
+    """What is raised; and it took no time and no memory."""
+    tracemalloc.reset_peak()
+    held, began, found = tracemalloc.get_traced_memory()[0], time.perf_counter(), None
+    try:
+        build(weights, config)
+    except (CheckpointError, UnsupportedModelError) as error:
+        found = error
+    assert time.perf_counter() - began < SECONDS
+    assert tracemalloc.get_traced_memory()[1] - held < BYTES
+    return found
+
+
+def check(checkpoints, name, values):
+    family = next(family for family in FAMILIES if family.model_type == name)
+    folder, config = checkpoints(name)
+    weights = load_weights(folder)
+    build(weights, config)
+    tracemalloc.start()
+    try:
+        for key, field in fields_of(family):
+            own = field.metadata.get("key") or field.name
+            names = {own, *field.metadata.get("also", ())}
+            spelled = {k: v for k, v in config.items() if k not in names}
+            for value in values:
+                error = refusal(weights, {**spelled, key: value})
+                large = isinstance(value, int) and value >= 10**9
+                unused = (name, key) in UNUSED
+                if error is not None:
+                    assert f"'{key}'" in str(error) or f"'{own}'" in str(error), error
+                    assert len(str(error)) < 600
+                if field.metadata.get("held") and large and not unused:
+                    assert isinstance(error, CheckpointError), (key, value)
+                elif unused or key == "sliding_window":  # a family without one looks at none
+                    continue
+                elif isinstance(value, (str, list, dict)) or value in (-1, True, math.inf):
+                    assert error is not None, (key, value)
+                elif key not in FREE and large and "int" in str(field.type) and not unused:
+                    assert error is not None, (key, value)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_hostile_numbers(checkpoints, name):
+    check(checkpoints, name, [10**9, 2**63, math.nan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_hostile_numbers_of_every_family(checkpoints, name):
+    check(checkpoints, name, HOSTILE)
+
+
+def test_every_family_is_in_the_table():
+    left = {"decoder", "gemma3"}  # without files of its own; the same settings in another place
+    assert {family.model_type for family in FAMILIES} - left == set(KINDS)
+
+
+def test_every_whole_number_counts_something_or_is_free():
+    for family in FAMILIES:
+        for key, field in fields_of(family):
+            if "int" in str(field.type) and key not in FREE:
+                assert field.metadata["held"] in ("axis", "layers"), (family.model_type, key)
+
+
+def test_the_message_has_the_field_the_value_and_what_is_there(checkpoints):
+    folder, config = checkpoints("llama")
+    with pytest.raises(CheckpointMismatchError) as caught:
+        build(load_weights(folder), {**config, "head_dim": 10**9})
+    for part in ("'head_dim'", "at most 96", "lm_head.weight", "1000000000"):
+        assert part in str(caught.value)
+    with pytest.raises(CheckpointMismatchError, match=r"'num_hidden_layers'.*at most 3.*found 900"):
+        build(load_weights(folder), {**config, "num_hidden_layers": 900})
+
+
+def test_the_numbers_of_a_text_config(checkpoints):
+    folder, config = checkpoints("gemma3_text")
+    text = {"text_config": {**config, "head_dim": 10**9}, "model_type": "gemma3"}
+    text["architectures"] = ["Gemma3ForConditionalGeneration"]
+    with pytest.raises(CheckpointMismatchError, match="'head_dim'"):
+        build(load_weights(folder), text)
+    assert isinstance(build(load_weights(folder), {**text, "text_config": config}), Gemma3)
+
+
+def test_a_width_costs_nothing_without_a_file():
+    tracemalloc.start()
+    try:
+        LlamaConfig(96, 32, 40, num_layers=1, num_heads=4, head_dim=10**9)
+        assert tracemalloc.get_traced_memory()[1] < BYTES
+    finally:
+        tracemalloc.stop()
+    for width, reason in ((7, "even number, not 7"),):
+        with pytest.raises(ValueError, match=reason):
+            Rope().check(width)
+    with pytest.raises(ValueError, match="no frequencies"):
+        Rope(1.0, YarnScalingParams(2.0, 32.0, 1.0, 64, True)).check(8)
+
+
+@pytest.mark.parametrize(
+    "key", ["head_dim", "num_attention_heads", "intermediate_size", "num_hidden_layers", "vocab_size"]
+)  # fmt: skip
+def test_conversion_to_gguf(checkpoints, tmp_path, key):
+    folder, config = checkpoints("llama")
+    rope = {**gguf_files.LLAMA3, "rope_type": "llama3"}
+    weights = {name: np.asarray(place.data().data) for name, place in load_weights(folder).items()}
+    np.savez(tmp_path / "w.npz", **weights)
+    hostile = {**config, "rope_parameters": rope, key: 10**9 - 10**9 % 8}
+    (tmp_path / "config.json").write_text(json.dumps(hostile))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"'{key}'"):
+            convert(tmp_path / "w.npz", tmp_path / "x.gguf")
+        assert tracemalloc.get_traced_memory()[1] < BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["attention.key_length", "attention.head_count", "embedding_length", "feed_forward_length",
+     "block_count"],
+)  # fmt: skip
+def test_metadata_of_gguf(checkpoints, tmp_path, key):
+    folder, _ = checkpoints("llama")
+    convert(folder, tmp_path / "x.gguf")
+    weights = load_weights(tmp_path / "x.gguf")
+    changes = {f"llama.{key}": 10**9}
+    if key == "attention.key_length":
+        changes |= {f"llama.{k}": 10**9 for k in ("attention.value_length", "rope.dimension_count")}
+    weights._family.open_table().metadata.update(changes)
+    tracemalloc.start()
+    try:
+        with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+            build(weights)
+        assert "1000000000" in str(caught.value)
+        assert tracemalloc.get_traced_memory()[1] < BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_numbers_of_a_family_of_someone_elses_are_free():
+    @dataclasses.dataclass(frozen=True)
+    class Config(DecoderConfig):
+        seed: int = 0
+
+    check_bounds(Config, {"seed": 10**9, "vocab_size": 8}, {"a.0": (8, 8)})
+    check_bounds(Config, {"vocab_size": 9}, {})
+    with pytest.raises(CheckpointMismatchError, match="'vocab_size'"):
+        check_bounds(Config, {"vocab_size": 9}, {"a.0": (8, 8)})
+    assert Decoder.family.config is DecoderConfig and maxjax.models.DecoderConfig is DecoderConfig
