@@ -69,7 +69,11 @@ def test_names_are_where_max_has_them():
 
 def test_one_thing_is_at_all_its_paths():
     for name in {name for _, name in NAMES} - {"Module", "clamp"}:
-        found = [getattr(importlib.import_module(f"maxjax.{path}"), name) for path, other in NAMES if other == name]
+        found = [
+            getattr(importlib.import_module(f"maxjax.{path}"), name)
+            for path, other in NAMES
+            if other == name
+        ]
         assert all(thing is found[0] for thing in found), name
 
 
@@ -107,7 +111,11 @@ def test_activations_by_name_and_clamp_give_the_kind_they_get():
     x = TensorValue(jnp.array([-1.0, 2.0]))
     w = Weight("w", "float32", (2,), DeviceRef.CPU())
     w.value = x.value
-    for run in (activation_function_from_name("relu"), lambda x: clamp(x, 0.0), lambda x: clamp(x, max=2, min=0)):
+    for run in (
+        activation_function_from_name("relu"),
+        lambda x: clamp(x, 0.0),
+        lambda x: clamp(x, max=2, min=0),
+    ):
         assert isinstance(run(x), TensorValue) and run(x).to_numpy().tolist() == [0, 2]
         assert isinstance(run(x.value), type(x.value))
     with pytest.raises(ValueError, match="unsafe cast"):

@@ -67,7 +67,9 @@ def test_each_operation_gives_the_kind_of_where_it_is(name):
     assert again == jaxpr and kinds == [False]
 
 
-@pytest.mark.parametrize("name", list(OPERATIONS)[:10] + ["less", "equal", "requal", "matmul", "rmatmul", "T left"])
+@pytest.mark.parametrize(
+    "name", list(OPERATIONS)[:10] + ["less", "equal", "requal", "matmul", "rmatmul", "T left"]
+)
 def test_beside_a_tensor_value_it_gives_one(name):
     assert isinstance(OPERATIONS[name](weight(), TensorValue(PLAIN)), TensorValue)
 
@@ -97,13 +99,18 @@ def test_weights_of_other_forms(kind):
         layers = LayerList(Scale(3) for _ in range(3))
         layers.load_state_dict({f"{i}.gain": A[0] + i for i in range(3)})
         w = layers.stack().layers[1].gain
-        look = lambda w: (kinds.extend([type(w + 1), type(w[0]), type(w.reshape((3, 1)))]), w + 1)[1]
+        look = lambda w: (kinds.extend([type(w + 1), type(w[0]), type(w.reshape((3, 1)))]), w + 1)[
+            1
+        ]
         want = A[0] + 2
     elif kind == "shard":
         w = weight(sharding_strategy=ShardingStrategy.columnwise(2)).shard([CPU, CPU])[1]
         want = A[:, 2:] + 1
     elif kind == "packed":
-        w = weight(np.arange(36, dtype=np.uint8).reshape(2, 18), quantization_encoding=QuantizationEncoding.Q4_0)
+        w = weight(
+            np.arange(36, dtype=np.uint8).reshape(2, 18),
+            quantization_encoding=QuantizationEncoding.Q4_0,
+        )
         want = np.arange(36).reshape(2, 18) + 1
     else:
         w, want = Weight("w", "float32", (2, 3), CPU), None
@@ -123,7 +130,9 @@ def test_a_packed_weight_on_the_right_of_a_product():
     w = weight(encoded, quantization_encoding=QuantizationEncoding.Q4_0)
     x = np.ones((2, 32), np.float32)
     want = np.asarray(jnp.asarray(x) @ w.T)
-    model = InferenceSession().load(in_graph(lambda x: x @ w.T, TensorType("float32", (2, 32), CPU)))
+    model = InferenceSession().load(
+        in_graph(lambda x: x @ w.T, TensorType("float32", (2, 32), CPU))
+    )
     np.testing.assert_allclose(model(x)[0].to_numpy(), want, rtol=1e-6)
     with pytest.raises(ValueError, match=r"\(2, 31\) and \(32, 4\)"):
         in_graph(lambda x: x @ w.T, TensorType("float32", (2, 31), CPU))
@@ -240,4 +249,7 @@ def test_gradients_of_a_module_called_with_tensor_values():
 
 def test_two_weights_of_one_name_are_refused_at_once():
     with pytest.raises(ValueError, match="already exists in Graph 'g'"):
-        in_graph(lambda x: x + Weight("w", "float32", (2, 3), CPU) + Weight("w", "float32", (2, 3), CPU), X)
+        in_graph(
+            lambda x: x + Weight("w", "float32", (2, 3), CPU) + Weight("w", "float32", (2, 3), CPU),
+            X,
+        )

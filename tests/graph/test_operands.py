@@ -81,7 +81,9 @@ def test_it_is_refused_at_once(kind, where):
         for name, (what, run) in WRONG.items():
             if what == kind:
                 # MAX has IndexError for some of the axes.
-                with pytest.raises((ValueError, IndexError) if kind == "axis" else ValueError) as raised:
+                with pytest.raises(
+                    (ValueError, IndexError) if kind == "axis" else ValueError
+                ) as raised:
                     pytest.fail(f"{name} gave {run(x, u, i)!r}")
                 assert type(raised.value) in (ValueError, IndexError), name
                 assert kind != "unsafe cast" or "unsafe cast" in str(raised.value), name
@@ -97,9 +99,14 @@ def test_it_is_refused_at_once(kind, where):
 
 def test_what_is_said():
     x, u = TensorValue(F), TensorValue(U)
-    with pytest.raises(ValueError, match=r"index 7 is outside axis 0 of a tensor of shape \(6, 5\), which is 6 long"):
+    with pytest.raises(
+        ValueError,
+        match=r"index 7 is outside axis 0 of a tensor of shape \(6, 5\), which is 6 long",
+    ):
         x[7]
-    with pytest.raises(ValueError, match="300 does not fit in uint8, which holds 0 to 255; cast the tensor first"):
+    with pytest.raises(
+        ValueError, match="300 does not fit in uint8, which holds 0 to 255; cast the tensor first"
+    ):
         u * 300
     with pytest.raises(ValueError, match=r"4097 would be rounded in float16; write 4097.0"):
         x.cast("float16") * 4097
@@ -123,7 +130,10 @@ def test_what_numpy_allows_stays_allowed():
                   (None, -6), np.array([True] * 6), (slice(4, None), -1)):  # fmt: skip
         np.testing.assert_array_equal(np.asarray(x[index]), a[index])
     assert x[((slice(1, 99), 5), (slice(0, 2), "two"))].shape == [5, 2]
-    assert ops.gather(x, TensorValue(jnp.array([7])), axis=0).shape == [1, 5]  # known only when it runs
+    assert ops.gather(x, TensorValue(jnp.array([7])), axis=0).shape == [
+        1,
+        5,
+    ]  # known only when it runs
 
 
 def test_what_fits_stays_allowed():
@@ -131,7 +141,11 @@ def test_what_fits_stays_allowed():
     same = lambda y, dtype: y.dtype.name == dtype
     assert same(u * 255, "uint8") and same(0 + u, "uint8") and same(i + -(2**31), "int32")
     assert same(x * 2**24, "float32") and same(x.cast("bfloat16") * 1024, "bfloat16")
-    assert same(x.cast("float16") * 1e9, "float16") and same(u + True, "uint8") and same(x * np.float64(0.1), "float32")
+    assert (
+        same(x.cast("float16") * 1e9, "float16")
+        and same(u + True, "uint8")
+        and same(x * np.float64(0.1), "float32")
+    )
     assert ops.range(0, 256, 1, dtype="uint8", device=CPU).shape == [256]
     assert ops.range(0.5, 3, 1, dtype="float32", device=CPU).to_numpy().tolist() == [0.5, 1.5, 2.5]
     assert ops.constant([True, False], "bool", CPU).to_numpy().tolist() == [True, False]

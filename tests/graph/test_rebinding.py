@@ -61,7 +61,9 @@ def test_in_a_graph(name):
 
 def test_every_dtype_and_gradient_goes_through():
     for dtype in ("bool", "int8", "bfloat16", "float32"):
-        with Graph("g", input_types=[TensorType(dtype, ["a"], CPU), TensorType(dtype, ["b"], CPU)]) as g:
+        with Graph(
+            "g", input_types=[TensorType(dtype, ["a"], CPU), TensorType(dtype, ["b"], CPU)]
+        ) as g:
             g.output(g.inputs[1].tensor.rebind(["a"]))
         ones = jnp.ones(3, g.output_types[0].dtype.np)
         assert InferenceSession().load(g)(ones, ones)[0].value.all()
@@ -112,4 +114,6 @@ def test_an_exported_program_checks_nothing_and_says_so():
 
     (size,) = export.symbolic_shape("n")
     with pytest.raises(ValueError, match="only a Graph's is checked"):
-        export.export(jax.jit(lambda x: ops.rebind(x, [3])))(jax.ShapeDtypeStruct((size,), jnp.float32))
+        export.export(jax.jit(lambda x: ops.rebind(x, [3])))(
+            jax.ShapeDtypeStruct((size,), jnp.float32)
+        )

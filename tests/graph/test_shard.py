@@ -150,11 +150,17 @@ def test_without_its_weight_a_shard_is_a_value_like_another():
 
 @pytest.mark.parametrize(
     "strategy",
-    [ShardingStrategy.rowwise(2), ShardingStrategy.replicate(2), ShardingStrategy(2, lambda w, i, n: w[i:])],
+    [
+        ShardingStrategy.rowwise(2),
+        ShardingStrategy.replicate(2),
+        ShardingStrategy(2, lambda w, i, n: w[i:]),
+    ],
 )
 def test_more_devices_than_the_strategy_has_are_refused(strategy):
     w = Weight("layers.0.w", "float32", (4, 2), CPU, sharding_strategy=strategy)
-    with pytest.raises(ValueError, match=r"'layers.0.w' is split over 2 devices .* got 3: .* strategy for 3"):
+    with pytest.raises(
+        ValueError, match=r"'layers.0.w' is split over 2 devices .* got 3: .* strategy for 3"
+    ):
         w.shard([CPU] * 3)
     with pytest.raises(ValueError, match="device 2 .* over 2"):
         strategy(np.ones((4, 2)), 2)
