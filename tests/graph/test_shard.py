@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax import nn
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, Shardable, ShardingStrategy, TensorType, Weight, ops
-from maxjax import nn
 from maxjax.nn import Module
 
 CPU = DeviceRef.CPU()
