@@ -275,10 +275,13 @@ class Graph(metaclass=_Meta):
         return entry
 
     def _check_names(self, entry: Entry) -> None:
-        """No two Weights may have one name: a registry, or a call by prefix, could not tell them apart."""
+        """No two Weights may have one name, unless each holds a value: only a name could tell them apart."""
         for other in self.entries:
             for name in entry.names:
-                if other.find(name) not in (None, entry.find(name)):
+                one, two = entry.find(name), other.find(name)
+                if one is None or two is None or one is two:
+                    continue
+                if one._is_missing or two._is_missing:
                     raise ValueError(
                         f"Weight '{name}' already exists in Graph '{self.name}', and is another one: give one of them "
                         "another name, or call state_dict() on the Module that holds both first, which names them"

@@ -112,12 +112,18 @@ class TransposedValue(TensorValue):
 
     def _product(self, x: Any) -> Any:
         """``x @ w.T``: see ``value.py``."""
-        array, weight = jnp.asarray(unwrap(x)), self._weight
-        packed = weight._packing is not None
-        check_product(array.shape, list(weight.logical_shape)[::-1] if packed else self.shape)
-        if not packed:
-            promote(DType.of(array.dtype), self.dtype)  # an integer and a float do not meet
-        return TensorValue(kernels.matmul(array, weight))
+        array, weight = unwrap(x), self._weight
+        if not isinstance(array, jax.Array):
+            array = jnp.asarray(array)
+        if weight._packing is not None:
+            check_product(array.shape, list(weight.logical_shape)[::-1])
+        else:
+            # Eagerly this counts: the usual case first.
+            if not array.ndim or array.shape[-1] != weight._dims[-1]:
+                check_product(array.shape, self.shape)
+            if array.dtype != weight._dtype.np:
+                promote(DType.of(array.dtype), self.dtype)  # an integer and a float do not meet
+        return around(kernels.matmul(array, weight))
 
 
 jax.tree_util.register_pytree_with_keys(

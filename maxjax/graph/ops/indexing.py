@@ -1,8 +1,9 @@
 """Floor 3. Ops that read and write elements by index.
 
-Negative indices count from the end. An index outside the axis is refused where it is known
-when the op is called: a number, a list, a NumPy array. One in a tensor reads NaN (of integers
-the least number there is) and writes nothing: compiled code cannot raise.
+Negative indices count from the end. An index outside the axis of a TensorValue is refused where
+it is known when the op is called: a number, a list, a NumPy array. One in a tensor, or into a
+plain array, reads NaN (of integers the least number there is) and writes nothing: compiled code
+cannot raise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.core import Tracer
 
 from ..operands import check_inside
 from ..symbolic import to_size
-from ..value import unwrap
+from ..value import TensorValue, unwrap
 from .lift import array, axis_of, boolean, canonical, integers, lift, same
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -34,7 +35,9 @@ def _indexed(position: int) -> Callable[[_F], _F]:
         @functools.wraps(function)
         def op(*args: Any, **kwargs: Any) -> Any:
             given = args[position] if len(args) > position else kwargs.get("indices")
-            if isinstance(given, (int, list, np.ndarray, np.integer)):
+            values = args[0] if args else kwargs.get("input")
+            known = isinstance(given, (int, list, np.ndarray, np.integer))
+            if known and isinstance(values, TensorValue):
                 bound = signature.bind(*args, **kwargs)
                 bound.apply_defaults()
                 _check_known(function.__name__, bound.arguments)
@@ -70,8 +73,8 @@ def gather(input: Any, indices: Any, axis: int) -> Any:
 
     Raises:
         IndexError: There is no such axis.
-        ValueError: The indices are no integers, or known and outside the axis (here and in
-            all that follow).
+        ValueError: The indices are no integers, or known and outside the axis of a
+            TensorValue (here and in all that follow).
 
     Example:
         >>> import jax.numpy as jnp
