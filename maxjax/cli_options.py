@@ -37,7 +37,6 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
         raise SystemExit(2)
 
-
     def like(self, given: str) -> str:
         """Which option is meant by one that is not there; "" if none is like it."""
         from .engine.sampling import meant

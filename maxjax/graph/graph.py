@@ -166,6 +166,7 @@ class Graph(metaclass=_Meta):
         self.jaxpr: Any = None
         self.entries: list[Entry] = []
         self._by_weight: dict[int, Entry] = {}
+        self._by_name: dict[str, Entry] = {}
         # Weights that only a name asked for: nobody can give them a value but a registry.
         self.orphans: list[Weight] = []
         self._outputs: tuple[Any, ...] | None = None
@@ -276,16 +277,15 @@ class Graph(metaclass=_Meta):
 
     def _check_names(self, entry: Entry) -> None:
         """No two Weights may have one name, unless each holds a value: only a name could tell them apart."""
-        for other in self.entries:
-            for name in entry.names:
-                one, two = entry.find(name), other.find(name)
-                if one is None or two is None or one is two:
-                    continue
-                if one._is_missing or two._is_missing:
-                    raise ValueError(
-                        f"Weight '{name}' already exists in Graph '{self.name}', and is another one: give one of them "
-                        "another name, or call state_dict() on the Module that holds both first, which names them"
-                    )
+        for name in entry.names:
+            one, two = entry.find(name), self._by_name.setdefault(name, entry).find(name)
+            if one is not two and (
+                one is None or two is None or one._is_missing or two._is_missing
+            ):
+                raise ValueError(
+                    f"Weight '{name}' already exists in Graph '{self.name}', and is another one: give one of them "
+                    "another name, or call state_dict() on the Module that holds both first, which names them"
+                )
 
     def _placeholder(self, name: str, template: Weight) -> Weight:
         """The Weight of that name, made here if the graph has none: a subgraph asks for it."""

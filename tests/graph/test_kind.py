@@ -248,8 +248,14 @@ def test_gradients_of_a_module_called_with_tensor_values():
 
 
 def test_two_weights_of_one_name_are_refused_at_once():
-    with pytest.raises(ValueError, match="already exists in Graph 'g'"):
-        in_graph(
-            lambda x: x + Weight("w", "float32", (2, 3), CPU) + Weight("w", "float32", (2, 3), CPU),
-            X,
-        )
+    def plus(a, b):
+        return in_graph(lambda x: x + a + b, X)
+
+    lazy = lambda: Weight("w", "float32", (2, 3), CPU)
+    for a, b in ((lazy(), lazy()), (weight(), lazy()), (lazy(), weight())):
+        with pytest.raises(ValueError, match="'w' already exists in Graph 'g'"):
+            plus(a, b)
+    # With values of their own they need no names.
+    np.testing.assert_array_equal(
+        InferenceSession().load(plus(weight(), weight()))(A)[0].to_numpy(), 3 * A
+    )
