@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -49,6 +49,18 @@ def local_devices(label: str) -> list[JaxDevice]:
         with contextlib.suppress(RuntimeError):
             found = jax.local_devices(backend="gpu")
     return found
+
+
+def memory_stats(device: Any) -> Mapping[str, int]:
+    """What a jax.Device says of its memory; empty where it says nothing.
+
+    Devices of another process, and those of a topology that programs are only compiled for,
+    raise instead of answering.
+    """
+    try:
+        return device.memory_stats() or {}
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return {}
 
 
 def accelerator_count() -> int:
@@ -105,6 +117,41 @@ class Accelerator(Device):
     def __init__(self, id: int = 0):
         super().__init__("gpu", max(operator.index(id), 0))
         self.to_jax()
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """Which device: its number among those of a kind, ``"cpu"`` or ``"gpu"`` (any accelerator)."""
+
+    id: int = 0
+    device_type: str = "cpu"
+
+    @staticmethod
+    def cpu(id: int = 0) -> DeviceSpec:
+        """The host."""
+        return DeviceSpec(id, "cpu")
+
+    @staticmethod
+    def accelerator(id: int = 0) -> DeviceSpec:
+        """A GPU or TPU."""
+        return DeviceSpec(id, "gpu")
+
+
+def load_devices(device_specs: Sequence[DeviceSpec]) -> list[Device]:
+    """The devices that are asked for, in that order.
+
+    Raises:
+        ValueError: This process has no such device, or there is no such kind.
+
+    Example:
+        >>> load_devices([DeviceSpec.cpu()])
+        [Device(type=cpu,id=0)]
+    """
+    kinds = {"cpu": CPU, "gpu": Accelerator}
+    for spec in device_specs:
+        if spec.device_type not in kinds:
+            raise ValueError(f"a device is of the kind cpu or gpu, not {spec.device_type!r}")
+    return [kinds[spec.device_type](spec.id) for spec in device_specs]
 
 
 class Buffer:

@@ -68,6 +68,8 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
     """The devices JAX uses, and why there are none."""
     import jax
 
+    from .driver import memory_stats
+
     try:
         devices = jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS asks for a backend that does not start
@@ -77,7 +79,7 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
             "id": device.id,
             "platform": device.platform,
             "kind": device.device_kind,
-            "memory": (device.memory_stats() or {}).get("bytes_limit"),
+            "memory": memory_stats(device).get("bytes_limit"),
         }
         for device in devices
     ], []

@@ -22,7 +22,7 @@ def files(folder: str, names: str) -> list[str]:
 
 FLOORS: list[list[str]] = [
     # 0 words: what the rest is written in
-    files("", "errors columns agreement distributed dtype driver")
+    files("", "errors absent columns agreement distributed dtype driver")
     + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
     files(
@@ -47,19 +47,25 @@ FLOORS: list[list[str]] = [
     # 3 graph: what a weight is and where it lives
     files(
         "graph/",
-        "mesh sharding layout placement placed symbolic tensor_type operators value transpose weight"
+        "mesh sharding layout placement placed symbolic tensor_type kind operands rebinding operators value"
+        " transpose weight"
         " shard stacked_weight",
     )
     + ["graph/weights/"]
     + files("graph/", "subgraph jaxpr reroll graph")
     + ["graph/ops/"]
-    + files("graph/", "compile_cache binding program __init__"),
+    + files("graph/", "type compile_cache binding program __init__"),
     # 4 nn: the container calculus, then layers
     ["nn/layer/"]
     + files(
-        "nn/", "hooks stack init activation identity linear stacked_linear embedding parallel norm"
+        "nn/",
+        "hooks stack sequential clamp init activation identity linear stacked_linear embedding",
     )
-    + files("nn/", "rope_scaling rotary_embedding attention mlp experts moe transformer")
+    + ["nn/norm/"]
+    + files("nn/", "rope_scaling rotary_embedding")
+    + ["nn/attention/"]
+    + files("nn/", "experts")
+    + ["nn/moe/", "nn/transformer/"]
     + files("nn/", "kv_slots kv_cache conv conv_transpose __init__"),
     # 5 models: one file per family
     files("models/", "config bounds names")

@@ -272,7 +272,7 @@ def _array(value: Any) -> Any:
     """What a mapping has under a name, None where it has nothing: a Weight may be unfilled."""
     if isinstance(value, Weight) and value._is_missing:
         return None
-    return value.__jax_array__() if isinstance(value, TensorValue) else value
+    return value._as_array() if isinstance(value, TensorValue) else value
 
 
 def _reference(value: Any) -> Callable[[], Any]:

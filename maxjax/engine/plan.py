@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from ..driver import memory_stats
 from ..dtype import DType
 from ..errors import UserInputError, some
 from ..graph.mesh import AXES, axis_name
@@ -38,6 +39,12 @@ _UNITS = {"B": 1} | {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _LARGEST, _MOST = 10, 4096
+# Memory of accelerators by a part of jax's name of their kind, the first that fits. The devices of
+# a topology say nothing of theirs, and what a program may use is a little less.
+_MEMORY = {
+    "v5 lite": 16 << 30, "v5e": 16 << 30, "v6 lite": 32 << 30, "v6e": 32 << 30, "v5": 95 << 30, "v4": 32 << 30,
+    "h200": 141 * 10**9, "h100": 80 * 10**9, "a100-sxm4-80gb": 80 * 10**9, "a100-sxm4-40gb": 40 * 10**9,
+}  # fmt: skip
 
 
 def plan(
@@ -63,7 +70,7 @@ def plan(
         cache_dtype: Of that cache; by default that of most weights.
         rules: As of ``Module.to``: they go before the model's own.
         hbm: Memory of a device in bytes, or as ``"80GB"`` or ``"16GiB"``; by default what the
-            devices of a real mesh report.
+            devices of a real mesh report, or their kind is known to have.
         limits: As of ``maxjax.load``.
 
     Raises:
@@ -286,9 +293,15 @@ def parse_bytes(size: int | str | None) -> int | None:
 
 
 def _reported(mesh: Any) -> int | None:
-    """The memory of the smallest device of a real mesh, where they say."""
+    """The memory of the smallest device of a real mesh, where they say or their kind is known."""
     if not isinstance(mesh, Mesh):
         return None
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    found = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+    found = [memory_stats(device).get("bytes_limit") or _built_with(device) for device in local]
     return min((n for n in found if n), default=None)
+
+
+def _built_with(device: Any) -> int | None:
+    """The memory of a device that cannot be asked, by the name of its kind."""
+    kind = str(getattr(device, "device_kind", "")).lower()
+    return next((size for part, size in _MEMORY.items() if part in kind), None)

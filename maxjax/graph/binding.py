@@ -151,7 +151,7 @@ def _declared(entry: Entry) -> Any:
 
 def _checked(name: str, entry: Entry, value: Any) -> Any:
     array = np.asarray(value) if isinstance(value, (WeightData, Buffer)) else value
-    array = array.__jax_array__() if isinstance(array, Weight) else array
+    array = array._as_array() if isinstance(array, Weight) else array
     array = array if isinstance(array, jax.Array) else np.array(array)
     wanted = entry.stand_in.dtype
     shape = entry.shape if isinstance(entry.weight, Weight) else entry.shape[1:]

@@ -8,6 +8,7 @@ program, whether it has a value or not; ``program.py`` compiles and runs the res
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -22,10 +23,11 @@ from jax.sharding import AxisType, NamedSharding
 from ..kernels.stack_slice import StackSlice, whole
 from . import subgraph as subgraph_module
 from . import weight as weight_module
+from .kind import giving
 from .reroll import reroll
 from .stacked_weight import StackedWeight
 from .subgraph import LOOKUPS, Subgraph
-from .symbolic import naming, sizes_of
+from .symbolic import Scope, naming, sizes_of
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
 from .weight import Weight
@@ -164,12 +166,15 @@ class Graph(metaclass=_Meta):
         self.jaxpr: Any = None
         self.entries: list[Entry] = []
         self._by_weight: dict[int, Entry] = {}
+        self._by_name: dict[str, Entry] = {}
         # Weights that only a name asked for: nobody can give them a value but a registry.
         self.orphans: list[Weight] = []
         self._outputs: tuple[Any, ...] | None = None
         self._greenlet: Any = None
         self._sizes = sizes_of(str(p) for kind in self.input_types for p in kind.parameters)
-        self._naming: Any = None
+        # What is found out about sizes while it is written, for the Model to check.
+        self._scope = Scope()
+        self._entered = contextlib.ExitStack()
         if forward is not None:
             self._trace(forward, args, kwargs)
 
@@ -192,8 +197,9 @@ class Graph(metaclass=_Meta):
         if self.jaxpr is not None or self._greenlet is not None:
             raise ValueError(f"Graph '{self.name}' is written already; make another one")
         block = greenlet.getcurrent()
-        self._naming = naming(self._sizes)
-        self._naming.__enter__()
+        # Entered by hand: the block is the caller's.
+        self._entered.enter_context(naming(self._sizes, self._scope))
+        self._entered.enter_context(giving(True))
 
         def body(*tracers: Any) -> Any:
             return block.switch(tracers)
@@ -219,7 +225,7 @@ class Graph(metaclass=_Meta):
                 # However the block was left, the trace must not stay behind in this thread.
                 writer.throw(greenlet.GreenletExit)
             _CURRENT.stack.remove(self)
-            self._naming.__exit__(None, None, None)
+            self._entered.close()
 
     def output(self, *values: Any) -> None:
         """Says what the graph gives. Once, as the last thing in the block.
@@ -255,11 +261,7 @@ class Graph(metaclass=_Meta):
             ValueError: Another Weight of that name is in the graph, or it has symbolic
                 dimensions and no value.
         """
-        name = weight.name
-        for entry in self.entries:
-            if entry.find(name) not in (None, weight):
-                raise ValueError(f"Weight '{name}' already exists in Graph '{self.name}'")
-        return TensorValue(weight.__jax_array__())
+        return TensorValue(weight._as_array())
 
     def _entry(self, weight: Weight | StackedWeight) -> Entry:
         entry = self._by_weight.get(id(weight))
@@ -267,9 +269,23 @@ class Graph(metaclass=_Meta):
             if weight._leaf is None:
                 raise ValueError(f"{weight!r} has symbolic dimensions and no value: its sizes must be known "
                                  "before it is used in a Graph")  # fmt: skip
-            entry = self._by_weight[id(weight)] = Entry(weight)
+            entry = Entry(weight)
+            self._check_names(entry)
+            self._by_weight[id(weight)] = entry
             self.entries.append(entry)
         return entry
+
+    def _check_names(self, entry: Entry) -> None:
+        """No two Weights may have one name, unless each holds a value: only a name could tell them apart."""
+        for name in entry.names:
+            one, two = entry.find(name), self._by_name.setdefault(name, entry).find(name)
+            if one is not two and (
+                one is None or two is None or one._is_missing or two._is_missing
+            ):
+                raise ValueError(
+                    f"Weight '{name}' already exists in Graph '{self.name}', and is another one: give one of them "
+                    "another name, or call state_dict() on the Module that holds both first, which names them"
+                )
 
     def _placeholder(self, name: str, template: Weight) -> Weight:
         """The Weight of that name, made here if the graph has none: a subgraph asks for it."""
@@ -310,6 +326,22 @@ class Graph(metaclass=_Meta):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Graph cannot be pickled or copied; use maxjax.export for its program")
+
+
+class Module:
+    """MAX's container of graphs that are compiled together: here each Graph is compiled by itself.
+
+    Not to be confused with ``maxjax.nn.Module``. It stands in annotations only.
+
+    Raises:
+        NotImplementedError: Made.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError(
+            "maxjax.graph.Module is MAX's container of several graphs: leave it out, each Graph is compiled by "
+            "itself (a model's layers are maxjax.nn.Module)"
+        )
 
 
 def _graph_value(weight: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Floor 3. Python's operators for values that stand for arrays.
+"""Floor 3. Python's operators, and some methods, for values that stand for arrays.
 
 Written out, not generated, so that editors and type checkers know them. What an operator
 does is decided in ``value.py``.
@@ -14,7 +14,7 @@ from typing import Any
 class Operators:
     """The operators, in terms of two functions of the class that has them."""
 
-    def __jax_array__(self) -> Any:
+    def _as_array(self) -> Any:
         raise NotImplementedError
 
     def _result(self, array: Any, *others: Any) -> Any:
@@ -125,16 +125,47 @@ class Operators:
         return self._matmul(other, self)
 
     def __neg__(self) -> Any:
-        return self._result(-self.__jax_array__())
+        return self._result(-self._as_array())
 
     def __pos__(self) -> Any:
-        return self._result(+self.__jax_array__())
+        return self._result(+self._as_array())
 
     def __invert__(self) -> Any:
-        return self._result(~self.__jax_array__())
+        return self._result(~self._as_array())
 
     def __abs__(self) -> Any:
-        return self._result(abs(self.__jax_array__()))
+        return self._result(abs(self._as_array()))
 
     def __round__(self) -> Any:
-        return self._result(self.__jax_array__().round())
+        return self._result(self._as_array().round())
+
+    # Methods of jax.Array that MAX's values have not: plain JAX code goes on with what it is given,
+    # and with plain arrays.
+
+    def sum(self, *args: Any, **options: Any) -> Any:
+        """As ``jax.Array.sum``: over all axes by default, which go."""
+        return self._as_array().sum(*args, **options)
+
+    def prod(self, *args: Any, **options: Any) -> Any:
+        """As ``jax.Array.prod``: over all axes by default, which go."""
+        return self._as_array().prod(*args, **options)
+
+    def any(self, *args: Any, **options: Any) -> Any:
+        """As ``jax.Array.any``."""
+        return self._as_array().any(*args, **options)
+
+    def all(self, *args: Any, **options: Any) -> Any:
+        """As ``jax.Array.all``."""
+        return self._as_array().all(*args, **options)
+
+    def swapaxes(self, first: int, second: int) -> Any:
+        """As ``jax.Array.swapaxes``."""
+        return self._as_array().swapaxes(first, second)
+
+    def ravel(self) -> Any:
+        """As ``jax.Array.ravel``."""
+        return self._as_array().ravel()
+
+    def clip(self, *args: Any, **options: Any) -> Any:
+        """As ``jax.Array.clip``."""
+        return self._as_array().clip(*args, **options)

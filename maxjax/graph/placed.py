@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ..driver import memory_stats
 from ..errors import OutOfMemoryError
 from ..kernels import explicit
 from .layout import DeviceMajor
@@ -68,7 +69,7 @@ def out_of_memory(
     device = (
         min(sharding.device_set, key=lambda d: d.id) if sharding is not None else jax.devices()[0]
     )
-    stats = (device.memory_stats() or {}) if hasattr(device, "memory_stats") else {}
+    stats = memory_stats(device)
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
     return OutOfMemoryError(
         f"weight '{name}': each device needs {part:,} bytes for its part of {list(shape)} {dtype}"

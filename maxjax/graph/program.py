@@ -15,6 +15,8 @@ from ..dtype import DType
 from .binding import Binding
 from .graph import Graph
 from .jaxpr import as_function, is_jit, is_literal
+from .kind import giving
+from .rebinding import check
 from .shape import StaticDim
 from .subgraph import is_input, type_of_input
 from .symbolic import naming
@@ -58,6 +60,7 @@ class Model:
         self.input_types, self.output_types = graph.input_types, graph.output_types
         self._weights = Binding(graph, registry)
         self._weights.require(registry, graph.orphans if registry is None else None)
+        self._sizes = graph._scope
         run = _function(graph)
         with naming(graph._sizes):
             inputs = [kind.to_jax() for kind in graph.input_types]
@@ -110,6 +113,8 @@ class Model:
             if there is not None and getattr(value, "committed", False) and value.sharding != there:
                 value = jax.device_put(value, there)
             arrays.append(value)
+        if self._sizes.checks:
+            check(self._sizes.checks, self._sizes.names, sizes)
         return self._run(self._weights.values(), *arrays)
 
     def __call__(self, *args: Any) -> Any:
@@ -137,8 +142,9 @@ class Trees:
         self._module = module
 
     def __call__(self, *values: TensorValue) -> tuple[Any, ...]:
-        args = jax.tree.unflatten(self.inputs, [value.__jax_array__() for value in values])
-        leaves, self.outputs = jax.tree.flatten(self._module(*args))
+        args = jax.tree.unflatten(self.inputs, [value._as_array() for value in values])
+        with giving(False):  # what a call of the Module itself would give
+            leaves, self.outputs = jax.tree.flatten(self._module(*args))
         return tuple(map(jnp.asarray, leaves))
 
 

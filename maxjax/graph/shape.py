@@ -15,19 +15,28 @@ from .dim import SymbolicDim as SymbolicDim
 class Shape(list[Dim]):
     """The sizes of an array, each a Dim: integers, names and Dims are taken.
 
-    A list in everything: mutable, unhashable, equal to a list of the same sizes and never
-    to a tuple; a slice is a plain list. A static one can be handed to NumPy and JAX.
+    A list: mutable and so unhashable; a slice is a plain list. Equal to a list or a tuple of
+    the same sizes. A static one can be handed to NumPy and JAX.
 
     Example:
         >>> s = Shape((2, "seq", 3))
         >>> s, s.rank, s.static_dims, Shape.is_static(s)
         ([Dim(2), Dim('seq'), Dim(3)], 3, [2, 3], False)
-        >>> Shape((2, 3)) == [2, 3], Shape((2, 3)) == (2, 3), tuple(Shape((2, 3))) == (2, 3)
-        (True, False, True)
+        >>> Shape((2, 3)) == [2, 3], Shape((2, 3)) == (2, 3), (2, 4) != Shape((2, 3))
+        (True, True, True)
     """
 
     def __init__(self, dims: Iterable[DimLike] = ()):
         super().__init__(Dim(dim) for dim in dims)
+
+    def __eq__(self, other: object) -> bool:
+        # A tuple is what other libraries have for a shape. (Their == leaves it to this one.)
+        return super().__eq__(list(other) if isinstance(other, tuple) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def rank(self) -> int:

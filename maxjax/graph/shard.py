@@ -41,7 +41,7 @@ class Shard(Weight):
 
     @property
     def _leaf(self) -> Any:
-        return self._own if self.host._is_missing else self.__jax_array__()
+        return self._own if self.host._is_missing else self._as_array()
 
     @property
     def shape(self) -> Any:
@@ -58,8 +58,8 @@ class Shard(Weight):
         """The element type: that of the whole."""
         return self.host.dtype
 
-    def __jax_array__(self) -> jax.Array:
-        return self._sharding_strategy(self.host.__jax_array__(), self.shard_idx)
+    def _as_array(self) -> jax.Array:
+        return self._sharding_strategy(self.host._as_array(), self.shard_idx)
 
     def _put(self, leaf: Any) -> None:
         if self.shard_idx is None:  # the placeholder it is made with

@@ -255,8 +255,29 @@ class ShardingStrategy:
     shard: Callable[[Any, int, int], Any]
 
     def __call__(self, weight: Any, i: int) -> Any:
-        """What device ``i`` gets."""
+        """What device ``i`` gets.
+
+        Raises:
+            ValueError: There is no such device.
+            IndexError, TypeError: The rule does not fit the weight's shape.
+        """
+        if not 0 <= i < self.num_devices:
+            raise ValueError(
+                f"device {i} of a {self!r}, which splits over {self.num_devices}, counted from 0"
+            )
         return self.shard(weight, i, self.num_devices)
+
+    def check_devices(self, count: int, what: str) -> None:
+        """There must be at most as many devices as parts; fewer take the first parts.
+
+        Raises:
+            ValueError: There are more; the message has both numbers.
+        """
+        if count > self.num_devices:
+            raise ValueError(
+                f"{what} is split over {self.num_devices} devices by its sharding strategy, and shard() got {count}: "
+                f"give it {self.num_devices} devices, or a strategy for {count}"
+            )
 
     # -- constructors, in MAX's order of arguments
 

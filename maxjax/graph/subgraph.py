@@ -19,8 +19,9 @@ from ..dtype import DType
 from ..errors import some
 from ..kernels import StackSlice
 from . import weight as weight_module
+from .kind import KIND
 from .shape import StaticDim
-from .symbolic import is_known, naming, sizes_of, to_dim
+from .symbolic import Scope, is_checked, is_known, naming, sizes_of, to_dim
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
 from .weight import Weight
@@ -38,7 +39,6 @@ class Subgraph:
     Attributes:
         name: For people.
         input_types: A TensorType for each leaf of the inputs.
-        output_types: A TensorType for each output.
         placeholders: Names of the weights that each call looks up, without the prefix.
     """
 
@@ -55,7 +55,8 @@ class Subgraph:
         self.input_types = [type_of_input(name, leaf) for leaf in leaves]
         self.placeholders = [slot for slot in slots if isinstance(slot, str)]
         self._target, self._slots, self._templates = target, list(slots), list(templates)
-        self.output_types = self._trace()
+        self._outputs: dict[bool, list[TensorType]] = {}
+        self._types()
 
     @classmethod
     def of_function(
@@ -64,10 +65,22 @@ class Subgraph:
         """Of a function; Weights it closes over are the same in every call."""
         return cls(name, _Function(function), inputs, (), ())
 
+    @property
+    def output_types(self) -> list[TensorType]:
+        """A TensorType for each output, as a call here gives them."""
+        return list(self._types())
+
+    def _types(self) -> list[TensorType]:
+        if KIND.values not in self._outputs:
+            self._outputs[KIND.values] = self._trace()
+        return self._outputs[KIND.values]
+
     def _trace(self) -> list[TensorType]:
         """Traces it for its output types; the calls find the trace in JAX's cache."""
         names = {str(p) for kind in self.input_types for p in kind.parameters}
-        with naming(sizes_of(name for name in names if not is_known(name))):
+        fresh = sizes_of(name for name in names if not is_known(name))
+        # Calls with sizes that are not of the Graph being written are traced anew, and checked there.
+        with naming(fresh, Scope() if fresh or not is_checked() else None):
             shapes = [
                 jax.ShapeDtypeStruct(w._leaf_dims, jax.dtypes.canonicalize_dtype(w.dtype.np))
                 for w in self._templates
@@ -80,7 +93,7 @@ class Subgraph:
         return [TensorType(o.dtype, [to_dim(size) for size in o.shape], device) for o in outputs]
 
     def _run(self, weights: list[Any], inputs: list[Any]) -> list[Any]:
-        return _call(self._target, self._in_tree, weights, inputs)
+        return _call(self._target, self._in_tree, KIND.values, weights, inputs)
 
     def call(self, args: Sequence[Any], prefix: str) -> list[TensorValue]:
         """Runs it; see ``ops.call``."""
@@ -96,7 +109,8 @@ class Subgraph:
             stacks = [home[0]._array() for home in homes if home is not None]
             others = [w._array() for w, home in zip(chosen, homes, strict=True) if home is None]
             place = np.int32(places.pop())
-            outputs = _call_at(self._target, self._in_tree, stacked, stacks, place, others, flat)
+            key = (self._target, self._in_tree, KIND.values, stacked)
+            outputs = _call_at(*key, stacks, place, others, flat)
         else:
             outputs = self._run([weight._array() for weight in chosen], flat)
         return [TensorValue(y) for y in outputs]
@@ -190,13 +204,17 @@ def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> li
     return [unwrap(output) for output in outputs]
 
 
-_call = jax.jit(_run, static_argnums=(0, 1))
-
-
+# What Weights give inside (``kind.py``) is the same at every call of one key.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(target: Any, in_tree: Any, gives_values: bool, weights: Any, inputs: Any) -> list[Any]:
+    return _run(target, in_tree, weights, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call_at(
     target: Any,
     in_tree: Any,
+    gives_values: bool,
     stacked: tuple[bool, ...],
     stacks: list[Any],
     place: Any,

@@ -11,7 +11,7 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .shape import Dim, StaticDim
 
@@ -24,20 +24,70 @@ class _Known(threading.local):
 
     def __init__(self) -> None:
         self.sizes: Mapping[str, Any] = {}
+        self.scope: Scope | None = None
 
 
 _KNOWN = _Known()
 
 
+class Check(NamedTuple):
+    """Two sizes that have to be equal when a program runs.
+
+    Attributes:
+        have, want: As arithmetic over names.
+        axis: Of which axis they are.
+        title: What begins the message.
+    """
+
+    have: str
+    want: str
+    axis: int
+    title: str
+
+
+class Scope:
+    """What is found out about sizes while something is traced.
+
+    Attributes:
+        names: Names that no input has → the sizes they were bound to.
+        checks: What is to be checked when the sizes are known.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.checks: list[Check] = []
+
+
 @contextlib.contextmanager
-def naming(sizes: Mapping[str, Any]) -> Iterator[None]:
-    """Makes symbolic sizes known by name, besides those that are already."""
-    before = _KNOWN.sizes
+def naming(sizes: Mapping[str, Any], scope: Scope | None = None) -> Iterator[None]:
+    """Makes symbolic sizes known by name, besides those that are already.
+
+    Args:
+        scope: Who checks what is found out about them; an outer one goes on without it.
+    """
+    before, outer = _KNOWN.sizes, _KNOWN.scope
     _KNOWN.sizes = {**before, **sizes}
+    _KNOWN.scope = outer if scope is None else scope
     try:
         yield
     finally:
-        _KNOWN.sizes = before
+        _KNOWN.sizes, _KNOWN.scope = before, outer
+
+
+def is_checked() -> bool:
+    """Whether somebody checks what is found out about sizes."""
+    return _KNOWN.scope is not None
+
+
+def checks() -> list[Check] | None:
+    """Where a check is left for when sizes are known; None where nobody would make it."""
+    return None if _KNOWN.scope is None else _KNOWN.scope.checks
+
+
+def define(name: str, size: Any) -> None:
+    """From now on the name means this size, in the Graph being written."""
+    assert _KNOWN.scope is not None
+    _KNOWN.scope.names[name] = size
 
 
 def is_known(name: str) -> bool:
@@ -49,7 +99,9 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
 }  # fmt: skip
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"floordiv": operator.floordiv, "mod": operator.mod}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "floordiv": operator.floordiv, "mod": operator.mod, "min": min, "max": max,
+}  # fmt: skip
 
 
 def sizes_of(names: Iterable[str]) -> dict[str, Any]:
@@ -69,7 +121,10 @@ def to_dim(size: Any) -> Dim:
     """
     if isinstance(size, (int, Dim)):
         return Dim(size)
-    return Dim(_evaluate(str(size), Dim))
+    try:
+        return Dim(evaluate(str(size), Dim))
+    except TypeError:  # min(a, 2): names have no order
+        raise NotImplementedError(f"the symbolic size {size} is not supported") from None
 
 
 def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
@@ -85,7 +140,8 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
         return dim if _is_symbolic(dim) else operator.index(dim)
     if isinstance(dim, StaticDim):
         return int(dim)
-    known = dict(_KNOWN.sizes)
+    known = dict(_KNOWN.scope.names) if _KNOWN.scope is not None else {}
+    known.update(_KNOWN.sizes)
     for size in (size for shape in shapes for size in shape):
         if _is_symbolic(size) and str(size).isidentifier():
             known[str(size)] = size
@@ -97,7 +153,7 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
             )
         return known[name]
 
-    return _evaluate(str(dim), look_up)
+    return evaluate(str(dim), look_up)
 
 
 def _is_symbolic(size: Any) -> bool:
@@ -110,7 +166,9 @@ def to_sizes(shape: Iterable[Any], *shapes: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(to_size(dim, *shapes) for dim in shape)
 
 
-def _evaluate(text: str, name: Callable[[str], Any]) -> Any:
+def evaluate(text: str, name: Callable[[str], Any]) -> Any:
+    """Arithmetic over names, with what ``name`` says each of them is."""
+
     def go(node: ast.AST) -> Any:
         match node:
             case ast.Expression():

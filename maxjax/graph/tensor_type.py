@@ -85,3 +85,7 @@ class TensorType:
 
     def __repr__(self) -> str:
         return f"TensorType(dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
+
+
+# MAX's base of the types of values, of which there is one here.
+Type = TensorType

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from jax.core import Tracer
 
 from ..dtype import DType, promote
 from .device import DeviceRef
+from .operands import check_indices, check_product, from_numpy, promoted, same_rank
 from .operators import Operators
-from .shape import Dim, Shape, StaticDim
+from .rebinding import beside, rebound
+from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
 
@@ -30,11 +33,11 @@ _METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isr
 def unwrap(x: Any) -> Any:
     """The array behind a TensorValue; a Dim as a number; anything else unchanged."""
     if isinstance(x, TensorValue):
-        return x.__jax_array__()
+        return x._as_array()
     if isinstance(x, Dim):
         size = to_size(x)
         return size if isinstance(size, int) else jnp.asarray(size)
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    return from_numpy(x) if isinstance(x, np.ndarray) else x
 
 
 def wraps(*operands: Any) -> bool:
@@ -46,35 +49,10 @@ def unify(a: Any, b: Any) -> tuple[Any, Any]:
     """Two operands as MAX lets them meet: one dtype, and broadcastable ranks made equal.
 
     Raises:
-        ValueError: An integer tensor meets a float, or the dtypes have no common one.
+        ValueError: An integer tensor meets a float, the dtypes have no common one, or a
+            Python number does not fit in the other's dtype.
     """
-    a, b = (x.item() if isinstance(x, np.generic) else unwrap(x) for x in (a, b))
-    if not hasattr(a, "dtype") and not hasattr(b, "dtype"):
-        return a, b
-    if not hasattr(a, "dtype") or not hasattr(b, "dtype"):
-        array, number = (a, b) if hasattr(a, "dtype") else (b, a)
-        if isinstance(number, float) and not jnp.issubdtype(array.dtype, jnp.inexact):
-            raise ValueError(
-                f"unsafe cast: a Python float and a tensor of {array.dtype}; cast the tensor first"
-            )
-        return a, b
-    if a.dtype != b.dtype:
-        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
-        a, b = a.astype(dtype), b.astype(dtype)
-    return same_rank(a, b)
-
-
-def same_rank(*arrays: Any) -> tuple[Any, ...]:
-    """Arrays with axes of length 1 put in front, so that all have as many.
-
-    Only where JAX was told not to do so itself: eagerly it is an operation of its own.
-    """
-    if jax.config.jax_numpy_rank_promotion == "allow":  # type: ignore[attr-defined]
-        return arrays
-    rank = max(a.ndim for a in arrays)
-    return tuple(
-        a if a.ndim == rank else a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays
-    )
+    return promoted(*(x.item() if isinstance(x, np.generic) else unwrap(x) for x in (a, b)))
 
 
 class TensorValue(Operators):
@@ -116,11 +94,21 @@ class TensorValue(Operators):
                             "use ops.constant for numbers and lists")  # fmt: skip
         self._array = array
 
-    def __jax_array__(self) -> jax.Array:
+    @property
+    def __jax_array__(self) -> Any:
+        """What makes an array of it for JAX; None for the operators of arrays.
+
+        ``array + x`` then is left to ``x``, and gives a TensorValue as ``x + array`` does.
+        """
+        if self._wraps and id(sys._getframe(1).f_code) in _array_operators():
+            return None
+        return self._as_array
+
+    def _as_array(self) -> jax.Array:
         return self._array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = np.asarray(self.__jax_array__())
+        array = np.asarray(self._as_array())
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -147,22 +135,22 @@ class TensorValue(Operators):
     @property
     def value(self) -> Any:
         """The array behind."""
-        return self.__jax_array__()
+        return self._as_array()
 
     @property
     def dtype(self) -> DType:
         """The element type."""
-        return DType.of(self.__jax_array__().dtype)
+        return DType.of(self._as_array().dtype)
 
     @property
     def shape(self) -> Shape:
         """The sizes of the axes, a new Shape at each reading."""
-        return Shape([to_dim(size) for size in self.__jax_array__().shape])
+        return Shape([to_dim(size) for size in self._as_array().shape])
 
     @property
     def device(self) -> DeviceRef:
         """Where the array is, as far as this process sees it; while tracing, its first device."""
-        array = self.__jax_array__()
+        array = self._as_array()
         there = [] if isinstance(array, Tracer) else list(array.sharding.addressable_devices)
         return DeviceRef.from_jax(there[0] if there else jax.local_devices()[0])
 
@@ -174,12 +162,12 @@ class TensorValue(Operators):
     @property
     def rank(self) -> int:
         """The number of axes."""
-        return self.__jax_array__().ndim
+        return self._as_array().ndim
 
     @property
     def ndim(self) -> int:
         """The number of axes, as NumPy calls it."""
-        return self.__jax_array__().ndim
+        return self._as_array().ndim
 
     @property
     def size(self) -> int:
@@ -194,14 +182,14 @@ class TensorValue(Operators):
     @property
     def at(self) -> Any:
         """``x.at[index].set(y)`` and its kin, as on a jax.Array; gives a plain array."""
-        return self.__jax_array__().at
+        return self._as_array().at
 
     # -- MAX's methods
 
     def cast(self, dtype: Any) -> TensorValue:
         """In another element type; floats become integers by cutting off the fraction."""
         dtype = jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
-        return TensorValue(self.__jax_array__().astype(dtype))
+        return TensorValue(self._as_array().astype(dtype))
 
     def reshape(self, shape: Iterable[Any], *more: Any, **options: Any) -> Any:
         """In another shape of as many elements; one size may be -1.
@@ -209,7 +197,7 @@ class TensorValue(Operators):
         Raises:
             ValueError: The number of elements differs.
         """
-        array = self.__jax_array__()
+        array = self._as_array()
         sizes = (
             shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape, *more)
         )
@@ -230,7 +218,7 @@ class TensorValue(Operators):
             raise IndexError(f"permute({list(dims)}) of a tensor with {rank} axes")
         if sorted(axis % rank for axis in dims) != list(range(rank)):
             raise ValueError(f"permute({list(dims)}) must name each of the {rank} axes once")
-        return TensorValue(jnp.transpose(self.__jax_array__(), tuple(dims)))
+        return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
 
     def transpose(self, first: int, second: int) -> TensorValue:
         """With two axes swapped.
@@ -242,16 +230,16 @@ class TensorValue(Operators):
         for axis in (first, second):
             if not -rank <= axis < rank:
                 raise IndexError(f"axis {axis} is out of range for a tensor with {rank} axes")
-        return TensorValue(jnp.swapaxes(self.__jax_array__(), first, second))
+        return TensorValue(jnp.swapaxes(self._as_array(), first, second))
 
     def broadcast_to(self, shape: Iterable[Any]) -> TensorValue:
         """Repeated along axes of length 1, and along new axes in front."""
-        array = self.__jax_array__()
+        array = self._as_array()
         return TensorValue(jnp.broadcast_to(array, to_sizes(shape, array.shape)))
 
     def unsqueeze(self, axis: int) -> TensorValue:
         """With a new axis of length 1."""
-        return TensorValue(jnp.expand_dims(self.__jax_array__(), axis))
+        return TensorValue(jnp.expand_dims(self._as_array(), axis))
 
     def squeeze(self, axis: int) -> TensorValue:
         """Without an axis of length 1.
@@ -262,7 +250,7 @@ class TensorValue(Operators):
         """
         if not -self.rank <= axis < self.rank:
             raise IndexError(f"squeeze({axis}) of a tensor with {self.rank} axes")
-        return TensorValue(jnp.squeeze(self.__jax_array__(), axis))
+        return TensorValue(jnp.squeeze(self._as_array(), axis))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> TensorValue:
         """With the axes from ``start_dim`` to ``end_dim`` made one.
@@ -271,7 +259,7 @@ class TensorValue(Operators):
             IndexError: There is no such axis.
             ValueError: The first comes after the last.
         """
-        array = self.__jax_array__()
+        array = self._as_array()
         rank = max(array.ndim, 1)
         if not (-rank <= start_dim < rank and -rank <= end_dim < rank):
             raise IndexError(f"axes {start_dim} and {end_dim} of a tensor with {array.ndim} axes")
@@ -282,25 +270,16 @@ class TensorValue(Operators):
         return TensorValue(array.reshape((*array.shape[:start], middle, *array.shape[end + 1 :])))
 
     def rebind(self, shape: Iterable[Any], message: str = "") -> TensorValue:
-        """Itself, if it has that shape; a name that is no dimension yet goes with any size.
+        """Itself, with its sizes called so; see ``ops.rebind``.
 
         Raises:
             ValueError: It has another rank or size.
         """
-        array, found, wanted = self.__jax_array__(), self.shape, Shape(shape)
-        fits = len(found) == len(wanted) and all(
-            have == want or not (isinstance(have, StaticDim) and isinstance(want, StaticDim))
-            for have, want in zip(found, wanted, strict=True)
-        )
-        if not fits:
-            raise ValueError(
-                f"{message or 'rebind'}: the tensor has shape {found!r}, not {wanted!r}"
-            )
-        return TensorValue(array)
+        return TensorValue(rebound(self._as_array(), shape, message))
 
     def to(self, device: Any) -> TensorValue:
         """On another device. While tracing, placement is the compiler's and nothing happens."""
-        array = self.__jax_array__()
+        array = self._as_array()
         if isinstance(array, Tracer):
             return TensorValue(array)
         target = (
@@ -312,7 +291,7 @@ class TensorValue(Operators):
 
     def print(self, label: str = "debug_tensor") -> None:
         """Prints the value, under ``jax.jit`` each time the program runs."""
-        array = self.__jax_array__()
+        array = self._as_array()
         text = (
             f"{label} = tensor({{x}}, dtype={self.dtype.name}, shape={list(map(str, self.shape))})"
         )
@@ -327,57 +306,62 @@ class TensorValue(Operators):
 
     def item(self) -> Any:
         """The one element as a Python number."""
-        return self.__jax_array__().item()
+        return self._as_array().item()
 
     def max(self, axis: int = -1) -> TensorValue:
         """The largest along an axis, which stays with length 1."""
-        return TensorValue(jnp.max(self.__jax_array__(), axis, keepdims=True))
+        return TensorValue(jnp.max(self._as_array(), axis, keepdims=True))
 
     def min(self, axis: int = -1) -> TensorValue:
         """The smallest along an axis, which stays with length 1."""
-        return TensorValue(jnp.min(self.__jax_array__(), axis, keepdims=True))
+        return TensorValue(jnp.min(self._as_array(), axis, keepdims=True))
 
     def mean(self, axis: int = -1) -> TensorValue:
         """The mean along an axis, which stays with length 1."""
-        return TensorValue(jnp.mean(self.__jax_array__(), axis, keepdims=True))
+        return TensorValue(jnp.mean(self._as_array(), axis, keepdims=True))
 
     def var(self, axis: int = -1) -> TensorValue:
         """The variance (of the whole, not a sample) along an axis, which stays with length 1."""
-        return TensorValue(jnp.var(self.__jax_array__(), axis, keepdims=True))
+        return TensorValue(jnp.var(self._as_array(), axis, keepdims=True))
 
     def stdev(self, axis: int = -1) -> TensorValue:
         """The standard deviation along an axis, which stays with length 1."""
-        return TensorValue(jnp.std(self.__jax_array__(), axis, keepdims=True))
+        return TensorValue(jnp.std(self._as_array(), axis, keepdims=True))
 
     def argmax(self, axis: int = -1) -> TensorValue:
         """Where the largest is along an axis, which stays with length 1."""
-        return TensorValue(jnp.argmax(self.__jax_array__(), axis, keepdims=True))
+        return TensorValue(jnp.argmax(self._as_array(), axis, keepdims=True))
 
     # -- jax.Array's
 
     def astype(self, dtype: Any) -> Any:
         """In another element type."""
-        return self._result(self.__jax_array__().astype(DType.of(dtype).np))
+        return self._result(self._as_array().astype(DType.of(dtype).np))
 
     def _result(self, array: Any, *others: Any) -> Any:
         return TensorValue(array) if wraps(self, *others) else array
 
     def __getitem__(self, index: Any) -> Any:
+        array = self._as_array()
         parts = index if isinstance(index, tuple) else (index,)
-        key: Any = tuple(map(_index, parts))
-        return self._result(self.__jax_array__()[key])
+        key = [part if isinstance(part, np.ndarray) else _index(part) for part in parts]
+        check_indices(key, array.shape)
+        found = array[tuple(map(unwrap, key))]
+        if any(type(part) is tuple for part in parts):
+            found = rebound(found, beside(parts, key, found.shape), "x[(slice, size)]")
+        return self._result(found)
 
     def __bool__(self) -> bool:
-        return bool(self.__jax_array__())
+        return bool(self._as_array())
 
     def __int__(self) -> int:
-        return int(self.__jax_array__())
+        return int(self._as_array())
 
     def __float__(self) -> float:
-        return float(self.__jax_array__())
+        return float(self._as_array())
 
     def __repr__(self) -> str:
-        array = self.__jax_array__()
+        array = self._as_array()
         shown = (
             ""
             if isinstance(array, Tracer)
@@ -403,7 +387,7 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     y = b._array if type(b) is TensorValue else b
     try:
         if _alike(x, y):
-            return _around(function(x, y))  # the usual case, and it counts in eager code
+            return around(function(x, y))  # the usual case, and it counts in eager code
         if not (_operand(a) and _operand(b)):
             return NotImplemented
         if wraps(a, b):
@@ -414,12 +398,17 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 
 
 def _alike(x: Any, y: Any) -> bool:
-    """Whether JAX alone treats the two as MAX would: arrays of one dtype and rank, or a float array and a number."""
+    """Whether JAX alone treats the two as MAX would: arrays of one dtype and rank, or a float array and a float."""
     if not isinstance(x, jax.Array):
-        return type(x) in (int, float) and isinstance(y, jax.Array) and y.dtype.kind == "f"
+        return isinstance(y, jax.Array) and y.dtype.kind == "f" and _is_exact(x)
     if not isinstance(y, jax.Array):
-        return type(y) in (int, float) and x.dtype.kind == "f"
+        return x.dtype.kind == "f" and _is_exact(y)
     return x.dtype == y.dtype and x.ndim == y.ndim
+
+
+def _is_exact(x: Any) -> bool:
+    """Whether it is a number that every float dtype takes: a float, or a small integer."""
+    return type(x) is float or (type(x) is int and -256 <= x <= 256)
 
 
 def _shown(x: Any) -> str:
@@ -431,7 +420,15 @@ def _matmul(a: Any, b: Any) -> Any:
         return NotImplemented  # x @ w.T: the view knows the fast way
     if not wraps(a, b):
         return unwrap(a) @ unwrap(b)
+    product = getattr(b, "_product", None)
+    if product is not None:  # x @ w.T: the fast way
+        return product(a)
     a, b = unwrap(a), unwrap(b)
+    if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
+        raise ValueError(
+            f"matmul of {_shown(a)} and {_shown(b)}: a number is no matrix; multiply with *"
+        )
+    check_product(a.shape, b.shape)
     if a.dtype != b.dtype:
         dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
         a, b = a.astype(dtype), b.astype(dtype)
@@ -450,23 +447,37 @@ def _index(part: Any) -> Any:
         part = part[0]
     if isinstance(part, slice):
         return slice(*(unwrap(v) for v in (part.start, part.stop, part.step)))
-    return unwrap(part)
+    return part.item() if isinstance(part, np.integer) else unwrap(part)
+
+
+@functools.cache
+def _array_operators() -> frozenset[int]:
+    """ids of the code of jax.Array's operators; Tracers have the same."""
+    with jax.ensure_compile_time_eval():
+        kind = type(jnp.zeros(()))
+    found = (getattr(getattr(kind, name, None), "__code__", None) for name in vars(Operators))
+    return frozenset(id(code) for code in found if code is not None)
 
 
 def _stand_in(x: TensorValue) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), x.dtype.np), x.__jax_array__().shape)
+    return np.broadcast_to(np.zeros((), x.dtype.np), x._as_array().shape)
 
 
 jax.tree_util.register_pytree_with_keys(
     TensorValue,
     lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
-    lambda _, leaves: _around(next(iter(leaves))),
+    lambda _, leaves: around(next(iter(leaves))),
     lambda t: ((t._array,), None),
 )
 
 
-def _around(leaf: Any) -> TensorValue:
+def around(leaf: Any) -> TensorValue:
     """A TensorValue around anything: pytrees may hold other things than arrays for a while."""
     new = object.__new__(TensorValue)
     new._array = leaf
     return new
+
+
+# MAX's base of values, of which there is one kind here, and what ops take for one.
+Value = TensorValue
+TensorValueLike = TensorValue | jax.Array | np.ndarray | np.generic | Dim | int | float

@@ -19,12 +19,14 @@ import numpy as np
 from ..dtype import DType
 from ..kernels import QuantArray, StackSlice, explicit
 from .device import DeviceRef
+from .kind import KIND
 from .layout import DeviceMajor
 from .placed import as_used, put, relaid, stays
 from .quantization import QuantizationEncoding
 from .shape import Shape, StaticDim
 from .sharding import Segment as Segment  # MAX has both here
 from .sharding import ShardingStrategy as ShardingStrategy
+from .transpose import TransposedValue
 from .transpose import WeightTranspose as WeightTranspose
 from .value import TensorValue, unwrap
 
@@ -114,8 +116,10 @@ class Weight(TensorValue):
         (4, 2)
     """
 
-    # Used with plain arrays it gives plain arrays.
-    _wraps = False
+    @property
+    def _wraps(self) -> bool:  # type: ignore[override]
+        """Whether what is made of it is a TensorValue where nothing else decides."""
+        return KIND.values
 
     def __init__(
         self,
@@ -361,7 +365,8 @@ class Weight(TensorValue):
         Shapes need no value. The parts have no values of their own; the device is recorded.
 
         Raises:
-            ValueError: There is no strategy, or this is a shard itself.
+            ValueError: There is no strategy, it is for fewer devices than these, or this is a
+                shard itself.
             IndexError, ValueError, TypeError: The strategy does not fit the shape.
 
         Example:
@@ -375,6 +380,9 @@ class Weight(TensorValue):
                 f"Weight {self.name} cannot be sharded because no sharding strategy was specified."
             )
         assert make_shard is not None
+        devices = list(devices)
+        if isinstance(self.sharding_strategy, ShardingStrategy):
+            self.sharding_strategy.check_devices(len(devices), f"weight '{self.name}'")
         return [make_shard(self, i, device) for i, device in enumerate(devices)]
 
     @property
@@ -450,7 +458,7 @@ class Weight(TensorValue):
             self._dtype = dtype
             structure_changed()
 
-    def __jax_array__(self) -> jax.Array:
+    def _as_array(self) -> jax.Array:
         return self._in_order(self._used())
 
     def _operand(self) -> Any:
@@ -466,11 +474,11 @@ class Weight(TensorValue):
             or self._layout is not None
             or standing_for(self) is not None
         ):
-            return self.__jax_array__()
+            return self._as_array()
         sharding = self._sharding
         if sharding is None or stays(leaf, self._leaf_dims, sharding):
             return leaf
-        return self.__jax_array__()
+        return self._as_array()
 
     def _used(self) -> Any:
         """What is stored, where operations can use it: see ``placed.as_used``."""
@@ -531,10 +539,15 @@ class Weight(TensorValue):
         structure_changed()
 
     @property
-    def T(self) -> WeightTranspose:
-        """The transpose as a view: ``x @ w.T`` reaches ``kernels.matmul`` without one being made."""
-        self.__jax_array__()
-        return WeightTranspose(self)
+    def T(self) -> Any:
+        """The transpose as a view: ``x @ w.T`` reaches ``kernels.matmul`` without one being made.
+
+        Among TensorValues it is one, with the last two axes swapped.
+        """
+        array = self._as_array()
+        if not KIND.values:
+            return WeightTranspose(self)
+        return TransposedValue(self) if array.ndim == 2 else TensorValue(array).T
 
     def __getitem__(self, key: Any) -> Any:
         try:
@@ -543,9 +556,9 @@ class Weight(TensorValue):
             if type(error).__name__ != "ShardingTypeError":
                 raise
         # Of an explicitly placed array JAX cuts nothing across its devices: every one gets it.
-        array = self.__jax_array__()
+        array = self._as_array()
         cut = explicit.automatic(lambda a: unwrap(TensorValue(a)[key]), explicit.mesh_of(array), [])
-        return cut(array)
+        return self._result(cut(array))
 
     # -- Python's protocols
 
@@ -553,7 +566,9 @@ class Weight(TensorValue):
         if isinstance(other, Weight):
             return self is other
         if isinstance(other, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-            return self.__jax_array__() == jnp.asarray(other)
+            if KIND.values:
+                return super().__eq__(other)
+            return self._as_array() == jnp.asarray(other)
         return NotImplemented
 
     def __ne__(self, other: Any) -> Any:
@@ -613,12 +628,15 @@ def _register(cls: type[Weight]) -> None:
 
 
 class _WeightDef:
-    """The treedef data of a Weight on its own: equal when all but value and full name is."""
+    """The treedef data of a Weight on its own: equal when all but value and full name is.
+
+    What its operators give is a part of it: what was traced for one kind is not for the other.
+    """
 
     __slots__ = ("key", "weight")
 
     def __init__(self, weight: Weight):
-        self.key = weight._static()
+        self.key = (KIND.values, weight._static())
         # A copy without its value: a treedef must not keep arrays alive.
         self.weight = Weight._from_static(weight, None, weight._full_name)
 

@@ -1,6 +1,6 @@
 """Floor 5. One layer of a decoder: attention and MLP, each around a shortcut.
 
-Below: decoder_attention, ``nn.mlp``. Above: the decoder. A family with another MLP overrides
+Below: decoder_attention, ``nn.linear``. Above: the decoder. A family with another MLP overrides
 :meth:`DecoderLayer.make_mlp`, one with another attention names it as ``attention_class``.
 
 Shapes: B sequences, T tokens, hidden size E.
@@ -15,7 +15,7 @@ import jax
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..nn.layer import Module
-from ..nn.mlp import MLP
+from ..nn.linear import MLP
 from ..nn.norm import RMSNorm
 from .decoder_attention import Cached, DecoderAttention, Step
 from .decoder_config import DecoderConfig

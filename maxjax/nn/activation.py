@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import closest
+from ..graph.ops.lift import lift
 
 Activation = Callable[[Any], jax.Array]
 
@@ -133,3 +134,17 @@ def activation(name: str) -> Activation:
     hint = f" (did you mean '{like}'?)" if like else ""
     known = ", ".join(ACTIVATIONS)
     raise ValueError(f"unknown activation function {name!r}{hint}. Known: {known}")
+
+
+def activation_function_from_name(name: str) -> Callable[[Any], Any]:
+    """As :func:`activation`, under MAX's name and for MAX's values: of a TensorValue it gives one.
+
+    Raises:
+        ValueError: There is none of that name.
+
+    Example:
+        >>> from maxjax.graph import TensorValue
+        >>> activation_function_from_name("relu")(TensorValue(jnp.array([-1.0, 2.0]))).shape
+        [Dim(2)]
+    """
+    return lift(activation(name))

@@ -5,7 +5,7 @@ Below: Module, Weight. Above: the model families.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -107,3 +107,29 @@ class Embedding(Module):
     def initializer(self, name: str) -> Any:
         """Normal with standard deviation 0.02."""
         return _NORMAL
+
+
+class VocabParallelEmbedding(Embedding):
+    """An Embedding whose rows are split over the devices. Arguments in MAX's order.
+
+    Args:
+        vocab_size, hidden_dim, dtype, quantization_encoding, name: As of Embedding.
+        devices: Where the table is declared to live: the first of them.
+
+    Example:
+        >>> table = VocabParallelEmbedding(6, 4, "float32", [DeviceRef.CPU()])
+        >>> list(table.raw_state_dict())
+        ['weight']
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_dim: int,
+        dtype: Any,
+        devices: Sequence[DeviceRef],
+        quantization_encoding: QuantizationEncoding | None = None,
+        name: str | None = None,
+    ):
+        device = devices[0] if devices else DeviceRef.CPU()
+        super().__init__(vocab_size, hidden_dim, dtype, device, quantization_encoding, name)

@@ -24,7 +24,7 @@ from ..dtype import DType, promote
 from ..graph.placed import on_mesh
 from ..graph.placement import batch_axes
 from ..kernels import matmul
-from .mlp import gated
+from .linear import gated
 
 # More rows in a block save nothing, and leave more of it empty.
 _MOST_ROWS = 64

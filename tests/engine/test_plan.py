@@ -448,6 +448,28 @@ def test_memory_that_devices_report(monkeypatch):
     assert _reported(mesh()) == 50
 
 
+@pytest.mark.parametrize(
+    ("kind", "hbm"),
+    [("TPU v5 lite", 16 << 30), ("TPU v5", 95 << 30), ("TPU v5p", 95 << 30), ("NVIDIA H200", 141 * 10**9),
+     ("NVIDIA H100 80GB HBM3", 80 * 10**9), ("TPU v99", None)],
+)  # fmt: skip
+def test_a_mesh_of_a_topology(kind, hbm):
+    class Device:
+        """As of jax.experimental.topologies: programs are compiled for it, and it is nowhere."""
+
+        process_index, platform, device_kind = 0, "tpu", kind
+
+        def memory_stats(self):
+            raise jax.errors.JaxRuntimeError(
+                "UNIMPLEMENTED: MemoryStats is only supported for addressable PjRt devices"
+            )
+
+    mesh = jax.sharding.Mesh(np.array([Device() for _ in range(2)]), ("model",))
+    found = plan(mlp(), mesh)
+    assert (found.devices, found.hbm, found.fits) == (2, hbm, None if hbm is None else True)
+    assert found.bytes_per_device == plan(mlp(), {"model": 2}).bytes_per_device
+
+
 # --- options and the result -------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from maxjax.graph import DeviceRef, Segment, ShardingStrategy, Weight
 from maxjax.graph.mesh import make_mesh
 from maxjax.graph.placed import as_used, out_of_memory, put
 from maxjax.graph.placement import EXPERTS, Split, batch_axes, by_pattern, check_mesh, parts, place
+from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.nn import Module
 
 S = ShardingStrategy
 
@@ -140,3 +142,31 @@ def test_a_weight_in_the_hosts_memory_comes_when_it_is_used():
     assert as_used(array, (4, 2), place).sharding.memory_kind == "device"
     twice = jax.jit(lambda a: as_used(a, (4, 2), place) * 2)(array)
     np.testing.assert_array_equal(twice, 2 * np.ones((4, 2)))
+
+
+def test_fsdp_splits_no_block_of_packed_weights():
+    # 96 weights divide by 4, and the 3 blocks that they are do not; nor do the 6 rows.
+    mesh = AbstractMesh((4,), ("fsdp",))
+    found = place("w", (6, 96), None, mesh, block=32)
+    assert tuple(found.spec) == (None, None) and found.why == "no axis left that divides by fsdp=4"
+    assert tuple(place("w", (6, 96), None, mesh).spec) == (None, "fsdp")
+    assert tuple(place("w", (6, 128), None, mesh, block=32).spec) == (None, "fsdp")
+
+
+def test_packed_weights_keep_their_values_where_fsdp_does_not_divide_their_blocks():
+    class Holder(Module):
+        def __init__(self):
+            super().__init__()
+            self.w = Weight("w", "uint8", (6, 54), DeviceRef.CPU(), QuantizationEncoding.Q4_0)
+
+        def __call__(self, x):
+            return x @ self.w.T
+
+    blocks = np.random.default_rng(0).integers(0, 255, (6, 54), np.uint8)
+    blocks[:, 1::18] = 0  # scales of moderate size
+    model, x = Holder(), np.ones((4, 96), np.float32)
+    model.load_state_dict({"w": blocks})
+    want = np.asarray(model(x))
+    model.to(make_mesh(fsdp=4))
+    assert tuple(model.w.sharding.spec) == (None, None)
+    np.testing.assert_allclose(np.asarray(model(x)), want, rtol=1e-6)

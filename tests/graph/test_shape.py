@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.shape import Dim, Shape, StaticDim
 
 
@@ -22,11 +23,15 @@ def test_of_anything_iterable():
             Shape((bad,))
 
 
-def test_equal_to_lists_only():
+def test_equal_to_lists_and_tuples():
     s = Shape((1, "a"))
     assert s == [1, "a"]
     assert s == Shape((1, "a"))
-    assert s != (1, "a")
+    assert s == (1, "a") and (1, "a") == s
+    assert s != (1, "b") and (1, "b") != s and not s != (1, "a")
+    assert s != (1,) and s != "1a" and s != {1, "a"}
+    weight = Weight("w", "float32", (4, 8), DeviceRef.CPU())
+    assert weight.shape == (4, 8) == weight.shape == [np.int64(4), 8] and weight.shape != (8, 4)
     assert s != [1, "b"]
     assert s != [1]
     assert tuple(s) == (1, "a")

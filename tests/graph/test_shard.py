@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax import nn
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, Shardable, ShardingStrategy, TensorType, Weight, ops
 from maxjax.nn import Module
@@ -145,3 +146,39 @@ def test_without_its_weight_a_shard_is_a_value_like_another():
         model.load_state_dict({"w[1]": VALUE[3:]})
     model.part = None
     assert not model.raw_state_dict()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ShardingStrategy.rowwise(2),
+        ShardingStrategy.replicate(2),
+        ShardingStrategy(2, lambda w, i, n: w[i:]),
+    ],
+)
+def test_more_devices_than_the_strategy_has_are_refused(strategy):
+    w = Weight("layers.0.w", "float32", (4, 2), CPU, sharding_strategy=strategy)
+    with pytest.raises(
+        ValueError, match=r"'layers.0.w' is split over 2 devices .* got 3: .* strategy for 3"
+    ):
+        w.shard([CPU] * 3)
+    with pytest.raises(ValueError, match="device 2 .* over 2"):
+        strategy(np.ones((4, 2)), 2)
+    # Fewer take the first parts, as in MAX; a generator of devices is read once.
+    assert [part.name for part in w.shard(iter([CPU]))] == ["layers.0.w[0]"] and w.shard([]) == []
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: nn.Linear(4, 8, "float32", CPU), lambda: nn.MLP("float32", None, 4, 8, [CPU]),
+     lambda: nn.Embedding(8, 4, "float32", CPU), lambda: nn.RMSNorm(4, "float32")],
+)  # fmt: skip
+def test_nor_do_layers_take_more_devices(layer):
+    layer = layer()
+    tensor = isinstance(layer, nn.MLP)
+    layer.sharding_strategy = (
+        ShardingStrategy.tensor_parallel(2) if tensor else ShardingStrategy.replicate(2)
+    )
+    assert len(layer.shard([CPU] * 2)) == 2
+    with pytest.raises(ValueError, match="over 2 devices .* got 3"):
+        layer.shard([CPU] * 3)

@@ -21,7 +21,7 @@ from maxjax.models.decoder_layer import DecoderLayer
 from maxjax.models.decoder_rope import Rope
 from maxjax.nn import LayerList, LayerStack
 from maxjax.nn.layer import add_layer_hook
-from maxjax.nn.mlp import MLP
+from maxjax.nn.linear import MLP
 from tests.products import fast_and_slow, pairwise
 
 VOCAB = 48

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..value import same_rank
-from .lift import array, boolean, check_broadcast, lift, meet
+from ..operands import check_broadcast, number, same_rank
+from .lift import array, boolean, lift, meet
 
 
 @lift
@@ -19,8 +19,8 @@ def add(lhs: Any, rhs: Any) -> Any:
     """``lhs + rhs``.
 
     Raises:
-        ValueError: An integer tensor meets a float, or the shapes do not broadcast (here
-            and in all that follow).
+        ValueError: An integer tensor meets a float, a number does not fit in the other's
+            dtype, or the shapes do not broadcast (here and in all that follow).
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,8 +67,9 @@ def mod(lhs: Any, rhs: Any) -> Any:
 @lift
 def pow(lhs: Any, rhs: Any) -> Any:
     """``lhs`` to the power ``rhs``."""
-    if not hasattr(rhs, "dtype") and isinstance(rhs, int):
-        return jnp.power(array(lhs), rhs)  # a known whole number: multiplications, exact gradients
+    if isinstance(rhs, int) and getattr(lhs, "dtype", jnp.bool_) != jnp.bool_:
+        # A known whole number: multiplications, exact gradients.
+        return jnp.power(lhs, number(rhs, lhs.dtype))
     return jnp.power(*meet(lhs, rhs))
 
 

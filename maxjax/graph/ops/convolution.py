@@ -29,12 +29,13 @@ class FilterLayout(enum.Enum):
     QRSCF = "QRSCF"
     FCRS = "FCRS"
     FCQRS = "FCQRS"
+    CFRS = "CFRS"  # torch's of a transposed convolution: its inputs first
 
 
 # jax.lax's letters for MAX's layouts, by the number of spatial axes.
 _IMAGES = {("NHWC", 2): "NHWC", ("NCHW", 2): "NCHW", ("NHWC", 3): "NDHWC", ("NCHW", 3): "NCDHW"}
 _FILTERS = {
-    ("RSCF", 2): "HWIO", ("FCRS", 2): "OIHW",
+    ("RSCF", 2): "HWIO", ("FCRS", 2): "OIHW", ("CFRS", 2): "IOHW",
     ("QRSCF", 3): "DHWIO", ("FCQRS", 3): "OIDHW",
 }  # fmt: skip
 
@@ -139,7 +140,8 @@ def conv2d_transpose(
     Args:
         x: ``[N, H, W, C]``.
         filter: ``[R, S, F, C]``: the filter of the convolution it transposes, whose
-            channels are our filters; torch's ``[C, F, R, S]`` is the layout FCRS.
+            channels are our filters; torch's ``[C, F, R, S]`` is the layout CFRS, which says
+            so, or FCRS in the names of that convolution.
         padding: Taken off the result before and after H, before and after W.
         output_paddings: Added to the result at the end of H and W.
 
@@ -151,8 +153,9 @@ def conv2d_transpose(
     """
     x, w = _operands(x, filter, 2)
     image, kernel = _letters(_IMAGES, input_layout, 2), _letters(_FILTERS, filter_layout, 2)
-    # The filter is that of the convolution the other way: its inputs are our outputs.
-    kernel = kernel.translate(str.maketrans("IO", "OI"))
+    if kernel != _FILTERS["CFRS", 2]:
+        # The filter is that of the convolution the other way: its inputs are our outputs.
+        kernel = kernel.translate(str.maketrans("IO", "OI"))
     if not same(x.shape[image.index("C")], w.shape[kernel.index("I")]):
         raise ValueError(
             f"conv2d_transpose of {x.shape} with a filter of {w.shape}: their channels differ"

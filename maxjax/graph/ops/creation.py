@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ...dtype import DType
+from ..operands import bounds, from_numpy, is_float, number
 from ..shape import Dim
 from ..symbolic import to_size
 from ..value import TensorValue
@@ -45,14 +46,14 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
         if dtype is None or device is None:
             raise TypeError("ops.constant of a number or list needs its dtype and device: "
                             "ops.constant(1.0, DType.float32, DeviceRef.CPU())")  # fmt: skip
-        return TensorValue(jnp.asarray(_literal(value, DType.of(dtype)), canonical(dtype)))
+        return TensorValue(jnp.asarray(_literal(value, DType.of(dtype))))
     found = jnp.from_dlpack(value) if not hasattr(value, "dtype") else value
     kind = DType.of(found.dtype)
     if dtype is not None and DType.of(dtype) is not kind and canonical(dtype) != found.dtype:
         raise ValueError(
             f"ops.constant: an array of {kind!r} as {DType.of(dtype)!r}; cast it first"
         )
-    return TensorValue(jnp.array(found))
+    return TensorValue(jnp.array(from_numpy(found) if isinstance(found, np.ndarray) else found))
 
 
 def _literal(value: Any, dtype: DType) -> np.ndarray:
@@ -60,11 +61,22 @@ def _literal(value: Any, dtype: DType) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise ValueError(f"ops.constant: the lists in {value!r} have different lengths") from error
-    target = np.dtype(dtype.np)
-    if array.size and not dtype.is_float() and target != np.bool_:
-        bounds = jnp.iinfo(target)
-        if array.dtype.kind == "f" or array.min() < bounds.min or array.max() > bounds.max:
-            raise ValueError(f"unsafe cast: {value!r} does not fit in {dtype!r}")
+    return _exact(array, dtype, "ops.constant", value)
+
+
+def _exact(array: np.ndarray, dtype: Any, op: str, shown: Any) -> np.ndarray:
+    """Numbers in a dtype: those of floats are rounded, others must be what they are.
+
+    Raises:
+        ValueError: One is too large for the dtype, or none of its kind.
+    """
+    target = canonical(dtype)
+    if array.size and not is_float(target):
+        low, high = (0, 1) if target == np.bool_ else bounds(target)
+        if array.dtype.kind == "f" or array.min() < low or array.max() > high:
+            raise ValueError(
+                f"unsafe cast: {op} of {shown!r} does not fit in {target}, which holds integers from {low} to {high}"
+            )
     return array.astype(target)
 
 
@@ -85,7 +97,8 @@ def range(
         out_dim: How many there are; needed with tensors.
 
     Raises:
-        ValueError: A step of 0, or tensors without ``out_dim``.
+        ValueError: A step of 0, tensors without ``out_dim``, or numbers that the dtype does
+            not hold.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -104,7 +117,12 @@ def range(
     kind = canonical(dtype)
     if isinstance(length, int) and all(isinstance(x, (int, float)) for x in ends):
         # In NumPy, at full width, rounded once.
-        return jnp.asarray((ends[0] + ends[2] * np.arange(length)).astype(kind))
+        numbers = ends[0] + ends[2] * np.arange(length)
+        if any(isinstance(x, float) for x in ends):
+            numbers = numbers.astype(np.float64)
+        return jnp.asarray(_exact(numbers, kind, "ops.range", tuple(ends)))
+    for end in ends:
+        number(end, kind) if isinstance(end, (int, float)) else None
     first, _, by = (jnp.asarray(x).reshape(()).astype(kind) for x in ends)
     return first + by * jnp.arange(length, dtype=kind)
 

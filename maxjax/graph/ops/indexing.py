@@ -1,22 +1,70 @@
 """Floor 3. Ops that read and write elements by index.
 
-Negative indices count from the end. An index outside the axis reads NaN (of integers the
-least number there is) and writes nothing: compiled code cannot raise.
+Negative indices count from the end. An index outside the axis of a TensorValue is refused where
+it is known when the op is called: a number, a list, a NumPy array. One in a tensor, or into a
+plain array, reads NaN (of integers the least number there is) and writes nothing: compiled code
+cannot raise.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
+from ..operands import check_inside
 from ..symbolic import to_size
+from ..value import TensorValue, unwrap
 from .lift import array, axis_of, boolean, canonical, integers, lift, same
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-@lift
+
+def _indexed(position: int) -> Callable[[_F], _F]:
+    """``lift`` for an op whose argument of that position holds indices."""
+
+    def decorate(function: _F) -> _F:
+        lifted, signature = lift(function), inspect.signature(function)
+
+        @functools.wraps(function)
+        def op(*args: Any, **kwargs: Any) -> Any:
+            given = args[position] if len(args) > position else kwargs.get("indices")
+            values = args[0] if args else kwargs.get("input")
+            known = isinstance(given, (int, list, np.ndarray, np.integer))
+            if known and isinstance(values, TensorValue):
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                _check_known(function.__name__, bound.arguments)
+            return lifted(*args, **kwargs)
+
+        return op  # type: ignore[return-value]
+
+    return decorate
+
+
+def _check_known(op: str, arguments: dict[str, Any]) -> None:
+    """Indices that are no tensor must lie inside."""
+    places, shape = np.asarray(arguments["indices"]), unwrap(arguments["input"]).shape
+    if places.dtype.kind not in "iu" or not places.size:
+        return  # refused later, or nothing
+    if "axis" in arguments:
+        axis = arguments["axis"]
+        if isinstance(axis, int) and -len(shape) <= axis < len(shape):
+            check_inside(places, shape, axis, op)
+        return
+    first = arguments.get("batch_dims", 0)
+    if places.ndim and first + places.shape[-1] <= len(shape):
+        for i in range(places.shape[-1]):
+            check_inside(places[..., i], shape, first + i, op)
+
+
+@_indexed(1)
 def gather(input: Any, indices: Any, axis: int) -> Any:
     """The slices of ``input`` at some places of one axis.
 
@@ -25,7 +73,8 @@ def gather(input: Any, indices: Any, axis: int) -> Any:
 
     Raises:
         IndexError: There is no such axis.
-        ValueError: The indices are no integers.
+        ValueError: The indices are no integers, or known and outside the axis of a
+            TensorValue (here and in all that follow).
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,7 +88,7 @@ def gather(input: Any, indices: Any, axis: int) -> Any:
     return jnp.take(x, integers(indices, "gather"), axis)
 
 
-@lift
+@_indexed(1)
 def gather_nd(input: Any, indices: Any, batch_dims: int = 0) -> Any:
     """The slices of ``input`` at places given by several indices each.
 
@@ -113,7 +162,7 @@ def _(primals: Any, tangents: Any) -> Any:
     return x.at[at].mul(new), slope.at[at].add(dnew * others * there(x))
 
 
-@lift
+@_indexed(2)
 def scatter(input: Any, updates: Any, indices: Any, axis: int = -1) -> Any:
     """``input`` with ``updates`` written over it, each at its index along an axis.
 
@@ -134,25 +183,25 @@ def scatter(input: Any, updates: Any, indices: Any, axis: int = -1) -> Any:
     return _scatter(input, updates, indices, axis, "scatter", "set")
 
 
-@lift
+@_indexed(2)
 def scatter_add(input: Any, updates: Any, indices: Any, axis: int = -1) -> Any:
     """As ``scatter``, adding each update to what is there."""
     return _scatter(input, updates, indices, axis, "scatter_add", "add")
 
 
-@lift
+@_indexed(2)
 def scatter_mul(input: Any, updates: Any, indices: Any, axis: int = -1) -> Any:
     """As ``scatter``, multiplying what is there by each update."""
     return _scatter(input, updates, indices, axis, "scatter_mul", "mul")
 
 
-@lift
+@_indexed(2)
 def scatter_max(input: Any, updates: Any, indices: Any, axis: int = -1) -> Any:
     """As ``scatter``, keeping the greatest of what is there and the updates."""
     return _scatter(input, updates, indices, axis, "scatter_max", "max")
 
 
-@lift
+@_indexed(2)
 def scatter_min(input: Any, updates: Any, indices: Any, axis: int = -1) -> Any:
     """As ``scatter``, keeping the least of what is there and the updates."""
     return _scatter(input, updates, indices, axis, "scatter_min", "min")
@@ -174,7 +223,7 @@ def _scatter_nd(input: Any, updates: Any, indices: Any, op: str, how: str) -> ja
     return _update(x, tuple(_along_last(places)), new, how)
 
 
-@lift
+@_indexed(2)
 def scatter_nd(input: Any, updates: Any, indices: Any) -> Any:
     """``input`` with slices written over it at places given by several indices each.
 
@@ -189,25 +238,25 @@ def scatter_nd(input: Any, updates: Any, indices: Any) -> Any:
     return _scatter_nd(input, updates, indices, "scatter_nd", "set")
 
 
-@lift
+@_indexed(2)
 def scatter_nd_add(input: Any, updates: Any, indices: Any) -> Any:
     """As ``scatter_nd``, adding each update to what is there."""
     return _scatter_nd(input, updates, indices, "scatter_nd_add", "add")
 
 
-@lift
+@_indexed(2)
 def scatter_nd_mul(input: Any, updates: Any, indices: Any) -> Any:
     """As ``scatter_nd``, multiplying what is there by each update."""
     return _scatter_nd(input, updates, indices, "scatter_nd_mul", "mul")
 
 
-@lift
+@_indexed(2)
 def scatter_nd_max(input: Any, updates: Any, indices: Any) -> Any:
     """As ``scatter_nd``, keeping the greatest of what is there and the updates."""
     return _scatter_nd(input, updates, indices, "scatter_nd_max", "max")
 
 
-@lift
+@_indexed(2)
 def scatter_nd_min(input: Any, updates: Any, indices: Any) -> Any:
     """As ``scatter_nd``, keeping the least of what is there and the updates."""
     return _scatter_nd(input, updates, indices, "scatter_nd_min", "min")

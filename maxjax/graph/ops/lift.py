@@ -7,7 +7,6 @@ of one dtype and shape, and axes counted from the front. Below: TensorValue, Wei
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...dtype import DType
+from ..operands import check_broadcast, from_numpy, is_float
+from ..operands import same as same
 from ..shape import Dim
 from ..value import TensorValue, unify, unwrap
 from ..weight import WeightTranspose
@@ -71,12 +72,12 @@ def _lower(x: Any, kinds: set[str]) -> Any:
     """The arrays in an argument; notes in ``kinds`` what they were. Shapes stay what they are."""
     if isinstance(x, TensorValue):
         kinds.add(VALUE if x._wraps else WEIGHT)
-        return x.__jax_array__()
+        return x._as_array()
     if type(x) in (list, tuple):
         return type(x)([_lower(v, kinds) for v in x])
     if isinstance(x, (jax.Array, np.ndarray)):
         kinds.add(PLAIN)
-        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+        return x if isinstance(x, jax.Array) else from_numpy(x)
     if isinstance(x, WeightTranspose):
         kinds.add(WEIGHT)
         return x.array()
@@ -98,7 +99,7 @@ def floating(x: Any, op: str) -> jax.Array:
     if isinstance(x, (int, float)):
         return jnp.asarray(float(x))
     x = array(x)
-    if not _is_float(x.dtype):
+    if not is_float(x.dtype):
         raise ValueError(f"{op} takes a tensor of floats, not of {x.dtype}; cast it first")
     return x
 
@@ -140,54 +141,7 @@ def meet(a: Any, b: Any) -> tuple[Any, Any]:
         if a.dtype == b.dtype and a.shape == b.shape:
             return a, b
         check_broadcast(a.shape, b.shape)
-    a, b = unify(a, b)
-    if not hasattr(b, "dtype"):
-        b = _number(b, getattr(a, "dtype", None))
-    elif not hasattr(a, "dtype"):
-        a = _number(a, b.dtype)
-    return a, b
-
-
-def _number(x: Any, dtype: Any) -> Any:
-    """A Python number that meets a tensor of some dtype.
-
-    JAX lets it take the tensor's dtype, but would wrap one that is too large, and make
-    integers of booleans.
-    """
-    if dtype is None or _is_float(dtype):
-        return x
-    boolean = dtype == jnp.bool_
-    low, high = (0, 1) if boolean else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    if not low <= x <= high:
-        raise ValueError(f"unsafe cast: {x!r} does not fit in {dtype}; cast the tensor first")
-    return jnp.asarray(bool(x)) if boolean else x
-
-
-@functools.cache
-def _is_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def check_broadcast(*shapes: tuple[Any, ...]) -> None:
-    """Shapes must broadcast, the shorter ones with axes of length 1 put in front.
-
-    Raises:
-        ValueError: They do not; the message names them.
-    """
-    if len(set(shapes)) < 2:
-        return
-    backwards = (tuple(reversed(shape)) for shape in shapes)
-    for sizes in itertools.zip_longest(*backwards, fillvalue=1):
-        if len({size for size in sizes if not same(size, 1)}) > 1:
-            names = " and ".join(map(str, shapes))
-            raise ValueError(
-                f"shapes {names} do not broadcast: sizes must be equal, or one of them 1"
-            )
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to be equal; symbolic ones may be undecided."""
-    return bool(a == b)
+    return unify(a, b)
 
 
 def axis_of(axis: int, rank: int, op: str, error: type[Exception] = ValueError) -> int:
@@ -210,7 +164,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 def narrow(dtype: Any) -> bool:
     """Whether it is a float of 16 bits or less."""
-    return dtype.itemsize < 4 and _is_float(dtype)
+    return dtype.itemsize < 4 and is_float(dtype)
 
 
 def rounded(y: jax.Array, dtype: Any) -> jax.Array:

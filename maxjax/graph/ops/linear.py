@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType, promote
-from ..value import same_rank
-from ..weight import WeightTranspose
-from .lift import array, axis_of, check_broadcast, floating, lift, meet, narrow, same
+from ..operands import check_product, same_rank
+from ..transpose import TransposedValue, WeightTranspose
+from .lift import array, axis_of, floating, lift, meet, narrow, same
 
 
 def matmul(lhs: Any, rhs: Any) -> Any:
@@ -34,8 +34,9 @@ def matmul(lhs: Any, rhs: Any) -> Any:
         >>> ops.matmul(jnp.ones((5, 2, 3)), jnp.ones((3, 4))).shape
         (5, 2, 4)
     """
-    if isinstance(rhs, WeightTranspose):
-        promote(DType.of(lhs.dtype), rhs.dtype)
+    if isinstance(rhs, (WeightTranspose, TransposedValue)):
+        if rhs.T._packing is None:
+            promote(DType.of(lhs.dtype), rhs.dtype)
         return _after(lhs, lambda x: x @ rhs)
     return _matmul(lhs, rhs)
 
@@ -48,18 +49,12 @@ def _after(x: Any, function: Callable[[jax.Array], Any]) -> Any:
 @lift
 def _matmul(lhs: Any, rhs: Any) -> Any:
     a, b = array(lhs), array(rhs)
-    if not (a.ndim and b.ndim and same(a.shape[-1], b.shape[-min(b.ndim, 2)])):
-        raise ValueError(
-            f"matmul: shapes {a.shape} and {b.shape} do not fit: the last axis on the left "
-            "must be as long as the last but one on the right"
-        )
+    check_product(a.shape, b.shape)
     if a.dtype != b.dtype:
         dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
         a, b = a.astype(dtype), b.astype(dtype)
-    if a.ndim > 2 or b.ndim > 2:
-        check_broadcast(a.shape[:-2], b.shape[:-2])
-        if min(a.ndim, b.ndim) >= 2:
-            a, b = same_rank(a, b)
+    if min(a.ndim, b.ndim) >= 2:
+        a, b = same_rank(a, b)
     if not narrow(a.dtype):
         return jnp.matmul(a, b)
     return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..rebinding import rebound
 from ..symbolic import to_sizes
-from ..value import TensorValue
 from .lift import array, axis_of, canonical, lift, maker, same
 
 
@@ -119,7 +119,11 @@ def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = 
 
 @lift
 def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) -> Any:
-    """The tensor, if it has that shape; a name that is no dimension yet goes with any size.
+    """The tensor with its sizes called so: numbers, names, or arithmetic over names.
+
+    In a Graph the result has these sizes. Where that cannot be known yet, as of a named size
+    said to be another, it is checked each time the program runs. A name that is no dimension
+    yet means this size from now on; outside of a Graph it goes with any size.
 
     Args:
         message: In front of the error.
@@ -127,8 +131,23 @@ def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) 
 
     Raises:
         ValueError: It has another rank or size.
+
+    Example:
+        >>> import numpy as np
+        >>> from maxjax.engine import InferenceSession
+        >>> from maxjax.graph import DeviceRef, Graph, TensorType, ops
+        >>> vector = lambda size: TensorType("float32", [size], DeviceRef.CPU())
+        >>> with Graph("sum", input_types=[vector("a"), vector("b")]) as g:
+        ...     x, y = (value.tensor for value in g.inputs)
+        ...     g.output(x + ops.rebind(y, ["a"]))
+        >>> model = InferenceSession().load(g)
+        >>> print(model(np.ones(2, "float32"), np.ones(2, "float32"))[0].value)
+        [2. 2.]
+        >>> model(np.ones(2, "float32"), np.ones(3, "float32"))
+        Traceback (most recent call last):
+        ValueError: rebind: axis 0 was rebound to a = 2, and is b = 3 (with a = 2, b = 3)
     """
-    return TensorValue(array(x)).rebind(shape, message).value
+    return rebound(array(x), shape, message)
 
 
 @lift

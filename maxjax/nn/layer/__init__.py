@@ -7,6 +7,7 @@ one, ties stay one leaf under every transformation, and a change of structure (n
 a value) makes JAX trace again.
 """
 
+from ...graph.sharding import Shardable as Shardable
 from .hooks import Layer as Layer
 from .hooks import add_layer_hook as add_layer_hook
 from .hooks import clear_hooks as clear_hooks

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
+from ...graph.kind import KIND
 from ...graph.weight import EPOCH, LEAF_CACHES, Weight
 from ...kernels.stack_slice import StackSlice, whole
 from .hooks import token
@@ -52,6 +53,15 @@ class Definition:
 
     def __deepcopy__(self, memo: Any) -> Definition:
         return self
+
+
+class Valued(NamedTuple):
+    """The treedef data of a Module where Weights give TensorValues (``graph/kind.py``).
+
+    Another one than the Definition it is about: no trace is used for both kinds.
+    """
+
+    definition: Definition
 
 
 _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValueDictionary()
@@ -249,8 +259,10 @@ def _first(item: tuple[str, Any]) -> str:
     return item[0]
 
 
-def rebuild(definition: Definition, leaves: Iterator[Any] | Any) -> Any:
+def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any:
     """A new tree of Modules around ``leaves``, which may be anything and are not looked at."""
+    if isinstance(definition, Valued):
+        definition = definition.definition
     holders = tuple(
         type(w)._from_static(w, leaf, name)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
@@ -307,7 +319,7 @@ def known(module: Any) -> Cache:
     return cache
 
 
-def flatten(module: Any) -> tuple[tuple[Any, ...], Definition]:
+def flatten(module: Any) -> tuple[tuple[Any, ...], Definition | Valued]:
     # The dispatch path of every jitted call: two look-ups when nothing has changed. The
     # leaves are read before the count: another thread counts first, then lets them go.
     cache = module._mx_cache
@@ -320,7 +332,7 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Definition]:
         known(module)
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
-    return leaves, cache.definition
+    return leaves, Valued(cache.definition) if KIND.values else cache.definition
 
 
 def held(module: Any) -> list[Any]:
@@ -330,7 +342,7 @@ def held(module: Any) -> list[Any]:
     return list(map(whole, leaves if cache.values == EPOCH.values else cache.refresh()))
 
 
-def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Definition]:
+def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Definition | Valued]:
     leaves, definition = flatten(module)
-    keys = map(jax.tree_util.GetAttrKey, definition.names)
+    keys = map(jax.tree_util.GetAttrKey, known(module).definition.names)
     return list(zip(keys, leaves, strict=True)), definition

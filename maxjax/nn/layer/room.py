@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ...driver import memory_stats
 from ...errors import OutOfMemoryError, UserInputError
 from ...graph.binding import default_device
 from ...graph.placement import axis_of, held_bytes, mesh_of
@@ -75,7 +76,7 @@ def _devices(fits: Iterable[Fit]) -> list[Any]:
 def free_bytes(device: Any) -> int | None:
     """What a device has left, or the host for a CPU; None where nobody knows."""
     if device.platform != "cpu":
-        stats = device.memory_stats() or {}
+        stats = memory_stats(device)
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
     limits = [_available(), _address_space()]
     return min((limit for limit in limits if limit is not None), default=None)

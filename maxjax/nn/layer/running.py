@@ -9,15 +9,18 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from ...graph import weight as weight_module
 from ...graph.graph import Graph
+from ...graph.kind import KIND
 from ...graph.subgraph import LOOKUPS
+from ...graph.value import TensorValue
 from ...graph.weight import EPOCH, Weight
 from .definition import held
 from .walk import Walk
@@ -83,11 +86,13 @@ class _Running(threading.local):
 
 RUNNING = _Running()
 _WARNED: set[tuple[str, type]] = set()
+# What holds nothing else.
+_PLAIN = (jax.Array, np.ndarray, int, float, str, bool)
 
 
 def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Calls with the module on the stack, and under its name in profiles when traced."""
-    running = RUNNING
+    running, gave_values = RUNNING, KIND.values
     outermost = not running.stack
     if outermost:
         running.traced = _is_traced(module, args, kwargs)
@@ -95,6 +100,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
             _warn_if_captured(module)
     scope = _scope_name(module) if running.traced and not outermost else None
     running.stack.append(module)
+    if outermost and not gave_values:
+        KIND.values = _has_value(args) or (bool(kwargs) and _has_value(kwargs.values()))
     try:
         if scope is None:
             return call(module, *args, **kwargs)
@@ -102,8 +109,29 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
             return call(module, *args, **kwargs)
     finally:
         running.stack.pop()
-        if outermost and running.names:
-            running.names.clear()  # it keeps Modules alive
+        if outermost:
+            KIND.values = gave_values
+            if running.names:
+                running.names.clear()  # it keeps Modules alive
+
+
+def _has_value(args: Iterable[Any]) -> bool:
+    """Whether a TensorValue is among them, at any depth of what holds others."""
+    for arg in args:
+        if isinstance(arg, TensorValue):
+            if arg._wraps:
+                return True
+        elif arg is None or isinstance(arg, _PLAIN) or _is_leaf(arg):
+            continue
+        elif any(
+            isinstance(x, TensorValue) and x._wraps for x in jax.tree.leaves(arg, is_leaf=_is_leaf)
+        ):
+            return True
+    return False
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, TensorValue) or hasattr(x, "_mx_definition")
 
 
 def _is_traced(module: Any, args: tuple, kwargs: dict) -> bool:

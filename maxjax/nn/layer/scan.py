@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...graph.kind import KIND
 from ...graph.value import TensorValue, unwrap
 from ...graph.weight import Weight
 from ...kernels import StackSlice
@@ -42,6 +43,7 @@ class _Static(NamedTuple):
     tree: Any
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
+    values: bool  # what Weights give inside: graph/kind.py
 
 
 def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
@@ -58,7 +60,7 @@ def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
         if not _is_array(v)
     )
     keep = any(isinstance(x, PerLayer) for x in xs)
-    static = _Static(definition, plan, tree, constants, keep)
+    static = _Static(definition, plan, tree, constants, keep, KIND.values)
     try:
         hash(static)
     except TypeError as error:
@@ -90,7 +92,7 @@ def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
 def _plain(carry: Any) -> Any:
     """The carry without Weights: the next layer gets an array in any case."""
     return jax.tree.map(
-        lambda v: v.__jax_array__() if isinstance(v, Weight) else v,
+        lambda v: v._as_array() if isinstance(v, Weight) else v,
         carry,
         is_leaf=lambda v: isinstance(v, Weight),
     )

@@ -1,5 +1,7 @@
 """Convolutions against torch, which has channels first: the oracles permute."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,17 @@ def test_channels_first(layouts):
         F.conv2d,
         x, w, b, **LOOSE,
     )  # fmt: skip
+
+
+def test_the_layout_of_torchs_transposed_convolution():
+    x, w = normal(2, 4, 6, 7), normal(4, 8, 3, 2, seed=1)
+    for layout in (FilterLayout.CFRS, FilterLayout.FCRS):
+        ours = functools.partial(
+            ops.conv2d_transpose, stride=(2, 1), input_layout="NCHW", filter_layout=layout
+        )
+        check(ours, lambda x, w: F.conv_transpose2d(x, w, stride=(2, 1)), x, w, **LOOSE)
+    check(lambda x, w: ops.conv2d(x, w, input_layout="NCHW", filter_layout="CFRS"),
+          lambda x, w: F.conv2d(x, w.permute(1, 0, 2, 3)), x, w, **LOOSE)  # fmt: skip
 
 
 def test_conv3d():

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..graph.sharding import ShardingStrategy
-from ..graph.value import TensorValue, wraps
-from ..graph.weight import Weight
-from .layer import Module
-from .layer.sharded import sharded
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.sharding import ShardingStrategy
+from ...graph.value import TensorValue, wraps
+from ...graph.weight import Weight
+from ..layer import Module
+from ..layer.sharded import sharded
 
 
 class _Norm(Module):

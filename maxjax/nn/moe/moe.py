@@ -15,18 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..graph.placed import is_manual, on_mesh
-from ..graph.placement import EXPERTS, axis_of, batch_axes, mesh_of, split_over
-from ..graph.sharding import ShardingStrategy
-from ..graph.value import TensorValue, unwrap, wraps
-from ..kernels import explicit, matmul
-from .experts import ExpertWeights, mixture, one_by_one, sorted_mixture
-from .layer import LayerList, Module
-from .layer.definition import rebuild
-from .linear import Linear, linear_rules
-from .mlp import MLP, gated, mlp_rules
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.placed import is_manual, on_mesh
+from ...graph.placement import EXPERTS, axis_of, batch_axes, mesh_of, split_over
+from ...graph.sharding import ShardingStrategy
+from ...graph.value import TensorValue, unwrap, wraps
+from ...kernels import explicit, matmul
+from ..experts import ExpertWeights, mixture, one_by_one, sorted_mixture
+from ..layer import LayerList, Module
+from ..layer.definition import rebuild
+from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
 
 # What becomes of the scores [..., X]: (all of them, the k highest) → shares [..., k].
 SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {

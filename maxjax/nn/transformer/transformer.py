@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layer import Module
+from ..layer import Module
 
 
 class TransformerBlock(Module):

@@ -8,7 +8,6 @@ Shapes: B sequences, T queries, S keys, H heads of queries and K of keys, each o
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,18 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..graph.placed import last_axis_whole
-from ..graph.placement import Split, parts
-from ..graph.sharding import Segment, ShardingStrategy
-from ..graph.value import TensorValue, unwrap, wraps
-from ..kernels import explicit
-from .layer import Module
-from .linear import Linear
-from .norm import RMSNorm
-from .rotary_embedding import RotaryEmbedding, rotate
-from .stacked_linear import StackedLinear
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.placed import last_axis_whole
+from ...graph.placement import Split, parts
+from ...graph.sharding import Segment, ShardingStrategy
+from ...graph.value import TensorValue, unwrap, wraps
+from ...kernels import explicit
+from ..layer import Module
+from ..linear import Linear
+from ..norm import RMSNorm
+from ..rotary_embedding import RotaryEmbedding, rotate
+from ..stacked_linear import StackedLinear
+from .mask_config import MHAMaskVariant
 
 
 def attention(
@@ -176,16 +176,6 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
 
 
 # --- a layer of it --------------------------------------------------------------------------
-
-
-class MHAMaskVariant(enum.StrEnum):
-    """Which keys a query sees, besides those its mask allows. MAX's names and values."""
-
-    CAUSAL_MASK = "0"
-    NULL_MASK = "2"
-    CHUNKED_CAUSAL_MASK = "3"
-    SLIDING_WINDOW_CAUSAL_MASK = "4"
-    SLIDING_WINDOW_NONCAUSAL_MASK = "5"
 
 
 # Those there are, and whether such a query sees nothing that comes after it.

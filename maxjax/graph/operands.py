@@ -1,0 +1,214 @@
+"""Floor 3. What may meet in an operation: dtypes, Python's numbers, shapes and indices.
+
+MAX refuses at once what JAX lets pass: a number that would wrap or be rounded, an index past
+the end, which JAX clamps. Compiled code cannot raise, so this is decided from types. Below:
+dtypes. Above: TensorValue and the ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtype import DType, promote
+from .shape import StaticDim
+
+# Whole numbers up to here are exact in every float of 16 bits or more.
+_EXACT = 256
+
+
+def promoted(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two arrays, or an array and a number, of one dtype and rank, as MAX lets them meet.
+
+    Raises:
+        ValueError: An integer tensor meets a float, the dtypes have no common one, or the
+            number does not fit in the other's dtype.
+    """
+    if not hasattr(a, "dtype"):
+        return (a, b) if not hasattr(b, "dtype") else (number(a, b.dtype), b)
+    if not hasattr(b, "dtype"):
+        return a, number(b, a.dtype)
+    if a.dtype != b.dtype:
+        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
+        a, b = a.astype(dtype), b.astype(dtype)
+    return same_rank(a, b)
+
+
+def number(x: Any, dtype: Any) -> Any:
+    """A Python number that meets a tensor of some dtype.
+
+    JAX lets it take the tensor's dtype, but would wrap one that is too large, round an
+    integer that the float does not hold, and make integers of booleans.
+
+    Raises:
+        ValueError: It would not be the same number in that dtype.
+    """
+    boolean = dtype == jnp.bool_
+    if isinstance(x, bool) and not boolean:
+        x = int(x)
+    if is_float(dtype):
+        small = dtype.itemsize > 1 and -_EXACT <= x <= _EXACT if isinstance(x, int) else True
+        if small or dtype.kind == "c" or _holds(dtype, x):
+            return x
+        raise ValueError(
+            f"unsafe cast: {x} would be rounded in {dtype}; write {x}.0 if that is meant, or cast the "
+            "tensor first"
+        )
+    if not isinstance(x, int):
+        raise ValueError(
+            f"unsafe cast: the Python {type(x).__name__} {x} and a tensor of {dtype}; cast the tensor first"
+        )
+    low, high = (0, 1) if boolean else bounds(dtype)
+    if not low <= x <= high:
+        raise ValueError(
+            f"unsafe cast: {x!r} does not fit in {dtype}, which holds {low} to {high}; cast the tensor first"
+        )
+    return jnp.asarray(bool(x)) if boolean else x
+
+
+def bounds(dtype: Any) -> tuple[int, int]:
+    """The least and the greatest number of an integer dtype."""
+    info = jnp.iinfo(dtype)
+    return int(info.min), int(info.max)
+
+
+def from_numpy(x: np.ndarray) -> jax.Array:
+    """A NumPy array as JAX has it: in 32 bits, unless ``jax_enable_x64`` is set.
+
+    Raises:
+        ValueError: It holds integers that do not fit.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if dtype != x.dtype and dtype.kind in "iu" and x.size:
+        low, high = bounds(dtype)
+        if x.min() < low or x.max() > high:
+            raise ValueError(
+                f"unsafe cast: integers from {x.min()} to {x.max()} do not fit in {dtype} (JAX runs in 32 bits "
+                "unless jax_enable_x64 is set)"
+            )
+    return jnp.asarray(x)
+
+
+@functools.cache
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is one of floats, or of complex numbers."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _holds(dtype: Any, x: int) -> bool:
+    """Whether an integer is exact in a float dtype."""
+    try:
+        with np.errstate(over="ignore"):
+            return int(np.asarray(x, object).astype(np.float64).astype(dtype)) == x
+    except (OverflowError, ValueError):
+        return False
+
+
+def same_rank(*arrays: Any) -> tuple[Any, ...]:
+    """Arrays with axes of length 1 put in front, so that all have as many.
+
+    Only where JAX was told not to do so itself: eagerly it is an operation of its own.
+    """
+    if jax.config.jax_numpy_rank_promotion == "allow":  # type: ignore[attr-defined]
+        return arrays
+    rank = max(a.ndim for a in arrays)
+    return tuple(
+        a if a.ndim == rank else a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays
+    )
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be equal; symbolic ones may be undecided."""
+    return bool(a == b)
+
+
+def check_broadcast(*shapes: tuple[Any, ...]) -> None:
+    """Shapes must broadcast, the shorter ones with axes of length 1 put in front.
+
+    Raises:
+        ValueError: They do not; the message names them.
+    """
+    if len(set(shapes)) < 2:
+        return
+    backwards = (tuple(reversed(shape)) for shape in shapes)
+    for sizes in itertools.zip_longest(*backwards, fillvalue=1):
+        if len({size for size in sizes if not same(size, 1)}) > 1:
+            names = " and ".join(map(str, shapes))
+            raise ValueError(
+                f"shapes {names} do not broadcast: sizes must be equal, or one of them 1"
+            )
+
+
+def check_product(a: Sequence[Any], b: Sequence[Any]) -> None:
+    """The shapes must be those of a product of matrices.
+
+    Raises:
+        ValueError: They do not fit; the message names both.
+    """
+    a, b = (tuple(int(n) if isinstance(n, StaticDim) else n for n in shape) for shape in (a, b))
+    if not (a and b and same(a[-1], b[-min(len(b), 2)])):
+        raise ValueError(
+            f"matmul: shapes {a} and {b} do not fit: the last axis on the left "
+            "must be as long as the last but one on the right"
+        )
+    if len(a) > 2 or len(b) > 2:
+        check_broadcast(a[:-2], b[:-2])
+
+
+def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
+    """What is known of an index must lie inside the shape. Slices follow NumPy's rules, and may not.
+
+    Raises:
+        ValueError: A number outside its axis, more indices than axes, or ``...`` twice.
+    """
+    parts = [part for part in parts if part is not None]
+    counts = [_axes(part) for part in parts]
+    used, gaps = sum(counts), sum(part is Ellipsis for part in parts)
+    if used > len(shape) or gaps > 1:
+        what = f"{used} indices" if used > len(shape) else "... twice"
+        raise ValueError(f"{what} for the {len(shape)} axes of a tensor of shape {tuple(shape)}")
+    axis = 0
+    for part, count in zip(parts, counts, strict=True):
+        if part is Ellipsis:
+            axis += len(shape) - used
+        elif count == 1 and not isinstance(part, slice):
+            check_inside(part, shape, axis)
+        axis += count
+
+
+def check_inside(index: Any, shape: Sequence[Any], axis: int, op: str = "") -> None:
+    """A number, or NumPy array of them, must lie inside an axis of a known size.
+
+    Raises:
+        ValueError: It does not.
+    """
+    size = shape[axis]
+    if not isinstance(size, int):
+        return
+    if isinstance(index, np.ndarray):
+        if not index.size or index.dtype.kind not in "iu":
+            return
+        low, high = int(index.min()), int(index.max())
+        index = low if low < -size else high
+    elif not isinstance(index, (int, np.integer)) or isinstance(index, bool):
+        return
+    if not -size <= index < size:
+        raise ValueError(
+            f"{op and op + ': '}index {index} is outside axis {axis} of a tensor of shape {tuple(shape)}, "
+            f"which is {size} long"
+        )
+
+
+def _axes(part: Any) -> int:
+    """How many axes a part of an index uses up."""
+    if part is Ellipsis or isinstance(part, (bool, np.bool_)):
+        return 0
+    if getattr(part, "dtype", None) == np.bool_:
+        return part.ndim
+    return 1

@@ -1,0 +1,14 @@
+"""Floor 3. MAX's path of types, devices and layouts."""
+
+from .device import DeviceKind as DeviceKind
+from .device import DeviceRef as DeviceRef
+from .dim import AlgebraicDim as AlgebraicDim
+from .dim import Dim as Dim
+from .dim import DimLike as DimLike
+from .dim import StaticDim as StaticDim
+from .dim import SymbolicDim as SymbolicDim
+from .ops.convolution import ConvInputLayout as ConvInputLayout
+from .ops.convolution import FilterLayout as FilterLayout
+from .shape import Shape as Shape
+from .tensor_type import TensorType as TensorType
+from .tensor_type import Type as Type

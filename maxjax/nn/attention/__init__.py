@@ -1,0 +1,17 @@
+"""Floor 4. Attention, under the names and paths of ``max.nn.attention``."""
+
+from ...absent import absent as _absent
+from .attention_with_rope import AttentionWithRope as AttentionWithRope
+from .attention_with_rope import attention as attention
+from .mask_config import MHAMaskVariant as MHAMaskVariant
+
+__getattr__ = _absent(
+    __name__,
+    {
+        "MultiheadAttention RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope LatentAttentionWithRope "
+        "TensorParallelAttentionWithRope TensorParallelLatentAttentionWithRope DistributedAttentionImpl "
+        "DataParallelAttentionWithRope MLAPrefillMetadata": (
+            "AttentionWithRope is the one there is; on a mesh Module.to splits it"
+        ),
+    },
+)

@@ -1,0 +1,13 @@
+"""Floor 4. The masks that attention may have besides the one it is given."""
+
+import enum
+
+
+class MHAMaskVariant(enum.StrEnum):
+    """Which keys a query sees, besides those its mask allows. MAX's names and values."""
+
+    CAUSAL_MASK = "0"
+    NULL_MASK = "2"
+    CHUNKED_CAUSAL_MASK = "3"
+    SLIDING_WINDOW_CAUSAL_MASK = "4"
+    SLIDING_WINDOW_NONCAUSAL_MASK = "5"

@@ -1,0 +1,9 @@
+"""Floor 4. MAX's path of the classes that layers derive from, and of the hooks."""
+
+from ...graph.sharding import Shardable as Shardable
+from .hooks import Layer as Layer
+from .hooks import add_layer_hook as add_layer_hook
+from .hooks import clear_hooks as clear_hooks
+from .layer_list import LayerList as LayerList
+from .module import Module as Module
+from .module import recursive_named_layers as recursive_named_layers

@@ -1,0 +1,5 @@
+"""Floor 4. Mixtures of experts, under the names and paths of ``max.nn.moe``."""
+
+from .moe import SHARES as SHARES
+from .moe import MoE as MoE
+from .moe import MoEGate as MoEGate

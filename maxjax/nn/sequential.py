@@ -1,0 +1,3 @@
+"""Floor 4. MAX's path of Sequential."""
+
+from .layer import Sequential as Sequential

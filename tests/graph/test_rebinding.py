@@ -1,0 +1,119 @@
+"""rebind: names, numbers and expressions for sizes, taken at once and checked when the program runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.engine import InferenceSession
+from maxjax.graph import DeviceRef, Dim, Graph, TensorType, TensorValue, ops
+from maxjax.nn import Module
+
+CPU = DeviceRef.CPU()
+
+
+def kind(*shape):
+    return TensorType("float32", shape, CPU)
+
+
+def compiled(function, *types):
+    with Graph("g", input_types=types) as g:
+        result = function(*[value.tensor for value in g.inputs])
+        g.output(*(result if isinstance(result, tuple) else (result,)))
+    return InferenceSession().load(g)
+
+
+def one(*shape):
+    return np.ones(shape, np.float32)
+
+
+# What is bound; types; what the result has; sizes that go, and that do not, with what is said.
+CASES = {
+    "another name": (lambda x, y: x + ops.rebind(y, ["a"]), ["a", "b"], ["a"], (3, 3), (3, 4),
+                     "axis 0 was rebound to a = 3, and is b = 4"),
+    "a number": (lambda x: ops.rebind(x, [3]), ["a"], [3], (3,), (4,), "rebound to 3, and is a = 4"),
+    "a number by a name": (lambda x, y: x + y.rebind(["a"]), ["a", 3], ["a"], (3, 3), (4, 3), "a = 4, and is 3"),
+    "a new name": (lambda x, y: ops.rebind(x, ["n"]) * 2 + ops.rebind(y, ["n"]), ["a", "b"], ["a"], (3, 3), (4, 3),
+                   "rebound to a = 4, and is b = 3"),
+    "an expression": (lambda x, y: x.rebind([Dim("b") * 2]) + ops.concat([y, y]), ["a", "b"], [Dim("b") * 2], (6, 3),
+                      (5, 3), r"rebound to 2\*b = 6, and is a = 5"),
+    "an expression of a new name": (lambda x, y: (x.rebind([Dim("n") * 2]), y.rebind(["n"]))[0], ["a", "b"], ["a"],
+                                    (6, 3), (6, 2), "rebound to n . 2 = 4, and is a = 6"),
+    "its own name": (lambda x: x.rebind(["a"]), ["a"], ["a"], (3,), None, ""),
+    "a slice": (lambda x: x[((slice(0, 4), 4),)], ["a"], [4], (9,), (3,), "is min"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_a_graph(name):
+    function, sizes, shape, good, bad, says = CASES[name]
+    model = compiled(function, *map(kind, sizes))
+    assert model.output_types[0].shape == shape
+    (result, *_) = model.execute(*map(one, good))
+    eager = function(*[TensorValue(jnp.ones(n)) for n in good])
+    np.testing.assert_array_equal(result.to_numpy(), np.asarray(eager))
+    if bad is not None:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=says):
+                model.execute(*map(one, bad))
+        model.execute(*map(one, good))
+
+
+def test_every_dtype_and_gradient_goes_through():
+    for dtype in ("bool", "int8", "bfloat16", "float32"):
+        with Graph(
+            "g", input_types=[TensorType(dtype, ["a"], CPU), TensorType(dtype, ["b"], CPU)]
+        ) as g:
+            g.output(g.inputs[1].tensor.rebind(["a"]))
+        ones = jnp.ones(3, g.output_types[0].dtype.np)
+        assert InferenceSession().load(g)(ones, ones)[0].value.all()
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "says"),
+    [
+        (lambda x: x.rebind([Dim("a") + 1]), ["a"], "axis 0 is a, not a . 1"),
+        (lambda x, y: (x.rebind(["n"]), y.rebind(["n"])), [3, 4], "axis 0 is 4, not n"),
+        (lambda x: ops.rebind(x, [4], "my words"), [3], "my words: .* axis 0 is 3, not 4"),
+        (lambda x: x.rebind(["a", "b"]), ["a"], "2 axes"),
+    ],
+)  # fmt: skip
+def test_what_is_known_to_differ_is_refused_at_once(function, sizes, says):
+    with pytest.raises(ValueError, match=says):
+        compiled(function, *map(kind, sizes))
+
+
+def test_in_a_subgraph_and_a_compiled_module():
+    class Add(Module):
+        def __call__(self, x, y):
+            return x + ops.rebind(y, ["a"])
+
+    module = Add()
+
+    def forward(x, y):
+        block = module.build_subgraph("add", [x, y])
+        return ops.call(block, x, y)[0]
+
+    for model in (compiled(forward, kind("a"), kind("b")), module.compile(kind("a"), kind("b")),
+                  compiled(module, kind("a"), kind("b"))):  # fmt: skip
+        assert model.execute(one(2), one(2))[0].to_numpy().tolist() == [2, 2]
+        with pytest.raises(ValueError, match="b = 3"):
+            model.execute(one(2), one(3))
+
+
+def test_outside_of_a_graph_a_name_goes_with_any_size():
+    x = TensorValue(jnp.ones((2, 3)))
+    assert x.rebind(["n", "n"]).shape == [2, 3] == x.rebind([Dim("k") * 7, 3]).shape
+    assert jax.jit(lambda x: x.rebind(["n", 3]))(x).shape == [2, 3]
+    with pytest.raises(ValueError, match="axis 1 is 3, not 4"):
+        x.rebind(["n", 4])
+
+
+def test_an_exported_program_checks_nothing_and_says_so():
+    from jax import export
+
+    (size,) = export.symbolic_shape("n")
+    with pytest.raises(ValueError, match="only a Graph's is checked"):
+        export.export(jax.jit(lambda x: ops.rebind(x, [3])))(
+            jax.ShapeDtypeStruct((size,), jnp.float32)
+        )
