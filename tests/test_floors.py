@@ -76,7 +76,10 @@ FLOORS: list[list[str]] = [
         " moe_config moe gemma gpt2 bert __init__",
     ),
     # 6 engine: programs that run
-    files("engine/", "template_thread template_budget template_caps template_sandbox template chat_files pooling")
+    files(
+        "engine/",
+        "template_thread template_budget template_caps template_sandbox template chat_files pooling",
+    )
     + files("engine/", "tokenizer_patterns tokenizer_limits tokenizer_added tokenizer_vocab")
     + files("engine/", "tokenizer_files text_steps tokenizer chat")
     + files(

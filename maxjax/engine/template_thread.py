@@ -88,7 +88,9 @@ class _Job(Generic[T]):
             try:
                 with self.lock:
                     self.open = False  # nothing is posted from here on
-                for _ in range(100):  # what was posted and has not been raised is raised here: Python
+                for _ in range(
+                    100
+                ):  # what was posted and has not been raised is raised here: Python
                     pass  # 3.11 goes on looking for one that a thread takes with it, in all threads
                 return
             except Stopped:
