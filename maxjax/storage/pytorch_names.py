@@ -122,7 +122,6 @@ _DTYPES: dict[str, DType] = {
 _DTYPES["float4_e2m1fn_x2"] = DType.float4_e2m1fn
 # Other names for the same types, as torch has them.
 _DTYPES |= {"half": DType.float16, "float": DType.float32, "double": DType.float64}
-_DTYPES |= {"cfloat": DType.complex64, "cdouble": DType.complex128}
 # Known, and no array of JAX.
 _NO_DTYPES = (
     "complex32 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2"

@@ -106,7 +106,7 @@ def test_offset_points_at_the_field_of_the_tensor(field, tmp_path):
     header["b"][field] = "?"
     content = file_bytes(header, D16)
     with pytest.raises(CheckpointFormatError) as caught:
-        open_safetensors(write(tmp_path, content))
+        open_safetensors(write(tmp_path, content)).read("b").read("b")
     assert caught.value.tensor == "b"
     assert caught.value.offset == content.index(f'"{field}": "?"'.encode())
 

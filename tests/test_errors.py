@@ -1,0 +1,40 @@
+"""The classes of errors: what each is besides, by the table that callers rely on."""
+
+import pytest
+
+from maxjax import errors
+
+# Class → what it may be caught as, of Python's own.
+ALSO: dict[str, tuple[type, ...]] = {
+    "CheckpointError": (),
+    "CheckpointMissingError": (FileNotFoundError, OSError),
+    "CheckpointAccessError": (PermissionError, OSError),
+    "CheckpointTruncatedError": (),
+    "CheckpointFormatError": (ValueError,),
+    "CheckpointCorruptError": (),
+    "CheckpointUnsafeError": (),
+    "CheckpointLimitError": (),
+    "CheckpointMismatchError": (ValueError,),
+    "CheckpointChangedError": (),
+    "CheckpointIncompleteError": (),
+    "CheckpointSaveError": (OSError,),
+    "CheckpointBusyError": (),
+    "OutOfMemoryError": (MemoryError,),
+    "PeerLostError": (RuntimeError,),
+    "UnsupportedModelError": (NotImplementedError, RuntimeError),
+    "UserInputError": (ValueError,),
+}
+PYTHONS = {ValueError, OSError, FileNotFoundError, PermissionError, MemoryError, RuntimeError,
+           NotImplementedError, KeyError, TypeError}  # fmt: skip
+
+
+def test_no_class_is_left_out():
+    there = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, Exception)}
+    assert ALSO.keys() <= there
+
+
+@pytest.mark.parametrize("name", ALSO)
+def test_what_it_may_be_caught_as(name):
+    found = {kind for kind in PYTHONS if issubclass(getattr(errors, name), kind)}
+    assert found == set(ALSO[name])
+    assert issubclass(getattr(errors, name), errors.CheckpointError) == name.startswith("Checkpoint")
