@@ -16,6 +16,8 @@ from ..models.config import read_object
 from .sampling import Sampling, eos_token_ids, meant
 
 FILE = "generation_config.json"
+# Each character is a state of the automaton that looks for them, of 300 bytes.
+_MOST_STOPS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     value = (value,) if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) and s for s in value):
         raise UserInputError("stop_strings is no list of texts")
+    if (size := sum(map(len, value))) > _MOST_STOPS:
+        raise UserInputError(f"stop_strings has {size} characters, {_MOST_STOPS} at most are read")
     return tuple(value)
 
 

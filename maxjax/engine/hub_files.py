@@ -65,7 +65,8 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
     else:
         weights = _weights(repo, names)
     # Some megabytes: only where the tokenizer is read out of them, or refused by what they are.
-    patterns = BESIDE if "tokenizer.json" in names else (*BESIDE, *VOCABULARIES)
+    has_one = "tokenizer.json" in names or any(name.endswith(".gguf") for name in weights)
+    patterns = BESIDE if has_one else (*BESIDE, *VOCABULARIES)
     small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     return sorted({*small, *weights})
 

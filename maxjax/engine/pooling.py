@@ -15,10 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import CheckpointFormatError, CheckpointUnsafeError, UserInputError
+from ..errors import (
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointUnsafeError,
+    UserInputError,
+)
 from ..models.config import ModelConfig, read_object, setting
 from ..models.gguf import pooling
 from ..storage.jsontext import load_json
+
+# Published models have three or four; of each a directory is looked at.
+_MOST_MODULES = 100
 
 
 @dataclass(frozen=True)
@@ -312,6 +320,11 @@ def _modules(file: Path) -> list[_Module]:
     entries = load_json(file)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointFormatError("not a list of modules", path=file)
+    if len(entries) > _MOST_MODULES:
+        raise CheckpointLimitError(
+            "there are too many modules", path=file, expected=f"at most {_MOST_MODULES}",
+            found=len(entries),
+        )  # fmt: skip
     return [_Module.from_dict(entry, path=file) for entry in entries]
 
 

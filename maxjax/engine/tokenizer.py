@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -335,7 +336,9 @@ def gguf_tokenizer(
     try:
         document = tokenizer_json(metadata, path=path)
     except UnsupportedModelError:
-        found = None if beside is None else read_tokenizer_files(Path(beside))
+        found = None
+        with suppress(UnsupportedModelError):  # what is wrong with the file itself is told
+            found = None if beside is None else read_tokenizer_files(Path(beside))
         if found is None:
             raise
         backend = found.backend

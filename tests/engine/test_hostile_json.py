@@ -311,6 +311,12 @@ def test_modules_of_the_directory_are_not_imported(small, kind):
     assert not list(small.rglob("*.ran"))
 
 
+def test_too_many_modules(small):
+    modules = json.loads((small / "modules.json").read_text())
+    (small / "modules.json").write_text(json.dumps(modules[:1] * 101))
+    refused(small, LIMIT, "modules.json")
+
+
 # --- paths ------------------------------------------------------------------------------------
 
 

@@ -382,6 +382,10 @@ LISTINGS = {
     ),
     "other-names": "a.safetensors b.safetensors tokenizer.json | adapter_model.safetensors vocab.txt",
     "index-of-other-names": "x.safetensors.index.json y.safetensors z.safetensors | pytorch_model.bin",
+    "older-tokenizer": "a.safetensors vocab.json merges.txt added_tokens.json vocab.txt | README.md",
+    "sentencepiece-alone": "a.safetensors tokenizer.model | tokenizer.checklist.chk",
+    "sentencepiece-as-well": "a.safetensors tokenizer.json | tokenizer.model vocab.json merges.txt",
+    "gguf-and-a-tokenizer": "m.gguf tokenizer_config.json | tokenizer.model vocab.json",
     "gguf": "m.gguf config.json special_tokens_map.json | imatrix.gguf README.md",
     "gguf-set": "m-00001-of-00002.gguf m-00002-of-00002.gguf | original/params.json",
     "sentence-transformers": (

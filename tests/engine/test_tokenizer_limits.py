@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from maxjax.engine.defaults import read_defaults
 from maxjax.engine.tokenizer import gguf_tokenizer, load_tokenizer
 from maxjax.engine.tokenizer_limits import check_tokenizer
 from maxjax.engine.tokenizer_patterns import check_pattern, matches_something
@@ -218,6 +219,15 @@ def test_hostile_files_beside_it(tmp_path, name, content):
     (tmp_path / name).write_text(json.dumps(content[name]))
     with pytest.raises(CheckpointLimitError):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stops", [["x" * (1 << 17)], [f"{i}" for i in range(100_000)]], ids=["long", "many"]
+)
+def test_hostile_stop_strings(tmp_path, stops):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": stops}))
+    with pytest.raises(CheckpointError, match="stop_strings"):
+        read_defaults(tmp_path)
 
 
 # --- what is published ----------------------------------------------------------------------------
