@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_GRACE = 0.03  # seconds between two posts, the first of which the work may end without
+_GRACE = 0.1  # seconds before each post, in which the work may end by itself
 _LOOKED = 0.25  # seconds after which a caller that waits runs a line, where exceptions reach it
 
 
@@ -88,10 +88,10 @@ class _Job(Generic[T]):
             try:
                 with self.lock:
                     self.open = False  # nothing is posted from here on
-                for _ in range(
-                    100
-                ):  # what was posted and has not been raised is raised here: Python
-                    pass  # 3.11 goes on looking for one that a thread takes with it, in all threads
+                # What was posted and has not been raised is raised here: one that a thread took with
+                # it Python 3.11 would go on looking for, in all threads.
+                for _ in range(100):
+                    pass
                 return
             except Stopped:
                 continue

@@ -232,19 +232,21 @@ def test_the_caller_is_interrupted(monkeypatch):
 
 
 def test_a_caller_in_another_thread_is_interrupted():
-    ended = []
+    begun, ended = threading.Event(), []
+
+    def work():
+        begun.set()
+        forever()
 
     def call():
         try:
-            run_until(forever, 60.0)
+            run_until(work, 60.0)
         except KeyboardInterrupt:
             ended.append("interrupted")
 
     thread = threading.Thread(target=call)
     thread.start()
-    while no_template_runs():
-        time.sleep(0.01)
-    assert thread.ident is not None
+    assert begun.wait(30) and thread.ident is not None
     raised = ctypes.py_object(KeyboardInterrupt)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)
     thread.join(30)
@@ -278,7 +280,7 @@ def test_work_that_ends_as_its_time_does(monkeypatch):
     try:
         for number in range(150):
             try:
-                outcomes.add(run_until(work, 0.0015 + number * 1e-5))
+                outcomes.add(run_until(work, number % 30 * 1e-4))
             except Stopped:
                 outcomes.add("stopped")
     finally:
