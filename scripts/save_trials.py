@@ -133,8 +133,8 @@ def save_again_and_again(job: dict[str, Any]) -> None:
     """Saves k, k + 1, … until something ends it; after an interrupt once more when told so."""
     k, kind, path, nbytes = job["k"], job["kind"], job["path"], job["nbytes"]
     make_model(k, nbytes)
-    say(started=k)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    say(started=k)
     try:
         while True:
             model = make_model(k, nbytes)

@@ -105,8 +105,8 @@ class Beside:
                 return
             try:
                 yield folder
-            except CheckpointError:
-                self._require_in_place()  # or it may be because of that
+            except Exception:
+                self._require_in_place()  # or whatever it is may come of that
                 raise
             self._require_in_place()
 
