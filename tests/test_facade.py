@@ -7,6 +7,8 @@ import types
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 import maxjax
 
 
@@ -47,6 +49,40 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_lists_for_type_checkers_and_for_the_interpreter_agree():
     found = {name: module or None for name, (module, _) in exported().items()}
     assert found == maxjax._HOMES
+
+
+@pytest.mark.parametrize("package", ["maxjax.nn", "maxjax.models.gguf", "maxjax.storage.blocks"])
+def test_lazy_packages_are_what_type_checkers_see(package):
+    module = import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text())
+    checked = next(n for n in tree.body if isinstance(n, ast.If))
+    files = {path.stem for path in Path(module.__file__).parent.glob("*.py")}
+    names = [
+        (node.module, alias.name)
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert names
+    for home, name in names:
+        if home:
+            assert getattr(module, name) is getattr(import_module(f"{package}.{home}"), name), name
+            assert name not in files, "import it at once: its file would take its place"
+        else:
+            assert getattr(module, name) is import_module(f"{package}.{name}"), name
+        assert name in dir(module)
+    (table,) = (n for n in ast.walk(tree) if isinstance(n, ast.Dict))
+    listed = {name for text in table.values for name in ast.literal_eval(text).split()}
+    assert listed == {name for _, name in names}
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nosuch'"):
+        _ = module.nosuch
+
+
+def test_who_uses_one_layer_does_not_wait_for_all():
+    code = "import sys; from maxjax.nn import Linear; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for part in ("nn.conv", "nn.attention", "nn.moe", "models", "storage.pytorch", "storage.npz"):
+        assert f"'maxjax.{part}'" not in done.stdout, part
 
 
 def test_importing_it_imports_neither_jax_nor_anything_heavy():

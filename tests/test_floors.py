@@ -22,7 +22,7 @@ def files(folder: str, names: str) -> list[str]:
 
 FLOORS: list[list[str]] = [
     # 0 words: what the rest is written in
-    files("", "errors absent columns agreement distributed dtype driver")
+    files("", "errors lazy absent columns agreement distributed dtype driver")
     + files("graph/", "dim shape device quantization"),
     # 1 storage: bytes on disk <-> named arrays
     files(

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
@@ -69,15 +68,23 @@ class Operation:
         self.rule, self.places, self.summand, self.batch = rule, places, summand, batch
         self._jitted = functools.cache(self._jit)
         self._partitioned = functools.cache(self._custom_partitioning)
-        self.primitive = primitive = Primitive(name)
+        self._name, self._types = name, types
+
+    @functools.cached_property
+    def primitive(self) -> Any:
+        """What stands in a jaxpr; made when it is first used."""
+        from jax.extend.core import Primitive  # takes long, and Pallas along
+
+        primitive = Primitive(self._name)
         primitive.multiple_results = True
-        primitive.def_abstract_eval(lambda *avals, static: list(types(static, *avals)))
+        primitive.def_abstract_eval(lambda *avals, static: list(self._types(static, *avals)))
         primitive.def_impl(self._eager)
         ad.primitive_jvps[primitive] = self._jvp
         batching.primitive_batchers[primitive] = self._batch
         mlir.register_lowering(primitive, self._lower_definition)
         mlir.register_lowering(primitive, self._lower_cpu, platform="cpu")
         prim_requires_devices_during_lowering.add(primitive)
+        return primitive
 
     def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
         """The results for arrays that are on no Explicit mesh; ``explicit.automatic`` sees to that."""

@@ -1,47 +1,80 @@
-"""Floor 4. Layers: the container calculus and the layers models are made of, under MAX's names."""
+"""Floor 4. Layers: the container calculus and the layers models are made of, under MAX's names.
 
-from . import hooks as hooks
-from .attention import AttentionWithRope as AttentionWithRope
-from .attention import MHAMaskVariant as MHAMaskVariant
+Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from ..lazy import attributes as _attributes
+
+# At once: a file has the same name, and would take its place.
 from .clamp import clamp as clamp
-from .conv import Conv1D as Conv1D
-from .conv import Conv2d as Conv2d
-from .conv import Conv3D as Conv3D
-from .conv_transpose import ConvTranspose1d as ConvTranspose1d
-from .embedding import Embedding as Embedding
-from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
-from .identity import Identity as Identity
 from .init import init as init
 from .init import merge as merge
 from .init import partition as partition
-from .kv_cache import KVCache as KVCache
-from .layer import Layer as Layer
-from .layer import LayerList as LayerList
-from .layer import LayerStack as LayerStack
-from .layer import LayerV2 as LayerV2
-from .layer import MissingLayer as MissingLayer
-from .layer import Module as Module
-from .layer import PerLayer as PerLayer
-from .layer import Sequential as Sequential
-from .layer import Shardable as Shardable
-from .layer import recursive_named_layers as recursive_named_layers
-from .linear import MLP as MLP
-from .linear import ColumnParallelLinear as ColumnParallelLinear
-from .linear import Linear as Linear
-from .moe import MoE as MoE
-from .moe import MoEGate as MoEGate
-from .norm import ConstantLayerNorm as ConstantLayerNorm
-from .norm import GroupNorm as GroupNorm
-from .norm import LayerNorm as LayerNorm
-from .norm import RMSNorm as RMSNorm
-from .rotary_embedding import DynamicRotaryEmbedding as DynamicRotaryEmbedding
-from .rotary_embedding import LinearScalingParams as LinearScalingParams
-from .rotary_embedding import Llama3RopeScalingParams as Llama3RopeScalingParams
-from .rotary_embedding import Llama3RotaryEmbedding as Llama3RotaryEmbedding
-from .rotary_embedding import LongRoPERotaryEmbedding as LongRoPERotaryEmbedding
-from .rotary_embedding import LongRoPEScalingParams as LongRoPEScalingParams
-from .rotary_embedding import RotaryEmbedding as RotaryEmbedding
-from .rotary_embedding import YarnRotaryEmbedding as YarnRotaryEmbedding
-from .rotary_embedding import YarnScalingParams as YarnScalingParams
-from .stacked_linear import StackedLinear as StackedLinear
-from .transformer import TransformerBlock as TransformerBlock
+
+if _TYPE_CHECKING:
+    from . import hooks as hooks
+    from .attention import AttentionWithRope as AttentionWithRope
+    from .attention import MHAMaskVariant as MHAMaskVariant
+    from .conv import Conv1D as Conv1D
+    from .conv import Conv2d as Conv2d
+    from .conv import Conv3D as Conv3D
+    from .conv_transpose import ConvTranspose1d as ConvTranspose1d
+    from .embedding import Embedding as Embedding
+    from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from .identity import Identity as Identity
+    from .kv_cache import KVCache as KVCache
+    from .layer import Layer as Layer
+    from .layer import LayerList as LayerList
+    from .layer import LayerStack as LayerStack
+    from .layer import LayerV2 as LayerV2
+    from .layer import MissingLayer as MissingLayer
+    from .layer import Module as Module
+    from .layer import PerLayer as PerLayer
+    from .layer import Sequential as Sequential
+    from .layer import Shardable as Shardable
+    from .layer import recursive_named_layers as recursive_named_layers
+    from .linear import MLP as MLP
+    from .linear import ColumnParallelLinear as ColumnParallelLinear
+    from .linear import Linear as Linear
+    from .moe import MoE as MoE
+    from .moe import MoEGate as MoEGate
+    from .norm import ConstantLayerNorm as ConstantLayerNorm
+    from .norm import GroupNorm as GroupNorm
+    from .norm import LayerNorm as LayerNorm
+    from .norm import RMSNorm as RMSNorm
+    from .rotary_embedding import DynamicRotaryEmbedding as DynamicRotaryEmbedding
+    from .rotary_embedding import LinearScalingParams as LinearScalingParams
+    from .rotary_embedding import Llama3RopeScalingParams as Llama3RopeScalingParams
+    from .rotary_embedding import Llama3RotaryEmbedding as Llama3RotaryEmbedding
+    from .rotary_embedding import LongRoPERotaryEmbedding as LongRoPERotaryEmbedding
+    from .rotary_embedding import LongRoPEScalingParams as LongRoPEScalingParams
+    from .rotary_embedding import RotaryEmbedding as RotaryEmbedding
+    from .rotary_embedding import YarnRotaryEmbedding as YarnRotaryEmbedding
+    from .rotary_embedding import YarnScalingParams as YarnScalingParams
+    from .stacked_linear import StackedLinear as StackedLinear
+    from .transformer import TransformerBlock as TransformerBlock
+
+__getattr__, __dir__, __all__ = _attributes(
+    __name__,
+    {
+        "": "hooks",
+        "attention": "AttentionWithRope MHAMaskVariant",
+        "conv": "Conv1D Conv2d Conv3D",
+        "conv_transpose": "ConvTranspose1d",
+        "embedding": "Embedding VocabParallelEmbedding",
+        "identity": "Identity",
+        "kv_cache": "KVCache",
+        "layer": "Layer LayerList LayerStack LayerV2 MissingLayer Module PerLayer Sequential "
+        "Shardable recursive_named_layers",
+        "linear": "MLP ColumnParallelLinear Linear",
+        "moe": "MoE MoEGate",
+        "norm": "ConstantLayerNorm GroupNorm LayerNorm RMSNorm",
+        "rotary_embedding": "DynamicRotaryEmbedding LinearScalingParams Llama3RopeScalingParams "
+        "Llama3RotaryEmbedding LongRoPERotaryEmbedding LongRoPEScalingParams "
+        "RotaryEmbedding YarnRotaryEmbedding YarnScalingParams",
+        "stacked_linear": "StackedLinear",
+        "transformer": "TransformerBlock",
+    },
+)

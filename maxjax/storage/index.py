@@ -31,14 +31,9 @@ from .digests import attach, tell_unsummed
 from .directory import FORMATS, UNREADABLE, choose, is_weights, nothing, unread
 from .entry import TensorEntry
 from .files import open_regular, os_error
-from .gguf import open_gguf
 from .limits import Limits, in_force
-from .npy import open_npy
-from .npz import open_npz
-from .orbax import open_orbax
 from .orbax_paths import MARKS as ORBAX_MARKS
 from .orbax_paths import checkpoint_of, is_orbax
-from .pytorch import open_pytorch
 from .safetensors import open_safetensors
 from .shards import open_index as open_index
 from .sniff import SNIFF_BYTES, zip_kind
@@ -56,13 +51,27 @@ _FOLDERS, _FILES = 100, 1000
 _PAUSE = 0.005
 
 PathLike = str | bytes | os.PathLike
-_READERS: dict[str, Callable[..., TensorTable]] = {
-    "safetensors": open_safetensors,
-    "gguf": open_gguf,
-    "pytorch": open_pytorch,
-    "npz": open_npz,
-    "npy": open_npy,
-}
+
+
+def _reader(kind: str) -> Callable[..., TensorTable]:
+    """The function that opens files of a format, imported when there is one."""
+    if kind == "safetensors":
+        return open_safetensors
+    if kind == "gguf":
+        from .gguf import open_gguf
+
+        return open_gguf
+    if kind == "pytorch":
+        from .pytorch import open_pytorch
+
+        return open_pytorch
+    if kind == "npz":
+        from .npz import open_npz
+
+        return open_npz
+    from .npy import open_npy
+
+    return open_npy
 
 
 def open_checkpoint(
@@ -216,7 +225,7 @@ def _open_one(path: str, limits: Limits, verify: Verify) -> TensorTable:
 def _open_file(path: str, limits: Limits) -> TensorTable:
     if path.endswith(".json"):
         return open_index(path, limits=limits)
-    return _READERS[_format_of(path, limits)](path, limits=limits)
+    return _reader(_format_of(path, limits))(path, limits=limits)
 
 
 def _format_of(path: str, limits: Limits) -> str:
@@ -284,9 +293,13 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
 def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTable:
     names, folders = _listed(directory)
     if any(mark in names for mark in ORBAX_MARKS):
+        from .orbax import open_orbax
+
         return open_orbax(directory, limits=limits, verify=verify)
     chosen = choose(directory, names)
     if not chosen and is_orbax(directory):  # a root of steps, or one without marks of its own
+        from .orbax import open_orbax
+
         return open_orbax(directory, limits=limits, verify=verify)
     left = leftovers(directory)
     if not chosen and left:

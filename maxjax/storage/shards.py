@@ -26,7 +26,6 @@ from .entry import TensorEntry
 from .files import OpenFile, open_regular, os_error
 from .jsontext import KeyPath, Text, collector_paused, read_json_bytes
 from .limits import Limits, in_force
-from .pytorch import read_pytorch
 from .safetensors import read_header
 from .table import TensorTable
 
@@ -192,6 +191,8 @@ class _Index:
     def _read(self, file: OpenFile, number: int) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
         if self.format == "safetensors":
             return read_header(file, number, self.limits)
+        from .pytorch import read_pytorch
+
         return read_pytorch(file, number, self.limits)
 
     def _open(self, handle: int, directory: str, shard: str) -> OpenFile:

@@ -1,0 +1,43 @@
+"""Floor 0. Names of a package that are imported when they are first used.
+
+Importing one file of a package runs its ``__init__``, which shows the names of all its files: with
+plain imports there, who uses one layer waits for all. The names stand in the ``__init__`` twice,
+under ``TYPE_CHECKING`` for type checkers and here as a table; tests/test_facade.py compares them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def attributes(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
+
+    Args:
+        package: Its name.
+        homes: File → the names it has, separated by blanks; "" for submodules themselves.
+
+    Submodules that are not in ``homes`` are found too, as after plain imports. A name that a file
+    of the package has as well is to be imported at once: the file would take its place.
+    """
+    places = {name: home for home, names in homes.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        home = places.get(name, "")
+        if not home and name not in places:
+            known = not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}")
+            if not known:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = importlib.import_module(f"{package}.{home or name}")
+        value = getattr(found, name) if home else found
+        setattr(sys.modules[package], name, value)
+        return value
+
+    eager = {name for name in vars(sys.modules[package]) if not name.startswith("_")}
+    return find, lambda: sorted({*vars(sys.modules[package]), *places}), sorted(eager | {*places})
