@@ -37,4 +37,6 @@ def test_no_class_is_left_out():
 def test_what_it_may_be_caught_as(name):
     found = {kind for kind in PYTHONS if issubclass(getattr(errors, name), kind)}
     assert found == set(ALSO[name])
-    assert issubclass(getattr(errors, name), errors.CheckpointError) == name.startswith("Checkpoint")
+    assert issubclass(getattr(errors, name), errors.CheckpointError) == name.startswith(
+        "Checkpoint"
+    )

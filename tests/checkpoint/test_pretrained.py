@@ -444,7 +444,9 @@ def test_no_space(tmp_path, monkeypatch):
     before = names(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(
-            os, "statvfs", lambda path: type("Free", (), {"f_bavail": 1, "f_frsize": 512})
+            os,
+            "statvfs",
+            lambda path: type("Free", (), {"f_bavail": 1, "f_frsize": 512, "f_files": 0}),
         )
         with pytest.raises(CheckpointSaveError, match="1,024 bytes are needed, 512") as caught:
             maxjax.save_pretrained(layers(2), tmp_path)
