@@ -1,6 +1,6 @@
 """Floor 6. What a model takes on the devices of a mesh: its weights, and a cache of keys and values.
 
-Shapes and types are all that is looked at; nothing is read, made or moved. Below:
+Shapes and types are all that is looked at, but where a head may be its table (``models.ties``). Below:
 ``nn.layer.placing`` for a Module, ``models.names`` for a checkpoint of a model that maxjax does
 not have. Above: plan.
 """
@@ -241,7 +241,7 @@ def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
 def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footprint:
     # As ``load(dtype=...)`` makes it: of norms, it may keep a wider type.
     model = build(weights, config)
-    tied = getattr(model.config, "tie_word_embeddings", None)
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
     make = cache(lambda dtype: build(weights, config, dtype, tie=tied))
 
     def held(mesh: Any, dtype: DType | None) -> list[Held]:

@@ -59,7 +59,7 @@ def plan(
     hbm: int | str | None = None,
     limits: Limits | None = None,
 ) -> Plan:
-    """What a model or a checkpoint takes on each device of a mesh; nothing is read or moved.
+    """What a model or a checkpoint takes on each device of a mesh; nothing is loaded or moved.
 
     Args:
         model_or_path: A Module, or the path of a checkpoint, of which headers are read. Without

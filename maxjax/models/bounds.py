@@ -56,7 +56,7 @@ def check_bounds(
     raw, unused = config.counted(raw)
     for field in dataclasses.fields(config):
         key = field.metadata.get("key") or field.name
-        most, what = limits.get(field.metadata.get("held"), (None, ""))
+        most, what = limits.get(field.metadata.get("held") or "", (None, ""))
         for name in (key, *field.metadata.get("also", ())):
             value = raw.get(name)
             if most is None or type(value) is not int or value <= most or key in unused:

@@ -80,12 +80,19 @@ def _by_values(a: WeightData, b: WeightData) -> bool:
     left, right = next(ours, None), next(theirs, None)
     while left is not None and right is not None:
         size = min(len(left), len(right))
-        if not np.array_equal(left[:size], right[:size]):
+        if not _equal(left[:size], right[:size]):
             return False
         left, right = left[size:], right[size:]
         left = left if len(left) else next(ours, None)
         right = right if len(right) else next(theirs, None)
     return left is None and right is None
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    words = len(a) // 8 * 8  # eight bytes at a time
+    return np.array_equal(a[:words].view(np.uint64), b[:words].view(np.uint64)) and np.array_equal(
+        a[words:], b[words:]
+    )
 
 
 def _bytes(data: WeightData) -> Iterator[np.ndarray]:
