@@ -30,8 +30,8 @@ FOLDED = "{% if false %}{{ 'x'|center(4000000)|batch(1)|list }}{% endif %}"
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Templates have a moment only, so that a test need not wait for long."""
-    monkeypatch.setattr(template, "_SECONDS", 0.2)
+    """Templates have half a second, so that a test need not wait for long."""
+    monkeypatch.setattr(template, "_SECONDS", 0.5)
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ BOMBS = dict(list(bombs().items())[::12])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name, soon):
-    """A sample, with a tenth of the time; all: `python scripts/template_bombs.py`."""
+    """A sample, with a fifth of the time; all: `python scripts/template_bombs.py`."""
     result = bomb(BOMBS[name])
     assert not result["wrong"] and result["seconds"] < 30 and result["mb"] < 300
 
@@ -333,3 +333,27 @@ def test_escapes():
     for text in ("{{ strftime_now('%d') }}", *escapes().values()):
         result = escape(text)
         assert not result["wrong"], (text, result)
+
+
+def test_templates_of_several_threads_have_a_budget_each(soon):
+    """While one is ended the others give their texts."""
+    found, refused = {}, []
+
+    def work(number):
+        for turn in range(20):
+            found[number, turn] = render("{{ 'a' * n }}{{ [n]|tojson }}", {"n": number})
+
+    def end():
+        try:
+            render(LOOPS, {})
+        except UserInputError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    threads.append(threading.Thread(target=end))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1 and len(found) == 120
+    assert all(text == "a" * number + f"[{number}]" for (number, _), text in found.items())
