@@ -172,7 +172,7 @@ class Filling:
                     f"holds integers from {least} to {most}, which do not fit {dtype}",
                     tensor=self.sources[0][0],
                 )
-        data = WeightData.from_numpy(array, self.target.name)
+        data = WeightData(array, self.target.name, DType.of(array.dtype), array.shape)
         return data.astype(DType.of(dtype)).data
 
 

@@ -594,7 +594,7 @@ def test_all_that_is_wrong_with_the_weights_is_said_at_once(net, net_file, tmp_p
         program.bind(net)
     with pytest.raises(ValueError, match="must be an array that speaks DLPack"):
         program.bind({**state, "embed.weight": "text"})
-    with pytest.raises(ValueError, match="embed.weight': unsupported NumPy dtype: complex64"):
+    with pytest.raises(ValueError, match="embed.weight' had different dtype .*complex64"):
         program.bind({**state, "embed.weight": np.ones((4, 4), np.complex64)})
 
 

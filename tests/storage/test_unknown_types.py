@@ -193,4 +193,4 @@ def test_what_has_no_complex_values_says_so(tmp_path):
         convert(path, tmp_path / "m.safetensors")
     safetensors.numpy.save_file({"w": GOOD}, tmp_path / "w.safetensors")
     with pytest.raises(ValueError, match="imaginary part"):
-        WeightData.from_numpy(VALUES, "c").astype("bfloat16")
+        WeightData(VALUES, "c", DType.complex64, VALUES.shape).astype("bfloat16")

@@ -191,8 +191,8 @@ class Weights:
 
     def items(self) -> Iterator[tuple[str, Weights]]:
         """Full name and place of every tensor at or below this place, in the order of keys()."""
-        for name in self.keys():
-            yield name, self._at(str(name))
+        for name in self._below():
+            yield name, self._at(name)
 
     def _below(self) -> list[str]:
         names, prefix = self._family.names, self._prefix

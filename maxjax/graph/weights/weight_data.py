@@ -127,9 +127,15 @@ class WeightData:
         """A NumPy array with its own dtype and shape; the array is kept, not copied.
 
         Raises:
-            ValueError: The dtype is none of maxjax's, as text.
+            ValueError: The dtype is none of maxjax's, as text; or it is complex, as in MAX.
         """
-        return cls(arr, name, DType.of(arr.dtype), arr.shape)
+        dtype = DType.of(arr.dtype)
+        if dtype.is_complex():
+            raise ValueError(
+                f"'{name}' is {dtype.name}, which MAX's WeightData is not made of: "
+                f"WeightData(array, name, DType.{dtype.name}, array.shape) is"
+            )
+        return cls(arr, name, dtype, arr.shape)
 
     @property
     def data(self) -> Any:

@@ -14,7 +14,8 @@ from maxjax.graph.weights import WeightData
 
 
 def data(array, name="n"):
-    return WeightData.from_numpy(np.asarray(array), name)
+    array = np.asarray(array)
+    return WeightData(array, name, DType.of(array.dtype), array.shape)
 
 
 def test_metadata():
