@@ -68,9 +68,17 @@ class _Job(Generic[T]):
     # --- in the thread
 
     def _run(self) -> None:
+        """What is posted may be raised at any call or turn of a loop in here, until it is closed."""
         try:
-            self._try()
-            self._close()
+            try:
+                self._try()
+            except Stopped:
+                pass
+            while self.open:
+                try:
+                    self._close()
+                except Stopped:
+                    pass
         finally:
             self.done.set()
 
@@ -84,17 +92,12 @@ class _Job(Generic[T]):
             self.error = error
 
     def _close(self) -> None:
-        while True:
-            try:
-                with self.lock:
-                    self.open = False  # nothing is posted from here on
-                # What was posted and has not been raised is raised here: one that a thread took with
-                # it Python 3.11 would go on looking for, in all threads.
-                for _ in range(100):
-                    pass
-                return
-            except Stopped:
-                continue
+        with self.lock:
+            self.open = False  # nothing is posted from here on
+        # What was posted and has not been raised is raised here: one that a thread took with it
+        # Python 3.11 would go on looking for, in all threads.
+        for _ in range(100):
+            pass
 
     # --- in the caller. It asks ``done``: for Python 3.11 a thread whose join was interrupted has ended.
 
