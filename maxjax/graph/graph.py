@@ -61,7 +61,9 @@ class Entry:
     """A Weight, or the Weights of a stack, in a Graph: the names there, and what stands for it.
 
     The stand-in is a NumPy array without memory (all strides zero); JAX takes it for a
-    constant and moves it to the top of the jaxpr, where it is known by its address.
+    constant and moves it to the top of the jaxpr, where it is known by its address. It holds
+    NaN: a jitted function that closes over a Weight keeps it when the Graph is finished, and
+    should not go on with a number.
     """
 
     def __init__(self, weight: Weight | StackedWeight):
@@ -76,7 +78,8 @@ class Entry:
         self.shape = tuple(map(int, kept.shape)) if leaf is None else tuple(leaf.shape)
         dtype = jax.dtypes.canonicalize_dtype(kept.dtype.np)
         # Constants without axes become literals in a jaxpr, so there is always one more.
-        self.stand_in = np.broadcast_to(np.zeros((), dtype), (1, *self.shape))
+        nothing = np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
+        self.stand_in = np.broadcast_to(np.full((), nothing, dtype), (1, *self.shape))
 
     @property
     def address(self) -> int:

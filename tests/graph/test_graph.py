@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, Graph, Model, TensorType, TensorValue, Weight
 from maxjax.nn import LayerList, Module
 
@@ -369,3 +370,17 @@ def test_hooks_fire_once_while_tracing():
     compiled = model.compile(F23)
     compiled(ONES), compiled(ONES)
     assert seen == ["Lin", "Lin", "Net"]
+
+
+def test_a_jitted_function_that_keeps_a_stand_in_gives_no_numbers():
+    # JAX keeps what a jitted function closes over when it is traced: a Weight is an argument.
+    w = weight(shape=(2, 3), value=2.0)
+    closed, given = jax.jit(lambda x: x * jnp.asarray(w)), jax.jit(lambda w, x: x * jnp.asarray(w))
+    g = Graph("g", lambda x: (closed(x.value), given(w, x.value)), [F23])
+    for result in Model(g)(ONES):
+        np.testing.assert_array_equal(result, 2 * ONES)
+    assert np.isnan(closed(jnp.asarray(ONES))).all()
+    np.testing.assert_array_equal(given(w, jnp.asarray(ONES)), 2 * ONES)
+    for dtype in DType:
+        if dtype.is_float():
+            Graph("g", lambda x, d=dtype: x + Weight("v", d, (2, 3), CPU).cast("float32"), [F23])
