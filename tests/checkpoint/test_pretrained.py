@@ -507,3 +507,15 @@ def test_an_interrupt_in_the_middle(tmp_path):
     maxjax.save_pretrained(layers(3), tmp_path)
     assert value(tmp_path) == 3
     assert jax.devices()  # nothing of JAX was hurt
+
+
+def test_over_the_files_that_a_model_is_still_to_read(tmp_path):
+    """Weights that were not read yet are read of the old files, whole, before these are replaced."""
+    values = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+    safetensors.numpy.save_file({"weight": values}, tmp_path / "model.safetensors")
+    weights = maxjax.load_weights(tmp_path)
+    layer = maxjax.nn.Linear(6, 8, "float32", DeviceRef.CPU())
+    layer.weight = weights.weight.allocate()
+    maxjax.save_pretrained(layer, tmp_path)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "model.safetensors")["weight"], values)
+    np.testing.assert_array_equal(layer.state_dict()["weight"], values)
