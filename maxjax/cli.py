@@ -214,17 +214,24 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
 
     The structure is checked in any format. Checksums are in PyTorch's and NumPy's archives, in the
     maxjax_digests.json beside what maxjax wrote, and in the names of files of Hugging Face's cache.
+    The headers of safetensors files are read once more by the library of that name, as others do.
     """
     from .storage.index import open_checkpoint
+    from .storage.verify import second_reading
     from .storage.verify import verify as verify_table
 
     with open_checkpoint(options.path if len(options.path) > 1 else options.path[0]) as table:
         found, format = verify_table(table), table.format
+        others = second_reading(table) if format == "safetensors" else None
+    for line in others or ():
+        print(f"maxjax: warning: {line}: other programs may not open it", file=sys.stderr)
     if options.json:
         return [json.dumps({"sound": True, "format": format} | dataclasses.asdict(found), indent=1)]
     sums = f"{found.checksums:,} checksums agree" if found.checksums else "it has no checksums"
     if found.blobs:
         sums += f"; the SHA-256 of {found.blobs} files is their name in the cache"
+    if others == []:
+        sums += "; the safetensors library lists the same tensors"
     return [
         f"sound: {format}, {found.tensors:,} tensors, {found.nbytes:,} bytes, {found.files} files; {sums}"
     ]

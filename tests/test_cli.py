@@ -339,6 +339,8 @@ def test_verify_of_what_maxjax_wrote(tmp_path, archive):
     succeeds("convert", archive, tmp_path / "w.safetensors")
     found = json.loads(succeeds("verify", tmp_path / "w.safetensors", "--json"))
     assert (found["checksums"], found["digests"], found["blobs"]) == (2, 2, 0)
+    said = succeeds("verify", tmp_path / "w.safetensors")
+    assert said.endswith("2 checksums agree; the safetensors library lists the same tensors\n")
     with open(tmp_path / "w.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x07")

@@ -87,6 +87,49 @@ def verify(table: TensorTable) -> Verified:
     return Verified(len(entries), nbytes, len(table.files), len(sums) + packed, digests, blobs)
 
 
+def second_reading(table: TensorTable) -> list[str]:
+    """What the format's own library, ``safetensors``, says otherwise of the headers of its files.
+
+    The readers here are written anew, from the format's description; that library is what most
+    other programs open the file with.
+
+    Returns:
+        A line for each file that it refuses, or in which it finds other tensors, types or shapes.
+
+    Example:
+        >>> import os, tempfile
+        >>> from maxjax.storage import open_checkpoint
+        >>> from safetensors.numpy import save_file
+        >>> import numpy as np
+        >>> path = os.path.join(tempfile.mkdtemp(), "w.safetensors")
+        >>> save_file({"a": np.ones(3)}, path)
+        >>> with open_checkpoint(path) as table:
+        ...     second_reading(table)
+        []
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found = []
+    for number, file in enumerate(table.files):
+        if not file.path.endswith(".safetensors"):
+            continue
+        ours = {e.name: tuple(e.shape) for e in table.entries.values() if e.file == number}
+        try:
+            with safe_open(file.path, framework="numpy") as theirs:
+                listed = {n: tuple(theirs.get_slice(n).get_shape()) for n in theirs.keys()}
+        except SafetensorError as error:
+            found.append(f"{file.path}: the safetensors library refuses it ({error})")
+            continue
+        differing = sorted(n for n in ours if n in listed and ours[n] != listed[n])
+        missing = sorted(ours.keys() - listed.keys())
+        if differing or missing:
+            name = (missing + differing)[0]
+            found.append(
+                f"{file.path}: the safetensors library finds {listed.get(name, 'no tensor')} for '{name}'"
+            )
+    return found
+
+
 def _compare_blobs(files: Iterable[OpenFile]) -> int:
     """Compares the SHA-256 of files that a cache calls by it; gives how many there were."""
     found = 0

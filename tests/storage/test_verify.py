@@ -16,7 +16,7 @@ from maxjax.errors import (
     CheckpointFormatError,
 )
 from maxjax.storage import open_checkpoint, verify
-from maxjax.storage.verify import Verified
+from maxjax.storage.verify import Verified, second_reading
 from maxjax.storage.verify import verify as verified
 
 ARRAYS = {
@@ -133,3 +133,22 @@ def test_a_cached_file_that_was_written_to_meanwhile(cached):
         os.utime(cached, ns=(1, 1))
         with pytest.raises(CheckpointChangedError):
             verified(table)
+
+
+def test_the_formats_own_library_reads_it_too(tmp_path, monkeypatch):
+    path = tmp_path / "m.safetensors"
+    safetensors.numpy.save_file(ARRAYS, path)
+    with open_checkpoint(path) as table:
+        assert second_reading(table) == []
+        other = tmp_path / "other.safetensors"
+        safetensors.numpy.save_file({"a": ARRAYS["a"].T.copy(), "b": ARRAYS["b"]}, other)
+        opens = safetensors.safe_open
+        monkeypatch.setattr(safetensors, "safe_open", lambda _, **options: opens(other, **options))
+        (line,) = second_reading(table)
+        assert line.startswith(str(path)) and "finds no tensor for 'e'" in line
+        other.write_bytes(b"no such file")
+        (line,) = second_reading(table)
+        assert line.startswith(f"{path}: the safetensors library refuses it (")
+    np.savez(tmp_path / "m.npz", **ARRAYS)
+    with open_checkpoint(tmp_path / "m.npz") as table:
+        assert second_reading(table) == []
