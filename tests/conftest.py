@@ -28,12 +28,6 @@ def _on_gpu(config: pytest.Config) -> bool:
     return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
 
 
-# Folders whose tests compile programs: of a test with many cases there the fast set has a sample.
-SAMPLED = ("tests/kernels/", "tests/nn/", "tests/graph/", "tests/engine/", "tests/checkpoint/")
-SAMPLED += tuple(f"tests/models/test_{name}" for name in ("bert", "llama", "qwen", "gguf_models"))
-MANY, ONE_IN = 6, 5
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the backend before anything starts it; child processes inherit the choice."""
     if _on_gpu(config):
@@ -57,14 +51,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the many cases of one test as slow but for a sample; skips what needs a GPU."""
-    families: dict[str, list[pytest.Item]] = {}
+    """Of a test marked ``fast`` the cases that it does not name are slow; skips what needs a GPU.
+
+    ``@pytest.mark.fast("a-1", "b-2")`` names cases by what stands in brackets behind the test's
+    name: together they have each value of its short axes. Where none of them exists, because
+    they are those of another machine, all cases are in the fast set.
+    """
+    tests: dict[str, list[tuple[pytest.Item, bool]]] = {}
     for item in items:
-        if item.nodeid.startswith(SAMPLED):
-            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in families.values():
-        for number, item in enumerate(cases if len(cases) >= MANY else []):
-            if number % ONE_IN:
+        if (mark := item.get_closest_marker("fast")) is not None:
+            test, _, case = item.nodeid.partition("[")
+            tests.setdefault(test, []).append((item, case[:-1] in mark.args))
+    for cases in tests.values():
+        if any(named for _, named in cases):
+            for item in (item for item, named in cases if not named):
                 item.add_marker(pytest.mark.slow)
     if _on_gpu(config):
         return

@@ -175,6 +175,7 @@ SOURCES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("safetensors", "npz")
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_format_into_every_format(source, tmp_path):
     path, arrays = SOURCES[source](tmp_path)
@@ -274,6 +275,7 @@ def shifted(case: str) -> bool:
     return case.startswith("gemma")
 
 
+@pytest.mark.fast("bert", "gpt2")
 @pytest.mark.parametrize("case", MODELS)
 def test_hugging_face_to_gguf_and_back(case, models, tmp_path):
     folder, arrays = models(case)
@@ -424,6 +426,7 @@ def wide(tmp_path_factory):
 KINDS = {"q8_0": 1 / 200, "q4_0": 1 / 7, "q4_k": 1 / 7, "q6_k": 1 / 28}
 
 
+@pytest.mark.fast("gguf-q8_0", "safetensors-q4_0", "orbax-q4_k")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("through", ["gguf", "safetensors", "orbax"])
 def test_quantize(kind, through, wide, tmp_path):
@@ -574,6 +577,12 @@ def small(tmp_path):
     return path
 
 
+@pytest.mark.fast(
+    "m.gguf-options0-is the name of a gguf file, and safetensors was asked",
+    "m-options5-int8",
+    "m.gguf-options10-'q3_k' is none of q8_0, q4_0, q4_k, q6_k",
+    "m.npz-options15-m\\\\.npz.*not written",
+)
 @pytest.mark.parametrize(
     ("target", "options", "says"),
     [

@@ -21,6 +21,7 @@ def server():
         yield found
 
 
+@pytest.mark.fast("SIGKILL-turns", "SIGKILL-gguf", "SIGINT-turns", "SIGINT-gguf")
 @pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_ended_at_random(server, kind, how):
@@ -38,6 +39,7 @@ def test_killed_at_calls(server, kind, monkeypatch):
     assert 3 < row.trials < 30 and row.leftovers and not row.problems
 
 
+@pytest.mark.fast("ENOSPC-False-turns", "EIO-True-turns", "short-True-turns")
 @pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault, forever", [("ENOSPC", False), ("EIO", True), ("short", True)])
 def test_calls_that_fail(server, kind, fault, forever):

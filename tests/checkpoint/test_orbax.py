@@ -268,6 +268,14 @@ def test_arrays_go_where_the_example_says(tmp_path):
     assert restore(tmp_path, None, x=array)["x"].committed is array.committed is False
 
 
+@pytest.mark.fast(
+    "tree0-two leaves would both be called 'a.b'",
+    "tree5-nothing to save",
+    "tree1-'a\\\\.0' cannot be saved \\\\(object\\\\)",
+    "tree2-'a' cannot be saved .it has no value",
+    "tree3-'a' is str.*, which cannot be stored",
+    "tree4-'a' is uint4, which cannot be stored",
+)
 @pytest.mark.parametrize(
     ("tree", "says"),
     [

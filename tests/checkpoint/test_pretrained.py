@@ -153,6 +153,13 @@ FOREIGN = [
 HOW = {"one": "5GB", "parts": 300, "parts of the same names": 300, "more parts": 256}
 
 
+@pytest.mark.fast(
+    "None-one",
+    "one-more parts",
+    "parts of the same names-parts",
+    "one and a set-one",
+    "a broken set-more parts",
+)
 @pytest.mark.parametrize("new", ["one", "parts", "more parts"])
 @pytest.mark.parametrize("old", [None, *HOW, "one and a set", "a broken set"])
 def test_every_change(tmp_path, old, new):
@@ -404,6 +411,7 @@ def from_meshes():
         yield pytest.param(*case, marks=() if case[0] == MESHES[0] else pytest.mark.slow)
 
 
+@pytest.mark.fast("{'model': 4}-True-AxisType.Auto", "{'model': 4}-False-AxisType.Explicit")
 @pytest.mark.parametrize(("sizes", "stacked", "kind"), list(from_meshes()), ids=str)
 def test_bytes_are_the_same_from_every_mesh(tmp_path, sizes, stacked, kind):
     model = placed(stacked, **sizes, kind=kind)
@@ -517,5 +525,7 @@ def test_over_the_files_that_a_model_is_still_to_read(tmp_path):
     layer = maxjax.nn.Linear(6, 8, "float32", DeviceRef.CPU())
     layer.weight = weights.weight.allocate()
     maxjax.save_pretrained(layer, tmp_path)
-    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "model.safetensors")["weight"], values)
+    np.testing.assert_array_equal(
+        safetensors.numpy.load_file(tmp_path / "model.safetensors")["weight"], values
+    )
     np.testing.assert_array_equal(layer.state_dict()["weight"], values)

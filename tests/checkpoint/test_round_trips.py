@@ -91,6 +91,7 @@ STEPS = {
 
 
 # There and back: which of two is first changes nothing of what is converted to what.
+@pytest.mark.fast("safetensors-safetensors", "directory-set")
 @pytest.mark.parametrize(
     ("first", "middle"), list(itertools.combinations_with_replacement(STEPS, 2))
 )
@@ -237,6 +238,7 @@ def is_split(model: Net, count: int) -> bool:
     return True
 
 
+@pytest.mark.fast("orbax-float32", "safetensors-bfloat16", "set-float8_e4m3fn")
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("form", ["orbax", "safetensors", "set"])
 def test_any_mesh_to_any_mesh(form, kind, tmp_path):

@@ -213,6 +213,7 @@ def test_compiled_once_for_each_shape(minilm, caplog):
     assert compilations(caplog, lambda: embed(other, tokenizer, [words(1)] * 4)) == 0
 
 
+@pytest.mark.fast("10-1", "256-3", "500-32")
 @pytest.mark.parametrize("batch_size", [1, 3, 32, 100])
 @pytest.mark.parametrize("limit", [10, 256, 500])
 def test_batches_cover_everything_once_in_few_shapes(batch_size, limit):
@@ -230,6 +231,7 @@ def test_batches_cover_everything_once_in_few_shapes(batch_size, limit):
 # --- what can be wrong ----------------------------------------------------------------------
 
 
+@pytest.mark.fast("one text", "texts5")
 @pytest.mark.parametrize("texts", ["one text", b"x", ["a", 3], [None], [b"a"], [["a"]], 3, None])
 def test_only_texts(loaded, texts):
     with pytest.raises(TypeError):
@@ -263,6 +265,7 @@ def test_steps_that_are_not_there(minilm, loaded):
     assert isinstance(caught.value, UnsupportedModelError)
 
 
+@pytest.mark.fast("0", "3")
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, True, None, "3"])
 def test_batch_sizes_that_are_none(loaded, batch_size):
     with pytest.raises(UserInputError, match="batch_size"):

@@ -48,6 +48,7 @@ def saved(folder, tokenizer):
         (folder / name).write_text(text)
 
 
+@pytest.mark.fast("lasttoken-Qwen3", "mean-Qwen3")
 @pytest.mark.parametrize(
     "kind", ["Qwen3", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Llama", "Gemma"))]
 )

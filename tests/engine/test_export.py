@@ -445,6 +445,11 @@ def test_structures_come_and_go(path):
         ((2,), [(3,)]), {"zeta": (4,), "alpha": None}, {"a": (), "b": (5,)})  # fmt: skip
 
 
+@pytest.mark.fast(
+    "args0-not (): there are more or fewer",
+    "args5-argument 0[1] differs",
+    "args10-argument 0[0] must be float32[3, 4], not float32[4]",
+)
 @pytest.mark.parametrize(
     "args, says",
     [
@@ -914,6 +919,9 @@ HEADERS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(
+    "a later version", "a deep tree", "aliases", "a negative dimension", "keys of two kinds"
+)
 @pytest.mark.parametrize("case", HEADERS)
 def test_headers_that_nobody_wrote(net_file, path, case):
     change, says = HEADERS[case]
@@ -988,6 +996,7 @@ def failing(number):
     return fail
 
 
+@pytest.mark.fast("28-write", "5-replace", "28-fsync", "28-replace", "5-write", "5-fsync")
 @pytest.mark.parametrize("function", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_save_that_fails_leaves_the_old_file(path, monkeypatch, function, number):

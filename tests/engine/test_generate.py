@@ -55,6 +55,7 @@ def expected(theirs):
 # --- as transformers -------------------------------------------------------------------------
 
 
+@pytest.mark.fast("32-512", "1-16", "32-16", "3-512", "3-16", "1-512")
 @pytest.mark.parametrize("chunk", [512, 16])
 @pytest.mark.parametrize("batch_size", [32, 3, 1])
 def test_greedy(model, expected, chunk, batch_size):
@@ -79,6 +80,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("Mistral", "Mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family, tmp_path):
     kind = {"Gemma3Text": "Gemma3"}.get(family, family)
@@ -355,6 +357,12 @@ def test_a_stream_that_is_left(model):
 # --- what cannot be ----------------------------------------------------------------------------
 
 
+@pytest.mark.fast(
+    "-options0-the prompt is empty",
+    "prompt5-options5-256 tokens, and the model's context is 256",
+    "prompt10-options10-max_new_tokens is 0",
+    "prompt15-options15-one key",
+)
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
@@ -385,6 +393,7 @@ def test_refused(model, prompt, options, says):
         maxjax.generate(model, characters(), prompt, **options)
 
 
+@pytest.mark.fast("abc", "prompt5")
 @pytest.mark.parametrize("prompt", [b"abc", {"a": 1}, 3, [1.5], [["a", "b"]], [None]])
 def test_no_prompt(model, prompt):
     with pytest.raises(TypeError, match="text"):

@@ -60,6 +60,7 @@ def test_what_is_no_prompt(loaded, prompts, error, says):
         generate(loaded, prompts)
 
 
+@pytest.mark.fast("options0-UserInputError-a list of token ids", "options5-UserInputError-one key")
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
@@ -259,6 +260,7 @@ def test_half_a_character_does_not_cost_a_saved_chat(loaded, tmp_path):
 # --- names of other libraries ----------------------------------------------------------------
 
 
+@pytest.mark.fast("max_tokens-did you mean max_new_tokens=", "eos_token_id-did you mean eos_ids=")
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -260,6 +260,7 @@ def test_weights_that_are_not_those_of_the_config(small):
         load(small)
 
 
+@pytest.mark.fast("-config.json", "{-modules.json", '"x"-tokenizer.json', "content5-config.json")
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "modules.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[[", b'"x"', b'{"a": 1, "a": 2}', b"[" * 10_000])
 def test_broken_files_beside_the_weights(small, name, content):
@@ -279,6 +280,7 @@ def test_float64_is_not_narrowed_in_silence(small):
         assert states(load(small)[0]).dtype == np.float64
 
 
+@pytest.mark.fast("nonsense-dtype", "float8_e4m3fn-reduce_dtype", "float64-dtype")
 @pytest.mark.parametrize("option", ["dtype", "reduce_dtype"])
 @pytest.mark.parametrize("value", ["nonsense", "int8", "float8_e4m3fn", 3.5, None, "float64"])
 def test_dtypes_that_are_none(small, option, value):

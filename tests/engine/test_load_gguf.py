@@ -134,6 +134,7 @@ def test_plan_of_a_gguf_file(minilm, tmp_path):
     assert decoded.total_bytes == wide.total_bytes
 
 
+@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
 @pytest.mark.parametrize("case", [case for case in CASES if case != "bert"])
 def test_plans_of_decoders(case, tmp_path):
     """By the names of Hugging Face, also where the model is not there yet."""

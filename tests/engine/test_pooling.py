@@ -28,6 +28,7 @@ ORACLES = {
 }
 
 
+@pytest.mark.fast("False-cls", "False-weightedmean", "True-mean_sqrt_len_tokens")
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 @pytest.mark.parametrize("normalize", [False, True])
 def test_each_mode(mode, normalize):
@@ -38,6 +39,7 @@ def test_each_mode(mode, normalize):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast("cls", "weightedmean")
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 def test_masked_places_have_no_influence(mode):
     x, mask = states()
@@ -53,6 +55,9 @@ def test_several_modes_stand_side_by_side():
     np.testing.assert_array_equal(found[:, 5:], pool(x, mask, ("mean",)))
 
 
+@pytest.mark.fast(
+    "float32-cls", "float32-weightedmean", "bfloat16-mean_sqrt_len_tokens", "float16-mean"
+)
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_no_tokens_at_all_is_finite(mode, dtype):
@@ -98,6 +103,7 @@ def test_no_files(tmp_path):
     assert read_pooling(tmp_path) == (None, tmp_path)
 
 
+@pytest.mark.fast("pooling0-modes0", "pooling5-modes5")
 @pytest.mark.parametrize(
     "pooling, modes",
     [
@@ -150,6 +156,7 @@ def test_steps_that_are_not_there_are_named(tmp_path, kinds, pooling, named):
     assert named in read_pooling(write(tmp_path, kinds, pooling))[0].unsupported
 
 
+@pytest.mark.fast("/etc", "a\\x00b")
 @pytest.mark.parametrize("path", ["/etc", "../other", "a/../../b", "C:\\x", "a\\b", "a\0b"])
 def test_paths_that_lead_out(tmp_path, path):
     write(tmp_path)
@@ -160,6 +167,12 @@ def test_paths_that_lead_out(tmp_path, path):
         read_pooling(tmp_path)
 
 
+@pytest.mark.fast(
+    "modules.json-{}",
+    'modules.json-[{"path": ""}]',
+    '1_Pooling/config.json-{"pooling_mode": {"mean": true}}',
+    'sentence_bert_config.json-{"do_lower_case": 1}',
+)
 @pytest.mark.parametrize(
     "name, content",
     [

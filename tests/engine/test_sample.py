@@ -192,6 +192,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.fast("temperature", "top_p after top_k")
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_the_largest_of_logit_and_noise(name):
     """Whichever way a filter takes: among a few candidates or through the whole vocabulary."""
@@ -262,6 +263,7 @@ def test_wide_vocabularies_draw_the_same():
     assert found.tokens.tolist() == (kept + noise).argmax(axis=1).tolist()
 
 
+@pytest.mark.fast("700-random", "70001-ties")
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "few"])
 @pytest.mark.parametrize("width", [700, 70_001])
 def test_largest_is_top_k(kind, width):
@@ -322,6 +324,9 @@ PLACED = {
 }
 
 
+@pytest.mark.fast(
+    "filters-P('data', 'model')-AxisType.Auto", "filters-P('data', 'model')-AxisType.Explicit"
+)
 @pytest.mark.parametrize(
     ("name", "spec", "kind"),
     fast_and_slow(
@@ -615,6 +620,7 @@ def test_generation_config_that_is_unsupported_is_named(caplog):
     assert settings.banned == (4,)
 
 
+@pytest.mark.fast("config0-do_sample is 'false': true or false", "config5-suppress_tokens is None")
 @pytest.mark.parametrize(
     ("config", "message"),
     [

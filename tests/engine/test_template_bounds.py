@@ -47,6 +47,7 @@ def test_all_that_jinja_has_is_in_the_table():
         assert methods <= set(table), kind
 
 
+@pytest.mark.fast("a0", "value5", "value10")
 @pytest.mark.parametrize(
     "value",
     ["a", b"a", 1, 1.5, 1j, [], (), {}, range(2), {}.keys(), {}.values(), {}.items(), markupsafe.Markup()],
@@ -111,6 +112,7 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast("0", "5", "10", "15", "20", "25", "30")
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 def test_the_text_is_that_of_jinja_without_bounds(number):
     """Also what fails there fails here, with the same words."""
@@ -319,6 +321,14 @@ def test_what_is_made_in_one_step_is_weighed_before(text):
 BOMBS = dict(list(bombs().items())[::12])
 
 
+@pytest.mark.fast(
+    "filter abs, for ever",
+    "test boolean, for ever",
+    "statements: blocks",
+    "values: format star, precision",
+    "values: namespace of one hash",
+    "sources: quotes with escapes",
+)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name, soon):

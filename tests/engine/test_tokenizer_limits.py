@@ -146,6 +146,16 @@ HOSTILE = {
 }
 
 
+@pytest.mark.fast(
+    "replaces",
+    "what_unicode_takes_apart",
+    "metaspaces",
+    "template",
+    "loops_in_a_normalizer",
+    "calls_itself",
+    "long_piece",
+    "long_added_normalized",
+)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_are_refused(tmp_path, case):
     (tmp_path / "tokenizer.json").write_text(json.dumps(document(**HOSTILE[case])))
@@ -212,6 +222,14 @@ LONG = {
 }
 
 
+@pytest.mark.fast(
+    "tokenizer_config.json-many",
+    "added_tokens.json-long",
+    "tokenizer_config.json-long",
+    "special_tokens_map.json-many",
+    "special_tokens_map.json-long",
+    "added_tokens.json-many",
+)
 @pytest.mark.parametrize("content", [BESIDE, LONG], ids=["many", "long"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_hostile_files_beside_it(tmp_path, name, content):
@@ -304,6 +322,7 @@ PATTERNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast("xlm-roberta", "clip", "words")
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_published_ones_pass(case):
     check_tokenizer(document(**PUBLISHED[case]))
@@ -315,11 +334,22 @@ def test_those_that_are_trained_here_pass():
     check_tokenizer(sentencepiece())
 
 
+@pytest.mark.fast(
+    " ?[^(\\\\s|.,!?\\u2026\\u3002\\uff0c\\u3001\\u0964\\u06d4\\u060c)]+",
+    "pattern5",
+    "[\\\\r\\\\n]",
+    "\\\\p{N}",
+    "pattern20",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    "(?:\\\\p{L}\\\\p{M}*)+",
+    "\\\\(a+\\\\)+",
+)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_published_patterns_pass(pattern):
     check_pattern(pattern)
 
 
+@pytest.mark.fast("(", "\\\\", "*")
 @pytest.mark.parametrize(
     "pattern", ["(", ")", "a)", "[", "[a", "\\", "a{", "a{,}", "(?", "(?<", "*", "", "{5}"]
 )
@@ -333,6 +363,17 @@ def test_patterns_with_and_without_empty_matches():
     assert all(map(matches_something, some)) and not any(map(matches_something, none))
 
 
+@pytest.mark.fast(
+    "normalizer-None",
+    "normalizer-value5",
+    "pre_tokenizer-value3",
+    "post_processor-3",
+    "post_processor-value6",
+    "decoder-value4",
+    "model-x",
+    "added_tokens-None",
+    "added_tokens-value5",
+)
 @pytest.mark.parametrize(
     "value", [None, 3, "x", [], [3], {"type": 3}, {"type": "Sequence", "normalizers": 3}]
 )

@@ -45,6 +45,7 @@ def in_graph(function, *types):
     return g
 
 
+@pytest.mark.fast("add", "rmul", "pow", "requal", "matmul", "index")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operation_gives_the_kind_of_where_it_is(name):
     w, kinds = weight(), []
@@ -67,6 +68,7 @@ def test_each_operation_gives_the_kind_of_where_it_is(name):
     assert again == jaxpr and kinds == [False]
 
 
+@pytest.mark.fast("add", "rmul", "less", "T left")
 @pytest.mark.parametrize(
     "name", list(OPERATIONS)[:10] + ["less", "equal", "requal", "matmul", "rmatmul", "T left"]
 )

@@ -39,6 +39,7 @@ def test_names(other, name):
     assert axis_name(other) == name
 
 
+@pytest.mark.fast("sizes0-needs the size of an axis", "sizes5-no multiple of 3")
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [

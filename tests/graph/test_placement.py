@@ -24,6 +24,14 @@ def mesh(**sizes):
 HEADS = S.segmented(1, 0, [Segment.head_aware(9, 4)])
 
 
+@pytest.mark.fast(
+    "shape0-None-sizes0-spec0-no strategy",
+    "shape5-wish5-sizes5-spec5-the mesh has no model axis",
+    "shape10-wish10-sizes10-spec10-the 2 heads",
+    "shape15-None-sizes15-spec15-axis 0 over fsdp=2",
+    "shape20-wish20-sizes20-spec20-axis 0 over ep=2",
+    "shape25-wish25-sizes25-spec25-axis 0",
+)
 @pytest.mark.parametrize(
     ("shape", "wish", "sizes", "spec", "why"),
     [
@@ -62,6 +70,10 @@ def test_where_and_why(shape, wish, sizes, spec, why):
     assert tuple(placed.spec) == spec and why in placed.why
 
 
+@pytest.mark.fast(
+    "shape0-wish0-UserInputError-'w' of shape .8,. has no axis 1",
+    "shape5-wish5-UserInputError-over 'data', and the mesh has the axes model",
+)
 @pytest.mark.parametrize(
     ("shape", "wish", "error", "says"),
     [

@@ -44,6 +44,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("another name", "an expression of a new name")
 @pytest.mark.parametrize("name", CASES)
 def test_in_a_graph(name):
     function, sizes, shape, good, bad, says = CASES[name]

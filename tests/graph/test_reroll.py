@@ -784,6 +784,7 @@ def program(seed):
     return run
 
 
+@pytest.mark.fast("[0, 1, 2, 3, 4, 5]", "[30, 31, 32, 33, 34, 35]")
 @pytest.mark.parametrize("seeds", np.arange(48).reshape(8, 6).tolist(), ids=str)
 def test_programs_at_random(seeds):
     args = (W, V, B, X, Y, CACHES)

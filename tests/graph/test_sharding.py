@@ -26,6 +26,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.fast("rowwise", "head_aware_colwise")
 @pytest.mark.parametrize("name", MAKERS)
 def test_each_is_itself_alone_and_equal_when_the_same(name):
     one, other = MAKERS[name](), MAKERS[name]()
@@ -69,6 +70,9 @@ def test_stacked_qkv_keeps_heads_whole(n):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.fast(
+    "strategy0-shape0-IndexError-no axis 1", "strategy5-shape5-ValueError-an axis of 5"
+)
 @pytest.mark.parametrize(
     ("strategy", "shape", "error", "says"),
     [

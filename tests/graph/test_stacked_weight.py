@@ -42,6 +42,14 @@ def stack(held, span=ALL, **options):
 # -- names
 
 
+@pytest.mark.fast(
+    "span0-layers.*.w-2-layers.2.w",
+    "span5-2:5-2-4",
+    "span1-*.w-0-0.w",
+    "span2-w-1-w",
+    "span3-a.*.b.*.w-1-a.1.b.*.w",
+    "span4-m.layers.1:25:6.w-3-m.layers.19.w",
+)
 @pytest.mark.parametrize(
     "span, full, index, want",
     [
@@ -283,6 +291,7 @@ def test_values_of_another_type_in_the_registry():
         InferenceSession().load(Graph("g", model, [KIND]), weights_registry=wrong)
 
 
+@pytest.mark.fast("plain-before", "pattern-after")
 @pytest.mark.parametrize(
     "net, loaded",
     [(net, how) for net in NETS for how in ("before", "after")]

@@ -56,6 +56,24 @@ METHODS = {
 }
 
 
+@pytest.mark.fast(
+    "cast-False",
+    "reshape with Dims-True",
+    "transpose-False",
+    "broadcast_to-True",
+    "flatten-False",
+    "flatten to-True",
+    "tensor-False",
+    "min-True",
+    "stdev-False",
+    "index-True",
+    "index by a tensor-False",
+    "neg-True",
+    "invert-False",
+    "matmul of ranks-True",
+    "number-False",
+    "power-True",
+)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_methods(name, jit):
@@ -98,6 +116,7 @@ def test_float_widths_promote_and_integers_do_not_meet_floats():
     assert (I + 1).dtype is DType.int32 and (I / 2).to_numpy().tolist() == [0, 0.5, 1, 1.5]
 
 
+@pytest.mark.fast("<lambda>-IndexError0", "<lambda>-ValueError3", "<lambda>-ValueError6")
 @pytest.mark.parametrize(
     "wrong, error",
     [

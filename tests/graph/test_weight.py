@@ -89,6 +89,7 @@ OPERATORS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("+", "%", ">")
 @pytest.mark.parametrize("op", OPERATORS)
 def test_operators(op):
     fn = OPERATORS[op]
@@ -124,6 +125,7 @@ def test_unary_operators_and_indexing():
         iter(w)
 
 
+@pytest.mark.fast("<lambda>0", "sin")
 @pytest.mark.parametrize(
     "use",
     [

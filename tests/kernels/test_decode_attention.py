@@ -184,6 +184,7 @@ def all_right(given, jnp_too=True, **options):
 GROUPS, WIDTHS = (1, 2, 3, 4, 5, 8), (16, 33, 64, 80, 128, 256)
 
 
+@pytest.mark.fast("float32-16-1", "float32-256-8", "bfloat16-128-5")
 @pytest.mark.parametrize(("width", "group"), list(zip(WIDTHS, GROUPS, strict=True)))
 @pytest.mark.parametrize("cache", ["float32", "bfloat16"])
 def test_types_and_sizes(width, group, cache):
@@ -192,6 +193,7 @@ def test_types_and_sizes(width, group, cache):
     all_right(given, jnp_too=cache == "bfloat16" and group % 2 == 0)
 
 
+@pytest.mark.fast("float32-float32", "float16-bfloat16")
 @slow
 @pytest.mark.parametrize("cache", TYPES)
 @pytest.mark.parametrize("q", TYPES)
@@ -237,6 +239,7 @@ def test_lengths(rotating, cache):
     all_right(operands(lengths, slots=9, cache=cache), rotating=rotating)
 
 
+@pytest.mark.fast("None-False", "255-True")
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 255, 300])
 def test_lengths_around_the_parts_of_the_work(window, rotating):
@@ -294,6 +297,7 @@ OPTIONS = {
 FAST = ("window", "rotating window", "cap", "rope", "rope of a part", "interleaved part", "all")
 
 
+@pytest.mark.fast("window-float32", "interleaved part-float32")
 @pytest.mark.parametrize(
     ("which", "cache"),
     fast_and_slow(((name, "float32") for name in FAST), each_value(OPTIONS, TYPES)),
@@ -305,6 +309,7 @@ def test_options(which, cache):
     all_right(operands(lengths, 6, 2, 20, 9, q, cache, pairs), **options)
 
 
+@pytest.mark.fast("30.0-None", "1e+18-3.0", "30.0-3.0", "10000.0-None", "10000.0-3.0", "1e+18-None")
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize("size", [30.0, 1e4, 1e18])
 def test_large_scores(size, soft_cap):
@@ -518,6 +523,7 @@ def copies(text, shape):
     return [line for line in text.splitlines() if found.search(line)]
 
 
+@pytest.mark.fast("one cache-float32", "traced-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", ["one cache", "static", "traced", "steps"])
 def test_donated_caches_stay_where_they_are(how, dtype):
@@ -655,6 +661,7 @@ def in_float64(given, floats, options):
     return sum((y * w).sum() for y, w in zip((out, keys, values), WEIGHTS, strict=True))
 
 
+@pytest.mark.fast("jit-cap and window")
 @pytest.mark.parametrize(
     ("pairs", "options"),
     [
@@ -796,6 +803,7 @@ PLACES = {
 }
 
 
+@pytest.mark.fast("heads-bfloat16-auto", "heads over data-bfloat16-explicit")
 @both
 @pytest.mark.parametrize("cache", [pytest.param("float32", marks=slow), "bfloat16"])
 @pytest.mark.parametrize("where", PLACES)
@@ -948,6 +956,14 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(
+    "q without heads",
+    "k without heads",
+    "a cache of another width",
+    "no layers",
+    "no cap",
+    "angles of every head",
+)
 @pytest.mark.parametrize("which", WRONG)
 def test_shapes_that_do_not_fit(which):
     shapes, options, says = WRONG[which]

@@ -168,6 +168,7 @@ def test_levels_are_best_first():
     assert right(2, 13)
 
 
+@pytest.mark.fast("nonsense", "portabl\\xe9")
 @pytest.mark.parametrize("name", ["nonsense", "", "off", "AVX2", "avx2 ", "portablé"])
 def test_a_level_that_is_not_there(name):
     """The error names those that are, and nothing changes."""

@@ -61,6 +61,7 @@ def close(got, x, w, *, unit=2.0**-20):
 # --- decoding -----------------------------------------------------------------------------
 
 
+@pytest.mark.fast("False-Q4_0", "False-MXFP4", "True-Q6_K")
 @every
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bit_for_bit_as_the_gguf_package(name, compiled):
@@ -71,6 +72,7 @@ def test_bit_for_bit_as_the_gguf_package(name, compiled):
     )
 
 
+@pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_any_bits(name):
     """NaN and infinite scales too; what is subnormal XLA's threads may take as zero."""
@@ -92,6 +94,7 @@ def test_what_is_no_blocks():
         QuantArray(np.zeros(18, np.uint8), "IQ2_XS")
 
 
+@pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_ops(name):
     raw, encoding = blocks(name, 3, 256), QuantizationEncoding(name)
@@ -105,6 +108,7 @@ def test_ops(name):
 # --- products -----------------------------------------------------------------------------
 
 
+@pytest.mark.fast("float32-Q4_0", "float32-MXFP4", "bfloat16-Q6_K", "float16-Q5_K")
 @every
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_products(name, dtype):
@@ -126,6 +130,7 @@ def test_several_weights_of_different_encodings():
     close(got[1], x, np.ones((5, 256)))
 
 
+@pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_a_layer_of_a_stack(name):
     raw = np.stack([blocks(name, 8, 256, seed) for seed in range(3)])
@@ -149,6 +154,7 @@ def test_gradients_reach_the_activations():
     np.testing.assert_allclose(batched[:, 0], got, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_lookups(name):
     table, exact = packed(name, 6, 256)
@@ -169,6 +175,7 @@ def weight(name: str, rows: int, columns: int) -> tuple[Weight, np.ndarray]:
     return w, reference(name, raw).astype(np.float64)
 
 
+@pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_a_weight_shows_its_bytes_and_multiplies_as_weights(name):
     w, exact = weight(name, 8, 512)
@@ -231,6 +238,7 @@ IDS = np.array([[1, 2, 15], [0, 3, 4]])
 call = jax.jit(lambda model, ids: model(ids))
 
 
+@pytest.mark.fast("False-Q4_0", "False-MXFP4", "True-Q6_K")
 @every
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model(name, stacked):
@@ -273,6 +281,7 @@ def mesh_of(axes: dict[str, int], explicit: bool):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
+@pytest.mark.fast("Q4_K-spec0-False", "Q4_K-spec2-True", "Q8_0-spec2-False")
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()])
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
@@ -291,6 +300,7 @@ def test_split_products(name, spec, explicit):
         )
 
 
+@pytest.mark.fast("False-axes0-False", "False-axes2-True", "True-axes1-False", "True-axes3-True")
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("axes", [{"model": 2}, {"model": 8}, {"data": 2, "model": 4}, {"fsdp": 4}])
 @pytest.mark.parametrize("stacked", [False, True])

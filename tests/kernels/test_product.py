@@ -48,6 +48,7 @@ def right(got, x, w):
 # --- how exact it is ----------------------------------------------------------------------------
 
 
+@pytest.mark.fast("float32-float32", "float16-bfloat16")
 @pytest.mark.parametrize(("x", "w"), PAIRS)
 def test_every_type_on_every_level(x, w):
     shapes = [(1, 1, 1), (1, 17, 33), (1, 40, 1000), (2, 5, 64), (3, 66, 127), (5, 16, 2048)]
@@ -130,6 +131,23 @@ def test_results_are_rounded_to_the_nearest_and_even(dtype):
         assert got.tobytes() == wanted.tobytes(), level
 
 
+@pytest.mark.fast(
+    "float32-float32-avx512bf16-1",
+    "float32-float32-avx2-3",
+    "float32-float16-avx512-1",
+    "float32-float16-portable-3",
+    "float32-bfloat16-avx2-1",
+    "float16-float32-avx512bf16-3",
+    "float16-float32-portable-1",
+    "float16-float16-avx512-3",
+    "float16-bfloat16-avx512bf16-1",
+    "float16-bfloat16-avx2-3",
+    "bfloat16-float32-avx512-1",
+    "bfloat16-float32-portable-3",
+    "bfloat16-float16-avx2-1",
+    "bfloat16-bfloat16-avx512bf16-3",
+    "bfloat16-bfloat16-portable-1",
+)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("x", "w"), PAIRS)
@@ -148,6 +166,7 @@ def test_numbers_below_the_least_normal_one(level, x, w, tokens):
 # --- what it takes ------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("shape0", "shape5")
 @pytest.mark.parametrize("shape", [(33,), (1, 33), (2, 3, 33), (2, 1, 3, 33), (0, 33), (2, 0, 33)])
 def test_activations_of_any_rank(shape):
     x, w = normal(shape), normal((7, 33), seed=1)
@@ -206,6 +225,7 @@ def test_parts_of_arrays():
     assert right(jax.jit(lambda x, w: matmul(x.T, w.T))(x, normal((9, 12))), x.T, normal((9, 12)).T)
 
 
+@pytest.mark.fast("0", "Array(2, dtype=uint8)")
 @pytest.mark.parametrize("index", [0, 2, -1, -3, np.int64(1), jnp.uint8(2)], ids=repr)
 def test_a_layer_of_a_stack_is_the_array(index):
     """Also where the number is below 0 and counts from the end."""
@@ -333,6 +353,7 @@ NEAR = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("jit", "a layer in scan", "compiled before")
 @pytest.mark.parametrize("how", SAME)
 def test_the_same_in_every_bit(how):
     x, w = jnp.asarray(X), jnp.asarray(W)
@@ -341,12 +362,20 @@ def test_the_same_in_every_bit(how):
         np.testing.assert_array_equal(got, matmul(X, W))
 
 
+@pytest.mark.fast("scan", "vmap over rows", "vmap over x and layers")
 @pytest.mark.parametrize("how", NEAR)
 def test_as_near(how):
     run = NEAR[how] if how == "exported" else jax.jit(NEAR[how])
     assert right(run(jnp.asarray(X), jnp.asarray(W)), X, W)
 
 
+@pytest.mark.fast(
+    "bfloat16-jit",
+    "bfloat16-fori_loop",
+    "bfloat16-vmap over x",
+    "bfloat16-vmap over weights",
+    "bfloat16-scan",
+)
 @pytest.mark.parametrize("how", ["jit", "fori_loop", "vmap over x", "vmap over weights", "scan"])
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=slow), "bfloat16"])
 def test_narrow_types_under_transformations(how, dtype):
@@ -368,6 +397,7 @@ def test_one_operation_in_a_jaxpr():
     assert "maxjax_matmul" not in names(jax.grad(lambda x: matmul(x, W).sum()), X)
 
 
+@pytest.mark.fast("float32-float32", "float16-bfloat16")
 @pytest.mark.parametrize(("x", "w"), PAIRS)
 def test_shapes_without_values(x, w):
     found = jax.eval_shape(matmul, *(jax.ShapeDtypeStruct((3, 40), TYPES[name]) for name in (x, w)))
@@ -404,6 +434,9 @@ def near(got, exact, tolerance=1e-5):
     assert worst <= tolerance * np.abs(exact).max()
 
 
+@pytest.mark.fast(
+    "float32-float32-jit", "float32-bfloat16-jit", "bfloat16-float32-jit", "bfloat16-bfloat16-jit"
+)
 @pytest.mark.parametrize(
     "how", [jax.jit, pytest.param(lambda f: f, marks=slow)], ids=["jit", "eager"]
 )
@@ -501,6 +534,7 @@ DERIVATIVES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("jvp", "vmap of grad", "nothing_saveable", "jacrev", "of several")
 @pytest.mark.parametrize("how", DERIVATIVES)
 def test_derivatives(how):
     function, exact = DERIVATIVES[how]
@@ -631,6 +665,16 @@ SPLITS = [
 ]
 
 
+@pytest.mark.fast(
+    "whole-float32-False",
+    "tokens over two-bfloat16-True",
+    "tokens and rows-bfloat16-False",
+    "depth-float32-True",
+    "tokens and depth-float32-False",
+    "rows and depth-bfloat16-True",
+    "depth of x, rows-bfloat16-False",
+    "fully, rows-float32-True",
+)
 @pytest.mark.parametrize(("where", "dtype", "explicit"), SPLITS)
 def test_split_over_a_mesh(where, dtype, explicit):
     x_spec, w_spec, kinds, local = PLACES[where]

@@ -83,6 +83,7 @@ ROPES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("linear", "longrope")
 @pytest.mark.parametrize("kind", ROPES)
 def test_stretched_ropes(tmp_path, kind):
     rope = {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}
@@ -104,6 +105,7 @@ def test_stretched_ropes_token_by_token(tmp_path, kind):
     )
 
 
+@pytest.mark.fast("linear", "longrope")
 @pytest.mark.parametrize("kind", ROPES)
 def test_both_spellings_of_rope(kind):
     new = {"rope_parameters": {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}}
@@ -214,6 +216,7 @@ def test_settings_that_are_not_supported_are_named(settings, name):
         LlamaConfig.from_dict({**RAW, **settings})
 
 
+@pytest.mark.fast("settings0-factor", "settings5-rope_scaling", "settings10-hidden_size")
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

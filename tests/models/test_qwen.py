@@ -43,6 +43,7 @@ def test_logits_stacked_and_placed(tmp_path, kind, heads, tied, stacked, devices
     np.testing.assert_array_equal(greedy(mine, prompts, 12), decoders.generated(model, prompts, 12))
 
 
+@pytest.mark.fast("listed-Qwen3", "last layers-Qwen3", "no layer-Qwen3")
 @ONE
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_windows_of_some_layers(tmp_path, kind, windows):
@@ -113,6 +114,14 @@ def test_what_the_code_of_a_family_has_a_file_cannot_change():
     assert Qwen3Config.from_dict(RAW).qk_norm and not Qwen3Config.from_dict(RAW).attention_bias
 
 
+@pytest.mark.fast(
+    "settings0-UnsupportedModelError-linear_attention",
+    "settings5-CheckpointFormatError-num_hidden_layers",
+    "settings1-CheckpointFormatError-layer_types",
+    "settings2-CheckpointFormatError-layer_types",
+    "settings3-CheckpointFormatError-sliding_window",
+    "settings4-CheckpointFormatError-sliding_window",
+)
 @pytest.mark.parametrize(
     ("settings", "error", "name"),
     [

@@ -27,6 +27,7 @@ def in_float64(query, key, value, mask=None, scale=None):
     return np.einsum("bhts,bshd->bthd", weights, value)
 
 
+@pytest.mark.fast("None-5-7", "0.3-1-7")
 @pytest.mark.parametrize("queries, keys", [(5, 7), (1, 7), (6, 6), (1, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_without_a_mask(queries, keys, scale):
@@ -35,6 +36,7 @@ def test_without_a_mask(queries, keys, scale):
     np.testing.assert_allclose(found, in_float64(q, k, v, scale=scale), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fast("shape0", "shape5")
 @pytest.mark.parametrize(
     "shape", [(2, 7), (2, 5, 7), (2, 1, 5, 7), (1, 3, 5, 7), (2, 3, 1, 7), (1, 1, 1, 7)]
 )
@@ -93,6 +95,7 @@ def test_under_jit_vmap_and_grad():
     assert float(jnp.abs(gradient[:, 3:]).max()) == 0 < float(jnp.abs(gradient[:, :3]).max())
 
 
+@pytest.mark.fast("mask0-TypeError", "mask5-ValueError")
 @pytest.mark.parametrize(
     "mask, error",
     [
@@ -126,6 +129,7 @@ def test_shapes_that_do_not_fit_are_refused():
 # --- heads of keys shared by several of queries ---------------------------------------------
 
 
+@pytest.mark.fast("1-False", "3-True")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 def test_shared_heads_are_repeated_ones(kv_heads, masked):

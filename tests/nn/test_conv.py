@@ -46,6 +46,14 @@ CASES = [
 ]
 
 
+@pytest.mark.fast(
+    "1-True-plain",
+    "1-False-plain",
+    "2-True-plain",
+    "2-False-plain",
+    "3-True-plain",
+    "3-False-plain",
+)
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize("permute", [True, False])
 @pytest.mark.parametrize("axes", [1, 2, 3])

@@ -111,6 +111,7 @@ def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
         np.testing.assert_array_equal(value, VALUES[name])
 
 
+@pytest.mark.fast("sizes0-False-False", "sizes1-False-True")
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2, "data": 2}])

@@ -38,6 +38,7 @@ def in_float64(x, chosen, shares, experts):
     return out
 
 
+@pytest.mark.fast("1-5-2-_in_blocks", "7-3-3-_one_by_one")
 @pytest.mark.parametrize(
     "run", [module._in_blocks, module._sorted, module._one_by_one], ids=lambda f: f.__name__
 )

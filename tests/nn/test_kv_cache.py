@@ -138,6 +138,7 @@ def test_room_is_checked_where_numbers_are_known():
     jax.jit(inside)(cache)
 
 
+@pytest.mark.fast("changes0-batch", "changes5-window")
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -37,6 +37,7 @@ def in_float64(x, w, num_experts, k, shared=False):
     return out
 
 
+@pytest.mark.fast("4-2-False", "3-3-True")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("num_experts", "k"), [(4, 2), (4, 1), (3, 3), (8, 2), (1, 1)])
 def test_moe(num_experts, k, shared):

@@ -23,6 +23,11 @@ class Head(nn.Module):
         return self.lm_head(self.embed_tokens(ids))
 
 
+@pytest.mark.fast(
+    "AxisType.Auto-64-spec0-False",
+    "AxisType.Explicit-64-spec0-True",
+    "AxisType.Manual-63-spec1-False",
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("vocab", "spec"), [(64, ("model", None)), (63, (None, "model"))])
 @pytest.mark.parametrize("kind", jax.sharding.AxisType.__members__.values())

@@ -31,6 +31,7 @@ def turned(x, positions, theta=10000.0, interleaved=True):
     return np.stack([z.real, z.imag], -1).reshape(x.shape)
 
 
+@pytest.mark.fast("shape0-True", "shape2-False")
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("shape", [(1, 3, 2, 8), (2, 8, 5, 8), (3, 2, 8), (2, 0, 2, 8)])
 def test_rope(shape, interleaved):

@@ -172,6 +172,9 @@ def sampled():
                 yield pytest.param(name, one, id=f"{name}-{one!r}", marks=slow)
 
 
+@pytest.mark.fast(
+    "block-data2-model4-explicit-set", "three-kv-heads-model4-explicit", "vocabulary-fsdp8-auto"
+)
 @pytest.mark.parametrize(("name", "setting"), list(sampled()))
 def test_compiled_as_on_one_device(name, setting):
     case = CASES[name]
@@ -180,6 +183,7 @@ def test_compiled_as_on_one_device(name, setting):
         close(jax.jit(call)(model, *batched(setting.mesh, case.inputs())), expected(name))
 
 
+@pytest.mark.fast("'vocabulary'-model8-explicit", "'vocabulary'-model8-auto")
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -199,6 +203,7 @@ def test_eager_as_on_one_device(name, setting):
         close(call(model, *batched(setting.mesh, case.inputs())), expected(name))
 
 
+@pytest.mark.fast("'block'-fsdp8-explicit", "'bert'-fsdp8-explicit")
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -219,6 +224,7 @@ def test_from_numpy_arrays(name, setting):
         close(jax.jit(call)(model, *case.inputs()), expected(name))
 
 
+@pytest.mark.fast("vocabulary-axes0-kinds0", "vocabulary-axes1-kinds1")
 @pytest.mark.parametrize(
     ("name", "axes", "kinds"),
     [
@@ -313,6 +319,7 @@ def test_experts_that_run_one_by_one(explicit):
     close(jax.jit(call)(make().to(mesh), *batched(mesh, (x,))), jax.jit(call)(make(), x))
 
 
+@pytest.mark.fast("{'model': 8}-auto", "{'model': 8}-explicit")
 @both
 @pytest.mark.parametrize(
     "sizes",
@@ -386,6 +393,9 @@ class Indexed(Fused):
         return self.qkv[16:32], self.experts[:, :, 8:], self.parts[3:7] @ x[0]
 
 
+@pytest.mark.fast(
+    "model4-auto-jit", "model4-auto-eager", "model8-explicit-jit", "model8-explicit-eager"
+)
 @pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize(
     "setting",
@@ -450,6 +460,7 @@ BLOCKS += settings(at(model=2), at(True, model=2), at(True, model=4), at(model=8
 BLOCKS += settings(*four(data=2, model=4)[:3], marks=slow)
 
 
+@pytest.mark.fast("model4-auto")
 @pytest.mark.parametrize("setting", BLOCKS)
 def test_a_block_sums_twice(setting):
     heads = 8 if setting.sizes["model"] == 8 else 4
@@ -486,6 +497,7 @@ def test_the_count_can_fail(explicit):
     close(jax.jit(call)(model, x), expected("block"))  # and still right
 
 
+@pytest.mark.fast("block-data8-explicit", "vocabulary-data8-explicit")
 @pytest.mark.parametrize(
     "setting",
     settings(at(True, data=8)) + settings(at(data=8), at(seq=8), at(True, seq=8), marks=slow),
@@ -544,6 +556,12 @@ def only_weights(model, found):
     )
 
 
+@pytest.mark.fast(
+    "'block'-fsdp8-auto",
+    "'block'-fsdp8-explicit",
+    "'bert'-fsdp8-explicit",
+    "'vocabulary'-fsdp8-explicit",
+)
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -587,6 +605,7 @@ GRADS = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast("'block'-fsdp4-model2-auto-set", "'vocabulary'-model4-explicit")
 @pytest.mark.parametrize(("name", "setting"), GRADS, ids=repr)
 def test_gradients(name, setting):
     case = CASES[name]
@@ -848,6 +867,7 @@ def test_pickle(make, place):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.fast("block-model4-auto", "stack-model4-explicit")
 @pytest.mark.parametrize(
     "setting",
     settings(at(model=4), at(True, model=4), at(fsdp=2, model=4), at(True, True, data=2, model=4)),
@@ -879,6 +899,14 @@ class Calls(nn.Module):
         return h
 
 
+@pytest.mark.fast(
+    "rows-model4-auto",
+    "columns-fsdp2-model4-explicit-set",
+    "rows-model4-explicit",
+    "rows-fsdp2-model4-explicit-set",
+    "columns-model4-auto",
+    "columns-model4-explicit",
+)
 @pytest.mark.parametrize(
     "setting", settings(at(model=4), at(True, model=4), at(True, True, fsdp=2, model=4))
 )
@@ -900,6 +928,11 @@ def test_graphs_and_subgraphs(setting, spec):
 # --- inside shard_map ---------------------------------------------------------------------------
 
 
+@pytest.mark.fast(
+    "'layer-stack'-data2-model4-explicit",
+    "'moe'-data2-expert2-model2-auto",
+    "'vocabulary'-data2-model4-auto",
+)
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -1078,6 +1111,11 @@ def model4():
     return mesh_of({"model": 4}, False)
 
 
+@pytest.mark.fast(
+    "model4-options0-weight 'weight' .*'data'.* has the axes model",
+    "model4-options5-weight 'weight': .* twice",
+    "model4-options10-weight 'bias': .* cover 3 of",
+)
 @pytest.mark.parametrize(
     ("place", "options", "says"),
     [
@@ -1108,6 +1146,7 @@ def test_wrong_placements(place, options, says):
     assert all(a is b for a, b in zip(jax.tree.leaves(model), leaves, strict=True))
 
 
+@pytest.mark.fast("{'weight': 'model'}", "[('weight', None)]")
 @pytest.mark.parametrize(
     "rules",
     [

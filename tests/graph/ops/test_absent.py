@@ -8,6 +8,9 @@ from maxjax.graph import ops
 from maxjax.graph.ops.absent import REASONS
 
 
+@pytest.mark.fast(
+    "allgather", "broadcast", "reduce_scatter_rms_norm", "buffer", "parallel", "roi_align"
+)
 @pytest.mark.parametrize("name", REASONS)
 def test_what_max_has_and_we_have_not(name):
     with pytest.raises(NotImplementedError, match=rf"ops\.{name} is MAX's"):

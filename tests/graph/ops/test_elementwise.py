@@ -14,6 +14,7 @@ X = np.linspace(-4, 4, 33, dtype=np.float32)
 SAME = ["abs", "exp", "sin", "cos", "tanh", "erf", "floor", "ceil", "trunc", "relu", "sigmoid"]
 
 
+@pytest.mark.fast("abs", "erf", "sigmoid")
 @pytest.mark.parametrize("name", SAME)
 def test_on_all_numbers(name):
     check(getattr(ops, name), getattr(torch, name), X + 0.01, atol=2e-6)

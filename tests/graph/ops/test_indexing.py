@@ -19,6 +19,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.fast("places0-0", "places1--1")
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("places", [np.array([[2, 0], [1, -1]]), np.array(1), np.zeros((0,), int)])
 def test_gather(places, axis):
@@ -112,6 +113,7 @@ _APPLY = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("1-scatter_nd", "2-scatter_nd")
 @pytest.mark.parametrize("name", _APPLY)
 @pytest.mark.parametrize("width", [1, 2])
 def test_scatter_nd(name, width):
@@ -173,6 +175,11 @@ U = np.float32([[5, 7]])
 ONE = np.array([[0, 1]])
 
 
+@pytest.mark.fast(
+    "<lambda>-ValueError-integer dtype, not float32",
+    "<lambda>-ValueError-float16.*float32",
+    "<lambda>-ValueError-must have shape \\\\(1,\\\\)",
+)
 @pytest.mark.parametrize(
     ("op", "error", "says"),
     [

@@ -88,6 +88,14 @@ def test_integers_have_nearest_ones():
     np.testing.assert_array_equal(ops.resize_nearest(np.int32([1, 2]), [4]), [1, 1, 2, 2])
 
 
+@pytest.mark.fast(
+    "<lambda>-four sizes0",
+    "<lambda>-floats",
+    "<lambda>-four sizes1",
+    "<lambda>-each of the 4 axes",
+    "<lambda>-one of 0, 1, 2, 3, not 4",
+    "<lambda>-round_mode",
+)
 @pytest.mark.parametrize(
     ("op", "says"),
     [

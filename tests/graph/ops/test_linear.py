@@ -11,6 +11,7 @@ from maxjax.graph import DeviceRef, TensorValue, Weight, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
 
 
+@pytest.mark.fast("left0-right0", "left5-right5")
 @pytest.mark.parametrize(
     ("left", "right"),
     [((2, 3), (3, 4)), ((5, 2, 3), (3, 4)), ((2, 3), (5, 3, 4)), ((5, 1, 2, 3), (6, 3, 4)),
@@ -67,6 +68,9 @@ def test_outer():
         ops.outer(normal(2, 2), normal(2))
 
 
+@pytest.mark.fast(
+    "None-None-False", "None-0-True", "0-None-False", "0-0-True", "2-None-False", "2-0-True"
+)
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("lower", [None, -1, 0, 1, 5])
 @pytest.mark.parametrize("upper", [None, 0, 2])
@@ -94,6 +98,7 @@ def test_pairs_as_complex():
         ops.as_interleaved_complex(normal(2, 3))
 
 
+@pytest.mark.fast("None-backward", "6-forward")
 @pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])
 @pytest.mark.parametrize("n", [None, 6, 7])
 def test_irfft(n, norm):

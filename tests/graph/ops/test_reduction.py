@@ -12,6 +12,9 @@ X = normal(2, 3, 4)
 INTS = np.array([[-3, -2, -2], [1, 5, 2]], np.int32)
 
 
+@pytest.mark.fast(
+    "sum-None", "mean-None", "prod-None", "max-None", "min-None", "argmax-None", "argmin-None"
+)
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, -3])
 @pytest.mark.parametrize("name", ["sum", "mean", "prod", "max", "min", "argmax", "argmin"])
 def test_reductions(name, axis):
@@ -96,6 +99,7 @@ def test_softmax_of_16_bits_is_rounded_once():
     np.testing.assert_array_equal(ops.logsoftmax(x), exact.astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.fast("sum", "argmax")
 @pytest.mark.parametrize(
     "name",
     ["sum", "mean", "prod", "max", "min", "argmax", "argmin", "cumsum", "softmax", "logsoftmax"],

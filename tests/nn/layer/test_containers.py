@@ -273,6 +273,14 @@ class OneByOne(Module):
         return jnp.concatenate([self.one(x), self.two(x)], -1)
 
 
+@pytest.mark.fast(
+    "Reachable-keys0",
+    "OneByOne-keys5",
+    "Alone-keys1",
+    "ByHandAlone-keys2",
+    "OfItself-keys3",
+    "WeightParts-keys4",
+)
 @pytest.mark.parametrize(
     "make, keys",
     [
@@ -402,6 +410,7 @@ def test_parts_inside_of_stacked_layers():
 # -- constants
 
 
+@pytest.mark.fast("array0", "array5")
 @pytest.mark.parametrize(
     "array",
     [
@@ -451,6 +460,14 @@ def test_constants_are_copies_and_compared_by_content():
     assert f._cache_size() == 1
 
 
+@pytest.mark.fast(
+    "array0-1,048,584 bytes.*at most 1,048,576",
+    "array5-at most",
+    "array1-Python objects",
+    "array2-MaskedArray",
+    "array3-is an array",
+    "array4-is an array",
+)
 @pytest.mark.parametrize(
     "array, why",
     [
@@ -496,6 +513,7 @@ def closure(x):
 ARRAY = jnp.ones(2)
 
 
+@pytest.mark.fast("<lambda>0", "<lambda>5", "<lambda>10", "<lambda>15", "<lambda>20", "<lambda>25")
 @pytest.mark.parametrize(
     "make",
     [

@@ -235,6 +235,7 @@ def assert_same(a, b):
 every_case = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_names_and_values_are_those_of_the_list(case):
     plain, stack = twins(case)
@@ -242,6 +243,24 @@ def test_names_and_values_are_those_of_the_list(case):
     assert any("*" in str(path) or ":" in str(path) for path, _ in jax.tree.leaves_with_path(stack))
 
 
+@pytest.mark.fast(
+    "tree.map-list",
+    "tree.map-layers in front",
+    "tree.map-head tied to 0",
+    "tree.map-all share a weight",
+    "jit-one layer",
+    "jit-front and rest",
+    "jit-head in front tied",
+    "jit-all share another's",
+    "deepcopy-in a model",
+    "deepcopy-bfloat16",
+    "deepcopy-front shares the head",
+    "deepcopy-all share a module",
+    "pickle-pattern",
+    "pickle-head shares",
+    "pickle-front shares a layer",
+    "pickle-omitted names",
+)
 @every_case
 @pytest.mark.parametrize(
     "how",
@@ -258,6 +277,7 @@ def test_also_when_it_is_rebuilt(case, how):
     assert_same(fill(plain), stack)
 
 
+@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_unstacking_is_exact(case):
     plain, stack = twins(case)
@@ -268,6 +288,7 @@ def test_unstacking_is_exact(case):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_the_same_result(case):
     plain, stack = twins(case)
@@ -279,6 +300,7 @@ def test_the_same_result(case):
         np.testing.assert_allclose(np.asarray(got).astype(np.float32), want, **tolerance)
 
 
+@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_the_lazy_one_has_the_same_treedef(case):
     make, how = CASES[case]
@@ -307,6 +329,7 @@ class Towers(Module):
         return self.b(self.a(h))
 
 
+@pytest.mark.fast("a-ab-True", "b-ab-False")
 @pytest.mark.parametrize("mark", [True, False])
 @pytest.mark.parametrize("names", ["ab", "ba"])
 @pytest.mark.parametrize("which", ["a", "b"])
@@ -358,6 +381,7 @@ def test_stacked_again_in_another_way():
 # -- what is equal
 
 
+@pytest.mark.fast("LLLL-how0-4 layers-parts0", "LLLLL-how5-5 layers: 2 times 2 and 1 more-parts5")
 @pytest.mark.parametrize(
     "kinds, how, shown, parts",
     [
@@ -427,6 +451,11 @@ def placed():
     return Lin().to(jax.devices()[1])
 
 
+@pytest.mark.fast(
+    "Lin-Other-the layer itself is a Lin in one and a Other in the other",
+    "Lin-<lambda>-only one of them has the weight 'bias'",
+    "<lambda>-tied_inside-only one .* the weight 'b\\\\.weight'",
+)
 @pytest.mark.parametrize(
     "one, other, says",
     [
@@ -473,6 +502,14 @@ def test_ties_that_are_marked_in_one_layer_only_differ():
         layers.stack()
 
 
+@pytest.mark.fast(
+    "<lambda>-ValueError-0 layers cannot be stacked",
+    "<lambda>-ValueError-layer 0 belongs to another",
+    "<lambda>-TypeError-layer 1 is a NoneType",
+    "<lambda>-TypeError-layer 0 is a Layer",
+    "<lambda>-NotImplementedError-stacks within stacks0",
+    "<lambda>-NotImplementedError-stacks within stacks1",
+)
 @pytest.mark.parametrize(
     "make, error, says",
     [
@@ -557,6 +594,16 @@ def test_it_reads_like_a_list(make):
     assert not hasattr(stack, "weight")
 
 
+@pytest.mark.fast(
+    "made-<lambda>0",
+    "made-<lambda>5",
+    "made-<lambda>10",
+    "made-<lambda>15",
+    "rebuilt-<lambda>1",
+    "rebuilt-<lambda>6",
+    "rebuilt-<lambda>11",
+    "rebuilt-<lambda>16",
+)
 @pytest.mark.parametrize(
     "change",
     [
@@ -614,6 +661,14 @@ def test_missing_layers_stack():
 # -- its layers alone
 
 
+@pytest.mark.fast(
+    "made-list",
+    "rebuilt-head tied",
+    "made-front and rest",
+    "made-head tied",
+    "rebuilt-list",
+    "rebuilt-front and rest",
+)
 @pytest.mark.parametrize("case", ["list", "front and rest", "head tied"])
 @pytest.mark.parametrize("make", [lambda s: s, rebuilt], ids=["made", "rebuilt"])
 def test_each_layer_works_alone(case, make):
@@ -914,6 +969,14 @@ def test_init_is_born_where_it_is_placed():
 # -- hooks
 
 
+@pytest.mark.fast(
+    "False-LLLL-how0",
+    "True-BLLL-how2",
+    "False-LBLBL-how1",
+    "False-BLLL-how2",
+    "True-LLLL-how0",
+    "True-LBLBL-how1",
+)
 @pytest.mark.parametrize("kinds, how", [("LLLL", {}), ("LBLBL", {}), ("BLLL", {"first": 1})])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_hooks_see_every_layer(kinds, how, compiled):

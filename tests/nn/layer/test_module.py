@@ -225,6 +225,7 @@ def structure(**attrs):
     return jax.tree.structure(Hold(**attrs))
 
 
+@pytest.mark.fast("one0-other0", "one5-other5", "one10-other10")
 @pytest.mark.parametrize(
     "one, other",
     [
@@ -266,6 +267,7 @@ def test_frozen_copies():
         assert clone.config == m.config and jax.tree.structure(clone) == jax.tree.structure(m)
 
 
+@pytest.mark.fast("value0-Weight", "value5-array")
 @pytest.mark.parametrize(
     "value, hint",
     [

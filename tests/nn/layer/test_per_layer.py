@@ -114,6 +114,7 @@ def test_different_shapes_are_kept_apart():
     assert repr(held) == "PerLayer(6 layers: 2 times 2 after 1 and 1 more)"
 
 
+@pytest.mark.fast("layout0-dtype", "layout1-shape", "layout2-structure")
 @pytest.mark.parametrize(
     "other",
     [

@@ -129,6 +129,14 @@ HOWS += [("hooks", given) for given in ("carry alone", "many outputs", "numpy", 
 HOWS += [(how, "all of it") for how in ("unroll", "disable_jit")]
 
 
+@pytest.mark.fast(
+    "eager-carry alone",
+    "eager-index",
+    "jit-carry alone",
+    "jit-index",
+    "hooks-carry alone",
+    "disable_jit-all of it",
+)
 @pytest.mark.parametrize("how, given", HOWS)
 def test_it_is_the_loop(how, given):
     xs, options = INPUTS[given]
@@ -232,6 +240,11 @@ def test_no_output_and_none_as_one():
     assert nothing is None and h.shape == (4,)
 
 
+@pytest.mark.fast(
+    "False-<lambda>-got a carry of float32\\\\[4\\\\] and returns one of float32\\\\[2\\\\]",
+    "False-<lambda>-returns its carry2",
+    "True-<lambda>-returns its carry1",
+)
 @pytest.mark.parametrize(
     "result, says",
     [
@@ -343,6 +356,7 @@ class Unhashable:
     __hash__ = None
 
 
+@pytest.mark.fast("1-True", "one5-other5", "1-1.0", "0-False", "a-b", "None-False")
 @pytest.mark.parametrize(
     "one, other", [(1, True), (1, 1.0), (0, False), ("a", "b"), (None, False), ((1, 2), (1, 3))]
 )
@@ -472,6 +486,7 @@ GRADS = {
 REMATS = [None, True, "dots_saveable", jax.checkpoint_policies.nothing_saveable]
 
 
+@pytest.mark.fast("off-jit of grad", "on-eager", "policy-grad of jit")
 @pytest.mark.parametrize("how", GRADS)
 @pytest.mark.parametrize("remat", REMATS, ids=["off", "on", "name", "policy"])
 def test_gradients_are_those_of_the_loop(how, remat):

@@ -544,6 +544,7 @@ def test_a_stack_slice_is_no_endless_sequence():
         assert len(rows) <= 2
 
 
+@pytest.mark.fast("bool", "round")
 @pytest.mark.parametrize("use", [bool, float, int, len, lambda s: divmod(s, 2), round])
 def test_a_stack_slice_converts_as_an_array(use):
     s, plain = StackSlice(jnp.zeros((3,)), 1), jnp.zeros(())

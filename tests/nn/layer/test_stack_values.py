@@ -64,6 +64,16 @@ def outcome(model, given, **options):
 # -- from dicts
 
 
+@pytest.mark.fast(
+    "host-list",
+    "host-layers in front",
+    "host-head tied to 0",
+    "host-all share a weight",
+    "device-one layer",
+    "device-front and rest",
+    "device-head in front tied",
+    "device-all share another's",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_loads_what_the_list_loads(case, where):
     plain, stack = models(case)
@@ -73,6 +83,7 @@ def test_loads_what_the_list_loads(case, where):
         assert_same(plain, model)
 
 
+@pytest.mark.fast("host-numpy", "device-numpy")
 @pytest.mark.parametrize(
     "make",
     [lambda a: a, jnp.asarray, Buffer.from_numpy, lambda a: WeightData.from_numpy(a, "x"),
@@ -127,6 +138,19 @@ BAD = {
 }
 
 
+@pytest.mark.fast(
+    "True-True-missing",
+    "True-True-shape",
+    "True-True-no array",
+    "True-False-unexpected",
+    "True-False-two shapes",
+    "True-False-None",
+    "False-True-misspelt",
+    "False-True-integers",
+    "False-False-all missing",
+    "False-False-stacked shape",
+    "False-False-unaligned",
+)
 @pytest.mark.parametrize("problem", BAD)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("filled", [True, False])
@@ -172,6 +196,7 @@ def owner(model, name):
     return next(n for n, w in model.raw_state_dict().items() if w is weight)
 
 
+@pytest.mark.fast("host-True-given0", "host-False-given2", "device-False-given1")
 @pytest.mark.parametrize("given", [["layers.1.bias"], ["layers.0.bias", "layers.2.bias"], []])
 @pytest.mark.parametrize("filled", [True, False])
 def test_some_layers(given, filled, where):
@@ -216,6 +241,15 @@ def test_a_list_that_holds_the_layers_of_a_stack():
 # -- types
 
 
+@pytest.mark.fast(
+    "host-True-float32-float32",
+    "host-True-float16-bfloat16",
+    "host-False-bfloat16-float32",
+    "host-False-float64-bfloat16",
+    "device-True-float16-float32",
+    "device-False-float32-bfloat16",
+    "device-False-float64-float32",
+)
 @pytest.mark.parametrize("declared", ["float32", "bfloat16"])
 @pytest.mark.parametrize("given", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
 @pytest.mark.parametrize("cast", [True, False])
@@ -291,6 +325,7 @@ def file(tmp_path):
     return write
 
 
+@pytest.mark.fast("host-in a model", "device-pattern")
 @pytest.mark.parametrize("case", ["in a model", "pattern", "layers in front", "bfloat16"])
 def test_from_a_file(case, file, where):
     plain, stack = models(case)
