@@ -157,7 +157,7 @@ def _places(path: str) -> object:
     try:
         with os.scandir(path) as entries:
             return os.stat(path).st_mtime_ns, sorted((one.name, one.inode()) for one in entries)
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         files = path, os.path.join(os.path.dirname(path), DIGESTS)
         return list(map(_identity, files))
 
@@ -165,7 +165,7 @@ def _places(path: str) -> object:
 def _identity(path: str) -> tuple[int, ...] | None:
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 

@@ -396,9 +396,10 @@ def test_deleted_or_changed_while_open(kind, sealed, tmp_path):
     data.write_bytes(content)
     with open_orbax(path) as table:
         shutil.rmtree(path)
-        with pytest.raises(CheckpointMissingError) as caught:
+        with pytest.raises(CheckpointChangedError, match="or it was deleted") as caught:
             table.read("sh")
-        assert caught.value.tensor == "sh" and str(path) in caught.value.path
+        assert caught.value.replaced and str(path) in caught.value.path
+        assert caught.value.__cause__.tensor == "sh"
 
 
 def test_the_part_of_a_process_is_missing(tmp_path):
