@@ -112,8 +112,8 @@ def test_what_is_no_array(bad):
 
 
 def test_dtypes_that_are_none_of_ours():
-    with pytest.raises(ValueError, match="complex64"):
-        Buffer.from_numpy(np.ones(2, np.complex64))
+    with pytest.raises(ValueError, match="datetime64"):
+        Buffer.from_numpy(np.zeros(2, "datetime64[s]"))
     with pytest.raises(BufferError, match="byte order"):
         Buffer.from_numpy(np.ones(2, ">f4" if np.little_endian else "<f4"))
 
@@ -246,7 +246,7 @@ def test_jax_gets_a_copy(d):
         array = jnp.asarray(buffer)
     buffer[0] = 0 if d is not DType.float8_e8m0fnu else 2
     assert array.dtype == d.np
-    assert float(array[0]) == 1
+    assert array[0].item() == 1
 
 
 def test_numpy_dlpack():

@@ -32,11 +32,8 @@ class Limits:
         UserInputError: A field is no whole number from 0 to 2^63 - 1.
 
     Example:
-        >>> Limits(tensors=5_000_000).json_depth
+        >>> Limits(tensors=5_000_000).json_depth  # load_weights(path, limits=Limits(...))
         64
-        >>> maxjax.load_weights("missing.npz", limits=Limits(tensors=5_000_000))
-        Traceback (most recent call last):
-        maxjax.errors.CheckpointMissingError: missing.npz: no such file
     """
 
     header_bytes: int = 100_000_000
