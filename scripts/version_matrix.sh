@@ -7,7 +7,8 @@
 #
 # Each is a virtual environment of its own below $TMPDIR, which is removed. It installs about 300 MB
 # and takes some minutes, which is why .ci/run does not do it: run it when a bound changes, and when
-# a dependency has a new version. No oracle of the tests (torch, transformers) is installed.
+# a dependency has a new version. No oracle of the tests (torch, transformers) is installed but
+# gguf, which is small; what needs the MiniLM model is left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -42,7 +43,7 @@ project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(*project["dependencies"], *project["optional-dependencies"]["train"], sep="\n")
 PY
   if ! "$place/venv/bin/python" -m pip install -q --disable-pip-version-check \
-    -r "$place/wanted" -c "$place/constraints" pytest hypothesis >"$log" 2>&1; then
+    -r "$place/wanted" -c "$place/constraints" pytest hypothesis gguf >"$log" 2>&1; then
     echo "$1, $("$2" --version): cannot be installed"
     grep -E "depends on|requested|ERROR" "$log" | sort -u | head -n 20
     return 1
@@ -52,7 +53,9 @@ from importlib.metadata import version
 names = "jax jaxlib flax orbax-checkpoint safetensors tensorstore numpy ml_dtypes tokenizers"
 print("$1, $("$2" --version):", ", ".join(f"{n} {version(n)}" for n in names.split()))
 PY
-  "$place/venv/bin/python" -m pytest -q -p no:cacheprovider "${SMOKE[@]}" 2>&1 | tail -n "${TAIL:-15}"
+  # What others' older versions call deprecated is theirs: flax 0.12.6 does when it is imported.
+  "$place/venv/bin/python" -m pytest -q -p no:cacheprovider -W ignore::DeprecationWarning \
+    --deselect tests/test_cli_generate.py::test_models_that_cannot "${SMOKE[@]}" 2>&1 | tail -n "${TAIL:-15}"
 }
 
 if [ $# -gt 0 ]; then
