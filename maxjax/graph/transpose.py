@@ -20,7 +20,29 @@ from .shape import Shape
 from .value import TensorValue, around, unwrap, wraps
 
 
-class WeightTranspose:
+class _OfWeight:
+    """What is known of ``w.T`` without its array, in both of its kinds."""
+
+    __slots__ = ()
+    _weight: Any
+
+    @property
+    def T(self) -> Any:
+        """The Weight itself."""
+        return self._weight
+
+    @property
+    def shape(self) -> Shape:
+        """The reversed shape."""
+        return Shape(list(self._weight.shape)[::-1])
+
+    @property
+    def dtype(self) -> DType:
+        """The weight's element type."""
+        return self._weight.dtype
+
+
+class WeightTranspose(_OfWeight):
     """``w.T``: operators, and no ``__jax_array__``.
 
     Only an operand JAX does not know makes it hand ``x @ w.T`` to ``__rmatmul__``, in
@@ -37,21 +59,6 @@ class WeightTranspose:
     def array(self) -> jax.Array:
         """The transposed array (all axes reversed)."""
         return self._weight._as_array().T
-
-    @property
-    def T(self) -> Any:
-        """The Weight itself."""
-        return self._weight
-
-    @property
-    def shape(self) -> Shape:
-        """The reversed shape."""
-        return Shape(list(self._weight.shape)[::-1])
-
-    @property
-    def dtype(self) -> DType:
-        """The weight's element type."""
-        return self._weight.dtype
 
     @property
     def ndim(self) -> int:
@@ -73,7 +80,7 @@ class WeightTranspose:
         return np.asarray(self.array(), dtype=dtype)
 
 
-class TransposedValue(TensorValue):
+class TransposedValue(_OfWeight, TensorValue):
     """``w.T`` where a Weight gives TensorValues: the matrix with its axes swapped.
 
     The array is made when it is asked for; ``x @ w.T`` does not ask.
@@ -85,21 +92,6 @@ class TransposedValue(TensorValue):
     @property
     def _array(self) -> Any:
         return self._weight._as_array().T
-
-    @property
-    def T(self) -> Any:
-        """The Weight itself."""
-        return self._weight
-
-    @property
-    def shape(self) -> Shape:
-        """The reversed shape."""
-        return Shape(list(self._weight.shape)[::-1])
-
-    @property
-    def dtype(self) -> DType:
-        """The weight's element type."""
-        return self._weight.dtype
 
     @property
     def rank(self) -> int:

@@ -197,8 +197,6 @@ def _lent(walk: Walk) -> tuple[Lent, ...]:
             found += kept
             if kept != lent:
                 vars(module)["_mx_lent"] = {**module._mx_lent, attr: kept}
-    for one in found:
-        one.check()
     return tuple(found)
 
 
@@ -320,7 +318,7 @@ def known(module: Any) -> Cache:
 
 
 def flatten(module: Any) -> tuple[tuple[Any, ...], Definition | Valued]:
-    # The dispatch path of every jitted call: two look-ups when nothing has changed. The
+    # The dispatch path of every jitted call: a few look-ups when nothing has changed. The
     # leaves are read before the count: another thread counts first, then lets them go.
     cache = module._mx_cache
     if cache is None or cache.structure != EPOCH.structure:

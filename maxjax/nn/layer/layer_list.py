@@ -205,7 +205,8 @@ class LayerList(Module, stands_for=list):
         self._renew(layers)
 
     def __getitem__(self, i: int | slice) -> Any:
-        return self._plain_type(self.layers)[i]
+        found = self.layers[i]
+        return self._plain_type(found) if isinstance(i, slice) else found
 
     def __len__(self) -> int:
         return sum(name.isdigit() for name in vars(self))

@@ -140,7 +140,7 @@ class Module(Layer, StateDict, ABC):
         if hasattr(type(descriptor), "__set__") or name == "__class__":
             structure_changed()
             return super().__setattr__(name, value)  # a property: its setter, or AttributeError
-        lent = None
+        lent: tuple[Lent, ...] = ()
         if type(value) in (list, tuple) and holds_items(value) is not False:
             lent = Lent.of(value, where := f"{type(self).__name__}.{name}")
             try:
@@ -172,10 +172,7 @@ class Module(Layer, StateDict, ABC):
                 "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)",
             )
         vars(self)[name] = value
-        if lent is not None:
-            vars(self)["_mx_lent"] = {**self._mx_lent, name: lent}
-        elif name in self._mx_lent:
-            vars(self)["_mx_lent"] = {a: one for a, one in self._mx_lent.items() if a != name}
+        self._watch(name, lent)
         structure_changed()
 
     def _claim(self, name: str, weight: Weight) -> str:
@@ -203,6 +200,12 @@ class Module(Layer, StateDict, ABC):
         self._mx_statics.pop(name, None)
         self._mx_children.pop(name, None)
 
+    def _watch(self, name: str, lent: tuple[Lent, ...]) -> None:
+        """Watches the caller's lists that an attribute was made of, and no longer those of before."""
+        if lent or name in self._mx_lent:
+            others = {attr: one for attr, one in self._mx_lent.items() if attr != name}
+            vars(self)["_mx_lent"] = {**others, name: lent} if lent else others
+
     def _mx_refusal(self, name: str) -> str:
         return (
             f"{type(self).__name__}.{name} cannot be changed: the layer is one of a LayerStack, whose layers "
@@ -214,7 +217,7 @@ class Module(Layer, StateDict, ABC):
             raise TypeError(self._mx_refusal(name))
         super().__delattr__(name)
         self._forget(name)
-        vars(self)["_mx_lent"] = {a: one for a, one in self._mx_lent.items() if a != name}
+        self._watch(name, ())
         structure_changed()
 
     @property

@@ -6,6 +6,7 @@ Parts of layers are not named: they are views of what they were cut from, which 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ...graph.weight import Weight
@@ -227,7 +228,11 @@ class _Owners:
 
     def __init__(self, walk: Walk):
         self.walk = walk
-        self.placed = {id(walk.holder(weight)) for _, _, weight, _ in walk.places}
+
+    @cached_property
+    def placed(self) -> set[int]:
+        """ids of what holds the weights met so far; not asked for where the layer itself was met."""
+        return {id(self.walk.holder(weight)) for _, _, weight, _ in self.walk.places}
 
     def add(self, view: _View) -> None:
         """The owners of a view, under the name of the attribute that holds it."""
