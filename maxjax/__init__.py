@@ -24,23 +24,21 @@ if _TYPE_CHECKING:
     from . import nn as nn
     from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
-    from .engine.chat import apply_chat_template as apply_chat_template
-    from .engine.completion import Completion as Completion
-    from .engine.conversation import Conversation as Conversation
     from .engine.embed import embed as embed
-    from .engine.export import export as export
-    from .engine.exported import load_exported as load_exported
-    from .engine.generate import generate as generate
-    from .engine.generate import stream as stream
+    from .engine.export.program import load_exported as load_exported
+    from .engine.export.write import export as export
+    from .engine.generate.completion import Completion as Completion
+    from .engine.generate.conversation import Conversation as Conversation
+    from .engine.generate.nans import first_nan as first_nan
+    from .engine.generate.texts import generate as generate
+    from .engine.generate.texts import stream as stream
     from .engine.load import load as load
-    from .engine.nans import first_nan as first_nan
-    from .engine.plan import plan as plan
-    from .engine.sampling import Sampling as Sampling
-    from .engine.tokenizer import load_tokenizer as load_tokenizer
+    from .engine.plan.report import plan as plan
+    from .engine.sampling.settings import Sampling as Sampling
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
     from .graph import Weight as Weight
-    from .graph.mesh import make_mesh as make_mesh
+    from .graph.placement.mesh import make_mesh as make_mesh
     from .graph.weights import WeightData as WeightData
     from .graph.weights import Weights as Weights
     from .graph.weights import load_weights as load_weights
@@ -57,6 +55,8 @@ if _TYPE_CHECKING:
     from .nn.layer import clear_hooks as clear_hooks
     from .nn.layer import layer_hook as layer_hook
     from .storage.limits import Limits as Limits
+    from .text.chat import apply_chat_template as apply_chat_template
+    from .text.tokenizer.tokenizer import load_tokenizer as load_tokenizer
 
 # Where each name lives; None is a submodule. tests/test_facade.py holds it to the list above.
 _HOMES: dict[str, str | None] = {
@@ -65,23 +65,23 @@ _HOMES: dict[str, str | None] = {
     ),
     "DType": "dtype",
     "save_pretrained": "checkpoint.pretrained",
-    "apply_chat_template": "engine.chat",
-    "Completion": "engine.completion",
-    "Conversation": "engine.conversation",
+    "apply_chat_template": "text.chat",
+    "Completion": "engine.generate.completion",
+    "Conversation": "engine.generate.conversation",
     "embed": "engine.embed",
-    "export": "engine.export",
-    "load_exported": "engine.exported",
-    "generate": "engine.generate",
-    "stream": "engine.generate",
+    "export": "engine.export.write",
+    "load_exported": "engine.export.program",
+    "generate": "engine.generate.texts",
+    "stream": "engine.generate.texts",
     "load": "engine.load",
-    "first_nan": "engine.nans",
-    "plan": "engine.plan",
-    "Sampling": "engine.sampling",
-    "load_tokenizer": "engine.tokenizer",
+    "first_nan": "engine.generate.nans",
+    "plan": "engine.plan.report",
+    "Sampling": "engine.sampling.settings",
+    "load_tokenizer": "text.tokenizer.tokenizer",
     "CheckpointError": "errors",
     "DeviceRef": "graph",
     "Weight": "graph",
-    "make_mesh": "graph.mesh",
+    "make_mesh": "graph.placement.mesh",
     "WeightData": "graph.weights",
     "Weights": "graph.weights",
     "load_weights": "graph.weights",

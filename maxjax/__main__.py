@@ -1,8 +1,8 @@
-"""Floor 7. ``python -m maxjax`` is ``maxjax``."""
+"""``python -m maxjax`` is ``maxjax``."""
 
 import sys
 
-from .cli import main
+from .cli.application import main
 
 if __name__ == "__main__":
     sys.exit(main())

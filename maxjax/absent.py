@@ -1,4 +1,4 @@
-"""Floor 0. Names that MAX has at a path and maxjax has not: importing one says why.
+"""Names that MAX has at a path and maxjax has not: importing one says why.
 
 A stand-in would let a file import and fail later, or silently do something else.
 """

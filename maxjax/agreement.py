@@ -1,9 +1,8 @@
-"""Floor 0. What several processes are about to run, compared before they run it.
+"""What several processes are about to run, compared before they run it.
 
 Collectives of different programs wait for each other until JAX ends both processes, half a minute
 later, and neither learns why. Digests travel through the key-value store of JAX's coordination
-service, not through collectives, which would be the first to hang. Below: errors. Above:
-distributed, which shows ``same_program``; the first call of a compiled Graph is :func:`agreed`.
+service, not through collectives, which would be the first to hang.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 0. Text for a terminal: tables of columns, and names that must not steer it."""
+"""Text for a terminal: tables of columns, and names that must not steer it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Floor 0. Several processes as one program: `jax.distributed`, with its failures explained.
+"""Several processes as one program: `jax.distributed`, with its failures explained.
 
 Everything here is JAX's coordination service; this file chooses its timeouts, refuses what would
-hang or crash inside it, and names the peer that is gone. Below: agreement, whose ``same_program``
-belongs to this face. Above: programs call it themselves; saving runs inside :func:`watch`.
+hang or crash inside it, and names the peer that is gone.
 """
 
 from __future__ import annotations

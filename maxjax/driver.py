@@ -1,7 +1,7 @@
-"""Floor 0. ``Buffer``, ``DLPackArray`` and devices: MAX's words for arrays that cross libraries.
+"""``Buffer``, ``DLPackArray`` and devices: MAX's words for arrays that cross libraries.
 
 A Buffer is a NumPy array in host memory that knows its DType and speaks DLPack, bfloat16 and
-float8 included. Below: dtype. Above: weights hand Buffers out; layers compute on JAX arrays.
+float8 included.
 """
 
 from __future__ import annotations

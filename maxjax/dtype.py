@@ -1,8 +1,7 @@
-"""Floor 0. ``DType``: the element types, and their names in every neighbouring library.
+"""``DType``: the element types, and their names in every neighbouring library.
 
 One member per type; its NumPy form (ml_dtypes for what NumPy lacks) is ``.np``, its name
-in a safetensors header ``.safetensors``. Below: NumPy and ml_dtypes alone. Above: every
-file that handles arrays; a DType may stand wherever NumPy or jax.numpy take a dtype.
+in a safetensors header ``.safetensors``.
 """
 
 from __future__ import annotations

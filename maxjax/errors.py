@@ -1,8 +1,7 @@
-"""Floor 0. The exception classes of maxjax and the one grammar of their messages.
+"""The exception classes of maxjax and the one grammar of their messages.
 
 A message is one line: the file first, then the tensor in single quotes, the byte
-offset, what is wrong with expected and found, and last what to do about it. Above:
-every reader raises these; nothing of a third party's crosses the border unwrapped.
+offset, what is wrong with expected and found, and last what to do about it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 0. Names of a package that are imported when they are first used.
+"""Names of a package that are imported when they are first used.
 
 Importing one file of a package runs its ``__init__``, which shows the names of all its files: with
 plain imports there, who uses one layer waits for all. The names stand in the ``__init__`` twice,
@@ -15,13 +15,14 @@ from typing import Any
 
 
 def attributes(
-    package: str, homes: Mapping[str, str]
+    package: str, homes: Mapping[str, str], missing: Callable[[str], Any] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
 
     Args:
         package: Its name.
         homes: File → the names it has, separated by blanks; "" for submodules themselves.
+        missing: Raises for a name that is not there: what :func:`maxjax.absent.absent` gives.
 
     Submodules that are not in ``homes`` are found too, as after plain imports. A name that a file
     of the package has as well is to be imported at once: the file would take its place.
@@ -33,6 +34,8 @@ def attributes(
         if not home and name not in places:
             known = not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}")
             if not known:
+                if missing is not None:
+                    missing(name)
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = importlib.import_module(f"{package}.{home or name}")
         value = getattr(found, name) if home else found

@@ -44,8 +44,8 @@ import random_llama
 import tokenizers
 
 import maxjax
-from maxjax.cli_bench import weight_bytes
-from maxjax.engine.decoding import Decoding, bucket
+from maxjax.cli.bench import weight_bytes
+from maxjax.engine.generate.batch import Decoding, bucket
 from maxjax.kernels import decode_attention, matmul, native, product
 
 attention_module = sys.modules["maxjax.kernels.decode_attention"]

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from maxjax import init
-from maxjax.cli_bench import weight_bytes
+from maxjax.cli.bench import weight_bytes
 from maxjax.models import Llama, LlamaConfig
 from maxjax.nn import KVCache
 

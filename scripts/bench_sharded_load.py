@@ -73,7 +73,7 @@ def assembled(shape: tuple[int, ...], axis: int, memories: dict):
 def parts_of(table, axis: int, devices: int):
     """A Part, with fresh memory, for each tensor and each of the first devices."""
     from maxjax.storage import aligned_empty
-    from maxjax.storage.regions import Part
+    from maxjax.storage.parts import Part
 
     parts = {}
     for entry in table.entries.values():
@@ -232,7 +232,7 @@ def child_memory(path: Path, axis: int, name: str) -> float:
 def child_share(path: Path, axis: int, name: str) -> float:
     """The part of the weights' bytes that maxjax reads for half of the devices."""
     from maxjax.storage import open_checkpoint
-    from maxjax.storage.regions import read_parts
+    from maxjax.storage.parts import read_parts
 
     with open_checkpoint(path) as table:
         count = read_parts(table, list(parts_of(table, axis, DEVICES // 2).values()))

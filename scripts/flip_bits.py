@@ -30,14 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 import maxjax
-from maxjax.checkpoint.orbax import save
+from maxjax.checkpoint.file_set import write_file
+from maxjax.checkpoint.orbax.checkpoint import save
 from maxjax.checkpoint.pretrained import model_data
-from maxjax.checkpoint.writing import write_file
 from maxjax.errors import CheckpointError
 from maxjax.graph import DeviceRef
-from maxjax.graph.weights.outgoing import outgoing_data
-from maxjax.storage.gguf_writer import plan_gguf
-from maxjax.storage.index import open_checkpoint
+from maxjax.graph.weights.writing import outgoing_data
+from maxjax.storage.gguf.writer import plan_gguf
+from maxjax.storage.open import open_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYERS, WIDTH = 9, 56

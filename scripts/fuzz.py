@@ -86,7 +86,7 @@ def safetensors_seeds() -> list[Seed]:
 
 def index_seeds() -> list[Seed]:
     from tests.storage import index_corpus as corpus
-    from tests.storage import pytorch_corpus as torch_corpus
+    from tests.storage.pytorch import corpus as torch_corpus
 
     shards = {corpus.S1: corpus.FIRST, corpus.S2: corpus.SECOND}
     name, bins = "model.safetensors.index.json", ("m-00001-of-00002.bin", "m-00002-of-00002.bin")
@@ -106,8 +106,8 @@ def index_seeds() -> list[Seed]:
 
 
 def gguf_seeds() -> list[Seed]:
-    from tests.storage import gguf_corpus as corpus
-    from tests.storage.test_gguf import seeds
+    from tests.storage.gguf import corpus as corpus
+    from tests.storage.gguf.test_reader import seeds
 
     parts = {f"m-{k + 1:05d}-of-00002.gguf": corpus.part(k, 2, 2, "ab"[k]) for k in range(2)}
     return [Seed(data, "m.gguf") for data in seeds()] + [
@@ -118,8 +118,8 @@ def gguf_seeds() -> list[Seed]:
 def pytorch_seeds() -> list[Seed]:
     import zipfile
 
-    from tests.storage import pytorch_corpus as corpus
-    from tests.storage import test_pytorch as oracle
+    from tests.storage.pytorch import corpus as corpus
+    from tests.storage.pytorch import test_reader as oracle
 
     with tempfile.TemporaryDirectory() as directory:
         path = oracle.save(Path(directory) / "m.pt", oracle.small())
@@ -143,8 +143,8 @@ def pytorch_seeds() -> list[Seed]:
 
 
 def npz_seeds() -> list[Seed]:
-    from tests.storage import npz_corpus as corpus
-    from tests.storage.test_npz import seeds
+    from tests.storage.numpy import corpus as corpus
+    from tests.storage.numpy.test_npz import seeds
 
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 3), }   \n"
     body = corpus.deflate(corpus.npy())
@@ -178,8 +178,8 @@ def index_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
     """What one gets by following the map by hand."""
     import safetensors
 
+    from tests.storage.pytorch.test_reader import as_bytes, load_with_torch
     from tests.storage.test_corpus import raw_bytes
-    from tests.storage.test_pytorch import as_bytes, load_with_torch
 
     assert {Path(file.path).parent for file in table.files} == {path.parent}, "left the directory"
     shard_of = json.loads(path.read_bytes())["weight_map"]
@@ -196,7 +196,7 @@ def index_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
 def gguf_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
     from gguf import GGUFReader
 
-    from tests.storage import test_gguf as oracle
+    from tests.storage.gguf import test_reader as oracle
 
     assert arrays.keys() == table.entries.keys(), "other names"
     for name, array in arrays.items():
@@ -215,7 +215,7 @@ def gguf_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
 def pytorch_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
     import zipfile
 
-    from tests.storage import test_pytorch as oracle
+    from tests.storage.pytorch import test_reader as oracle
 
     is_zip = path.read_bytes()[:2] == b"PK"
     if is_zip:
@@ -236,7 +236,7 @@ def pytorch_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
 def npz_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
     import numpy as np
 
-    from tests.storage import test_npz as oracle
+    from tests.storage.numpy import test_npz as oracle
 
     content = path.read_bytes()
     try:
@@ -509,7 +509,10 @@ def show(result: Result, options: argparse.Namespace) -> None:
 
 def refusals(format: str) -> list[tuple[float, str, int]]:
     """(seconds, case, bytes) of every refused case of a format's corpus, the best of three."""
-    from tests.storage import corpus, gguf_corpus, index_corpus, npz_corpus, pytorch_corpus
+    from tests.storage import corpus, index_corpus
+    from tests.storage.gguf import corpus as gguf_corpus
+    from tests.storage.numpy import corpus as npz_corpus
+    from tests.storage.pytorch import corpus as pytorch_corpus
 
     cases = {
         "safetensors": corpus.SAFETENSORS,

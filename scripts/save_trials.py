@@ -94,10 +94,10 @@ def save(kind: str, path: str, k: int, model: Any, nbytes: int) -> None:
 
 def save_gguf(path: str, k: int, model: Any) -> None:
     """One GGUF file, written as convert does it."""
+    from maxjax.checkpoint.file_set import write_file
     from maxjax.checkpoint.pretrained import model_data
-    from maxjax.checkpoint.writing import write_file
-    from maxjax.graph.weights.outgoing import outgoing_data
-    from maxjax.storage.gguf_writer import plan_gguf
+    from maxjax.graph.weights.writing import outgoing_data
+    from maxjax.storage.gguf.writer import plan_gguf
 
     tensors = [outgoing_data(data, name) for name, data in model_data(model).items()]
     metadata = {"general.architecture": "none", "general.name": f"save {k}"}

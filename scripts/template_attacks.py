@@ -305,7 +305,7 @@ _SOURCES = {
 
 def bombs() -> dict[str, str]:
     """All of them, by name."""
-    from maxjax.engine import template_caps
+    from maxjax.text.template import caps as template_caps
 
     return {
         **_of_filters(template_caps.FILTERS),

@@ -55,8 +55,8 @@ def _values() -> dict[str, Any]:
 
 def bomb(text: str) -> dict[str, Any]:
     """What came of a bomb: how long it took, how much memory, and what is wrong afterwards."""
-    from maxjax.engine.template import render
     from maxjax.errors import UserInputError
+    from maxjax.text.template.render import render
 
     calls = []
     trace = lambda frame, event, argument: calls.append(event)
@@ -91,8 +91,8 @@ def escape(text: str) -> dict[str, Any]:
     """What came of an escape, and what is wrong with it."""
     from jinja2.utils import Cycler, Joiner
 
-    from maxjax.engine.template import render
     from maxjax.errors import UserInputError
+    from maxjax.text.template.render import render
 
     state = lambda: (
         dict(os.environ),
@@ -123,7 +123,7 @@ def escape(text: str) -> dict[str, Any]:
 def _work() -> None:
     """Tries what stands on stdin, a line of JSON each, and says what came of it."""
     import maxjax  # noqa: F401 (JAX's callbacks are there as in a user's process)
-    from maxjax.engine.template import render
+    from maxjax.text.template.render import render
 
     os.environ["CANARY"] = "CANARY-SECRET"
     render("{{ messages[0].content|trim ~ [1, 2]|tojson }}", _values())

@@ -14,10 +14,10 @@ cd "$(dirname "$0")/.."
 
 SMOKE=(
   tests/test_facade.py tests/test_floors.py tests/conformance tests/graph/test_graph.py
-  tests/graph/test_mesh.py tests/nn/layer/test_module.py tests/nn/layer/test_compile.py
-  tests/interop/test_nnx_state.py tests/interop/test_nnx.py tests/checkpoint/test_manager.py
-  tests/storage/test_safetensors.py tests/storage/test_npz.py tests/engine/test_session.py
-  tests/engine/test_generate_corners.py tests/test_cli_generate.py tests/test_distributed.py
+  tests/graph/placement/test_mesh.py tests/nn/layer/test_module.py tests/nn/layer/test_compile.py
+  tests/interop/nnx/test_state.py tests/interop/nnx/test_interchange.py tests/checkpoint/orbax/test_manager.py
+  tests/storage/safetensors/test_reader.py tests/storage/numpy/test_npz.py tests/engine/test_session.py
+  tests/engine/generate/test_corners.py tests/cli/test_generate.py tests/test_distributed.py
 )
 
 versions() { # "lowest" → name==bound of each dependency; else what is given
@@ -55,7 +55,7 @@ print("$1, $("$2" --version):", ", ".join(f"{n} {version(n)}" for n in names.spl
 PY
   # What others' older versions call deprecated is theirs: flax 0.12.6 does when it is imported.
   "$place/venv/bin/python" -m pytest -q -p no:cacheprovider -W ignore::DeprecationWarning \
-    --deselect tests/test_cli_generate.py::test_models_that_cannot "${SMOKE[@]}" 2>&1 | tail -n "${TAIL:-15}"
+    --deselect tests/cli/test_generate.py::test_models_that_cannot "${SMOKE[@]}" 2>&1 | tail -n "${TAIL:-15}"
 }
 
 if [ $# -gt 0 ]; then

@@ -51,7 +51,10 @@ def test_the_lists_for_type_checkers_and_for_the_interpreter_agree():
     assert found == maxjax._HOMES
 
 
-@pytest.mark.parametrize("package", ["maxjax.nn", "maxjax.models.gguf", "maxjax.storage.blocks"])
+PACKAGES = "checkpoint engine graph models.gguf nn storage storage.blocks"
+
+
+@pytest.mark.parametrize("package", [f"maxjax.{name}" for name in PACKAGES.split()])
 def test_lazy_packages_are_what_type_checkers_see(package):
     module = import_module(package)
     tree = ast.parse(Path(module.__file__).read_text())

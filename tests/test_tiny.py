@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import maxjax
-from maxjax.engine.chat import apply_chat_template
+from maxjax.text.chat import apply_chat_template
 from scripts import tiny_text, train_tiny
 
 ROOT = Path(__file__).resolve().parent.parent

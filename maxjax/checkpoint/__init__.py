@@ -1,10 +1,30 @@
-"""Floor 6. Checkpoints: models written, restored and converted, without losing what was there."""
+"""Checkpoints: models written, restored and converted, without losing what was there.
 
-from .convert import Converted as Converted
-from .convert import convert as convert
-from .manager import CheckpointManager as CheckpointManager
-from .orbax import restore as restore
-from .orbax import save as save
-from .orbax import save_async as save_async
-from .pretrained import save_pretrained as save_pretrained
-from .saving import Response as Response
+``pretrained`` writes a directory that transformers opens (``file_set`` puts its files in place),
+``orbax/`` saves and restores steps, ``conversion/`` makes a checkpoint of one format of another.
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from ..lazy import attributes as _attributes
+
+if _TYPE_CHECKING:
+    from .conversion.run import Converted as Converted
+    from .conversion.run import convert as convert
+    from .orbax.checkpoint import restore as restore
+    from .orbax.checkpoint import save as save
+    from .orbax.checkpoint import save_async as save_async
+    from .orbax.manager import CheckpointManager as CheckpointManager
+    from .orbax.save import Response as Response
+    from .pretrained import save_pretrained as save_pretrained
+
+__getattr__, __dir__, __all__ = _attributes(
+    __name__,
+    {
+        "conversion.run": "Converted convert",
+        "orbax.checkpoint": "restore save save_async",
+        "orbax.manager": "CheckpointManager",
+        "orbax.save": "Response",
+        "pretrained": "save_pretrained",
+    },
+)

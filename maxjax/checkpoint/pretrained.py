@@ -1,7 +1,4 @@
-"""Floor 6. save_pretrained: a model as a directory that transformers opens.
-
-Below: writing; ``models`` for configurations and names. Above: convert, the facade.
-"""
+"""Save_pretrained: a model as a directory that transformers opens."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ..dtype import DType
-from ..engine.pooling import pooling_files
-from ..engine.tokenizer import Tokenizer
 from ..errors import UserInputError
 from ..graph.weights import WeightData
-from ..graph.weights.outgoing import outgoing_data, weight_data
+from ..graph.weights.writing import outgoing_data, weight_data
 from ..models import PretrainedModel
 from ..models.family import main_dtype
+from ..models.pooling import pooling_files
 from ..nn.layer import Module
-from ..storage.safetensors_writer import shards, size_in_bytes
-from .writing import Progress, json_bytes, write_set
+from ..storage.safetensors.writer import shards, size_in_bytes
+from ..text.tokenizer.tokenizer import Tokenizer
+from .file_set import Progress, json_bytes, write_set
 
 # What transformers asks of a safetensors file.
 METADATA = {"format": "pt"}

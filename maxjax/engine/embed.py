@@ -1,7 +1,7 @@
-"""Floor 6. embed: texts → vectors, one for each.
+"""Embed: texts → vectors, one for each.
 
 Texts are sorted into batches of a few padded shapes, so that the number of compilations
-stays small whatever the texts are. Below: load, tokenizer, pooling. Above: the command line.
+stays small whatever the texts are.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..errors import UnsupportedModelError, UserInputError
-from ..graph.placed import put
-from ..graph.placement import batch_axes, mesh_of
+from ..graph.placement.arrays import put
+from ..graph.placement.specs import batch_axes, mesh_of
 from ..models import Decoder
 from ..models.family import check_loaded
-from .pooling import POOLINGS, Pooling, pool
-from .tokenizer import Tokenizer, Tokens
+from ..models.pooling import POOLINGS, Pooling, pool
+from ..text.tokenizer.tokenizer import Tokenizer, Tokens
 
 # No text is padded to less: shorter programs are hardly faster.
 _LEAST_LENGTH = 16

@@ -1,7 +1,7 @@
-"""Floor 6. load: a path → a model that is ready to run, and its tokenizer.
+"""Load: a path → a model that is ready to run, and its tokenizer.
 
 Everything is put together here: ``models.build`` makes the lazy Module, its own
-``load_state_dict`` fills it. Above: embed, the command line.
+``load_state_dict`` fills it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputEr
 from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import Decoder, PretrainedModel, build, config_beside
-from ..storage.beside import settled, waiting
-from ..storage.index import beside_of, orbax_checkpoint
+from ..models.pooling import gguf_pooling, read_pooling
 from ..storage.limits import Limits, allowing
+from ..storage.open import beside_of, orbax_checkpoint
+from ..storage.save.beside import settled, waiting
 from ..storage.table import Verify
-from .defaults import read_defaults
+from ..text.tokenizer.tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
+from .generate.defaults import read_defaults
 from .hub import find_model
-from .pooling import gguf_pooling, read_pooling
-from .sampling import meant
-from .tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
+from .sampling.settings import meant
 
 
 @overload

@@ -1,11 +1,12 @@
-"""Floor 6. InferenceSession: MAX's way to compile and run a Graph."""
+"""InferenceSession: MAX's way to compile and run a Graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..graph import Graph, Model
+from ..graph import Graph
+from ..graph import Model as Model
 
 
 class InferenceSession:

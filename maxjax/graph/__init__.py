@@ -1,34 +1,63 @@
-"""Floors 0 and 3. What a weight is and where it lives, under the names of ``max.graph``."""
+"""Weights, graphs and placement, under the names of ``max.graph``.
+
+``dim``, ``shape``, ``device`` and ``quantization`` are the words. A :class:`Weight` (``weight/``) is a
+named value, abstract until it is loaded; ``weights/`` opens checkpoints as trees of names and reads
+them; ``placement/`` decides where the parts of a value lie. ``value`` and ``ops/`` are MAX's
+TensorValue and its operations on JAX arrays; ``graph`` and ``program`` build and run programs;
+``subgraph`` and ``reroll`` compile equal layers once.
+
+Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ..absent import absent as _absent
-from . import ops as ops
-from .device import DeviceKind as DeviceKind
-from .device import DeviceRef as DeviceRef
-from .graph import Graph as Graph
-from .graph import Module as Module
-from .program import Model as Model
-from .shape import AlgebraicDim as AlgebraicDim
-from .shape import Dim as Dim
-from .shape import DimLike as DimLike
-from .shape import Shape as Shape
-from .shape import StaticDim as StaticDim
-from .shape import SymbolicDim as SymbolicDim
-from .shard import Shard as Shard
-from .sharding import Segment as Segment
-from .sharding import Shardable as Shardable
-from .sharding import ShardingStrategy as ShardingStrategy
-from .tensor_type import TensorType as TensorType
-from .tensor_type import Type as Type
-from .value import TensorValue as TensorValue
-from .value import TensorValueLike as TensorValueLike
-from .value import Value as Value
-from .weight import Weight as Weight
+from ..lazy import attributes as _attributes
 
-__getattr__ = _absent(
+if _TYPE_CHECKING:
+    from . import ops as ops
+    from .device import DeviceKind as DeviceKind
+    from .device import DeviceRef as DeviceRef
+    from .graph import Graph as Graph
+    from .graph import Module as Module
+    from .placement.strategy import Segment as Segment
+    from .placement.strategy import Shardable as Shardable
+    from .placement.strategy import ShardingStrategy as ShardingStrategy
+    from .program import Model as Model
+    from .shape import AlgebraicDim as AlgebraicDim
+    from .shape import Dim as Dim
+    from .shape import DimLike as DimLike
+    from .shape import Shape as Shape
+    from .shape import StaticDim as StaticDim
+    from .shape import SymbolicDim as SymbolicDim
+    from .tensor_type import TensorType as TensorType
+    from .tensor_type import Type as Type
+    from .value import TensorValue as TensorValue
+    from .value import TensorValueLike as TensorValueLike
+    from .value import Value as Value
+    from .weight import Shard as Shard
+    from .weight import Weight as Weight
+
+__getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
-        "BufferValue BufferType BufferValueLike": (
-            "arrays do not change here; give the new array as a result (jax.jit donates buffers)"
-        ),
+        "": "ops",
+        "device": "DeviceKind DeviceRef",
+        "graph": "Graph Module",
+        "placement.strategy": "Segment Shardable ShardingStrategy",
+        "program": "Model",
+        "shape": "AlgebraicDim Dim DimLike Shape StaticDim SymbolicDim",
+        "tensor_type": "TensorType Type",
+        "value": "TensorValue TensorValueLike Value",
+        "weight": "Weight",
+        "weight.shard": "Shard",
     },
+    _absent(
+        __name__,
+        {
+            "BufferValue BufferType BufferValueLike": (
+                "arrays do not change here; give the new array as a result (jax.jit donates buffers)"
+            ),
+        },
+    ),
 )

@@ -1,7 +1,7 @@
-"""Floor 3. Compiled programs kept on disk, so that the next process need not compile them.
+"""Compiled programs kept on disk, so that the next process need not compile them.
 
 This is JAX's persistent compilation cache, switched on unless the user set one up; never by
-an import. Above: ``Module.compile``, ``maxjax.load`` and ``cli.py`` call :func:`enable`.
+an import.
 """
 
 from __future__ import annotations

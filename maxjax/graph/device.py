@@ -1,7 +1,7 @@
-"""Floor 0. ``DeviceRef``: where a weight is said to live, in MAX's words.
+"""``DeviceRef``: where a weight is said to live, in MAX's words.
 
 A DeviceRef is a name, not a device: recording one places nothing. ``to_jax`` gives the
-``jax.Device`` it names. Below: driver. Above: Weight, types and layers record it.
+``jax.Device`` it names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Floor 0. ``Dim``: one size of a shape, known, named, or computed from names.
+"""``Dim``: one size of a shape, known, named, or computed from names.
 
 A static Dim stands wherever Python, NumPy or JAX want an integer. A computed one is kept as
 a polynomial over names and quotients, so that equal sizes compare equal and print alike.
-Above: shape makes lists of Dims.
 """
 
 from __future__ import annotations

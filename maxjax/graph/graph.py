@@ -1,4 +1,4 @@
-"""Floor 3. Graph: a computation written down once, as a jaxpr, with its weights by name.
+"""Graph: a computation written down once, as a jaxpr, with its weights by name.
 
 ``Graph(name, forward, input_types)`` and ``with Graph(...) as g:`` both trace plain jnp
 code: ``jax.make_jaxpr`` runs in a greenlet that hands its tracers to the block and takes
@@ -22,16 +22,16 @@ from jax.sharding import AxisType, NamedSharding
 
 from ..kernels.stack_slice import StackSlice, whole
 from . import subgraph as subgraph_module
-from . import weight as weight_module
 from .kind import giving
 from .reroll import reroll
-from .stacked_weight import StackedWeight
 from .subgraph import LOOKUPS, Subgraph
 from .symbolic import Scope, naming, sizes_of
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
-from .weight import Weight
-from .weights.unread import UnreadWeights
+from .weight import weight as weight_module
+from .weight.stacked import StackedWeight
+from .weight.weight import Weight
+from .weights.cursor import UnreadWeights
 
 
 class _Current(threading.local):

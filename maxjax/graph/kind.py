@@ -1,4 +1,4 @@
-"""Floor 3. The kind of value that a Weight's operators give in this thread.
+"""The kind of value that a Weight's operators give in this thread.
 
 As in MAX they give TensorValues while a Graph is written, or while a Module runs that was
 called with one; else plain arrays, which plain JAX code wants. What is traced under one kind

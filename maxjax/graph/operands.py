@@ -1,8 +1,7 @@
-"""Floor 3. What may meet in an operation: dtypes, Python's numbers, shapes and indices.
+"""What may meet in an operation: dtypes, Python's numbers, shapes and indices.
 
 MAX refuses at once what JAX lets pass: a number that would wrap or be rounded, an index past
-the end, which JAX clamps. Compiled code cannot raise, so this is decided from types. Below:
-dtypes. Above: TensorValue and the ops.
+the end, which JAX clamps. Compiled code cannot raise, so this is decided from types.
 """
 
 from __future__ import annotations

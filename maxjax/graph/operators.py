@@ -1,4 +1,4 @@
-"""Floor 3. Python's operators, and some methods, for values that stand for arrays.
+"""Python's operators, and some methods, for values that stand for arrays.
 
 Written out, not generated, so that editors and type checkers know them. What an operator
 does is decided in ``value.py``.

@@ -1,4 +1,4 @@
-"""Floor 0. ``QuantizationEncoding``: the names of packed weight formats, and their blocks.
+"""``QuantizationEncoding``: the names of packed weight formats, and their blocks.
 
 Data only: how many elements and bytes a block has. The layouts inside a block belong to
 storage, arithmetic on packed values to kernels.

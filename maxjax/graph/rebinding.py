@@ -1,8 +1,8 @@
-"""Floor 3. Rebinding: another name, number or expression for the sizes of a tensor.
+"""Rebinding: another name, number or expression for the sizes of a tensor.
 
 XLA has to be told that two symbolic sizes are one: the array is padded by their difference,
 which is 0 when the program runs and no operation at all. That it is 0 is checked where sizes
-become known: by the Model that runs the Graph, each time. Below: symbolic sizes.
+become known: by the Model that runs the Graph, each time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 3. Loop rerolling: calls of one jitted layer in a row become one ``lax.scan``.
+"""Loop rerolling: calls of one jitted layer in a row become one ``lax.scan``.
 
 A loop over the layers of a model is unrolled when it is traced: its jaxpr holds one call for
 each, and XLA takes as much longer to compile it. Where the calls differ in nothing but a layer
@@ -8,7 +8,7 @@ index, which picks the layer's weights out of stacked ones, :func:`reroll` write
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .jaxpr import as_function, is_jit, is_literal
+
+def is_jit(equation: Any) -> bool:
+    """Whether the equation calls a jitted function."""
+    return equation.primitive.name in ("jit", "pjit")
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether it is a number written down, and no variable."""
+    return hasattr(atom, "val")
+
+
+def as_function(
+    jaxpr: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Some equations of a jaxpr as a function of their free variables."""
+    from jax.extend import core as jax_core  # takes a while to import, and only Graphs need it
+
+    part = jaxpr.replace(
+        constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(equations),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )  # fmt: skip
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(part, []))
 
 
 def reroll(closed: Any, name: str = "_call_at") -> Any:

@@ -1,4 +1,4 @@
-"""Floor 0. ``Shape``: a list of Dims. Below: dim. Above: Weight and TensorType hold Shapes."""
+"""``Shape``: a list of Dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 3. Subgraphs: a layer traced once and called with the weights of many.
+"""Subgraphs: a layer traced once and called with the weights of many.
 
 A Subgraph holds the treedef of its layer and the types of its inputs; calling it goes
 through one jitted function whose cache they are the key of, so equal layers with equal
@@ -18,13 +18,13 @@ import numpy as np
 from ..dtype import DType
 from ..errors import some
 from ..kernels import StackSlice
-from . import weight as weight_module
 from .kind import KIND
 from .shape import StaticDim
 from .symbolic import Scope, is_checked, is_known, naming, sizes_of, to_dim
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
-from .weight import Weight
+from .weight import weight as weight_module
+from .weight.weight import Weight
 
 # Each tries to find the Weights of some names, given one like each: first the running
 # Modules' (put in front by their file), then the one of the Graph being written.

@@ -1,4 +1,4 @@
-"""Floor 3. Symbolic sizes: MAX's Dim on one side, the sizes of ``jax.export`` on the other.
+"""Symbolic sizes: MAX's Dim on one side, the sizes of ``jax.export`` on the other.
 
 While a Graph with named dimensions is traced, arrays have sizes like ``2*batch + 1``.
 Both sides print as arithmetic over names, so one small evaluator reads both.

@@ -1,4 +1,4 @@
-"""Floor 3. TensorType: what is known of a tensor before it has a value."""
+"""TensorType: what is known of a tensor before it has a value."""
 
 from __future__ import annotations
 

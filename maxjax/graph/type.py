@@ -1,4 +1,4 @@
-"""Floor 3. MAX's path of types, devices and layouts."""
+"""MAX's path of types, devices and layouts."""
 
 from .device import DeviceKind as DeviceKind
 from .device import DeviceRef as DeviceRef

@@ -1,4 +1,4 @@
-"""Floor 3. TensorValue: a view of an array with MAX's methods. Weight derives from it.
+"""TensorValue: a view of an array with MAX's methods. Weight derives from it.
 
 Everything is plain jnp on the array behind. An operation with a TensorValue gives a
 TensorValue; one with plain arrays and Weights alone gives a plain array, but for MAX's

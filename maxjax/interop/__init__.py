@@ -1,1 +1,1 @@
-"""Floor 6. Other libraries' models: ``maxjax.interop.nnx`` is flax nnx."""
+"""Other libraries' models: ``maxjax.interop.nnx`` is flax nnx."""

@@ -1,9 +1,8 @@
-"""Floor 6. How the axes of a tensor in a file lie in another library's array, written out.
+"""How the axes of a tensor in a file lie in another library's array, written out.
 
 ``"(h d) e -> e h d"`` is a weight whose rows are heads by width and whose columns are
 inputs, and an array of inputs, heads, width. A layout is data: it says which shape the file
-must have, which rectangle of the file a piece of the array is, and the way back. Below:
-boxes of ``storage``. Above: ``nnx``.
+must have, which rectangle of the file a piece of the array is, and the way back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Floor 6. Tables of names: which tensor of a checkpoint is which array of a model, and back.
+"""Tables of names: which tensor of a checkpoint is which array of a model, and back.
 
-A table is plain data: pattern → pattern, with a layout where the axes lie otherwise. Below:
-layouts. Above: ``nnx``.
+A table is plain data: pattern → pattern, with a layout where the axes lie otherwise.
 """
 
 from __future__ import annotations

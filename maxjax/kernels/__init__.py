@@ -1,8 +1,4 @@
-"""Floor 2. Arithmetic that XLA does badly by itself; the jnp form of each is its definition.
-
-Below: the words (dtype). Above: Weight and the layers, which call :func:`matmul` for
-every product with a weight and know nothing of its forms.
-"""
+"""Arithmetic that XLA does badly by itself; the jnp form of each is its definition."""
 
 from .decode_attention import decode_attention as decode_attention
 from .embed import embed as embed

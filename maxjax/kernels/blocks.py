@@ -1,4 +1,4 @@
-"""Floor 2. Blocks of quantised weights as floats, in jnp: what a packed product is defined by.
+"""Blocks of quantised weights as floats, in jnp: what a packed product is defined by.
 
 The layouts are ggml's (``ggml-common.h`` of https://github.com/ggml-org/llama.cpp); all numbers
 of a block lie in little-endian order. ``storage.blocks`` decodes the same in NumPy, and more.

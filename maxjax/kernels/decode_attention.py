@@ -1,9 +1,8 @@
-"""Floor 2. Attention of one new token of every sequence over its cache of keys and values.
+"""Attention of one new token of every sequence over its cache of keys and values.
 
 What a decode step does with each layer's cache: turn the new query and key by their
 position, put key and value into the cache, and look at all that is there. XLA takes ten
 to thirty times as long for it on a CPU as the kernel here, and copies the cache besides.
-Below: ``native``. Above: the decoders, which pass the cache from layer to layer.
 
 Shapes: L layers, B sequences, H heads of queries and K of keys, S slots, width D.
 """

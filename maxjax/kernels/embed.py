@@ -1,4 +1,4 @@
-"""Floor 2. Rows of a table that may be split over a mesh."""
+"""Rows of a table that may be split over a mesh."""
 
 from __future__ import annotations
 

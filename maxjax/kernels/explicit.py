@@ -1,4 +1,4 @@
-"""Floor 2. Arrays whose type says where they are: meshes with Explicit axes.
+"""Arrays whose type says where they are: meshes with Explicit axes.
 
 There JAX asks of an operation that could end up in several places where its result is to
 be. The operations that our layers are made of ask here. On other meshes, and without

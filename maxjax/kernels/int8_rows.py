@@ -1,8 +1,8 @@
-"""Floor 2. Rows of floats as int8, with one scale each.
+"""Rows of floats as int8, with one scale each.
 
 A row x is kept as ``s = max |x| / 127`` and ``n = round(x / s)``; it is then about ``n · s``, no
 number further off than ``s / 2``. What caches of keys and values are made of that take half the
-memory of bfloat16. Below: nothing. Above: ``decode_attention``, ``nn.kv_slots``.
+memory of bfloat16.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Floor 2. The one door for a product with a weight: ``matmul(x, w) = x @ w.T``.
+"""The one door for a product with a weight: ``matmul(x, w) = x @ w.T``.
 
 Weights lie as checkpoints have them, ``[out, in]``. ``x @ w.T`` spelled with a real
 transpose makes XLA on a CPU 15 to 30 times slower than the same contraction without it,
 and a bf16 weight is repacked there at every call; so every layer comes through here.
-Below: ``product``, what runs; ``stack_slice``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Floor 2. The compiled kernels of ``kernels/cpu``: whether they are there, and for which processor.
-
-Below: where the library is. Above: ``product`` and ``decode_attention``, which have a jnp form for
-every machine without them.
+"""The compiled kernels of ``kernels/cpu``: whether they are there, and for which processor.
 
 The library knows nothing of Python: XLA calls it by what :func:`library` registers. It
 holds the same arithmetic for several instruction sets (levels) and uses the best one
@@ -20,8 +17,8 @@ from contextlib import contextmanager
 import jax
 
 # VARIABLE: "off" for the jnp forms, or the name of a level.
-from ..storage.crc32 import VARIABLE
-from ..storage.crc32 import library_path as path
+from ..native_library import VARIABLE
+from ..native_library import library_path as path
 
 _LOG = logging.getLogger("maxjax")
 

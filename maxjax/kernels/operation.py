@@ -1,4 +1,4 @@
-"""Floor 2. A kernel as an operation of JAX that every transformation knows what to do with.
+"""A kernel as an operation of JAX that every transformation knows what to do with.
 
 An FFI call by itself has no derivative and no rule for batches, and XLA gathers whatever
 is sharded for it. An :class:`Operation` is
@@ -10,8 +10,6 @@ on several devices        the kernel on each device's part (``custom_partitionin
 under ``vmap``            more rows, where its batching rule says so, or the jnp form
 differentiated            the derivative of the jnp form, forwards and backwards
 ========================  =====================================================================
-
-Below: ``native``, ``explicit``. Above: ``product``, ``decode_attention``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Floor 2. The product of activations with weights as one operation of JAX.
-
-Below: ``operation``, which says what it is under each transformation. Above: ``matmul``.
-"""
+"""The product of activations with weights as one operation of JAX."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Floor 2. QuantArray: a matrix of weights that stays packed in blocks.
+"""QuantArray: a matrix of weights that stays packed in blocks.
 
-``kernels.matmul`` and ``kernels.embed`` take it in the place of an array. Below: ``blocks``,
-``stack_slice``. Above: ``matmul``, ``embed``; a packed Weight gives one to them.
+``kernels.matmul`` and ``kernels.embed`` take it in the place of an array.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 2. StackSlice: one layer's part of a stacked array, cut out only where it must be.
+"""StackSlice: one layer's part of a stacked array, cut out only where it must be.
 
 A plain ``lax.scan`` over stacked weights copies each layer's weights out of the stack at
 every step. The body of an inference loop holds StackSlices instead: ``kernels.matmul``

@@ -1,4 +1,4 @@
-"""Floor 5. Model families, and :func:`build`: a checkpoint's headers → a lazy Module.
+"""Model families, and :func:`build`: a checkpoint's headers → a lazy Module.
 
 One file per family; the registry below is the list of what maxjax can run.
 """
@@ -19,8 +19,8 @@ from ..errors import (
     UserInputError,
 )
 from ..graph.weights import GGUFWeights, WeightData, Weights
-from ..storage.index import orbax_checkpoint
 from ..storage.limits import allowing
+from ..storage.open import orbax_checkpoint
 from .bert import BERT as _BERT
 from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
@@ -28,8 +28,8 @@ from .bert import BertOutput as BertOutput
 from .bounds import check_bounds
 from .config import ModelConfig as ModelConfig
 from .config import read_object
-from .decoder import Decoder as Decoder
-from .decoder_config import DecoderConfig as DecoderConfig
+from .decoder.config import DecoderConfig as DecoderConfig
+from .decoder.model import Decoder as Decoder
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
 from .family import main_dtype, one_head, tensors
@@ -48,23 +48,23 @@ from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2_FAMILY as _GPT2
 from .gpt2 import GPT2Config as GPT2Config
 from .llama import LLAMA as _LLAMA
-from .llama import MISTRAL as _MISTRAL
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
-from .llama import Mistral as Mistral
-from .llama import MistralConfig as MistralConfig
-from .moe import MIXTRAL as _MIXTRAL
-from .moe import QWEN3_MOE as _QWEN3_MOE
-from .moe import Mixtral as Mixtral
-from .moe import Qwen3MoE as Qwen3MoE
-from .moe_config import MixtralConfig as MixtralConfig
-from .moe_config import Qwen3MoEConfig as Qwen3MoEConfig
+from .mistral import MISTRAL as _MISTRAL
+from .mistral import Mistral as Mistral
+from .mistral import MistralConfig as MistralConfig
+from .mixtral import MIXTRAL as _MIXTRAL
+from .mixtral import Mixtral as Mixtral
+from .mixtral import MixtralConfig as MixtralConfig
 from .qwen import QWEN2 as _QWEN2
 from .qwen import QWEN3 as _QWEN3
 from .qwen import Qwen2 as Qwen2
 from .qwen import Qwen2Config as Qwen2Config
 from .qwen import Qwen3 as Qwen3
 from .qwen import Qwen3Config as Qwen3Config
+from .qwen3_moe import QWEN3_MOE as _QWEN3_MOE
+from .qwen3_moe import Qwen3MoE as Qwen3MoE
+from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .ties import is_tied, with_tie
 
 FAMILIES: list[Family] = [

@@ -1,4 +1,4 @@
-"""Floor 5. BERT: an encoder of text. Attributes are named as in Hugging Face's checkpoints.
+"""BERT: an encoder of text. Attributes are named as in Hugging Face's checkpoints.
 
 Shapes: B sequences of T tokens, H heads of width D, hidden size E.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..dtype import DType, promote
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.device import DeviceRef
-from ..graph.sharding import Segment, ShardingStrategy
+from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.activation import ACTIVATIONS
 from ..nn.attention import attention
 from ..nn.embedding import Embedding

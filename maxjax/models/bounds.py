@@ -1,7 +1,7 @@
-"""Floor 5. What the numbers of a configuration may be, by what the tensors of its file hold.
+"""What the numbers of a configuration may be, by what the tensors of its file hold.
 
 A number costs memory and time before it is seen not to fit: tables of rope, a Module for each layer and
-expert. So it is compared with the file first. Below: config. Above: ``build``, the writers of GGUF.
+expert. So it is compared with the file first.
 """
 
 from __future__ import annotations

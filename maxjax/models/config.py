@@ -1,8 +1,4 @@
-"""Floor 5. Configuration files: JSON read strictly, frozen dataclasses made of it.
-
-Below: ``storage.jsontext`` for the reading. Above: one dataclass per model family, and
-the engine, which reads its own small files with :func:`read_object`.
-"""
+"""Configuration files: JSON read strictly, frozen dataclasses made of it."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from ..errors import CheckpointFormatError
-from ..storage.jsontext import load_json
+from ..storage.strict_json import load_json
 
 # JAX counts in 32 bits; no size in a configuration can be more.
 _MAX_SIZE = 2**31 - 1

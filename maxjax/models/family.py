@@ -1,7 +1,4 @@
-"""Floor 5. What a model family knows of its checkpoints, and the Module that reads them.
-
-Below: ``nn``, ``graph.weights``, ``config``. Above: one file per family declares a
-:class:`Family` and derives its model from :class:`PretrainedModel`.
+"""What a model family knows of its checkpoints, and the Module that reads them.
 
 Attributes are spelled as in the checkpoint, so there is little to do: some tensors are
 known and not needed, some files put a prefix before every name, and old ones call a few
@@ -25,7 +22,7 @@ from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputEr
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
-from ..nn.layer.values import same_content
+from ..nn.layer.load.fit import same_content
 from ..nn.linear import Linear
 from .config import ModelConfig
 from .gguf import hf_tensors

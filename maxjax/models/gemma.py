@@ -1,9 +1,9 @@
-"""Floor 5. Gemma 1, 2 and 3 (text). Attributes are named as in Hugging Face's checkpoints.
+"""Gemma 1, 2 and 3 (text). Attributes are named as in Hugging Face's checkpoints.
 
 All three scale their embeddings by √hidden_size, rounded to the model's type, and have norms that
 multiply by ``1 + weight``. Gemma 2 adds norms after attention and MLP, soft caps, and a window for
 every other layer; Gemma 3 norms of queries and keys, and a rope of its own for the layers with a
-window, which are five of six. Below: the decoder. Above: the registry of families.
+window, which are five of six.
 
 Sources: arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786.
 """
@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Self
 
 from ..errors import CheckpointFormatError, UnsupportedModelError
 from .config import setting
-from .decoder import Decoder, make
-from .decoder_config import DecoderConfig, own, slides_of
-from .decoder_rope import Rope, rope_of
+from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.model import Decoder, make
+from .decoder.rope import Rope, rope_of
 from .family import Family, PretrainedModel
 from .llama import BARE, KNOWN
 

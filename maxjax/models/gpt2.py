@@ -1,7 +1,6 @@
-"""Floor 5. GPT-2. Attributes are named as in Hugging Face's checkpoints.
+"""GPT-2. Attributes are named as in Hugging Face's checkpoints.
 
 Learned positions, LayerNorm, biases everywhere, and maps whose weights are stored ``[in, out]``.
-Below: the decoder. Above: the registry of families.
 
 Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
@@ -21,22 +20,22 @@ from jax.core import Tracer
 from ..dtype import DType, promote
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.device import DeviceRef
-from ..graph.placed import last_axis_whole
-from ..graph.placement import Split, split_over
-from ..graph.sharding import Segment, ShardingStrategy
-from ..graph.weight import Weight
+from ..graph.placement.arrays import last_axis_whole
+from ..graph.placement.specs import Split, split_over
+from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.weight.weight import Weight
 from ..kernels import explicit
 from ..nn.activation import ACTIVATIONS, activation
 from ..nn.embedding import Embedding
-from ..nn.kv_cache import KVCache
+from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import LayerList, Module
 from ..nn.linear import add_bias
 from ..nn.norm import LayerNorm
 from .config import setting
-from .decoder import Decoder, DecoderModel, make
-from .decoder_attention import Cached, DecoderAttention, Step, placed
-from .decoder_config import DecoderConfig, own
-from .decoder_rope import Rope
+from .decoder.attention import Cached, DecoderAttention, Step, placed
+from .decoder.config import DecoderConfig, own
+from .decoder.model import Decoder, DecoderModel, make
+from .decoder.rope import Rope
 from .family import Family
 
 # What newer files may call a setting, and what GPT-2's call it.

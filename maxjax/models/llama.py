@@ -1,6 +1,4 @@
-"""Floor 5. Llama 1 to 3 and Mistral. Attributes are named as in Hugging Face's checkpoints.
-
-Below: the decoder. Above: the registry of families.
+"""Llama 1 to 3 and Mistral. Attributes are named as in Hugging Face's checkpoints.
 
 Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; arXiv:2310.06825.
 """
@@ -11,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config import setting
-from .decoder import Decoder, make
-from .decoder_config import DecoderConfig
+from .decoder.config import DecoderConfig
+from .decoder.model import Decoder, make
 from .family import Family
 
 # Tables of frequencies, which old files hold and which are computed.
@@ -32,20 +29,6 @@ class LlamaConfig(DecoderConfig):
         return {"sliding_window": None}
 
 
-@dataclass(frozen=True)
-class MistralConfig(DecoderConfig):
-    """The settings of a Mistral: a Llama whose layers all look back through a window, if any."""
-
-    max_position_embeddings: int = setting(default=131072, minimum=1)
-    num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The window is 4096 if nothing is said, and none if it is null; there are no biases."""
-        window = raw.get("sliding_window", 4096)
-        return {"sliding_window": window, "attention_bias": False, "mlp_bias": False}
-
-
 class Llama(Decoder):
     """A Llama.
 
@@ -56,23 +39,11 @@ class Llama(Decoder):
     """
 
 
-class Mistral(Decoder):
-    """A Mistral."""
-
-
 LLAMA = Llama.family = Family(
     model_type="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
     config=LlamaConfig,
     make=make(Llama),
-    bare=BARE,
-    ignored=KNOWN,
-)
-MISTRAL = Mistral.family = Family(
-    model_type="mistral",
-    architectures=("MistralForCausalLM", "MistralModel"),
-    config=MistralConfig,
-    make=make(Mistral),
     bare=BARE,
     ignored=KNOWN,
 )

@@ -1,6 +1,4 @@
-"""Floor 5. Qwen 2, 2.5 and 3. Attributes are named as in Hugging Face's checkpoints.
-
-Below: the decoder. Above: the registry of families.
+"""Qwen 2, 2.5 and 3. Attributes are named as in Hugging Face's checkpoints.
 
 Sources: arXiv:2407.10671, arXiv:2412.15115, arXiv:2505.09388.
 """
@@ -12,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import setting
-from .decoder import Decoder, make
-from .decoder_config import DecoderConfig, own, slides_of
+from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.model import Decoder, make
 from .family import Family
 from .llama import BARE, KNOWN
 

@@ -1,8 +1,8 @@
-"""Floor 5. Whether a model's head is its table of embeddings: what the values of the file say.
+"""Whether a model's head is its table of embeddings: what the values of the file say.
 
 A configuration says that the two are one, and the file may still name both: as a copy (Qwen 3,
 whatever ``torch.save`` wrote of such a model), or because the head was trained on by itself. The
-values decide, as in transformers 5. Below: family, ``graph.weights``. Above: ``build``, conversion.
+values decide, as in transformers 5.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 4. Layers: the container calculus and the layers models are made of, under MAX's names.
+"""Layers: the container calculus and the layers models are made of, under MAX's names.
 
 Names are imported when they are first used.
 """

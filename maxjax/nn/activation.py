@@ -1,7 +1,7 @@
-"""Floor 4. Activation functions by the names configurations use.
+"""Activation functions by the names configurations use.
 
 A table, so that a layer can keep the *name* (plain data in its treedef) and look the
-function up when it runs. Below: jnp. Above: the MLPs and the model families.
+function up when it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 4. clamp: a tensor cut off at bounds."""
+"""Clamp: a tensor cut off at bounds."""
 
 from __future__ import annotations
 

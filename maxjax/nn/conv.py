@@ -1,6 +1,4 @@
-"""Floor 4. Conv1D, Conv2d and Conv3D: one convolution over one, two or three axes of places.
-
-Below: Module, Weight. Above: the encoders of images, video and sound.
+"""Conv1D, Conv2d and Conv3D: one convolution over one, two or three axes of places.
 
 Layouts: N examples, C channels, O channels of the result, places as they are. With
 ``permute`` they are PyTorch's: input ``[N, C, *places]``, weight ``[O, C / groups, *kernel]``.
@@ -18,7 +16,7 @@ import jax
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
-from ..graph.weight import Weight
+from ..graph.weight.weight import Weight
 from .layer import Module
 
 _PLACES = "DHW"

@@ -1,7 +1,4 @@
-"""Floor 4. ConvTranspose1d: the transpose of a convolution over one axis, which makes it longer.
-
-Below: ``conv.py``, which it shares sizes and layouts with. Above: decoders of sound.
-"""
+"""ConvTranspose1d: the transpose of a convolution over one axis, which makes it longer."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
-from ..graph.weight import Weight
+from ..graph.weight.weight import Weight
 from .conv import fan_in_normal, plus_bias, same_width
 from .layer import Module
 

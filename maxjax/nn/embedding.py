@@ -1,7 +1,4 @@
-"""Floor 4. Embedding: rows of a table.
-
-Below: Module, Weight. Above: the model families.
-"""
+"""Embedding: rows of a table."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placed import last_axis_whole
-from ..graph.placement import Split
+from ..graph.placement.arrays import last_axis_whole
+from ..graph.placement.specs import Split
+from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
-from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, wraps
-from ..graph.weight import Weight
+from ..graph.weight.weight import Weight
 from ..kernels import embed
 from .layer import Module
 from .layer.sharded import sharded

@@ -1,4 +1,4 @@
-"""Floor 4. Identity: a layer that does nothing, where one is expected."""
+"""Identity: a layer that does nothing, where one is expected."""
 
 from __future__ import annotations
 

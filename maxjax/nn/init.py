@@ -1,4 +1,4 @@
-"""Floor 4. Filling a lazy Module with random values, and splitting what is trained from the rest."""
+"""Filling a lazy Module with random values, and splitting what is trained from the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.placed import out_of_memory
-from ..graph.stacked_weight import StackedWeight
-from ..graph.weight import Weight
+from ..graph.placement.arrays import out_of_memory
+from ..graph.weight.stacked import StackedWeight
+from ..graph.weight.weight import Weight
 from .layer.module import Module
 
 Initializer = Callable[..., jax.Array]

@@ -1,8 +1,4 @@
-"""Floor 4. Linear: ``x @ weight.T + bias``; and the layers made of it: the head, the MLP.
-
-Below: Module, Weight, ``kernels.matmul``, the one door for a product with a weight.
-Above: nearly everything.
-"""
+"""Linear: ``x @ weight.T + bias``; and the layers made of it: the head, the MLP."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ import jax.numpy as jnp
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
-from ..graph.placement import TENSOR, Split
+from ..graph.placement.specs import TENSOR, Split
+from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
-from ..graph.sharding import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
-from ..graph.weight import Weight
+from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from .activation import activation
 from .layer import Module, hooks

@@ -1,7 +1,7 @@
-"""Floor 4. How fast each pair of features turns: RoPE's frequencies and the ways to stretch them.
+"""How fast each pair of features turns: RoPE's frequencies and the ways to stretch them.
 
 Plain NumPy in float64, rounded to float32 once; the tables are as those of Hugging Face's
-configurations. Above: ``rotary_embedding.py``, which turns features by them.
+configurations.
 
 Sources: RoFormer (arXiv:2104.09864), position interpolation (arXiv:2306.15595), YaRN
 (arXiv:2309.00071), LongRoPE (arXiv:2402.13753), Llama 3 (arXiv:2407.21783).

@@ -1,9 +1,9 @@
-"""Floor 4. Rotary position embedding (J. Su et al., RoFormer, arXiv:2104.09864).
+"""Rotary position embedding (J. Su et al., RoFormer, arXiv:2104.09864).
 
 Features are taken in pairs and each pair is turned by an angle that grows with the
 position, so that a product of a query and a key depends on their distance alone. No
 weights, and no table in compiled programs: cos and sin of the positions at hand are
-computed where they are used. Below: ``rope_scaling.py``, how fast each pair turns.
+computed where they are used.
 
 Shapes: B sequences, T tokens, H heads of D features.
 """

@@ -1,3 +1,3 @@
-"""Floor 4. MAX's path of Sequential."""
+"""MAX's path of Sequential."""
 
 from .layer import Sequential as Sequential

@@ -1,7 +1,4 @@
-"""Floor 4. StackedLinear: several linear maps of one input, their outputs side by side.
-
-Below: Linear. Above: attention, whose queries, keys and values come from the same input.
-"""
+"""StackedLinear: several linear maps of one input, their outputs side by side."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ..graph.device import DeviceRef
-from ..graph.layout import DeviceMajor
+from ..graph.placement.device_major import DeviceMajor
 from ..graph.value import TensorValue, unwrap, wraps
-from ..graph.weight import Weight
+from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
 from .layer import Module
 from .linear import Linear, add_bias, linears

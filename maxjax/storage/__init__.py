@@ -1,16 +1,43 @@
-"""Floor 1. Storage: bytes on disk to named arrays. It knows no device and no Module.
+"""Storage: files on disk as tables of named tensors, and back. It knows no device and no Module.
 
-``open_checkpoint`` is the way in; a ``TensorTable`` is what comes out.
+``open_checkpoint`` opens a path of any format and gives a ``TensorTable``: validated entries and open
+files, no data yet. ``files`` does every read, ``table`` and ``parts`` read tensors and boxes of them,
+``limits`` bounds what a file may ask for. Each format is a folder: ``safetensors/``, ``gguf/`` (with
+``blocks/``, its quantised blocks), ``pytorch/``, ``numpy/``, ``orbax/``; ``zip/`` serves two of them.
+``checksums``, ``digests`` and ``verify`` say whether bytes are those that were written; ``save/`` puts
+new files in the place of old ones so that nothing is lost.
+
+Names are imported when they are first used.
 """
 
-from .entry import TensorEntry as TensorEntry
-from .files import OpenFile as OpenFile
-from .files import aligned_empty as aligned_empty
-from .files import open_regular as open_regular
-from .index import open_checkpoint as open_checkpoint
-from .jsontext import load_json as load_json
-from .limits import Limits as Limits
-from .safetensors import open_safetensors as open_safetensors
-from .shards import open_index as open_index
-from .sniff import sniff as sniff
-from .table import TensorTable as TensorTable
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from ..lazy import attributes as _attributes
+
+if _TYPE_CHECKING:
+    from .entry import TensorEntry as TensorEntry
+    from .files import OpenFile as OpenFile
+    from .files import aligned_empty as aligned_empty
+    from .files import open_regular as open_regular
+    from .index_file import open_index as open_index
+    from .limits import Limits as Limits
+    from .open import open_checkpoint as open_checkpoint
+    from .safetensors.reader import open_safetensors as open_safetensors
+    from .signatures import sniff as sniff
+    from .strict_json import load_json as load_json
+    from .table import TensorTable as TensorTable
+
+__getattr__, __dir__, __all__ = _attributes(
+    __name__,
+    {
+        "entry": "TensorEntry",
+        "files": "OpenFile aligned_empty open_regular",
+        "index_file": "open_index",
+        "limits": "Limits",
+        "open": "open_checkpoint",
+        "safetensors.reader": "open_safetensors",
+        "signatures": "sniff",
+        "strict_json": "load_json",
+        "table": "TensorTable",
+    },
+)

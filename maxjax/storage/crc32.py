@@ -1,8 +1,7 @@
-"""Floor 1. CRC-32, the one of zip and zlib, as fast as the memory gives the bytes.
+"""CRC-32, the one of zip and zlib, as fast as the memory gives the bytes.
 
 The library of ``kernels/cpu`` has it for several processors: 10 to 50 GB/s a core, where zlib
-has 1 to 3. Where that library is not there, zlib's is used. Below: nothing. Above: checksums,
-the archives, the writers, ``kernels.native``.
+has 1 to 3. Where that library is not there, zlib's is used.
 """
 
 from __future__ import annotations
@@ -10,31 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# "off": nothing compiled is used.
-VARIABLE = "MAXJAX_KERNELS"
-# Another file than the one that installing made.
-FILE_VARIABLE = "MAXJAX_KERNELS_LIBRARY"
+from ..native_library import VARIABLE, library_path
 
 # Below this zlib is done before the other function is called.
 _SMALL_BYTES = 8192
 # The polynomial, its highest power in the lowest bit.
 _POLYNOMIAL = 0xEDB88320
-
-
-def library_path() -> Path:
-    """Where the library of compiled functions is, if it was built."""
-    if given := os.environ.get(FILE_VARIABLE):
-        return Path(given)
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return Path(__file__).parent.parent / "kernels" / "cpu" / f"libmaxjax_cpu.{suffix}"
 
 
 @functools.cache

@@ -1,9 +1,8 @@
-"""Floor 1. ``maxjax_digests.json``: the checksums of the tensors in the files beside it.
+"""``maxjax_digests.json``: the checksums of the tensors in the files beside it.
 
 safetensors, GGUF and orbax have no checksums of their own, so what maxjax writes has them in a
 file more, which other programs leave alone. It says what the bytes were; it never makes a sound
 file unreadable: what it says of a file of another size is of another file, and not looked at.
-Below: jsontext, checksums, table. Above: index, orbax, the writers.
 
     {"version": 1, "algorithm": "crc32",
      "files": {"model.safetensors": [{"size": 123, "header": [72, "00c0ffee"],
@@ -36,13 +35,13 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointMissingError,
 )
-from .beside import Description, sum_of
 from .checksums import stale
 from .crc32 import crc32, crc32_of
 from .entry import Checksum, TensorEntry
 from .files import OpenFile, file_range
-from .jsontext import collector_paused, load_json
 from .limits import Limits
+from .save.beside import Description, sum_of
+from .strict_json import collector_paused, load_json
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")

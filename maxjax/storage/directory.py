@@ -1,8 +1,8 @@
-"""Floor 1. What the names in a directory say: which files make up its checkpoint.
+"""What the names in a directory say: which files make up its checkpoint.
 
 Only names are looked at, nothing is opened. The order is that of transformers, so that a
 directory is the same model to both: ``model.safetensors``, its index, then other safetensors
-files, then the same of PyTorch. Below: errors. Above: index.
+files, then the same of PyTorch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Floor 1. What a file may ask of this process: the limits, and which of them are in force.
+"""What a file may ask of this process: the limits, and which of them are in force.
 
 A file says itself how much of it there is, so each count is held against a limit before it is
 believed. Whoever trusts a file raises one with ``limits=``, which the public functions that open
 files take, or with ``--limit`` on the command line. A model is more than one file: its
 configuration, tokenizer and index are read deep below these functions, so the limits are in
 force for all that is opened meanwhile instead of being handed from one function to the next.
-Below: errors. Above: files, and through it every parser.
 """
 
 from __future__ import annotations

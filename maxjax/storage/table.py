@@ -1,9 +1,8 @@
-"""Floor 1. TensorTable: an opened checkpoint, and the reading of its tensors.
+"""TensorTable: an opened checkpoint, and the reading of its tensors.
 
 Every format's parser gives one of these: validated entries and open files, no data yet.
 Reading is positioned reads, in parallel, into aligned memory of our own; never a mapping,
-which would die with the file. Below: files, entry, checking. Above: regions, the formats,
-graph.weights.
+which would die with the file.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointError, OutOfMemoryError
-from .beside import Beside, replaced
-from .checking import Checks, Key, sum_of
-from .checking import Verify as Verify
-from .checksums import Sum, tapped
+from .checksums import Checks, Key, Sum, sum_of, tapped
+from .checksums import Verify as Verify
 from .entry import CodedJob, TensorEntry, check_bool, coded_jobs, fill, whole
-from .files import ALIGNMENT, OpenFile, aligned_empty
-from .parallel import run, run_jobs
+from .files import ALIGNMENT, OpenFile, aligned_empty, run, run_jobs
+from .save.beside import Beside, replaced
 
 # One read of a large tensor. From 2 to 64 MiB the speed is the same; a smaller block spreads
 # better over the threads, and bounds the scratch memory of a packed type.

@@ -1,7 +1,4 @@
-"""Floor 1. verify: whether all of a checkpoint can be read, and is what was written.
-
-Below: index. Above: the command line.
-"""
+"""Verify: whether all of a checkpoint can be read, and is what was written."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from dataclasses import dataclass
 
 from ..dtype import DType
 from ..errors import CheckpointCorruptError
-from .coding import Strided
-from .deflate import Deflated
-from .entry import TensorEntry, count, split, whole
+from .entry import Strided, TensorEntry, count, split, whole
 from .files import OpenFile, aligned_empty
-from .regions import Part, read_parts
+from .parts import Part, read_parts
 from .table import TensorTable
+from .zip.deflate import Deflated
 
 # So much of a tensor is read at a time.
 _BYTES = 16 << 20

@@ -14,11 +14,11 @@ import pytest
 
 import maxjax
 from maxjax import checkpoint
-from maxjax.checkpoint import writing
+from maxjax.checkpoint import file_set as writing
 from maxjax.errors import CheckpointChangedError
 from maxjax.models import build
-from maxjax.storage import beside
-from maxjax.storage.staging import Staging
+from maxjax.storage.save import beside
+from maxjax.storage.save.staging import Staging
 
 SOURCE = Path(__file__).parent / "fixtures" / "bin"
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "maxjax_digests.json"

@@ -18,8 +18,7 @@ from jax.sharding import AxisType
 
 import maxjax
 from maxjax import nn
-from maxjax.checkpoint import writing
-from maxjax.engine.pooling import Pooling
+from maxjax.checkpoint import file_set as writing
 from maxjax.errors import (
     CheckpointBusyError,
     CheckpointCorruptError,
@@ -28,6 +27,7 @@ from maxjax.errors import (
 )
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.models.pooling import Pooling
 from tests.models.test_bert import from_torch, inputs, pair, same
 from tests.nn.test_device_major import Net, initialized, placed
 from tests.products import pairwise

@@ -140,7 +140,7 @@ def test_npz_by_way_of_both(tmp_path):
 
 def test_types_of_orbax_alone(tmp_path):
     arrays = {"w": values(DType.int4), "v": values(DType.bfloat16)}
-    from tests.storage import orbax_corpus
+    from tests.storage.orbax import corpus as orbax_corpus
 
     root = orbax_corpus.save(tmp_path / "a", arrays)
     convert(root, tmp_path / "b", to="orbax")

@@ -10,10 +10,10 @@ import pytest
 
 from maxjax.engine.embed import _encode, batches, embed
 from maxjax.engine.load import load
-from maxjax.engine.pooling import Pooling
 from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.graph.weights import load_weights
 from maxjax.models import build
+from maxjax.models.pooling import Pooling
 from tests.oracles.sentences import ODD, sentences
 
 GOLDEN = Path(__file__).parent / "goldens" / "minilm.npz"

@@ -11,8 +11,8 @@ import transformers
 import maxjax
 from maxjax.checkpoint import convert
 from maxjax.engine.embed import embed
-from maxjax.engine.pooling import Pooling, pooling_files, read_pooling
 from maxjax.errors import CheckpointFormatError, UserInputError
+from maxjax.models.pooling import Pooling, pooling_files, read_pooling
 from tests.models.decoders import ids_of, one_character_each, oracle
 
 KINDS = {
@@ -92,7 +92,7 @@ def test_without_files_it_must_be_said(tmp_path, capsys):
     for wrong, message in (("las", "is none of 'cls'"), (3, "must be a name or a Pooling")):
         with pytest.raises(UserInputError, match=message):
             embed(model, tokenizer, TEXTS, pooling=wrong)
-    from maxjax import cli
+    from maxjax.cli import application as cli
 
     assert cli.main(["embed", "--model", str(tmp_path), "abc"]) == 1
     assert "--pooling 'lasttoken'" in capsys.readouterr().err
@@ -182,7 +182,7 @@ def test_gguf_says_it_too(tmp_path, caplog):
 
 
 def test_an_output_that_is_there_stays(tmp_path, capsys):
-    from maxjax import cli
+    from maxjax.cli import application as cli
 
     path = tmp_path / "x.npy"
     path.write_bytes(b"mine")

@@ -18,9 +18,8 @@ from huggingface_hub import constants
 from safetensors.numpy import save
 
 import maxjax
-from maxjax import cli
-from maxjax.engine.hub import HubName, find_model, hub_name
-from maxjax.engine.hub_files import needed
+from maxjax.cli import application as cli
+from maxjax.engine.hub import HubName, find_model, hub_name, needed
 from maxjax.errors import (
     CheckpointAccessError,
     CheckpointFormatError,

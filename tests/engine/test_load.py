@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from maxjax.dtype import DType
 from maxjax.engine.embed import embed
 from maxjax.engine.load import load
-from maxjax.engine.pooling import Pooling
 from maxjax.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -24,8 +23,9 @@ from maxjax.errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from maxjax.graph.mesh import make_mesh
+from maxjax.graph.placement.mesh import make_mesh
 from maxjax.models import BertConfig, BertModel
+from maxjax.models.pooling import Pooling
 
 SIZES = {
     "vocab_size": 30522, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,

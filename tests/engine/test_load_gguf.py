@@ -15,11 +15,12 @@ from maxjax import embed, load
 from maxjax.errors import CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.models.gguf import gguf_tokenizer_metadata
-from tests.models import gguf_files, tokenizer_files
-from tests.models.gguf_files import CASES, checkpoint
-from tests.models.gguf_files import model as random_model
-from tests.models.gguf_files import write as write_random
-from tests.models.test_gguf_tokenizer import stored, vocabulary
+from tests.models.gguf import files as gguf_files
+from tests.models.gguf.files import CASES, checkpoint
+from tests.models.gguf.files import model as random_model
+from tests.models.gguf.files import write as write_random
+from tests.models.gguf.tokenizer import tokenizer_files
+from tests.models.gguf.tokenizer.test_read import stored, vocabulary
 
 TEXTS = ["A cat sits on the mat.", "Where is the nearest station?", "ein Satz mit Ümläuten", "x"]
 

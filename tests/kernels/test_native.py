@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax import environment
+from maxjax.cli import environment
 from maxjax.kernels import decode_attention, matmul, native
 
 LEVELS = native.levels()
@@ -25,7 +25,7 @@ KERNELS = {"avx512bf16", "avx512", "avx2", "neon", "portable"}
 PROGRAM = """
 import sys
 import numpy as np, jax
-from maxjax import cli
+from maxjax.cli import application as cli
 from maxjax.kernels import decode_attention, matmul
 x, w = np.arange(12, dtype="f").reshape(3, 4), np.arange(20, dtype="f").reshape(5, 4)
 for run in (matmul, jax.jit(matmul), jax.vmap(matmul, (0, None))):

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 import maxjax
-from maxjax.engine.tokenizer import Tokenizer
 from maxjax.graph.weights import load_weights
 from maxjax.models import build
+from maxjax.text.tokenizer.tokenizer import Tokenizer
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -15,10 +15,10 @@ from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedM
 from maxjax.graph.weights import load_weights
 from maxjax.models import FAMILIES, Decoder, DecoderConfig, Gemma3, LlamaConfig, build
 from maxjax.models.bounds import check_bounds
-from maxjax.models.decoder_rope import Rope
+from maxjax.models.decoder.rope import Rope
 from maxjax.nn.rope_scaling import YarnScalingParams
-from tests.models import gguf_files
 from tests.models.decoders import oracle
+from tests.models.gguf import files as gguf_files
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 KINDS = {

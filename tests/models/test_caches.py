@@ -16,8 +16,8 @@ import maxjax
 from maxjax.errors import UserInputError
 from maxjax.models import DecoderConfig
 from maxjax.nn import KVCache
+from tests.models.decoder.test_model import VOCAB, call, close, ids_of, made, on
 from tests.models.decoders import generated, greedy, oracle, ours
-from tests.models.test_decoder import VOCAB, call, close, ids_of, made, on
 
 WINDOW = 5
 BASE = DecoderConfig(VOCAB, 32, 40, num_layers=3, num_heads=4, num_kv_heads=2)

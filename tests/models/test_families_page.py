@@ -13,8 +13,8 @@ import maxjax
 from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import FAMILIES, Decoder, DecoderConfig
-from maxjax.models.decoder_attention import DecoderAttention
-from maxjax.models.decoder_layer import DecoderLayer
+from maxjax.models.decoder.attention import DecoderAttention
+from maxjax.models.decoder.block import DecoderLayer
 from tests.test_walk import ROOT, run_blocks
 
 PAGE = ROOT / "docs" / "families.md"

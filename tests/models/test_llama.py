@@ -5,7 +5,7 @@ import pytest
 
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.models import LlamaConfig, MistralConfig
-from maxjax.models.decoder_rope import read_rope
+from maxjax.models.decoder.rope import read_rope
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
 from tests.products import pairwise

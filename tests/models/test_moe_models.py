@@ -16,8 +16,9 @@ from maxjax.checkpoint import convert, save_pretrained
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
 from maxjax.models import MixtralConfig, Qwen3MoEConfig, build
-from tests.models import decoders, gguf_files
+from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, last, logits_of, oracle, ours, same
+from tests.models.gguf import files as gguf_files
 
 LENGTH = 24
 KINDS = pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])

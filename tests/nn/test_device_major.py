@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import maxjax
 from maxjax import nn
 from maxjax.graph import DeviceRef, Graph, TensorType
-from maxjax.graph.layout import DeviceMajor
+from maxjax.graph.placement.device_major import DeviceMajor
 from maxjax.nn.attention import AttentionWithRope
 from tests.products import EXACT, each_value
 

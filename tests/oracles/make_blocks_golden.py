@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from maxjax.storage.blocks import ENCODERS, LAYOUTS
-from maxjax.storage.ggml_types import GGML_TYPES_BY_NAME
-from tests.storage.block_rows import KINDS, SHOWN, WIDTH, rows
+from maxjax.storage.gguf.types import GGML_TYPES_BY_NAME
+from tests.storage.blocks.rows import KINDS, SHOWN, WIDTH, rows
 
-GOLDEN = Path(__file__).parent.parent / "storage" / "goldens" / "blocks.npz"
+GOLDEN = Path(__file__).parent.parent / "storage" / "blocks" / "goldens" / "blocks.npz"
 
 
 def quantiser(library: str):

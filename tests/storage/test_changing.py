@@ -29,8 +29,8 @@ from maxjax.errors import (
 )
 from maxjax.nn import Module
 from maxjax.storage import OpenFile, TensorTable, aligned_empty, open_checkpoint
-from maxjax.storage.regions import Part, read_parts
-from tests.storage import gguf_corpus
+from maxjax.storage.parts import Part, read_parts
+from tests.storage.gguf import corpus as gguf_corpus
 
 SHAPE = (600, 256)  # more than what is read together with others, packed as well
 NAMES = ("a", "b", "c")

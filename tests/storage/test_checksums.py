@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from maxjax.errors import CheckpointChangedError, CheckpointCorruptError
-from maxjax.storage import aligned_empty, checksums, open_checkpoint, parallel, table
+from maxjax.storage import aligned_empty, checksums, open_checkpoint, table
+from maxjax.storage import files as parallel
 from maxjax.storage.files import OpenFile
-from maxjax.storage.regions import Part, read_parts
+from maxjax.storage.parts import Part, read_parts
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxjax.native_library import library_path
 from maxjax.storage import crc32 as module
-from maxjax.storage.crc32 import combine, crc32, crc32_of, is_fast, level, library_path
+from maxjax.storage.crc32 import combine, crc32, crc32_of, is_fast, level
 
 SIZES = (0, 1, 2, 3, 7, 8, 255, 256, 4097, 65_536, 1_000_003)
 LEVELS = ["portable", "clmul", "wide_clmul", "arm"]

@@ -185,7 +185,8 @@ def test_other_values_than_those_of_the_reference_are_seen(format, reader):
 
 def test_a_wrong_sum_that_passes_is_seen(tmp_path):
     """Of both kinds of archives, also where the reference does not read the file at all."""
-    from tests.storage import npz_corpus, pytorch_corpus
+    from tests.storage.numpy import corpus as npz_corpus
+    from tests.storage.pytorch import corpus as pytorch_corpus
 
     npz, torch = tmp_path / "m.npz", tmp_path / "m.pt"
     npz.write_bytes(
@@ -206,7 +207,7 @@ def test_a_reader_that_cannot_start_is_an_error(capfd):
 
 def test_every_refusal_has_a_time():
     """How long it took is for the script to say; here, that it looks at every case."""
-    from tests.storage.npz_corpus import NPZ
+    from tests.storage.numpy.corpus import NPZ
 
     found = fuzz.refusals("npz")
     assert [name for _, name, _ in found] == [case.name for case in NPZ if case.error]

@@ -25,12 +25,13 @@ from maxjax.errors import (
     CheckpointTruncatedError,
 )
 from maxjax.storage import load_json, open_checkpoint, open_index, open_safetensors
-from maxjax.storage.gguf import open_gguf
-from maxjax.storage.npy import open_npy
-from maxjax.storage.npz import open_npz
-from maxjax.storage.pytorch import open_pytorch
-from tests.storage import gguf_corpus, index_corpus
-from tests.storage.pytorch_corpus import members, zipped
+from maxjax.storage.gguf.reader import open_gguf
+from maxjax.storage.numpy.npy import open_npy
+from maxjax.storage.numpy.npz import open_npz
+from maxjax.storage.pytorch.reader import open_pytorch
+from tests.storage import index_corpus
+from tests.storage.gguf import corpus as gguf_corpus
+from tests.storage.pytorch.corpus import members, zipped
 from tests.storage.test_changing import FORMATS, values
 from tests.storage.watch import watched
 

@@ -16,15 +16,15 @@ import torch
 import maxjax
 from maxjax import Limits
 from maxjax.checkpoint import convert, restore
-from maxjax.cli import main
+from maxjax.cli.application import main
 from maxjax.errors import CheckpointLimitError, UserInputError
 from maxjax.interop import nnx
 from maxjax.storage.limits import allowing, in_force
-from tests.storage import gguf_corpus
 from tests.storage.corpus import D16, A, file_bytes
-from tests.storage.gguf_corpus import INFOS
-from tests.storage.gguf_corpus import gguf as build
-from tests.storage.npz_corpus import Item, npy, one, pack
+from tests.storage.gguf import corpus as gguf_corpus
+from tests.storage.gguf.corpus import INFOS
+from tests.storage.gguf.corpus import gguf as build
+from tests.storage.numpy.corpus import Item, npy, one, pack
 
 SHARED = file_bytes({"a": A, "b": A}, D16)
 DEEP = gguf_corpus.pair("x.n", gguf_corpus.ARRAY, gguf_corpus.nested(3))

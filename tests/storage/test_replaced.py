@@ -18,7 +18,11 @@ from maxjax.errors import (
     OutOfMemoryError,
 )
 from maxjax.graph import DeviceRef
-from maxjax.storage import beside, digests, index, open_checkpoint, orbax, shards
+from maxjax.storage import digests, open_checkpoint
+from maxjax.storage import index_file as shards
+from maxjax.storage import open as index
+from maxjax.storage.orbax import reader as orbax
+from maxjax.storage.save import beside
 
 KINDS = ["file", "set", "file, then a set", "a set, then a file", "alone", "gguf", "orbax"]
 WIDTH = 8

@@ -18,7 +18,8 @@ from maxjax.errors import (
     CheckpointTruncatedError,
     OutOfMemoryError,
 )
-from maxjax.storage import TensorTable, open_checkpoint, parallel, table
+from maxjax.storage import TensorTable, open_checkpoint, table
+from maxjax.storage import files as parallel
 from tests.storage.corpus import file_bytes, spec
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import maxjax
 from maxjax import DType
 from maxjax.checkpoint import convert, restore, save
-from maxjax.cli import main
+from maxjax.cli.application import main
 from maxjax.errors import CheckpointFormatError
 from maxjax.graph.weights import WeightData
 from maxjax.storage.entry import UnknownType

@@ -1,4 +1,4 @@
-"""Floor 3. MAX's ops over jnp, under the names of ``max.graph.ops``.
+"""MAX's ops over jnp, under the names of ``max.graph.ops``.
 
 With a TensorValue among its operands, or of Weights alone, an op gives TensorValues; of
 plain arrays it gives plain arrays. All run eagerly, under ``jax.jit`` and, where they have

@@ -1,4 +1,4 @@
-"""Floor 3. The names of ``max.graph.ops`` that there are none of here, and why."""
+"""The names of ``max.graph.ops`` that there are none of here, and why."""
 
 from __future__ import annotations
 

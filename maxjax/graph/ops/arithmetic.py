@@ -1,4 +1,4 @@
-"""Floor 3. Ops of two operands, element by element: arithmetic, comparison, logic, ``where``.
+"""Ops of two operands, element by element: arithmetic, comparison, logic, ``where``.
 
 Two float widths meet in the wider one; integers and floats do not meet. Shapes
 broadcast, also of different ranks.

@@ -1,4 +1,4 @@
-"""Floor 3. Ops about the run of a program: branches, loops, printing, placement.
+"""Ops about the run of a program: branches, loops, printing, placement.
 
 Where the condition is known the branch or loop is plain Python; while tracing it is
 ``jax.lax.cond`` or ``jax.lax.while_loop``. The functions get and give TensorValues.

@@ -1,4 +1,4 @@
-"""Floor 3. Convolutions. Channels come last by default, in images and in filters.
+"""Convolutions. Channels come last by default, in images and in filters.
 
 In the names of layouts N is the batch, C the input channels, F the filters (output
 channels), D H W the axes of an image and Q R S those of a filter.

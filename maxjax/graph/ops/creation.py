@@ -1,4 +1,4 @@
-"""Floor 3. Ops that make tensors of no other: constants, ranges, windows.
+"""Ops that make tensors of no other: constants, ranges, windows.
 
 They give TensorValues always. A ``device`` is accepted as MAX wants one and commits
 nothing, so that the result goes with tensors on any device.

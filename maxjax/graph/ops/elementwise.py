@@ -1,4 +1,4 @@
-"""Floor 3. Ops of one operand, element by element; the activations are the last of them.
+"""Ops of one operand, element by element; the activations are the last of them.
 
 Activations of 16-bit floats are computed in float32 and rounded once.
 """

@@ -1,4 +1,4 @@
-"""Floor 3. Ops that read and write elements by index.
+"""Ops that read and write elements by index.
 
 Negative indices count from the end. An index outside the axis of a TensorValue is refused where
 it is known when the op is called: a number, a list, a NumPy array. One in a tensor, or into a

@@ -1,4 +1,4 @@
-"""Floor 3. Resizing: each axis whose size changes is read at fractional places, one after another."""
+"""Resizing: each axis whose size changes is read at fractional places, one after another."""
 
 from __future__ import annotations
 

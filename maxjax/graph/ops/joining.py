@@ -1,4 +1,4 @@
-"""Floor 3. Ops that put tensors together, take them apart, and repeat them."""
+"""Ops that put tensors together, take them apart, and repeat them."""
 
 from __future__ import annotations
 

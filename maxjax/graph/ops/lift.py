@@ -1,7 +1,7 @@
-"""Floor 3. How every op meets its operands: arrays go in, and the result is what they were.
+"""How every op meets its operands: arrays go in, and the result is what they were.
 
 ``lift`` makes an op out of a function of arrays. Beside it, what the ops share: operands
-of one dtype and shape, and axes counted from the front. Below: TensorValue, Weight.
+of one dtype and shape, and axes counted from the front.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..operands import check_broadcast, from_numpy, is_float
 from ..operands import same as same
 from ..shape import Dim
 from ..value import TensorValue, unify, unwrap
-from ..weight import WeightTranspose
+from ..weight.weight import WeightTranspose
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

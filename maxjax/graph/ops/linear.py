@@ -1,4 +1,4 @@
-"""Floor 3. Products of matrices and vectors, the parts of a matrix, and the inverse FFT.
+"""Products of matrices and vectors, the parts of a matrix, and the inverse FFT.
 
 ``ops.matmul(x, w.T)`` of a Weight is the fast product of a layer, as ``x @ w.T`` is.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ...dtype import DType, promote
 from ..operands import check_product, same_rank
-from ..transpose import TransposedValue, WeightTranspose
+from ..weight.transpose import TransposedValue, WeightTranspose
 from .lift import array, axis_of, floating, lift, meet, narrow, same
 
 

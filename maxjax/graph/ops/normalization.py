@@ -1,4 +1,4 @@
-"""Floor 3. The norms as ops: of weights that are given. The sums are taken in float32.
+"""The norms as ops: of weights that are given. The sums are taken in float32.
 
 The result has the dtype of the input, whatever that of the weights.
 """

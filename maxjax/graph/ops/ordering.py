@@ -1,4 +1,4 @@
-"""Floor 3. Ops that sort along an axis. Among equals the one that comes first stays first."""
+"""Ops that sort along an axis. Among equals the one that comes first stays first."""
 
 from __future__ import annotations
 

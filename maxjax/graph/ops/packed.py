@@ -1,4 +1,4 @@
-"""Floor 3. Ops on packed blocks: what ``max.graph.ops`` calls dequantize and qmatmul."""
+"""Ops on packed blocks: what ``max.graph.ops`` calls dequantize and qmatmul."""
 
 from __future__ import annotations
 

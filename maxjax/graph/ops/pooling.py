@@ -1,4 +1,4 @@
-"""Floor 3. Pooling over the windows of an image ``[N, H, W, C]``, and ``fold``, which adds windows up."""
+"""Pooling over the windows of an image ``[N, H, W, C]``, and ``fold``, which adds windows up."""
 
 from __future__ import annotations
 

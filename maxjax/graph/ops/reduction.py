@@ -1,4 +1,4 @@
-"""Floor 3. Ops along one axis, by default the last: sums, extremes, cumsum, softmax.
+"""Ops along one axis, by default the last: sums, extremes, cumsum, softmax.
 
 A reduced axis stays, with length 1: ``sum`` of ``[B, T]`` along the last is ``[B, 1]``.
 """

@@ -1,4 +1,4 @@
-"""Floor 3. Ops that change a tensor's shape and none of its elements.
+"""Ops that change a tensor's shape and none of its elements.
 
 Sizes may be numbers, Dims, or the names of symbolic dimensions.
 """

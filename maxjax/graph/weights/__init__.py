@@ -1,12 +1,9 @@
-"""Floor 3. Checkpoints as a tree of names: Weights, WeightData, load_weights.
-
-Below: ``storage`` (bytes on disk ↔ named arrays). Above: ``nn`` loads Modules from it.
-"""
+"""Checkpoints as a tree of names: Weights, WeightData, load_weights."""
 
 from .cursor import RESERVED_NAMES as RESERVED_NAMES
 from .cursor import SafetensorWeights as SafetensorWeights
 from .cursor import Weights as Weights
-from .gguf import GGUFWeights as GGUFWeights
+from .load import GGUFWeights as GGUFWeights
 from .load import WeightsAdapter as WeightsAdapter
 from .load import WeightsFormat as WeightsFormat
 from .load import load_weights as load_weights

@@ -1,4 +1,4 @@
-"""Floor 3. Weights: a cursor over the names of a checkpoint.
+"""Weights: a cursor over the names of a checkpoint.
 
 Attribute and index access only build a name; nothing is read before ``data()`` is
 looked at or a Module loads it. All cursors of one checkpoint share its open files.
@@ -19,13 +19,13 @@ import numpy as np
 from ...dtype import DType
 from ...errors import closest
 from ...storage import TensorTable, open_checkpoint
-from ...storage.beside import Beside
 from ...storage.limits import in_force
-from ...storage.regions import Part, read_parts
+from ...storage.parts import Part, read_parts
+from ...storage.save.beside import Beside
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
-from ..weight import Weight
+from ..weight.weight import Weight
 from .weight_data import WeightData, as_leaf
 
 # Names that are methods: a tensor called so is reached by index, weights["data"].
@@ -403,3 +403,61 @@ class _Bytes(WeightData):
 
 
 as_leaf(SafetensorWeights)
+
+
+class _NoTable:
+    """A table of tensors that has only what was allocated, and no data."""
+
+    format = "no"
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """There are no files."""
+
+
+class UnreadWeights(Weights):
+    """``Graph.weights()``: allocates Weights by name that a weights registry fills later.
+
+    Example:
+        >>> from maxjax.graph import Graph
+        >>> weights = Graph("my_model").weights()
+        >>> weights.layers[0].attention.weight.allocate("float32", (4, 4)).name
+        'layers.0.attention.weight'
+        >>> weights.layers[0].attention.weight.exists(), weights.layers[0].mlp.exists()
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._family = _Family(_NoTable(), "Graph.weights()")  # type: ignore[arg-type]
+        self._prefix = ""
+
+    def allocate(
+        self,
+        dtype: Any = None,
+        shape: Any = None,
+        quantization_encoding: QuantizationEncoding | None = None,
+        device: DeviceRef | None = None,
+    ) -> Weight:
+        """A new Weight of this name.
+
+        Raises:
+            ValueError: Without dtype and shape: there is no file to take them from.
+        """
+        if dtype is None or shape is None:
+            raise ValueError(
+                f"'{self.name}': without a checkpoint, allocate() needs a dtype and a shape"
+            )
+        weight = Weight(
+            self.name, DType.of(dtype), shape, device or DeviceRef.CPU(), quantization_encoding
+        )
+        self._family.open_table().entries[self.name] = weight  # type: ignore[assignment]
+        self._family.__dict__.pop("names", None)
+        return weight
+
+    def data(self) -> Any:
+        """Raises KeyError: there is no data."""
+        raise KeyError(
+            f"'{self.name}': these weights have no data; open a checkpoint with load_weights"
+        )

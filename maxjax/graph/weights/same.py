@@ -1,8 +1,8 @@
-"""Floor 3. Whether two tensors of a checkpoint hold the same values, reading as little as that takes.
+"""Whether two tensors of a checkpoint hold the same values, reading as little as that takes.
 
 Published checkpoints name one table twice: as two names of one storage, or as a copy. What the file
 itself says of places and checksums is asked first; values are read in turn, on the host, and no
-further than to the first that differs. Below: cursor, outgoing. Above: loading, ties of models.
+further than to the first that differs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from ...storage.entry import TensorEntry
 from ...storage.table import TensorTable
 from .cursor import _Family
-from .outgoing import data_rows
 from .weight_data import WeightData
+from .writing import data_rows
 
 
 def same_values(a: WeightData, b: WeightData) -> bool:

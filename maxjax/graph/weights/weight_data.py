@@ -1,4 +1,4 @@
-"""Floor 3. WeightData: one tensor of a checkpoint with its metadata, read when looked at.
+"""WeightData: one tensor of a checkpoint with its metadata, read when looked at.
 
 Casts are done by NumPy and ml_dtypes and rounded once, to nearest even, whatever the
 pair of types (:func:`cast_array`).
@@ -19,7 +19,7 @@ from ...dtype import DType
 from ...storage.blocks import decode
 from ...storage.entry import UnknownType, whole
 from ...storage.files import aligned_empty
-from ...storage.regions import Part
+from ...storage.parts import Part
 from ..quantization import QuantizationEncoding
 from ..shape import Shape
 

@@ -1,9 +1,9 @@
-"""Floor 5. What llama.cpp's converter does to a tensor's values, undone: by rows where it can be.
+"""What llama.cpp's converter does to a tensor's values, undone: by rows where it can be.
 
 Each class is one change, as data. ``rows`` says which rows of the GGUF tensor the rows of the
 Hugging Face one are: it holds for values and for packed blocks alike, since a block never spans
 two rows, and a part of a tensor needs only its own. Rows are counted over all axes but the last,
-of a vector over its elements. Below: errors. Above: names.
+of a vector over its elements.
 
 Source: ``convert_hf_to_gguf.py`` of llama.cpp and the modules in its ``conversion``.
 """

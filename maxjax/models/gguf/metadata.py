@@ -1,7 +1,6 @@
-"""Floor 5. The metadata of a GGUF file, read strictly: each value by key, type and range.
+"""The metadata of a GGUF file, read strictly: each value by key, type and range.
 
-Values are those of Python (int, float, bool, str, list of them), NumPy's do as well. Below:
-errors. Above: names, config, tokenizer.
+Values are those of Python (int, float, bool, str, list of them), NumPy's do as well.
 """
 
 from __future__ import annotations

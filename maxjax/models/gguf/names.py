@@ -1,8 +1,7 @@
-"""Floor 5. GGUF's tensor names → Hugging Face's, for each architecture of llama.cpp.
+"""GGUF's tensor names → Hugging Face's, for each architecture of llama.cpp.
 
 One table per architecture: a name without its ``.weight`` or ``.bias``, ``*`` for the layer and
 ``#`` for the expert, what it is called in Hugging Face's checkpoints, and what was done to it.
-Below: metadata, layouts. Above: whoever opens a GGUF file as a model.
 
 Source: ``gguf-py/gguf/tensor_mapping.py`` and ``convert_hf_to_gguf.py`` of llama.cpp.
 """

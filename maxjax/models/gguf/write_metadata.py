@@ -1,8 +1,7 @@
-"""Floor 5. The content of ``config.json`` → the metadata of a GGUF file.
+"""The content of ``config.json`` → the metadata of a GGUF file.
 
 The tables of config.py, read from right to left; then they are read again, and a configuration
-that would not come back the same is refused. Below: config, write_config, write_tensors. Above:
-whoever saves a model as GGUF.
+that would not come back the same is refused.
 
 Source: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``Keys`` and
 ``LlamaFileType`` in gguf-py's ``constants.py``.
@@ -19,12 +18,12 @@ from typing import Any
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError
 from ...graph.weights import WeightData
-from .config import POOLING, hf_config
-from .llama_cpp import check_read
+from .config.defaults import Decoder, Model, Plain, read_config
+from .config.llama_cpp import check_read
+from .config.read import POOLING, hf_config
+from .config.rope import rope_keys
 from .metadata import unsupported
-from .write_config import Decoder, Model, Plain, read_config
-from .write_rope import rope_keys
-from .write_types import is_wide
+from .tensors.types import is_wide
 
 _LOG = logging.getLogger("maxjax")
 # general.file_type: what most values of the file are.

@@ -1,4 +1,4 @@
-"""Floor 4. Attention, under the names and paths of ``max.nn.attention``."""
+"""Attention, under the names and paths of ``max.nn.attention``."""
 
 from ...absent import absent as _absent
 from .attention_with_rope import AttentionWithRope as AttentionWithRope

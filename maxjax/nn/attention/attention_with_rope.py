@@ -1,7 +1,4 @@
-"""Floor 4. Attention: every query looks at the keys its mask allows.
-
-Below: StackedLinear, RotaryEmbedding, RMSNorm. Above: TransformerBlock and the attention
-layers of the model families, which project their inputs and call :func:`attention`.
+"""Attention: every query looks at the keys its mask allows.
 
 Shapes: B sequences, T queries, S keys, H heads of queries and K of keys, each of width D.
 """
@@ -17,9 +14,9 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placed import last_axis_whole
-from ...graph.placement import Split, parts
-from ...graph.sharding import Segment, ShardingStrategy
+from ...graph.placement.arrays import last_axis_whole
+from ...graph.placement.specs import Split, parts
+from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit
 from ..layer import Module

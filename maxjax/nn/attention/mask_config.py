@@ -1,4 +1,4 @@
-"""Floor 4. The masks that attention may have besides the one it is given."""
+"""The masks that attention may have besides the one it is given."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""Floor 4. The container calculus: Layer, Module, LayerList, hooks and state dicts.
+"""The container calculus: Layer, Module, LayerList, hooks and state dicts.
 
 A Module is a pytree of one level. Its leaves are the values of its unique Weights in
 state-dict order; everything else is its definition, interned so that JAX compares it by
@@ -7,7 +7,8 @@ one, ties stay one leaf under every transformation, and a change of structure (n
 a value) makes JAX trace again.
 """
 
-from ...graph.sharding import Shardable as Shardable
+from ...graph.placement.strategy import Shardable as Shardable
+from .call_stack import layer_name as layer_name
 from .hooks import Layer as Layer
 from .hooks import add_layer_hook as add_layer_hook
 from .hooks import clear_hooks as clear_hooks
@@ -15,11 +16,10 @@ from .hooks import layer_hook as layer_hook
 from .layer_list import LayerList as LayerList
 from .layer_list import MissingLayer as MissingLayer
 from .layer_list import Sequential as Sequential
-from .layer_stack import LayerStack as LayerStack
 from .module import Module as Module
 from .module import recursive_named_layers as recursive_named_layers
-from .per_layer import PerLayer as PerLayer
-from .running import layer_name as layer_name
+from .stack.layer_stack import LayerStack as LayerStack
+from .stack.per_layer import PerLayer as PerLayer
 from .state import LoadResult as LoadResult
 
 # The name Module had before MAX 25; model code still imports it.

@@ -1,4 +1,4 @@
-"""Floor 4. The definition of a Module: its treedef, made by one walk and interned.
+"""The definition of a Module: its treedef, made by one walk and interned.
 
 A Module flattens to its unique weights' values in state-dict order, one level deep. The
 rest (classes, attributes, static values, ties, names) is a Definition: equal
@@ -15,7 +15,8 @@ import jax
 from jax.core import Tracer
 
 from ...graph.kind import KIND
-from ...graph.weight import EPOCH, LEAF_CACHES, Weight
+from ...graph.weight.epoch import EPOCH, LEAF_CACHES
+from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, whole
 from .hooks import token
 from .lent import Lent

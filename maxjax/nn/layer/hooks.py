@@ -1,4 +1,4 @@
-"""Floor 4. Layer, and the process-wide hooks that run after each layer's call.
+"""Layer, and the process-wide hooks that run after each layer's call.
 
 Hooks fire at trace time: under ``jax.jit`` once per trace, with tracers; in eager code
 at every call. While any is installed, ``definition.py`` puts :func:`token` into every
@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...graph.weight import structure_changed
+from ...graph.weight.epoch import structure_changed
 
 Hook = Callable[["Layer", tuple[Any, ...], dict[str, Any], Any], Any]
 

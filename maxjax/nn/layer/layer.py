@@ -1,6 +1,6 @@
-"""Floor 4. MAX's path of the classes that layers derive from, and of the hooks."""
+"""MAX's path of the classes that layers derive from, and of the hooks."""
 
-from ...graph.sharding import Shardable as Shardable
+from ...graph.placement.strategy import Shardable as Shardable
 from .hooks import Layer as Layer
 from .hooks import add_layer_hook as add_layer_hook
 from .hooks import clear_hooks as clear_hooks

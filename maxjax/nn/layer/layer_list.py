@@ -1,4 +1,4 @@
-"""Floor 4. LayerList: the container of Modules. Sequential: a LayerList by another name.
+"""LayerList: the container of Modules. Sequential: a LayerList by another name.
 
 Children are attributes "0", "1", …, so that state dicts say ``layers.3.weight``; every
 change of the list renumbers them. A list that is assigned to a Module becomes a LayerList,
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...graph.weight import Weight, structure_changed
+from ...graph.weight.epoch import structure_changed
+from ...graph.weight.weight import Weight
 from .hooks import Layer
 from .module import Module
 from .static import MIXED, holds_items

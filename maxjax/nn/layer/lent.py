@@ -1,4 +1,4 @@
-"""Floor 4. Lent: a caller's own list, watched after it was assigned to a Module.
+"""Lent: a caller's own list, watched after it was assigned to a Module.
 
 ``layers = []; self.layers = layers; layers.append(layer)`` is how Python code is written, and
 the Module, which keeps a LayerList, cannot see it: better an error than a layer that is missing.

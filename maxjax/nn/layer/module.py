@@ -1,4 +1,4 @@
-"""Floor 4. Module: a torch-like tree of layers and Weights that is a JAX pytree.
+"""Module: a torch-like tree of layers and Weights that is a JAX pytree.
 
 ``definition.py`` turns the tree into a treedef, ``state.py`` reads and writes its
 weights, ``hooks.py`` observes calls. A Module holds Weights and plain data, nothing
@@ -21,8 +21,11 @@ from ...graph.graph import Graph
 from ...graph.program import Model, Program, Trees
 from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
-from ...graph.weight import Weight, structure_changed
-from . import hooks, placing, running
+from ...graph.weight.epoch import structure_changed
+from ...graph.weight.weight import Weight
+from . import call_stack as running
+from . import hooks
+from . import place as placing
 from .definition import Cache, Definition, flatten, flatten_with_keys, known, rebuild
 from .hooks import Layer
 from .lent import Lent

@@ -1,4 +1,4 @@
-"""Floor 4. A layer as several, one for each device: what ``shard`` of the layers gives.
+"""A layer as several, one for each device: what ``shard`` of the layers gives.
 
 MAX's way of splitting: each part is a layer of its own around the shards of the weights,
 and the caller puts the results together. On a mesh none of it is needed (``Module.to``).
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...graph.device import DeviceRef
-from ...graph.sharding import ShardingStrategy
+from ...graph.placement.strategy import ShardingStrategy
 from .walk import Walk
 
 

@@ -1,4 +1,4 @@
-"""Floor 4. State dicts: a Module's weights by full name, out and in.
+"""State dicts: a Module's weights by full name, out and in.
 
 Loading is in three steps, so that it happens whole or not at all: match every value
 with its weight and collect all problems; read and convert all values; store them.
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
-from ...graph.weight import Weight, structure_changed
+from ...graph.weight.epoch import structure_changed
+from ...graph.weight.weight import Weight
 from ...graph.weights import Weights
-from .room import check_room
-from .stack_values import StackLoad, plan, read
-from .values import Fit, fit, same_content
+from .load.fit import Fit, fit, same_content
+from .load.memory import check_room
+from .load.stacks import StackLoad, plan, read
 
 
 class LoadResult(NamedTuple):

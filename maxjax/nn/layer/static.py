@@ -1,4 +1,4 @@
-"""Floor 4. Static attributes of a Module: frozen at assignment, compared by content.
+"""Static attributes of a Module: frozen at assignment, compared by content.
 
 What a Module holds besides Weights and Modules becomes part of its treedef, so it must
 not change behind JAX's back, must compare by what it says, and must not hide arrays: those
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from ...graph.value import TensorValue
-from ...graph.weight import Weight, WeightTranspose
+from ...graph.weight.weight import Weight, WeightTranspose
 from .hooks import Layer
 
 _SCALARS = (bool, int, str, bytes, type(None))

@@ -1,4 +1,4 @@
-"""Floor 4. The walk over the Modules below a root: names, weights, and what is tied or a part.
+"""The walk over the Modules below a root: names, weights, and what is tied or a part.
 
 State dicts, treedefs, placement and hooks all take their names from it, so that they agree.
 Parts of layers are not named: they are views of what they were cut from, which is found here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ...graph.weight import Weight
+from ...graph.weight.weight import Weight
 
 
 class Walk:

@@ -1,4 +1,4 @@
-"""Floor 4. Mixtures of experts, under the names and paths of ``max.nn.moe``."""
+"""Mixtures of experts, under the names and paths of ``max.nn.moe``."""
 
 from .moe import SHARES as SHARES
 from .moe import MoE as MoE

@@ -1,6 +1,5 @@
-"""Floor 4. MoE: of many feed-forward networks each token goes through a few.
+"""MoE: of many feed-forward networks each token goes through a few.
 
-Below: MLP, Linear. Above: TransformerBlock, in the place of its MLP, and the model families.
 Sources: GShard (arXiv:2006.16668), Mixtral (arXiv:2401.04088).
 
 Shapes: N tokens, E features, X experts of F features between, k experts for each token.
@@ -17,15 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placed import is_manual, on_mesh
-from ...graph.placement import EXPERTS, axis_of, batch_axes, mesh_of, split_over
-from ...graph.sharding import ShardingStrategy
+from ...graph.placement.arrays import is_manual, on_mesh
+from ...graph.placement.specs import EXPERTS, axis_of, batch_axes, mesh_of, split_over
+from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit, matmul
-from ..experts import ExpertWeights, mixture, one_by_one, sorted_mixture
 from ..layer import LayerList, Module
 from ..layer.definition import rebuild
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
+from .experts import ExpertWeights, mixture, one_by_one, sorted_mixture
 
 # What becomes of the scores [..., X]: (all of them, the k highest) → shares [..., k].
 SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {

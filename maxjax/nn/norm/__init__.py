@@ -1,4 +1,4 @@
-"""Floor 4. Norms, under the names and paths of ``max.nn.norm``."""
+"""Norms, under the names and paths of ``max.nn.norm``."""
 
 from .norms import ConstantLayerNorm as ConstantLayerNorm
 from .norms import GroupNorm as GroupNorm

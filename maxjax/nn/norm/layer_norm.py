@@ -1,4 +1,4 @@
-"""Floor 4. MAX's path of what ``norms.py`` has."""
+"""MAX's path of what ``norms.py`` has."""
 
 from .norms import ConstantLayerNorm as ConstantLayerNorm
 from .norms import LayerNorm as LayerNorm

@@ -1,9 +1,4 @@
-"""Floor 4. LayerNorm, ConstantLayerNorm, RMSNorm and GroupNorm.
-
-Below: Module, Weight. Above: the model families. The sums are taken in float32 and the
-result has the dtype of the input, whatever the dtype of the weights. A TensorValue gives
-a TensorValue.
-"""
+"""LayerNorm, ConstantLayerNorm, RMSNorm and GroupNorm."""
 
 from __future__ import annotations
 
@@ -16,9 +11,9 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.sharding import ShardingStrategy
+from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, wraps
-from ...graph.weight import Weight
+from ...graph.weight.weight import Weight
 from ..layer import Module
 from ..layer.sharded import sharded
 

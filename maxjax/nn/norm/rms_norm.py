@@ -1,3 +1,3 @@
-"""Floor 4. MAX's path of what ``norms.py`` has."""
+"""MAX's path of what ``norms.py`` has."""
 
 from .norms import RMSNorm as RMSNorm

@@ -1,4 +1,4 @@
-"""Floor 4. Blocks, under the names and paths of ``max.nn.transformer``."""
+"""Blocks, under the names and paths of ``max.nn.transformer``."""
 
 from ...absent import absent as _absent
 from .transformer import TransformerBlock as TransformerBlock

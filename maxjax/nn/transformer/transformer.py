@@ -1,7 +1,4 @@
-"""Floor 4. TransformerBlock: attention and a feed-forward network, each around a shortcut.
-
-Below: the layers it is given. Above: models written in MAX's way.
-"""
+"""TransformerBlock: attention and a feed-forward network, each around a shortcut."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""Floor 1. ggml's quantised blocks: their layouts as data, and their ways from and to float32.
-
-Below: the files of this folder. Above: gguf. What packs is imported when it is first used: most
-programs only read.
-"""
+"""Ggml's quantised blocks: their layouts as data, and their ways from and to float32."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ...lazy import attributes as _attributes
-from .decoded import Decoded as Decoded
+from .codings import Decoded as Decoded
 from .decoders import DECODERS as DECODERS
 from .decoders import decode as decode
 from .decoders import decode_into as decode_into

@@ -1,4 +1,4 @@
-"""Floor 1. Decoding of ggml's blocks of 4-bit codes and of ternary digits: IQ4, FP4, TQ.
+"""Decoding of ggml's blocks of 4-bit codes and of ternary digits: IQ4, FP4, TQ.
 
 Source: ggml-quants.c, ``dequantize_row_*``, with the values of ``kvalues_iq4nl`` and
 ``kvalues_mxfp4`` of ggml-common.h; ``d`` is float16 where nothing else is said.
@@ -17,8 +17,7 @@ TQ1_0   d * (digit - 1). Digit k of byte b is ((b * 3 ** k mod 256) * 3) >> 8: f
         digits 0 of all bytes of a part, then the digits 1, and so on.
 TQ2_0   d * (q - 1), q of 2 bits in ``qs`` as in Q2_K.
 
-A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, elements]``. Below: layout,
-scratch. Above: decoders.
+A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, elements]``.
 """
 
 from __future__ import annotations

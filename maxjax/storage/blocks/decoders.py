@@ -1,7 +1,6 @@
-"""Floor 1. ``decode``: ggml's quantised blocks → float32, by NumPy, in pieces that fit the cache.
+"""``decode``: ggml's quantised blocks → float32, by NumPy, in pieces that fit the cache.
 
-Bit for bit the values of ggml's own ``dequantize_row_*``. Below: layout, scratch and the
-decoders of the types. Above: decoded.
+Bit for bit the values of ggml's own ``dequantize_row_*``.
 """
 
 from __future__ import annotations

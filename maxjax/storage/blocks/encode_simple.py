@@ -1,4 +1,4 @@
-"""Floor 1. Encoding of ggml's blocks that have one scale: Q4_0 to Q8_0; ``simple`` decodes them.
+"""Encoding of ggml's blocks that have one scale: Q4_0 to Q8_0; ``simple`` decodes them.
 
 Source: ggml-quants.c, ``quantize_row_*_ref``. All arithmetic is float32, in ggml's order;
 ``d`` and ``m`` are rounded to float16 afterwards, the values are divided by what they were before.
@@ -16,8 +16,7 @@ Q8_0   d = largest magnitude / 127                    x / d, halves rounded away
 ``x / d`` stands for ``x * (1 / d)``, and for 0 where d is 0. Where 1 / d is infinite, d being far
 below the smallest float16, C leaves open what q is; here it is 0, as in files made on x86.
 
-An encoder takes float32 ``[n, elements]`` and fills blocks uint8 ``[n, nbytes]``. Below: layout,
-scratch. Above: encoders.
+An encoder takes float32 ``[n, elements]`` and fills blocks uint8 ``[n, nbytes]``.
 """
 
 from __future__ import annotations

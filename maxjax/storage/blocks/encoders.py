@@ -1,7 +1,7 @@
-"""Floor 1. ``encode``: float32 → ggml's quantised blocks, by NumPy, in pieces that fit the cache.
+"""``encode``: float32 → ggml's quantised blocks, by NumPy, in pieces that fit the cache.
 
 Bit for bit the blocks of ggml's reference quantisers (``quantize_row_*_ref``, without an
-importance matrix). Below: layout, scratch and the encoders of the types. Above: writers of GGUF.
+importance matrix).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Floor 1. The code books of ggml's IQ blocks: which groups of 4 or 8 values a number stands for.
+"""The code books of ggml's IQ blocks: which groups of 4 or 8 values a number stands for.
 
 Source: the tables ``iq1s_grid``, ``iq2xxs_grid``, ``iq2xs_grid``, ``iq2s_grid``, ``iq3xxs_grid`` and
 ``iq3s_grid`` of ggml-common.h. A group takes 16 bits here, the first value in the lowest: 2 bits
 a value in groups of 8, 4 bits in groups of 4, each the number of the value among the few that
-the table has. Below: NumPy alone. Above: iq_quants.
+the table has.
 """
 
 from __future__ import annotations

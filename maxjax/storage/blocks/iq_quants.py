@@ -1,4 +1,4 @@
-"""Floor 1. Decoding of ggml's IQ1, IQ2 and IQ3 blocks: groups of values out of a code book.
+"""Decoding of ggml's IQ1, IQ2 and IQ3 blocks: groups of values out of a code book.
 
 Source: ggml-quants.c, ``dequantize_row_iq*``; ``d`` is float16, all have 256 values. A group is a
 row of the type's table (grids): 8 values, of IQ3 4. A sign byte has a bit for each of 8 values,
@@ -16,8 +16,7 @@ IQ1_M    the same; sc of 3 bits for 16 values in the low 12 bits of each of ``sc
          bits are those of the float16 d; ``qh`` has for each group 3 upper bits and the sign of delta.
          IQ1_M has the book of IQ1_S.
 
-A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, 256]``. Below: layout, grids,
-scratch. Above: decoders.
+A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, 256]``.
 """
 
 from __future__ import annotations

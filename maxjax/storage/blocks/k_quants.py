@@ -1,4 +1,4 @@
-"""Floor 1. Decoding of ggml's K-quants: 256 values in sub-blocks of 16 or 32, whose scales are packed too.
+"""Decoding of ggml's K-quants: 256 values in sub-blocks of 16 or 32, whose scales are packed too.
 
 Source: ggml-quants.c, ``dequantize_row_*``; ``d`` and ``dmin`` are float16 (``d`` of Q8_K is
 float32), ``sc`` and ``mn`` the scale and minimum of a value's sub-block.
@@ -21,7 +21,6 @@ Q8_K  d * q, q of 8 bits with sign; ``bsums`` are sums of 16 of them, for produc
 
 A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, 256]``. Products of a scale
 and a value are exact in float32, but the order of ggml is kept: it decides the sign of a zero.
-Below: layout, scratch. Above: decoders.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Floor 1. The fields of ggml's quantised blocks as data, and the swapping of their byte order.
+"""The fields of ggml's quantised blocks as data, and the swapping of their byte order.
 
 A block is a packed structure without padding; ``LAYOUTS`` has the fields of each in file order.
 The source is ggml-common.h of llama.cpp. What the bits of a field mean is told where it is
-decoded. Below: NumPy alone. Above: the decoders.
+decoded.
 """
 
 from __future__ import annotations

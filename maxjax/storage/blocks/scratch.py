@@ -1,11 +1,10 @@
-"""Floor 1. What the decoders of blocks share: memory that is used again, and moves of many bytes.
+"""What the decoders of blocks share: memory that is used again, and moves of many bytes.
 
 A decoder works on pieces that fit a core's cache; fresh memory for each would cost more than
 the arithmetic. Bytes are brought into the order of the values first, by ``weave``, which copies
 whole chunks: NumPy's loops over floats are then long, or short with one stride between them.
 Bits are moved up by multiplying, which takes a tenth of the time of NumPy's shift of bytes to
-the left. ``np.repeat`` is not for here: it keeps other threads waiting. Below: files. Above: the
-decoders.
+the left. ``np.repeat`` is not for here: it keeps other threads waiting.
 """
 
 from __future__ import annotations

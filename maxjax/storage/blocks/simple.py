@@ -1,4 +1,4 @@
-"""Floor 1. Decoding of ggml's blocks that have one scale: Q1_0, Q2_0 and Q4_0 to Q8_1.
+"""Decoding of ggml's blocks that have one scale: Q1_0, Q2_0 and Q4_0 to Q8_1.
 
 Source: ggml-quants.c, ``dequantize_row_*``; ``d`` and ``m`` are float16. Where a block has 4 bits
 a value, byte j of ``qs`` (of 16) holds value j in its low half and value j + 16 in its high half.
@@ -16,8 +16,7 @@ Q8_0   d, qs[32]                               d * q, q of 8 bits with sign
 Q8_1   d, s, qs[32]                            d * q; s is d times the sum of the q, for products
 =====  ======================================  ==========================================
 
-A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, elements]``. Below: layout,
-scratch. Above: decoders.
+A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, elements]``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from maxjax.graph import DeviceRef, ShardingStrategy, Weight
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import GGUFWeights, SafetensorWeights, Weights
 from maxjax.storage.blocks import DECODERS, LAYOUTS
-from maxjax.storage.gguf import KEPT
+from maxjax.storage.gguf.reader import KEPT
 from tests.products import pairwise
 
 CPU = DeviceRef.CPU()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from maxjax.graph import DeviceRef, Weight
-from maxjax.nn import Layer, LayerList, Module, hooks
+from maxjax.nn import Layer, LayerList, Module
+from maxjax.nn.hooks import print_hook as hooks
 from maxjax.nn.layer import add_layer_hook, clear_hooks
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from maxjax.graph import DeviceRef, Weight
 from maxjax.nn import LayerList, Module
+from maxjax.nn.layer import call_stack as running
 from maxjax.nn.layer import module as module_file
-from maxjax.nn.layer import running
 
 CPU = DeviceRef.CPU()
 

@@ -1,0 +1,168 @@
+"""Convert to GGUF: of a Hugging Face checkpoint, or of another GGUF file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...dtype import DType
+from ...errors import CheckpointMissingError, UnsupportedModelError, some
+from ...graph.weights import GGUFWeights, WeightData
+from ...graph.weights.writing import outgoing_data
+from ...models.bounds import check_bounds
+from ...models.gguf import (
+    encoding_for,
+    gguf_metadata,
+    gguf_tensors,
+    gguf_tokenizer_metadata,
+    is_wide,
+)
+from ...models.gguf.config.defaults import read_config
+from ...models.gguf.write_metadata import file_type
+from ...models.pooling import Pooling, gguf_mode, read_pooling
+from ...storage.blocks import Decoded, encode, layout_of
+from ...storage.entry import TensorEntry
+from ...storage.gguf.header import typed_metadata
+from ...storage.gguf.writer import plan_gguf
+from ...storage.save.outgoing import Outgoing, file_range
+from ...storage.table import TensorTable
+from ...text.tokenizer.files import optional, read_tokenizer_files
+from ..file_set import write_file
+from .progress import Converted, Watch, result_of, watched
+from .source import Opened
+
+_LOG = logging.getLogger("maxjax")
+
+
+def to_gguf(
+    found: Opened,
+    target: Path,
+    dtype: DType | None,
+    encoding: str | None,
+    watch: Watch | None,
+) -> Converted:
+    if isinstance(found.weights, GGUFWeights):
+        metadata, data = _same_gguf(found.weights, dtype or encoding)
+        stored = {} if dtype or encoding else _stored_blocks(found.weights)
+    else:
+        metadata, data = _new_gguf(found, dtype, encoding)
+        stored = {}
+    outgoing = [
+        stored.get(name) or _for_gguf(name, one, dtype, encoding) for name, one in data.items()
+    ]
+    nbytes = plan_gguf(metadata, outgoing).nbytes
+
+    def pieces(tensors: Sequence[Outgoing]) -> Iterator[memoryview]:
+        return plan_gguf(metadata, tensors).pieces()
+
+    write_file(target, watched(outgoing, watch), pieces, nbytes)
+    return result_of(target, "gguf", outgoing)
+
+
+def _for_gguf(name: str, data: WeightData, dtype: DType | None, encoding: str | None) -> Outgoing:
+    """A tensor as the file will have it; what llama.cpp wants in float32 stays so."""
+    shape = tuple(map(int, data.logical_shape))
+    floats = data.dtype.is_float() or data._is_packed
+    if not floats or is_wide(name, shape):
+        return outgoing_data(data, name)
+    if encoding is None:
+        return outgoing_data(data if dtype is None else data.astype(dtype), name)
+    blocks = encoding_for(name, shape, encoding)
+    packed = data.quantization_encoding if data._is_packed else None
+    if blocks is None:
+        return outgoing_data(data.astype(dtype or DType.float16), name)
+    if packed is not None and packed.value == blocks:
+        return outgoing_data(data, name)
+    return outgoing_data(data, name, (blocks, encode))
+
+
+def _same_gguf(
+    weights: GGUFWeights, kind: DType | str | None
+) -> tuple[dict[str, Any], dict[str, WeightData]]:
+    """What a GGUF file holds, as another whole file will, most of it of this ``kind``."""
+    table = weights._family.open_table()
+    typed = typed_metadata(table.files[0])
+    metadata = {k: v for k, v in typed.items() if not k.startswith("split.")}
+    if kind is not None:
+        for key in ("general.file_type", "general.quantization_version"):
+            metadata.pop(key, None)
+        metadata |= file_type(kind)
+    return metadata, {name: weights[name].data() for name in table.entries}
+
+
+def _stored_blocks(weights: GGUFWeights) -> dict[str, Outgoing]:
+    """Blocks that are decoded where they are read, as the bytes that they are in the file."""
+    table, found = weights._family.open_table(), {}
+    for name, entry in table.entries.items():
+        if isinstance(entry.coding, Decoded) and not entry.coding.swap:
+            kind, layout = entry.coding.type_name, layout_of(entry.coding.type_name)
+            shape = (*entry.shape[:-1], entry.shape[-1] // layout.elements * layout.nbytes)
+            pieces = partial(_bytes_of, table, entry)
+            found[name] = Outgoing(name, DType.uint8, shape, pieces, kind)
+    return found
+
+
+def _bytes_of(table: TensorTable, entry: TensorEntry) -> Iterator[memoryview]:
+    table.check([entry])
+    return file_range(table.files[entry.file], entry.offset, entry.offset + entry.nbytes)
+
+
+def _lost_of(pooling: Pooling) -> str:
+    """What of the steps from tokens to an embedding no GGUF file can say."""
+    if pooling.unsupported is not None:
+        return f"that embeddings need {pooling.unsupported}"
+    if gguf_mode(pooling) is None:
+        return f"that tokens are pooled by {', '.join(pooling.modes)}"
+    return "" if pooling.normalize else "that embeddings are not scaled to length 1"
+
+
+def _new_gguf(
+    found: Opened, dtype: DType | None, encoding: str | None
+) -> tuple[dict[str, Any], dict[str, WeightData]]:
+    """The metadata and the tensors of a GGUF file for a Hugging Face checkpoint."""
+    path, config, beside = found.path, found.config, found.beside
+    if config is None:
+        raise CheckpointMissingError(
+            "there is no config.json, which says what model this is", path=path,
+            hint="A GGUF file cannot be written without it.",
+        )  # fmt: skip
+    model = read_config(config, path=path)
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.tensors.items()}
+    check_bounds(type(model.size), model.said, shapes, path=path)
+    made = gguf_tensors(config, found.tensors, path=path)
+    if made.left_out:
+        _LOG.warning("%s: no part of a GGUF file, left out: %s", path, some(made.left_out, 5))
+    pooling, _ = read_pooling(found.folder)
+    if pooling is not None and (lost := _lost_of(pooling)):
+        _LOG.warning("%s: a GGUF file does not say %s", path, lost)
+    metadata = gguf_metadata(
+        config, made.tensors, encoding=encoding, dtype=dtype,
+        name=path.resolve().name if path.is_dir() else path.resolve().stem,
+        pooling=None if pooling is None else gguf_mode(pooling), path=path,
+    )  # fmt: skip
+    tokenizer, settings = _tokenizer(found.folder)
+    template = beside.get("chat_template.jinja")
+    words = made.tensors.get("token_embd.weight")
+    metadata |= gguf_tokenizer_metadata(
+        tokenizer, settings, config, path=path,
+        vocab_size=None if words is None else int(words.logical_shape[0]),
+        chat_template=None if template is None else template.read_text("utf-8"),
+    )  # fmt: skip
+    return metadata | made.metadata, made.tensors
+
+
+def _tokenizer(folder: Path) -> tuple[Any, dict[str, Any] | None]:
+    """The content of a ``tokenizer.json`` with all that is added to it, and its settings."""
+    try:
+        found = read_tokenizer_files(folder)
+    except UnsupportedModelError as error:
+        _LOG.warning("%s The GGUF file has no tokenizer.", error)
+        found = None
+    if found is None:
+        return None, optional(folder / "tokenizer_config.json")
+    document = found.document or json.loads(found.backend.to_str())
+    return document, {**found.settings, **found.named}

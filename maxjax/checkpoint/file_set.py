@@ -1,0 +1,406 @@
+"""Files of tensors put into a directory: safetensors, in one file or several, and GGUF.
+
+What was there counts until the last rename: of the one file, or of the index. With every file
+goes a record of its checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from ..errors import CheckpointError, OutOfMemoryError
+from ..storage.crc32 import crc32, crc32_of
+from ..storage.digests import MOST, Record, read_digests, to_bytes, told_apart
+from ..storage.digests import NAME as DIGESTS
+from ..storage.files import OpenFile, file_range, open_regular
+from ..storage.index_file import open_index
+from ..storage.open import beside_of, open_checkpoint
+from ..storage.safetensors.writer import Shard, file_pieces, index
+from ..storage.save.beside import Description, put_into_place, sum_of, waiting
+from ..storage.save.durable import flush_folder
+from ..storage.save.outgoing import Outgoing
+from ..storage.save.staging import Staging
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# With a file of the first name those belong together that are of the second kind.
+_WHOLES = (
+    ("tokenizer.json", re.compile(r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|"
+                                  r"chat_template\.(jinja|json)|vocab\.\w+|merges\.txt").fullmatch),
+    ("config.json", re.compile(r"modules\.json|sentence_\w+_config\.json|"
+                               r"\d+_(Pooling|Normalize|Dense)/.*").fullmatch),
+)  # fmt: skip
+_PART = re.compile(r"model(-\d+)?-\d{5,}-of-\d{5,}\.safetensors")
+_LOG = logging.getLogger("maxjax")
+# Told after each piece: how many bytes it has.
+Progress = Callable[[int], Any]
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    tensors: Sequence[Outgoing],
+    pieces: Callable[[Sequence[Outgoing]], Iterable[Any]],
+    nbytes: int,
+) -> None:
+    """Replaces one file.
+
+    Args:
+        tensors: What it holds.
+        pieces: Makes the bytes of the file of them.
+        nbytes: How many these are.
+
+    Raises:
+        CheckpointSaveError, CheckpointAccessError: It cannot be written; what was there is.
+    """
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    with Staging(folder, exclusive=False) as staging:
+        if os.path.exists(target):
+            staging.keeps(f"The file that was there before is untouched: {os.fspath(path)}.")
+        staging.require_space(nbytes)
+        sums = Sums()
+        staging.write(name, sums.passing(pieces(list(map(sums.of, tensors)))), nbytes=nbytes)
+        staging.hold()
+        _commit(staging, _records(folder, [name]), {name: sums.record}, [name])
+
+
+def write_set(
+    directory: str | os.PathLike[str],
+    files: Callable[[Sequence[str]], Sequence[Shard]],
+    others: Mapping[str, Iterable[Any]],
+    metadata: Mapping[str, str],
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Makes a directory hold these tensors as safetensors files, and these other files.
+
+    Args:
+        files: The files, given the names that may not be used: those of the set that is there.
+        others: What else belongs to it: name → its bytes in pieces.
+        metadata: Of each safetensors file.
+
+    Raises:
+        CheckpointBusyError: Another process is writing there.
+        CheckpointSaveError, CheckpointAccessError: It cannot be written; what was there is.
+    """
+    with Staging(directory) as staging:
+        folder = staging.directory
+        _end_interrupted(folder)
+        before = _weights_there(folder)
+        found = _records(folder, before)
+        if before:
+            staging.keeps(f"The checkpoint that was there before is untouched: {staging.shown}.")
+        shards = files(before)
+        staging.require_space(sum(shard.nbytes for shard in shards))
+        records = {}
+        for shard in shards:
+            sums = Sums(progress)
+            pieces = file_pieces(list(map(sums.of, shard.tensors)), metadata)
+            staging.write(shard.name, sums.passing(pieces), nbytes=shard.nbytes)
+            records[shard.name] = sums.record
+        names = [shard.name for shard in shards]
+        text = b"" if names == [SINGLE] else index(shards)
+        if text:
+            staging.write(INDEX, [text])
+            records[INDEX] = Record(len(text), {}, (len(text), crc32(text)))
+        last = INDEX if text else SINGLE
+        counts = [one.beside for name in before[:1] for one in found.get(name, ())]
+        said = _stage_others(staging, others, [one for one in counts if one is not None])
+        # Of each file: until the index is there, the whole set can be read without it.
+        records = {name: replace(one, beside=said) for name, one in records.items()}
+        # The index before its files, so that it never names one that is not there.
+        gone = {*before, *_strays(folder, before, found)} - {last, *names}
+        gone = sorted(gone, key=lambda name: (name != INDEX, name))
+        _commit(staging, found, records, [*(n for n in names if n != last), last], gone)
+
+
+def _commit(
+    staging: Staging,
+    found: Mapping[str, list[Record]],
+    records: Mapping[str, Record],
+    names: Sequence[str],
+    gone: Sequence[str] = (),
+) -> None:
+    """Puts the files in their places, the last of ``names`` alone at the end.
+
+    From then on they count; what describes them follows, then the records of checksums. While a
+    file takes the place of another the records of both are there: whenever this is ended, each
+    file agrees with a record, and the files that this one names are there or wait.
+    """
+    folder, last = staging.directory, names[-1]
+    said = records[last].beside
+    old = {name: [*found.get(name, ()), *_other(folder, name, new, found)]
+           for name, new in records.items()}  # fmt: skip
+    standing = SINGLE if SINGLE in gone else last
+    if said is not None:
+        known = _known(folder, said)
+        old[standing] = [
+            replace(one, beside=one.beside or known)
+            for one in old.get(standing) or found.get(standing, ())
+        ]
+    both = {**found, **old, **{n: [*old.get(n, ()), one][-MOST:] for n, one in records.items()}}
+    staging.write(DIGESTS, [to_bytes({name: of for name, of in both.items() if of})])
+    waits = (
+        [staging.waiting] if os.path.isdir(os.path.join(staging.folder, staging.waiting)) else []
+    )
+    # A model.safetensors would be read in the place of a set.
+    retire = [SINGLE] if SINGLE in gone else []
+    try:
+        first = [name for name in names if name != last]
+        staging.commit([DIGESTS, *waits], first, [last], retire=retire, remove=gone)
+        # Of a file that could not be deleted it stays known that it was one of ours.
+        gone = [name for name in gone if not os.path.lexists(os.path.join(folder, name))]
+        rest = {name: of for name, of in found.items() if name not in gone}
+        final = {**rest, **{name: [_settled(one)] for name, one in records.items()}}
+        _finish(staging, said, final if final != both else None)
+    except BaseException:
+        _end_interrupted(folder)
+        raise
+
+
+def _finish(
+    staging: Staging, said: Description | None, final: Mapping[str, Sequence[Record]] | None
+) -> None:
+    """What follows when the new weights count already, so that nothing of it makes a save fail."""
+    try:
+        with staging.saving("putting the other files into place"):
+            if said is not None:
+                _twice(lambda: put_into_place(staging.directory, said))
+        if final is not None:
+            staging.write(DIGESTS, [to_bytes(final)])
+            staging.commit([DIGESTS])
+    except CheckpointError as error:
+        _LOG.warning(
+            "%s. The new checkpoint is whole for maxjax; other programs may see files that describe "
+            "the one before, until it is loaded or saved again",
+            error,
+        )
+
+
+def _twice(act: Callable[[], None]) -> None:
+    """Once more where an error of the system does not stay."""
+    try:
+        act()
+    except OSError:
+        act()
+
+
+def _settled(record: Record) -> Record:
+    """The record without what is of importance only until the old files are gone."""
+    said = record.beside
+    return record if said is None else replace(record, beside=Description(said.files))
+
+
+def _known(folder: str, said: Description) -> Description:
+    """What describes weights that are replaced, where they were saved without a record of it."""
+    files = {}
+    for name in {**said.files, **said.gone}:
+        with contextlib.suppress(CheckpointError):  # none there
+            files[name] = sum_of(open_regular(os.path.join(folder, name)))
+    return Description(files)
+
+
+def _records(folder: str, replaced: Iterable[str]) -> dict[str, list[Record]]:
+    """What the directory's own record says; one that cannot be read is replaced."""
+    try:
+        digests = read_digests(folder)
+    except CheckpointError:
+        return {}
+    found = {} if digests is None else {name: list(of) for name, of in digests.files.items()}
+    for name in replaced:
+        if len(found.get(name, ())) > 1:  # left by a save that was interrupted
+            found[name] = _agreeing(os.path.join(folder, name), found[name])
+    return found
+
+
+def _agreeing(path: str, records: list[Record]) -> list[Record]:
+    """Those of several records that a file agrees with; all, if it agrees with none."""
+    try:
+        file = open_regular(path)
+        found = [one for one in records if _is_of(file, one)]
+        if not path.endswith(".json"):
+            with open_checkpoint(path, verify=False) as table:
+                found = told_apart(table.files[0], table.entries.values(), 0, found)
+    except CheckpointError:
+        return records
+    return found or records
+
+
+def _is_of(file: OpenFile, record: Record) -> bool:
+    """Whether a file has the size and the header of a record."""
+    nbytes, crc = record.header or (0, 0)
+    return record.size == file.size and crc32_of(file_range(file, 0, nbytes)) == crc
+
+
+def _other(folder: str, name: str, new: Record, found: Mapping[str, list[Record]]) -> list[Record]:
+    """A record of a file that is replaced and has none: of no more than what tells it from the new.
+
+    Without it the old file would be held against the checksums of the new one from the moment that
+    these are there.
+    """
+    path = os.path.join(folder, name)
+    try:
+        file = open_regular(path)
+        if any(_is_of(file, one) for one in found.get(name, ())):
+            return []
+        if file.size != new.size:
+            return [Record(file.size, {})]
+        nbytes, crc = new.header or (0, 0)
+        header = nbytes, crc32_of(file_range(file, 0, nbytes))
+        if header[1] != crc:
+            return [Record(file.size, {}, header)]
+        with open_checkpoint(path, verify=False) as table:
+            for entry in sorted(table.entries.values(), key=lambda entry: entry.nbytes):
+                end = entry.offset + entry.nbytes
+                crc = crc32_of(file_range(table.files[0], entry.offset, end))
+                if crc != new.tensors.get(entry.name):
+                    return [Record(file.size, {entry.name: crc}, header)]
+    except CheckpointError:
+        pass  # none there, or no checkpoint
+    return []
+
+
+def _end_interrupted(folder: str) -> None:
+    """Gives what an interrupted save left waiting its place, if its weights count."""
+    if waiting(folder):
+        with contextlib.suppress(CheckpointError, OSError):
+            said = beside_of(folder).said
+            if said is not None:
+                put_into_place(folder, said)
+
+
+def _weights_there(folder: str) -> list[str]:
+    """The names of the files that make up the safetensors checkpoint of a directory."""
+    names = [name for name in (SINGLE, INDEX) if os.path.lexists(os.path.join(folder, name))]
+    if INDEX in names:
+        try:
+            with open_index(os.path.join(folder, INDEX)) as table:
+                names += [os.path.relpath(file.path, folder) for file in table.files]
+        except (CheckpointError, MemoryError):
+            pass  # a broken set: its index is replaced, its files are left
+    return [name for name in names if os.path.dirname(name) == ""]
+
+
+def _strays(folder: str, before: Sequence[str], recorded: Mapping[str, list[Record]]) -> list[str]:
+    """Parts of a set that no index names: of a save of ours that was ended before it had one."""
+    if INDEX in before and SINGLE not in before and not any(map(_PART.fullmatch, before)):
+        return []  # it cannot be read, and they may be its
+    found = []
+    for name, records in recorded.items():
+        if _PART.fullmatch(name) and name not in before:
+            with contextlib.suppress(OSError):
+                size = os.lstat(os.path.join(folder, name)).st_size
+                found += [name] if size in [record.size for record in records] else []
+    return found
+
+
+def _stage_others(
+    staging: Staging, others: Mapping[str, Iterable[Any]], before: Sequence[Description]
+) -> Description | None:
+    """Writes the other files where they wait for the weights, but for those that are there already.
+
+    Gives what the record of the weights is to say of them, if there are any.
+
+    Args:
+        before: What describes the weights that are replaced.
+    """
+    files: dict[str, int] = {}
+    for name, pieces in others.items():
+        content = b"".join(pieces)
+        files[name] = crc32(content)
+        if not _has(os.path.join(staging.directory, name), content):
+            staging.write(f"{staging.waiting}/{name}", [content], like=name)
+    with staging.saving("flushing the files"):
+        for folder, _, _ in os.walk(os.path.join(staging.folder, staging.waiting), topdown=False):
+            flush_folder(folder)
+    # A tokenizer is all of its files: none of the one before shall be read with the new ones.
+    gone = {
+        name: crc
+        for said in before
+        for name, crc in said.files.items()
+        if name not in files and any(head in files and part(name) for head, part in _WHOLES)
+    }
+    return Description(files, gone) if files else None
+
+
+def _has(path: str, content: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(content) + 1) == content
+    except OSError:
+        return False
+
+
+class Sums:
+    """The checksums of tensors that are written, computed in another thread meanwhile.
+
+    Attributes:
+        size: How many bytes of the file have passed.
+    """
+
+    def __init__(self, progress: Progress | None = None):
+        self.size = 0
+        self._tensors: dict[str, int] = {}
+        self._header: tuple[int, int] | None = None
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(1, "maxjax-crc")
+
+    def of(self, one: Outgoing) -> Outgoing:
+        """The tensor, whose pieces are summed when they are asked for."""
+
+        def pieces() -> Iterator[memoryview]:
+            crc, rest = 0, iter(one.pieces())
+            while (piece := _next(one, rest)) is not None:
+                found = self._pool.submit(crc32, piece, crc)
+                yield piece
+                crc = found.result()  # before the next: not more pieces in memory than one
+            self._tensors[one.name] = crc
+
+        return replace(one, pieces=pieces)
+
+    def passing(self, pieces: Iterable[Any]) -> Iterator[Any]:
+        """The pieces of the file, counted; the first is all that stands before the tensors."""
+        try:
+            for piece in pieces:
+                if self._header is None:
+                    self._header = len(piece), crc32(piece)
+                self.size += len(piece)
+                yield piece
+                if self._progress is not None:
+                    self._progress(len(piece))
+        finally:
+            self._pool.shutdown(wait=False)
+
+    @property
+    def record(self) -> Record:
+        """Of the file, once all has passed."""
+        return Record(self.size, dict(self._tensors), self._header)
+
+
+def _next(one: Outgoing, pieces: Iterator[memoryview]) -> memoryview | None:
+    try:
+        return next(pieces, None)
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise out_of_memory(one.name, one.nbytes) from error
+
+
+def out_of_memory(name: str, nbytes: int) -> OutOfMemoryError:
+    """The error for a tensor that the host's memory does not hold while it is written."""
+    return OutOfMemoryError(
+        f"tensor '{name}': the host has not the memory to write its {nbytes:,} bytes. What was at the "
+        "destination before is as it was. Free memory, or convert on a machine with more."
+    )
+
+
+def json_bytes(document: Any) -> bytes:
+    """A JSON file as transformers writes it."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,164 @@
+"""The weights of a model as arrays in logical order, and what a process has of an array.
+
+Nothing is copied where JAX can see the values as they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...graph.weight.stacked import StackedWeight
+from ...graph.weight.weight import Weight
+from ...graph.weights.device_reads import box_of
+from ...nn.layer import Module
+
+# Types of JAX that the storage of orbax does not have.
+_UNKNOWN = ("uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn")
+
+
+def module_arrays(
+    title: str, module: Module, *, holes: bool = True
+) -> Iterator[tuple[str, Any, Weight]]:
+    """Name, array and Weight of each weight of a Module, in logical order.
+
+    Args:
+        holes: Whether a place may be empty: transformations put other things there than arrays.
+    """
+    layers: dict[int, list[Any]] = {}
+    for name, weight in module.raw_state_dict().items():
+        held = leaf_of(weight)
+        if type(held) is jax.ShapeDtypeStruct and weight._source is not None:
+            held = weight._read_source()
+        if not hasattr(held, "dtype") and holes and not jax.tree.leaves(held):
+            continue
+        if not hasattr(held, "dtype") or type(held) is jax.ShapeDtypeStruct:
+            raise UserInputError(
+                f"{title}: weight '{name}' has no value: load a checkpoint, or call maxjax.init()"
+            )
+        yield name, own_value(known(title, name, _value(weight, layers))), weight
+
+
+def leaf_of(weight: Weight) -> Any:
+    """What a Weight holds; of a layer of a stack a slice of it."""
+    home = weight._home
+    return weight._leaf if home is None else home[0].leaf_of(home[1])
+
+
+def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
+    """The value in logical order, in the type and shape of the checkpoint it came from."""
+    home = weight._home
+    if home is not None and weight._layout is None and home[0].is_whole:
+        if id(home[0]) not in layers:
+            layers[id(home[0])] = unstacked(home[0])
+        value = layers[id(home[0])][home[1]]
+    else:
+        value = weight._stored()
+    declared = weight._dtype.np
+    narrowed = value.dtype != declared and jax.dtypes.canonicalize_dtype(declared) == value.dtype
+    if narrowed and getattr(value, "is_fully_addressable", True):
+        value = np.asarray(value).astype(declared)  # 64 bits, for which JAX has no arrays
+    shape = weight._loaded_shape
+    return value if shape is None else value.reshape(shape)
+
+
+def unstacked(stack: StackedWeight) -> list[Any]:
+    """The arrays of the layers of a stack. On CPUs they lie where the stack's values lie."""
+    own, count = stack._own, stack.span.count
+    sharding = _layer_sharding(own)
+    if sharding is None:
+        return [own[i] for i in range(count)]
+    shape = own.shape[1:]
+    held = [(next(iter(s.data.devices())), np.asarray(s.data)) for s in own.addressable_shards]
+    return [
+        jax.make_array_from_single_device_arrays(
+            shape, sharding, [_put(array[i], device) for device, array in held], dtype=own.dtype
+        )
+        for i in range(count)
+    ]
+
+
+def _put(array: np.ndarray, device: Any) -> jax.Array:
+    """On a CPU an array that lies at a multiple of 64 bytes becomes JAX's as it is."""
+    return jax.device_put(array, jax.sharding.SingleDeviceSharding(device))
+
+
+def _layer_sharding(own: Any) -> Any:
+    """Where each layer of a stack is; None where the layers cannot be seen as they lie."""
+    if not isinstance(own, jax.Array) or isinstance(own, Tracer):
+        return None
+    sharding = own.sharding
+    if any(device.platform != "cpu" for device in sharding.device_set):
+        return None
+    if sharding.memory_kind not in (None, "device", "unpinned_host"):
+        return None
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    first, *rest = (*sharding.spec, None)
+    if first is not None:
+        return None
+    return jax.sharding.NamedSharding(
+        sharding.mesh, jax.sharding.PartitionSpec(*rest[: own.ndim - 1])
+    )
+
+
+def known(title: str, name: str, value: Any) -> Any:
+    """The value, if it is of a type that can be stored."""
+    dtype = np.dtype(value.dtype)
+    try:
+        DType.of(dtype)
+        is_known = dtype.name not in _UNKNOWN
+    except (TypeError, ValueError, KeyError):
+        is_known = False
+    if not is_known:
+        raise UserInputError(
+            f"{title}: '{name}' is {dtype.name}, which cannot be stored: convert it first"
+        )
+    return value
+
+
+def own_value(value: Any) -> Any:
+    """An array that orbax takes: one of this process alone is an array of the host, of several."""
+    alone = isinstance(value, jax.Array) and value.is_fully_addressable
+    return np.asarray(value) if alone and jax.process_count() > 1 else value
+
+
+def held_parts(array: Any) -> list[tuple[Any, Any]]:
+    """The boxes of an array that this process answers for, and what it has there: each box once.
+
+    Of a NumPy array that is the first process, of a jax.Array the lowest that has the box.
+    """
+    if not isinstance(array, jax.Array):
+        box = tuple((0, size) for size in array.shape)
+        return [(box, array)] if jax.process_index() == 0 else []
+    owner = owners(array)
+    found: dict[Any, Any] = {}
+    for shard in array.addressable_shards:
+        box = box_of(shard.index, array.shape)
+        if owner[box] == jax.process_index():
+            found.setdefault(box, shard.data)
+    return list(found.items())
+
+
+def owners(array: jax.Array) -> dict[Any, int]:
+    """Each box of an array → the lowest process that has it."""
+    found: dict[Any, int] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        box, process = box_of(index, array.shape), int(device.process_index or 0)
+        found[box] = min(found.get(box, process), process)
+    return found
+
+
+def is_on_host(array: Any) -> bool:
+    """Whether its values can be looked at where they are."""
+    if not isinstance(array, jax.Array):
+        return True
+    return all(device.platform == "cpu" for device in array.sharding.device_set)

@@ -1,0 +1,112 @@
+"""CheckpointManager: the steps of one run, saved as it goes, the old ones deleted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from ...nn.layer import Module
+from ...text.tokenizer.tokenizer import Tokenizer
+from .checkpoint import PathLike, _begin, newest, restore
+from .save import Response
+from .steps import steps_in, whole_number
+
+
+class CheckpointManager:
+    """Saves and restores the steps of a directory; a context manager, which waits at its end.
+
+    Args:
+        path: The directory; made by the first save.
+        max_to_keep: So many of the newest steps are kept.
+        keep_every: Steps whose number it divides are kept besides, for ever.
+
+    One save runs at a time: the next waits for it, and raises what went wrong with it.
+
+    Example:
+        >>> import tempfile, jax, maxjax
+        >>> from maxjax import nn
+        >>> model = maxjax.init(nn.LayerNorm(4, devices=[None], dtype="float32"), jax.random.key(0))
+        >>> with CheckpointManager(tempfile.mkdtemp(), max_to_keep=2, keep_every=10) as manager:
+        ...     for step in range(8, 14):
+        ...         _ = manager.save_async(step, model)
+        ...     manager.wait_until_finished()
+        ...     manager.all_steps(), manager.latest_step()
+        ([10, 12, 13], 13)
+    """
+
+    def __init__(
+        self, path: PathLike, *, max_to_keep: int | None = None, keep_every: int | None = None
+    ):
+        self.path = Path(os.path.abspath(os.fsdecode(path)))
+        self._newest = newest(max_to_keep)
+        self._every = None if keep_every is None else whole_number("keep_every", keep_every, 1)
+        self._response: Response | None = None
+
+    def _keep(self, steps: list[int]) -> list[int]:
+        every = self._every
+        return [*self._newest(steps), *(step for step in steps if every and step % every == 0)]
+
+    def save(
+        self,
+        step: int | None,
+        model: Module | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        **items: Any,
+    ) -> Path:
+        """Saves a step and waits for it; see :func:`maxjax.checkpoint.save`."""
+        self.wait_until_finished()
+        return _begin(
+            self.path, model, step, self._keep, items, tokenizer, copy=False, wait=True
+        ).result()
+
+    def save_async(
+        self,
+        step: int | None,
+        model: Module | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        **items: Any,
+    ) -> Response:
+        """Begins to save a step; see :func:`maxjax.checkpoint.save_async`."""
+        self.wait_until_finished()
+        self._response = _begin(
+            self.path, model, step, self._keep, items, tokenizer, copy=True, wait=False
+        )
+        return self._response
+
+    def restore(
+        self, model: Module | None, step: int | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Restores a step, by default the newest; see :func:`maxjax.checkpoint.restore`."""
+        self.wait_until_finished()
+        return restore(self.path, model, step=step, **options)
+
+    def all_steps(self) -> list[int]:
+        """The complete steps in order."""
+        return steps_in(self.path)
+
+    def latest_step(self) -> int | None:
+        """The newest complete step, if there is one."""
+        return max(self.all_steps(), default=None)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that goes on, if one does.
+
+        Raises:
+            CheckpointError: It could not be saved.
+        """
+        response, self._response = self._response, None
+        if response is not None:
+            response.result()
+
+    def close(self) -> None:
+        """Waits; nothing else is held."""
+        self.wait_until_finished()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

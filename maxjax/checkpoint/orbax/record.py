@@ -1,0 +1,123 @@
+"""What lies beside the arrays of a checkpoint: their checksums, and what orbax cannot hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...storage.checksums import crc32_of_boxes
+from ...storage.crc32 import combine, crc32
+from ...storage.entry import Box
+from ...storage.orbax.maxjax_metadata import metadata_sum
+from .arrays import held_parts, is_on_host, owners
+from .tree import Item
+
+# The key of what maxjax keeps in orbax's own metadata, and the version of it.
+METADATA, VERSION = "maxjax", 1
+
+
+def metadata_of(items: Mapping[str, Item]) -> dict[str, Any]:
+    """What orbax has no place for, with a checksum of it."""
+    content: dict[str, Any] = {
+        "version": VERSION,
+        "items": sorted(items),
+        "encodings": {name: item.encodings for name, item in items.items() if item.encodings},
+        "empty": {name: item.empty for name, item in items.items() if item.empty},
+        "keys": {name: item.keys for name, item in items.items() if item.keys},
+        "plain": {
+            name: {leaf: [type(value).__name__, _text(value)] for leaf, value in item.plain.items()}
+            for name, item in items.items()
+            if item.plain
+        },
+    }
+    return {**content, "crc32": f"{metadata_sum(content):08x}"}
+
+
+def _text(value: Any) -> str:
+    """A leaf that is no array, as text that gives it back exactly."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if isinstance(value, str) else repr(value)
+
+
+class Sums:
+    """The checksums of arrays, of which each process has its parts.
+
+    A part that another process has counts as zeros here: sums of equal length add up by XOR,
+    but for that of zeros, which is in all of them.
+    """
+
+    def __init__(self, items: Mapping[str, Item]):
+        self._sums: dict[str, int] = {}
+        self._shapes: dict[str, int] = {}
+        self._parts: dict[str, tuple[tuple[int, ...], list[tuple[Box, Any]], list[Box], Any]] = {}
+        for title, item in items.items():
+            for name, array in item.arrays.items():
+                self._take(f"{title}/{name}", array)
+
+    def _take(self, name: str, array: Any) -> None:
+        mine, others = held_parts(array), []
+        if not mine and not (isinstance(array, jax.Array) and jax.process_index() == 0):
+            return
+        if isinstance(array, jax.Array):
+            have = {box for box, _ in mine}
+            others = [box for box in owners(array) if box not in have]
+        dtype = np.dtype(array.dtype)
+        if is_on_host(array):
+            mine = [(box, np.asarray(part)) for box, part in mine]
+        self._shapes[name] = math.prod(array.shape) * dtype.itemsize
+        self._parts[name] = (tuple(array.shape), mine, others, dtype)
+
+    def compute(self) -> None:
+        """Sums up; what lies on other devices than CPUs comes to the host for it, one by one."""
+        for name in list(self._parts):
+            shape, mine, others, dtype = self._parts.pop(name)
+            parts = [(box, np.asarray(part)) for box, part in mine]
+            parts += [(box, _zeros(box, dtype)) for box in others]
+            self._sums[name] = crc32_of_boxes(shape, parts)
+
+    def share(self, folder: str) -> None:
+        """Leaves them for the first process, where this is another one."""
+        if jax.process_index() > 0:
+            path = os.path.join(folder, f"sums-{jax.process_index()}")
+            with open(path, "x") as file:
+                json.dump([self._sums, self._shapes], file)
+
+    def all(self, folder: str) -> dict[str, int]:
+        """Those of whole arrays, once all processes have left theirs."""
+        found, counts, lengths = dict(self._sums), dict.fromkeys(self._sums, 1), dict(self._shapes)
+        for process in range(1, jax.process_count()):
+            with open(os.path.join(folder, f"sums-{process}")) as file:
+                sums, shapes = json.load(file)
+            lengths.update(shapes)
+            for name, crc in sums.items():
+                found[name] = found.get(name, 0) ^ crc
+                counts[name] = counts.get(name, 0) + 1
+        for name, count in counts.items():
+            if count % 2 == 0:
+                found[name] ^= zeros_sum(lengths[name])
+        return found
+
+
+def _zeros(box: Box, dtype: Any) -> np.ndarray:
+    return np.zeros([stop - start for start, stop in box], dtype)
+
+
+def zeros_sum(nbytes: int) -> int:
+    """The CRC-32 of so many zero bytes.
+
+    Example:
+        >>> zeros_sum(3_000_001) == crc32(bytes(3_000_001))
+        True
+    """
+    if nbytes <= 1 << 16:
+        return crc32(bytes(nbytes))
+    half = zeros_sum(nbytes // 2)
+    both = combine(half, half, nbytes // 2)
+    return combine(both, crc32(b"\0"), 1) if nbytes % 2 else both

@@ -1,0 +1,228 @@
+"""What a checkpoint holds, put into values like those of an example.
+
+Names, shapes and dtypes are compared before anything is read, and all that differs is told at
+once; then each device's part is read by itself, to wherever the example's leaf lies or is to lie.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...dtype import DType
+from ...errors import CheckpointMismatchError, closest, some
+from ...nn.layer import Module
+from .leaves import Target, of_holder, read_targets, sharding_of
+from .open import Saved
+from .tree import ONLY, PLAIN, is_key, is_module, key_text
+
+# --- a model
+
+
+def model_problems(saved: Saved, model: Module) -> list[str]:
+    """What :meth:`Module.load_state_dict` does not look at: what the blocks are."""
+    problems = []
+    for name, weight in model.raw_state_dict().items():
+        wanted = weight.quantization_encoding
+        found = saved.encodings.get(name)
+        if wanted is None or not wanted.is_gguf or name not in saved.names:
+            continue
+        if saved.is_ours and found != wanted.value:
+            problems.append(
+                f"'{name}' is packed as {wanted.value} in the model and as {found} in the checkpoint"
+            )
+    return problems
+
+
+# --- any other tree
+
+
+@dataclass(slots=True)
+class Fitting:
+    """An example held against a tree of a checkpoint.
+
+    Attributes:
+        problems: All that differs.
+        values: Of the leaves that are not read, by their place among the leaves.
+        targets: Of those that are.
+        modules: Of each Module in the example its treedef and the places of its leaves.
+        top: The places of the leaves and Modules of the example itself.
+    """
+
+    saved: Saved
+    cast: bool
+    strict: bool
+    problems: list[str] = field(default_factory=list)
+    values: dict[int, Any] = field(default_factory=dict)
+    targets: dict[int, Target] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    treedef: Any = None
+    count: int = 0
+    modules: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
+    top: list[int] = field(default_factory=list)
+
+    def hold(self, example: Any) -> None:
+        """Compares; nothing is read."""
+        flat, self.treedef = jax.tree.flatten_with_path(example, is_leaf=is_module)
+        for path, leaf in flat:
+            way = ".".join(key_text(key) for key in path)
+            if isinstance(leaf, Module):
+                self._module(way, leaf)
+            else:
+                self.top.append(self._leaf(way or ONLY, leaf))
+        unexpected = sorted(self.saved.names - self.used)
+        if self.strict and unexpected:
+            self.problems.append(f"nothing in the example is called {some(unexpected)}")
+
+    def _next(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def _module(self, way: str, module: Module) -> None:
+        definition, holders = module._mx_definition()
+        children, treedef = jax.tree.flatten(module, is_leaf=lambda one: one is not module)
+        prefix = f"{way}." if way else ""
+        places_ = []
+        for name, holder, leaf in zip(definition.names, holders, children, strict=True):
+            number = self._next()
+            places_.append(number)
+            if not hasattr(leaf, "dtype"):
+                self.values[number] = leaf
+                continue
+            self._fit(number, of_holder(prefix, name, holder, leaf))
+        top = self._next()
+        self.modules[top] = (treedef, places_)
+        self.top.append(top)
+
+    def _leaf(self, name: str, leaf: Any) -> int:
+        number = self._next()
+        if isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic):
+            self.values[number] = self._plain(name, leaf)
+        elif is_key(leaf):
+            self._fit(number, self._random_key(name, leaf))
+        elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+            sharding = sharding_of(leaf)
+            self._fit(
+                number, Target(leaf, [name], tuple(leaf.shape), np.dtype(leaf.dtype), sharding)
+            )
+        else:
+            self.problems.append(f"the example's '{name}' is a {type(leaf).__name__}, no array")
+        return number
+
+    def _plain(self, name: str, leaf: Any) -> Any:
+        """The value for a leaf that is no array."""
+        saved = self.saved
+        if name in saved.plain:
+            self.used.add(name)
+            value = saved.plain[name]
+        elif name in saved.table.entries:
+            self.used.add(name)
+            if saved.table.entries[name].shape != ():
+                shape = list(saved.table.entries[name].shape)
+                self.problems.append(
+                    f"'{name}' is {type(leaf).__name__}, in the checkpoint {shape}"
+                )
+                return leaf
+            value = saved.table.read(name)[()].item()
+        else:
+            return self._missing(name, leaf)
+        if type(value) is not type(leaf):
+            kinds = type(leaf).__name__, type(value).__name__
+            self.problems.append(f"'{name}' is of type {kinds[0]}, in the checkpoint {kinds[1]}")
+        return value
+
+    def _missing(self, name: str, leaf: Any) -> Any:
+        if self.strict:
+            like = closest(name, self.saved.names)
+            more = f" (did you mean '{like}'?)" if like else ""
+            self.problems.append(f"'{name}' is not in the checkpoint{more}")
+        return leaf
+
+    def _random_key(self, name: str, leaf: Any) -> Target:
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        impl, sharding = _impl(leaf), sharding_of(leaf)
+        found = self.saved.keys.get(name)
+        if found is not None and found != impl:
+            self.problems.append(f"'{name}' is a random key of {impl}, in the checkpoint {found}")
+
+        def finish(value: Any) -> Any:
+            key = jax.random.wrap_key_data(value, impl=impl)
+            return key if sharding is None else jax.device_put(key, sharding)
+
+        return Target(leaf, [name], data.shape, np.dtype(np.uint32), finish=finish)
+
+    def _fit(self, number: int, target: Target) -> None:
+        """Whether what the checkpoint has under its names is what it needs."""
+        saved, before = self.saved, len(self.problems)
+        there = saved.table.entries
+        lost = [name for name in target.names if name not in there]
+        for name in target.names:
+            self.used.add(name)
+            entry = there.get(name)
+            if entry is None:
+                self._missing(name, None)
+                continue
+            if entry.shape != target.shape:
+                shapes = list(target.shape), list(entry.shape)
+                self.problems.append(
+                    f"'{name}' has shape {shapes[0]}, in the checkpoint {shapes[1]}"
+                )
+            elif not self._converts(entry.dtype.np, target):
+                types = DType.of(target.dtype), entry.dtype
+                self.problems.append(
+                    f"'{name}' is {types[0]}, in the checkpoint {types[1]}{_hint(*types)}"
+                )
+        if len({there[name].dtype for name in target.names if name in there}) > 1:
+            self.problems.append(
+                f"the layers of '{target.names[0]}' differ in dtype in the checkpoint"
+            )
+        if lost or len(self.problems) > before:
+            self.values[number] = target.example
+            return
+        target.data = [saved.weights[name].data() for name in target.names]
+        for data in target.data:
+            data.quantization_encoding = None  # bytes are bytes here
+        self.targets[number] = target
+
+    def _converts(self, found: Any, target: Target) -> bool:
+        if found in (target.dtype, target.declared):
+            return True
+        return self.cast and _same_kind(DType.of(found), DType.of(target.dtype))
+
+    def read(self) -> Any:
+        """The tree, read.
+
+        Raises:
+            CheckpointError: A file that cannot be read.
+            OutOfMemoryError: The host or a device cannot hold it.
+        """
+        self.values.update(read_targets(self.targets))
+        for top, (treedef, numbers) in self.modules.items():
+            self.values[top] = jax.tree.unflatten(treedef, [self.values[n] for n in numbers])
+        return jax.tree.unflatten(self.treedef, [self.values[n] for n in self.top])
+
+
+def _impl(leaf: Any) -> str:
+    """What makes a random key, of a key or of what stands for one."""
+    if isinstance(leaf, jax.Array):
+        return str(jax.random.key_impl(leaf))
+    return str(leaf.dtype._impl.name)
+
+
+def _same_kind(a: DType, b: DType) -> bool:
+    return a.is_float() and b.is_float() or a.is_integral() and b.is_integral()
+
+
+def _hint(a: DType, b: DType) -> str:
+    return " (cast=True converts it)" if _same_kind(a, b) else ""
+
+
+def mismatch(directory: str, problems: Sequence[str]) -> CheckpointMismatchError:
+    """The error that tells of all of them."""
+    text = problems[0] if len(problems) == 1 else f"{len(problems)} problems: " + some(problems, 10)
+    return CheckpointMismatchError(text, path=os.fspath(directory))

@@ -1,0 +1,121 @@
+"""The steps of a directory, and the place of a new one: decided once, for all processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import operator
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import distributed
+from ...errors import CheckpointError, UserInputError
+from ...storage.save.durable import save_failed
+from ...storage.save.staging import Staging
+
+COMMITTED = "_CHECKPOINT_METADATA"
+# Beside the arrays: metadata, manifests, the blocks of the disk.
+_EXTRA_BYTES = 1 << 20
+_MESSAGE_BYTES = 4096
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """An argument as a whole number: of Python, NumPy, or an array of JAX with one.
+
+    Raises:
+        UserInputError: It is none, or less than ``least``.
+
+    Example:
+        >>> whole_number("step", np.int64(40), 0)
+        40
+    """
+    try:
+        # A bool is an index too, and True as a step is a mistake.
+        number = -1 if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < least:
+        raise UserInputError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+    return number
+
+
+class Step:
+    """Where a save goes, as all processes know it: decided by the first.
+
+    Raises:
+        CheckpointBusyError: Another process is saving there.
+        CheckpointSaveError: The step is there already; the disk has no room for it.
+        CheckpointAccessError: It cannot be written there.
+    """
+
+    def __init__(self, root: str, step: int | None, nbytes: int):
+        self.staging: Staging | None = None
+        self.beside: dict[str, bytes] = {}  # other files of the step
+        self.needed = nbytes
+        found: dict[str, Any] = {}
+        refused: CheckpointError | None = None
+        if jax.process_index() == 0:
+            try:
+                self.staging = self._open(root, step)
+                found = {"step": self.number, "folder": self.staging.folder}
+            except CheckpointError as error:
+                refused, found = error, {"error": str(error)[: _MESSAGE_BYTES // 8]}
+        if jax.process_count() > 1:
+            found = _from_first(found)
+        if refused is not None:
+            raise refused
+        if "error" in found:
+            raise save_failed(f"process 0 cannot save: {found['error']}", root)
+        self.root, self.number, self.folder = root, int(found["step"]), str(found["folder"])
+        self.written = os.path.join(self.folder, str(self.number))
+        self.path = Path(root, str(self.number))
+
+    def _open(self, root: str, step: int | None) -> Staging:
+        staging = Staging(root)
+        try:
+            there = steps_in(root)
+            if there:
+                last = os.path.join(root, str(there[-1]))
+                staging.keeps(f"The checkpoint that was there before is intact: {last}.")
+            self.number = (there[-1] + 1 if there else 0) if step is None else step
+            if os.path.lexists(os.path.join(root, str(self.number))):
+                hint = "Save another step, or delete this one first: nothing is written over."
+                path = os.path.join(root, str(self.number))
+                raise save_failed("the step is there already", path, errno.EEXIST, hint)
+            staging.require_space(self.needed + _EXTRA_BYTES)
+        except BaseException:
+            staging.close()
+            raise
+        return staging
+
+    def close(self) -> None:
+        """Removes what was not committed."""
+        if self.staging is not None:
+            self.staging.close()
+
+
+def _from_first(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first process says, to all."""
+    from jax.experimental import multihost_utils
+
+    message = np.zeros(_MESSAGE_BYTES, np.uint8)
+    text = json.dumps(found).encode()
+    message[: len(text)] = np.frombuffer(text, np.uint8)
+    with distributed.watch("beginning to save"):
+        message = np.asarray(multihost_utils.broadcast_one_to_all(message))
+    return json.loads(message.astype(np.uint8).tobytes().rstrip(b"\0"))
+
+
+def steps_in(root: str | os.PathLike[str]) -> list[int]:
+    """The steps below a directory that were saved to the end, in order."""
+    try:
+        names = os.listdir(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [int(name) for name in names if name.isascii() and name.isdecimal()]
+    return sorted(n for n in found if os.path.isfile(os.path.join(root, str(n), COMMITTED)))

@@ -1,0 +1,127 @@
+"""A step of orbax made of another checkpoint, a few tensors at a time.
+
+Orbax adds trees to a checkpoint that is not finished yet, so no more of them is in memory than
+are added together.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import OutOfMemoryError, UserInputError
+from ...graph.weights import WeightData, read_all
+from ...storage.checksums import crc32_of_boxes
+from ...storage.entry import whole
+from ..file_set import out_of_memory
+from .api import add, finish, quiet
+from .arrays import known
+from .record import METADATA, metadata_of
+from .save import commit, translated
+from .steps import Step
+from .tree import Item
+
+# What orbax calls a tree that was put together.
+STATE = "state"
+# So much is added at a time; a tensor that is larger, alone.
+_BATCH_BYTES = 64 << 20
+
+
+def stream(
+    root: str | os.PathLike[str],
+    tensors: Mapping[str, WeightData],
+    beside: Mapping[str, bytes],
+    progress: Callable[[int], Any] | None = None,
+) -> Path:
+    """Saves tensors as the next step of a directory; gives the directory of the step.
+
+    Args:
+        root: The directory of the steps.
+        tensors: By name; each is read when its turn comes.
+        beside: Other files of the step: name → content.
+        progress: Called with the number of bytes that were written, again and again.
+
+    Raises:
+        UserInputError: There is no tensor with values, or one of a type that orbax cannot store.
+        CheckpointError: The source cannot be read; the step cannot be written.
+    """
+    item = Item()
+    for name, data in tensors.items():
+        shape = tuple(map(int, data.shape))
+        if not math.prod(shape):
+            item.empty[name] = (data.dtype.name, list(shape))
+        if data.quantization_encoding is not None and data.dtype is DType.uint8:
+            item.encodings[name] = data.quantization_encoding.value
+    if len(item.empty) == len(tensors):
+        raise UserInputError("there is nothing to save: no tensor has values")
+    metadata = {METADATA: metadata_of({STATE: item})}
+    full = {name: data for name, data in tensors.items() if name not in item.empty}
+    place = Step(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
+    place.beside = dict(beside)
+    # In a thread: no event loop of the caller's, a notebook's for example, runs there.
+    with ThreadPoolExecutor(1, "maxjax-save") as pool:
+        try:
+            sums: dict[str, int] = {}
+            for batch in _batches(full):
+                arrays = {name: known("tensors", name, _read(data)) for name, data in batch.items()}
+                pool.submit(_add, place.written, arrays, metadata).result()
+                for name, array in arrays.items():
+                    sums[f"{STATE}/{name}"] = crc32_of_boxes(
+                        array.shape, [(whole(array.shape), array)]
+                    )
+                    if progress is not None:
+                        progress(array.nbytes)
+            pool.submit(_finish, place.written).result()
+            assert place.staging is not None
+            commit(place, place.staging, sums, lambda steps: steps)
+        except BaseException as error:
+            pool.shutdown(wait=True)  # nothing writes any more when the directory goes
+            raise translated(error, place) from None
+        finally:
+            place.close()
+    return place.path
+
+
+def _add(path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+    with quiet():
+        add(path, arrays, metadata)
+
+
+def _finish(path: str) -> None:
+    with quiet():
+        finish(path)
+
+
+def _nbytes(data: WeightData) -> int:
+    return math.prod(map(int, data.shape)) * data.dtype.np.itemsize
+
+
+def _batches(tensors: Mapping[str, WeightData]) -> Iterator[dict[str, WeightData]]:
+    batch: dict[str, WeightData] = {}
+    size = 0
+    for name, data in tensors.items():
+        if batch and size + _nbytes(data) > _BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+        batch[name] = data
+        size += _nbytes(data)
+    yield batch
+
+
+def _read(data: WeightData) -> np.ndarray:
+    """The tensor; unlike ``data.data`` it is not kept there."""
+    try:
+        if data.is_loaded:
+            return np.asarray(data._typed())
+        return data._cast(read_all([data])[id(data)])
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise out_of_memory(data.name, _nbytes(data)) from error

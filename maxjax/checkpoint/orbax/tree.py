@@ -1,0 +1,172 @@
+"""Models and other pytrees as named arrays, the way an orbax checkpoint has them.
+
+A model is its state dict: names, shapes and dtypes of Hugging Face, whatever holds the values
+(stacked layers, the order of the devices). Any other pytree is named by the keys on the way to
+each leaf, joined by dots; a Module in it, as the moments of an optimiser are, again by its state
+dict. Nothing is copied where JAX can see the values as they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ...errors import UserInputError
+from ...nn.layer import Module
+from .arrays import known, module_arrays, own_value
+
+# Leaves that are no arrays: they are written as text too, exactly.
+PLAIN = (bool, int, float, complex, str, bytes)
+# What a tree that is a single leaf is called.
+ONLY = "value"
+
+
+@dataclass(slots=True)
+class Item:
+    """One tree of a checkpoint.
+
+    Attributes:
+        arrays: Name → jax.Array, or NumPy array where the value is this process's own.
+        plain: Name → a leaf that is no array.
+        encodings: Name → what the blocks are that packed bytes hold.
+        empty: Name → dtype and shape of an array without values, which orbax does not take.
+        keys: Name → what makes a random key.
+        nested: The tree that orbax is given: dicts with text as keys.
+    """
+
+    arrays: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    encodings: dict[str, str] = field(default_factory=dict)
+    empty: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    nested: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """What the arrays take on the disk, for all processes."""
+        return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in self.arrays.values())
+
+    def add(self, title: str, way: tuple[str, ...], value: Any, shown: Any) -> None:
+        """Takes a leaf in; ``shown`` is what orbax is given, None for nothing."""
+        name = ".".join(way)
+        if name in self.arrays or name in self.plain or name in self.empty:
+            raise UserInputError(
+                f"{title}: two leaves would both be called '{name}', since the parts of a name are "
+                "joined by dots: rename one"
+            )
+        if isinstance(value, PLAIN):
+            self.plain[name] = value
+        elif 0 in value.shape:
+            self.empty[name] = str(np.dtype(value.dtype)), list(value.shape)
+            shown = None
+        else:
+            self.arrays[name] = value
+        if shown is None:
+            return
+        *outer, last = way
+        place = self.nested
+        for key in outer:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                raise UserInputError(f"{title}: '{name}' is inside of another leaf: rename one")
+        if last in place:
+            raise UserInputError(f"{title}: '{name}' is a leaf and a branch: rename one")
+        place[last] = shown
+
+
+def model_item(model: Module) -> Item:
+    """The weights of a model.
+
+    Raises:
+        UserInputError: One has no value, or a type that orbax cannot store.
+    """
+    item = Item()
+    for name, value, weight in module_arrays("model", model, holes=False):
+        item.add("model", (name,), value, value)
+        if weight.quantization_encoding is not None:
+            item.encodings[name] = weight.quantization_encoding.value
+    return item
+
+
+def tree_item(title: str, tree: Any, *, copy: bool) -> Item:
+    """A pytree.
+
+    Args:
+        title: What it is called, for errors.
+        copy: Whether NumPy arrays are copied, because their owner may change them.
+
+    Raises:
+        UserInputError: A leaf that cannot be saved; two leaves of one name.
+    """
+    item = Item()
+    for way, leaf in leaves(tree):
+        if isinstance(leaf, Module):
+            for name, value, weight in module_arrays(f"{title}: {'.'.join(way)}", leaf):
+                inner = (*way, name) if way else (name,)
+                item.add(title, inner, value, value)
+                if weight.quantization_encoding is not None and value.dtype == np.uint8:
+                    item.encodings[".".join(inner)] = weight.quantization_encoding.value
+            continue
+        way = way or (ONLY,)
+        value, shown = _leaf(title, ".".join(way), leaf, copy)
+        item.add(title, way, value, shown)
+        if is_key(leaf):
+            item.keys[".".join(way)] = str(jax.random.key_impl(leaf))
+    return item
+
+
+def leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of a pytree with the keys on the way to each; a Module counts as one.
+
+    Example:
+        >>> list(leaves({"a": [1, 2], "b": None}))
+        [(('a', '0'), 1), (('a', '1'), 2)]
+    """
+    flat, _ = jax.tree.flatten_with_path(tree, is_leaf=is_module)
+    for path, leaf in flat:
+        yield tuple(key_text(key) for key in path), leaf
+
+
+def is_module(value: Any) -> bool:
+    """Whether it is a Module."""
+    return isinstance(value, Module)
+
+
+def is_key(value: Any) -> bool:
+    """Whether it is an array of random keys, or stands for one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_text(key: Any) -> str:
+    """One key of the way to a leaf, as text."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _leaf(title: str, name: str, leaf: Any, copy: bool) -> tuple[Any, Any]:
+    """A leaf's value as it is kept, and as orbax is given it."""
+    if isinstance(leaf, np.generic):
+        leaf = np.asarray(leaf)
+    if isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer):
+        if is_key(leaf):
+            return jax.random.key_data(leaf), leaf
+        value = np.array(leaf, order="C") if copy and isinstance(leaf, np.ndarray) else leaf
+        value = own_value(known(title, name, value))
+        return value, value
+    if isinstance(leaf, PLAIN):
+        fits = isinstance(leaf, int) and -(1 << 63) <= leaf < 1 << 63
+        return leaf, leaf if fits or isinstance(leaf, (float, str)) else None
+    what = "it has no value" if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf).__name__
+    raise UserInputError(
+        f"{title}: the leaf '{name}' cannot be saved ({what}): leaves are arrays, numbers and text"
+    )

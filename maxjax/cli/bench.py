@@ -1,0 +1,257 @@
+"""``maxjax bench``: how fast a model is loaded, compiled, and writes, beside the memory's limit.
+
+Random token ids, greedy, nothing ends early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from ..columns import columns
+from ..errors import UserInputError
+from .model import Opened, model_arguments, open_model
+from .options import positive
+from .terminal import stoppable
+
+_PROBE_BYTES = 256 << 20
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    model_arguments(parser)
+    parser.add_argument("--batch", type=_counts, default=[1], metavar="B,…",
+                        help="texts at once, as 1,8 (default 1)")  # fmt: skip
+    parser.add_argument("--prompt", type=positive, default=128, metavar="N",
+                        help="tokens of each prompt (default 128)")  # fmt: skip
+    parser.add_argument("--new", type=positive, default=64, metavar="N",
+                        help="tokens written to each (default 64)")  # fmt: skip
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N",
+                        help="of which the medians are shown (default 5)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _counts(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def bench(options: argparse.Namespace) -> Iterable[str]:
+    """Measures a model with random token ids: load, compile, prefill, decode.
+
+    compile is what a first call takes longer than later ones; JAX's cache of compiled programs is
+    off meanwhile, unless MAXJAX_COMPILE_CACHE says otherwise. decode writes up to 32 tokens in a
+    dispatch, as maxjax.generate does; stream one, as maxjax.stream does at first. The limit is how often the
+    weights and the part of the cache that is in use could be read in a second, at the bandwidth at
+    which all threads read a large array, measured between the repeats.
+    """
+    if options.new < 2:
+        options.error("--new must be at least 2: the first token is prefill's")
+    os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")
+    with stoppable():
+        opened = open_model(options, tokenizer=False)
+        longest, wanted = opened.model.max_length, options.prompt + options.new
+        if wanted > longest:
+            raise UserInputError(
+                f"--prompt {options.prompt} and --new {options.new} are {wanted} tokens, and the"
+                f" model's context is {longest}"
+            )
+        probe = Bandwidth(opened.model)
+        rows = [_row(options, opened.model, batch, probe) for batch in options.batch]
+    document = _about(options, opened) | {"bandwidth": _median(probe.found), "rows": rows}
+    return [json.dumps(document, indent=1)] if options.json else _table(document)
+
+
+def _about(options: argparse.Namespace, opened: Opened) -> dict[str, Any]:
+    from ..kernels import native
+
+    devices = _devices(opened.model)
+    return {
+        "model": str(options.model), "class": type(opened.model).__name__,
+        "load_s": opened.seconds, "weight_bytes": weight_bytes(opened.model),
+        "dtype": opened.model.dtype.name, "mesh": options.mesh, "devices": len(devices),
+        "platform": devices[0].platform, "kernels": native.status(), "repeats": options.repeats,
+    }  # fmt: skip
+
+
+# --- measuring ------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Seconds of one run: to read the prompts, and for each dispatch after that."""
+
+    prefill: float
+    steps: list[float]
+    cache_bytes: int
+
+
+def _row(options: argparse.Namespace, model: Any, batch: int, probe: Bandwidth) -> dict[str, Any]:
+    """The measurements of one size of batch."""
+    first = _run(options, model, batch, most=1, only=2)
+    whole, single, limits = [], [], []
+    for _ in range(options.repeats):
+        bandwidth = probe()
+        whole.append(_run(options, model, batch))
+        single.append(_run(options, model, batch, most=1))
+        used = weight_bytes(model, batch) + whole[-1].cache_bytes
+        limits.append(used / statistics.mean([bandwidth, probe()]))
+    new = options.new - 1
+    prefill = _median([run.prefill for run in (*whole, *single)])
+    decode = _median([sum(run.steps) / new for run in whole])
+    stream = _median([sum(run.steps) / new for run in single])
+    shares = [limit * new / sum(run.steps) for limit, run in zip(limits, whole, strict=True)]
+    return {
+        "batch": batch, "prompt": options.prompt, "new": options.new,
+        "compile_prefill_s": max(0.0, first.prefill - prefill),
+        "compile_decode_s": max(0.0, first.steps[0] - stream),
+        "prefill_s": prefill, "prefill_tokens_s": batch * options.prompt / prefill,
+        "decode_s": decode, "decode_tokens_s": batch / decode,
+        "stream_s": stream, "stream_tokens_s": batch / stream,
+        "limit_s": _median(limits), "of_limit": _median(shares),
+        "cache_bytes_read": whole[0].cache_bytes,
+    }  # fmt: skip
+
+
+def _run(
+    options: argparse.Namespace, model: Any, batch: int, *, most: int = 0, only: int = 0
+) -> Run:
+    """Reads random prompts and writes after them, up to ``most`` tokens a dispatch.
+
+    With ``only``, no more than so many tokens are written.
+    """
+    import numpy as np
+
+    from ..engine.generate.batch import Decoding
+    from ..engine.generate.programs import MOST
+
+    size, prompt = model.config.vocab_size, options.prompt
+    ids = np.random.default_rng(0).integers(0, size, (batch, prompt)).tolist()
+    limits = [prompt + options.new] * batch
+    decoding = Decoding(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
+    try:
+        times = [_seconds(decoding.prefill)]
+        left = (only or options.new) - 1
+        while left > 0:
+            count = min(left, most or MOST)
+            times.append(_seconds(lambda n=count: decoding.fetch(decoding.decode(n))))
+            left -= count
+        used = _cache_bytes(decoding.state.cache, prompt + options.new // 2)
+        return Run(times[0], times[1:], used)
+    finally:
+        decoding.close()
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+class Bandwidth:
+    """Reads of a large array by all threads of all devices of a model, in bytes a second."""
+
+    def __init__(self, model: Any):
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        self.found: list[float] = []
+        mesh = Mesh(np.array(_devices(model)), ("all",))
+        count = _PROBE_BYTES // 4 // mesh.size * mesh.size
+        place = NamedSharding(mesh, PartitionSpec("all"))
+        self._data = jax.jit(lambda: jnp.ones(count, jnp.float32), out_shardings=place)()
+        self._read = jax.jit(jnp.sum)
+        self._read(self._data).block_until_ready()
+
+    def __call__(self) -> float:
+        times = [_seconds(lambda: self._read(self._data).block_until_ready()) for _ in range(3)]
+        self.found.append(self._data.nbytes / statistics.median(times))
+        return self.found[-1]
+
+
+def weight_bytes(model: Any, batch: int | None = None) -> int:
+    """Bytes of a model's weights, on all devices together.
+
+    With ``batch``, what one step of so many texts reads of them: of an embedding that is no output
+    map, a row for each text; of experts, those that can be chosen at most.
+    """
+    config, total = model.config, 0
+    names = model.raw_state_dict()
+    tied = not any(name.startswith("lm_head") for name in names)
+    experts, chosen = (getattr(config, n, 0) for n in ("num_experts", "num_experts_per_tok"))
+    for name, weight in names.items():
+        nbytes = _on_devices(weight.value)
+        if batch is not None and ".experts." in name and experts:
+            nbytes = nbytes * min(experts, batch * chosen) // experts
+        elif batch is not None and "embed_tokens" in name and not tied:
+            nbytes = nbytes * min(config.vocab_size, batch) // config.vocab_size
+        total += nbytes
+    return total
+
+
+def _on_devices(value: Any) -> int:
+    import jax
+
+    shards = (s for leaf in jax.tree.leaves(value) for s in getattr(leaf, "addressable_shards", ()))
+    return sum(shard.data.nbytes for shard in shards)
+
+
+def _cache_bytes(cache: Any, tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens of each text, on all devices."""
+    groups = [slots for slots in (cache.full, cache.sliding) if slots is not None and slots.layers]
+    return sum(_on_devices(slots) * min(tokens, slots.size) // slots.size for slots in groups)
+
+
+def _devices(model: Any) -> list[Any]:
+    import jax
+
+    found = {d for leaf in jax.tree.leaves(model) for d in leaf.sharding.device_set}
+    return sorted(found, key=lambda device: device.id)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+# --- the table ------------------------------------------------------------------------------
+
+
+def _table(found: dict[str, Any]) -> Iterator[str]:
+    devices = f"{found['devices']} x {found['platform']}"
+    mesh = f", mesh {found['mesh']}" if found["mesh"] else ""
+    kernels = f", kernels {found['kernels']}" if found["platform"] == "cpu" else ""
+    weights, rate = found["weight_bytes"], found["bandwidth"] / 1e9
+    yield from columns(
+        [
+            ["model", f"{found['model']}: {found['class']}, {found['dtype']}, {weights:,} bytes"],
+            ["devices", devices + mesh + kernels],
+            ["load", f"{found['load_s']:.2f} s, {weights / found['load_s'] / 1e9:.2g} GB/s"],
+            ["memory", f"{rate:.1f} GB/s, a large array read by all threads"],
+        ],
+        right=set(),
+    )
+    yield ""
+    titles = [["batch", "prompt", "new", "compile", "compile", "prefill", "decode", "decode",
+               "stream", "stream", "limit", "decode"],
+              ["", "tokens", "tokens", "prefill s", "decode s", "tok/s", "ms", "tok/s",
+               "ms", "tok/s", "tok/s", "of limit"]]  # fmt: skip
+    rows = [_cells(row) for row in found["rows"]]
+    yield from columns([*titles, *rows], right=set(range(len(titles[0]))))
+    yield ""
+    yield (f"Medians of {found['repeats']}. ms: one token of every text. tok/s: all texts together.")  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        str(row["batch"]), str(row["prompt"]), str(row["new"]),
+        f"{row['compile_prefill_s']:.2f}", f"{row['compile_decode_s']:.2f}",
+        f"{row['prefill_tokens_s']:,.0f}",
+        f"{row['decode_s'] * 1e3:.2f}", f"{row['decode_tokens_s']:,.1f}",
+        f"{row['stream_s'] * 1e3:.2f}", f"{row['stream_tokens_s']:,.1f}",
+        f"{row['batch'] / row['limit_s']:,.1f}", f"{row['of_limit']:.0%}",
+    ]  # fmt: skip

@@ -1,0 +1,242 @@
+"""``maxjax chat``: a chat with a language model, in a terminal or line by line on stdin.
+
+Answers alone go to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import select
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserInputError
+from .answer import Answer, nan_error, say, show, stats, tokens
+from .model import (
+    Opened,
+    chosen_seed,
+    key_of,
+    model_arguments,
+    open_model,
+    sampling_arguments,
+    sampling_values,
+    system_message,
+    template_variables,
+)
+from .terminal import explain, stoppable
+
+_HELP = """\
+/reset      begin anew
+/save FILE  write the chat as JSON, which --load reads
+/help       show this
+/quit       leave; so does Ctrl-D
+Ctrl-C ends an answer. A line that begins with a space is said as it is, also with a / after it."""
+_MAX_NEW_TOKENS = 2048
+# The lines of what is pasted come closer together than anybody types them.
+_PASTE_SECONDS = 0.05
+
+
+def chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    model_arguments(parser)
+    sampling_arguments(parser)
+    parser.add_argument("--load", type=Path, metavar="FILE", help="go on with a saved chat")
+
+
+def chat(options: argparse.Namespace) -> Iterable[str]:
+    """Chats with a language model that has a chat template. /help shows the commands.
+
+    If stdin is no terminal, each of its lines is a turn; in a terminal, what is pasted at once is
+    one. An answer has up to 2048 tokens unless --max-new-tokens or generation_config.json says
+    otherwise. When the context is full, the oldest turns are left out of it.
+    """
+    values = sampling_values(options)
+    opening, later = _messages(options)
+    with stoppable():
+        opened = open_model(options)
+        options.code = _Chat(options, opened, values, opening, later).run()
+    return []
+
+
+class _Chat:
+    """The loop. ``opening`` is what stays when it begins anew, ``later`` what does not."""
+
+    def __init__(
+        self, options: argparse.Namespace, opened: Opened, values: Any, opening: Any, later: Any
+    ):
+        from ..engine.generate.conversation import Conversation
+        from ..engine.generate.defaults import GenerationDefaults, chosen_sampling
+
+        defaults = getattr(opened.model, "generation", None) or GenerationDefaults()
+        self._sampling = chosen_sampling(defaults, None, values)
+        self._seed = chosen_seed(options, self._sampling)
+        self._options, self._model = options, opened.model
+        self._loaded: float | None = opened.seconds
+        self._conversation = Conversation(
+            opened.model, opened.tokenizer, opening,
+            max_new_tokens=options.max_new_tokens or defaults.max_new_tokens or _MAX_NEW_TOKENS,
+            stop=options.stop, key=key_of(self._seed), chunk=options.chunk,
+            cache_dtype=options.cache_dtype,
+            template_kwargs=template_variables(options, opened.tokenizer), **values,
+        )  # fmt: skip
+        self._conversation.messages += later
+        self._terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._failed = False
+
+    def run(self) -> int:
+        """All turns; the exit code: 1 if stdin is no terminal and a turn failed."""
+        if self._terminal:
+            self._greet()
+        while (line := self._ask()) is not None:
+            command = line[:1] == "/" and "\n" not in line
+            word = line.split(maxsplit=1)[0] if command else ""
+            if word == "/quit":
+                break
+            try:
+                if re.fullmatch(r"/[A-Za-z]*", word):
+                    self._command(word, line[len(word) :].strip())
+                elif line.strip():
+                    self._turn(line.strip())
+            except BrokenPipeError:
+                raise
+            except Exception as error:
+                if self._options.debug:
+                    raise
+                self._failed = True
+                hint = " (/help shows the commands)" if self._terminal else ""
+                say([f"maxjax: {explain(error)}{hint}"])
+        return int(self._failed and not self._terminal)
+
+    def _greet(self) -> None:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (gives input() its history and keys)
+        model = self._model
+        say(
+            [
+                f"{type(model).__name__}, context {model.max_length:,} tokens. /help shows the commands."
+            ]
+        )
+
+    def _ask(self) -> str | None:
+        """The next line; None at the end. A terminal's Ctrl-C is answered by a hint, once."""
+        if not self._terminal:
+            line = sys.stdin.buffer.readline() if sys.stdin else b""
+            return line.decode("utf-8", "surrogateescape").rstrip("\r\n") if line else None
+        for hint in ("(Ctrl-C once more or Ctrl-D leaves)", ""):
+            try:
+                return self._input()
+            except EOFError:
+                say([""])
+                return None
+            except KeyboardInterrupt:
+                say(["", hint] if hint else [""])
+        return None
+
+    def _input(self) -> str:
+        """What is typed up to the end of the line, or all lines that are pasted."""
+        lines = [self._line("> ")]
+        while select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
+            try:
+                lines.append(self._line(""))
+            except EOFError:
+                break
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
+        if sys.stdout.isatty():
+            return input(prompt)
+        print(prompt, end="", file=sys.stderr, flush=True)  # input() would write it to stdout
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+    def _turn(self, text: str) -> None:
+        messages = self._conversation.messages
+        before = len(messages)
+        try:
+            answer = self._answer(text)
+        except BaseException as error:
+            if len(messages) > before and not messages[-1]["content"]:
+                del messages[before:]  # nothing came of it
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            say(["(interrupted)"])  # before there was text, or twice
+            return
+        if self._options.stats:
+            say(stats(answer, self._sampling, self._seed, self._loaded))
+            self._loaded = None  # told once
+        if self._terminal and answer.completion.finish_reason == "length" and not answer.stopped:
+            say([f"(cut off after {tokens(answer.completion.tokens)})"])
+
+    def _answer(self, text: str) -> Answer:
+        if left_out := self._conversation.make_room(text):
+            say(
+                [f"(the context is full: the oldest {left_out} messages are left out from here on)"]
+            )
+        stream = self._conversation.say(text)
+        try:
+            return show(stream)
+        except FloatingPointError as error:
+            found = nan_error(self._model, stream.completion, self._options.debug_nans)
+            raise found from error
+
+    def _command(self, word: str, rest: str) -> None:
+        if word == "/help":
+            say(_HELP.split("\n"))
+        elif word == "/reset":
+            self._conversation.reset()
+        elif word == "/save":
+            self._save(rest)
+        else:
+            raise UserInputError(f"there is no command {word}; there are /reset, /save FILE, /quit")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UserInputError("/save needs a FILE")
+        path = Path(name).expanduser()
+        if path.exists():
+            try:
+                read_chat(path)
+            except UserInputError:
+                raise UserInputError(f"{path} is there and is no chat: it stays as it is") from None
+        self._conversation.save(path)
+
+
+# --- saved chats ----------------------------------------------------------------------------
+
+
+def _messages(options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    """What the chat begins with, its system messages by themselves."""
+    opening = system_message(options)
+    later = [] if options.load is None else read_chat(options.load)
+    while later and later[0]["role"] == "system":
+        if options.system is not None:
+            raise UserInputError(f"--system, and {options.load} has a system message already")
+        opening.append(later.pop(0))
+    return opening, later
+
+
+def read_chat(path: Path) -> list[dict[str, Any]]:
+    """The messages of a saved chat.
+
+    Raises:
+        UserInputError: It is something else.
+        OSError: It cannot be read.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise UserInputError(f"{path} is no saved chat: it is not JSON") from None
+    good = isinstance(found, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one
+        for one in found
+    )
+    if not good:
+        raise UserInputError(f"{path} is no saved chat: a list of objects with role and content")
+    return found

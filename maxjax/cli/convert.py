@@ -1,0 +1,88 @@
+"""``maxjax convert``: a checkpoint in another format, type or number of files.
+
+A bar on stderr shows how far it is, if that is a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from .options import float_type, shard_size
+from .terminal import stoppable
+
+
+def convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("source", metavar="SRC", help="a file, a directory or an index")
+    parser.add_argument(
+        "destination", metavar="DST", help="a .safetensors or .gguf file, or a directory"
+    )
+    parser.add_argument("--to", choices=["safetensors", "gguf", "orbax"],
+                        help="by default what DST's name says; a directory is safetensors")  # fmt: skip
+    parser.add_argument(
+        "--dtype", type=float_type, metavar="TYPE", help="convert floats: bf16, f16, f32, …"
+    )
+    parser.add_argument("--quantize", choices=["q8_0", "q4_0", "q4_k", "q6_k"],
+                        help="GGUF: pack the large weights")  # fmt: skip
+    parser.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE",
+                        help="of safetensors files in a directory (default 5GB)")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace what is at DST; SRC itself only where nothing of it is lost")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def convert(options: argparse.Namespace) -> Iterable[str]:
+    """Writes SRC as DST, piece by piece. What was at DST stays until the new checkpoint is whole."""
+    ending = os.path.splitext(options.destination)[1].lower()
+    if options.quantize and (options.to or ending.removeprefix(".")) != "gguf":
+        options.error("--quantize is for GGUF files: name one, as model.gguf")
+    from ..checkpoint.conversion.run import convert as convert_checkpoint
+
+    with stoppable(), _Bar() as bar:
+        found = convert_checkpoint(
+            options.source,
+            options.destination,
+            to=options.to,
+            dtype=options.dtype,
+            quantize=options.quantize,
+            max_shard_size=options.max_shard_size,
+            watch=bar.watch,
+            overwrite=options.overwrite,
+        )
+    if options.json:
+        document = {"path": str(found.path), "format": found.format, "tensors": found.tensors,
+                    "bytes": found.nbytes, "packed": found.packed}  # fmt: skip
+        return [json.dumps(document, indent=1)]
+    packed = ""
+    if found.packed and found.format == "safetensors":
+        packed = (f"; {found.packed} of them stay quantised blocks, which only maxjax opens "
+                  "in safetensors (--dtype bf16 decodes them)")  # fmt: skip
+    return [
+        f"wrote {found.path}: {found.format}, {found.tensors:,} tensors, {found.nbytes:,} bytes{packed}"
+    ]
+
+
+class _Bar:
+    """A bar on a terminal; without one nothing is shown."""
+
+    def __enter__(self) -> _Bar:
+        self._bar: Any = None
+        return self
+
+    def watch(self, total: int) -> Any:
+        """Shows how many bytes of ``total`` are written."""
+        if not sys.stderr.isatty():
+            return lambda nbytes: None
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="convert", leave=False)
+        return self._bar.update
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

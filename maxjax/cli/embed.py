@@ -1,0 +1,98 @@
+"""``maxjax embed``: one vector for each text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserInputError
+from .answer import status
+from .options import positive
+
+
+def embed_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="without any: lines from stdin")
+    parser.add_argument("--output", type=Path, metavar="FILE.npy", help="write float32 [n, d]")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE.npy if it is there")
+    parser.add_argument(
+        "--pooling", metavar="MODE", help="lasttoken, mean, …; by default as the files say"
+    )
+    parser.add_argument(
+        "--prompt-name", metavar="NAME", help="a prompt that the model's files name"
+    )
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N")
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"]
+    )
+
+
+def embed(options: argparse.Namespace) -> Iterable[str]:
+    """Embeds texts, given or one per line on stdin: JSON lines, or a .npy file."""
+    if not options.texts and (sys.stdin is None or sys.stdin.isatty()):
+        options.error("no TEXT given, and none on stdin")
+    texts = options.texts or _stdin_lines()
+    for number, text in enumerate(texts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserInputError(f"text {number} is not valid UTF-8")
+    if not texts:
+        raise UserInputError("there is no text to embed: stdin is empty")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        raise UserInputError(f"{options.output}: its directory does not exist")
+    if options.output is not None and options.output.is_dir():
+        raise UserInputError(f"{options.output} is a directory, not a file to write")
+    if options.output is not None and os.path.lexists(options.output) and not options.overwrite:
+        raise UserInputError(f"{options.output} is there: --overwrite replaces it")
+
+    with status(f"loading {options.model}"):
+        from ..engine.embed import embed as embed_texts
+        from ..engine.load import load
+
+        model, tokenizer = load(options.model, dtype=options.dtype)
+    try:
+        with status(f"embedding {len(texts):,} texts; the first time programs are compiled"):
+            embeddings = embed_texts(
+                model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
+                pooling=options.pooling, prompt_name=options.prompt_name,
+            )  # [n, d] float32  # fmt: skip
+    except UserInputError as error:
+        said = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
+        raise UserInputError(said) from error
+    if options.output is not None:
+        _save_npy(options.output, embeddings)
+        return []
+    return (
+        # The shortest digits that give the same float32 again.
+        json.dumps({"text": text, "embedding": [float(str(v)) for v in row]}, ensure_ascii=False)
+        for text, row in zip(texts, embeddings, strict=True)
+    )
+
+
+def _stdin_lines() -> list[str]:
+    text = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines  # the last newline ends a line, no new one
+
+
+def _save_npy(path: Path, array: Any) -> None:
+    """Writes beside ``path`` and renames, so that no half-written file is ever there."""
+    import numpy as np
+
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=".npy.part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.save(file, array)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner may read
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,154 @@
+"""``maxjax generate``: a text that a language model goes on with, or one answer of a chat."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserInputError
+from .answer import nan_error, say, show, stats
+from .model import (
+    TINY,
+    chosen_seed,
+    key_of,
+    model_arguments,
+    open_model,
+    sampling_arguments,
+    sampling_values,
+    system_message,
+    template_variables,
+)
+from .options import setting
+from .terminal import stoppable
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT",
+                        help="the text to go on with; - or none: stdin")  # fmt: skip
+    parser.add_argument("--file", type=Path, help="read the prompt from a file")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
+                        help="the prompt is what a user says: put it into the chat template "
+                        "(default: for the small model that comes with maxjax)")  # fmt: skip
+    model_arguments(parser)
+    sampling_arguments(parser)
+    parser.add_argument("--logprobs", type=setting("logprobs"), metavar="N",
+                        help="with --json: log-probabilities, and of the N most probable")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+
+
+def generate(options: argparse.Namespace) -> Iterable[str]:
+    """Writes what a language model says after PROMPT, as it comes. Ctrl-C ends it."""
+    prompt = _prompt(options)
+    if options.logprobs is not None and not options.json:
+        options.error("--logprobs needs --json")
+    if options.template_arg and not _is_chat(options):
+        options.error("--template-arg needs --chat: only a chat has a template")
+    values = sampling_values(options)
+    with stoppable():
+        return _generate(options, prompt, values)
+
+
+def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) -> list[str]:
+    opened = open_model(options)
+    from ..engine.generate.request import Request
+    from ..engine.generate.texts import Stream
+
+    request = Request(
+        opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values
+    )
+    ids = request.tokens(_text(options, prompt, opened.tokenizer), 0, True)
+    seed = chosen_seed(options, request.sampling)
+    decoding = request.decoding(ids, key_of(seed), options.chunk, options.cache_dtype)
+    stream = Stream(request, decoding, ids)
+    del decoding  # it is the stream's to close
+    try:
+        answer = show(stream, quiet=options.json)
+    except FloatingPointError as error:
+        raise nan_error(opened.model, stream.completion, options.debug_nans) from error
+    if options.stats:
+        say(stats(answer, request.sampling, seed, opened.seconds))
+    if answer.stopped:
+        raise KeyboardInterrupt
+    return [_json(answer.completion, seed)] if options.json else []
+
+
+# --- the prompt -----------------------------------------------------------------------------
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """The prompt as it is given, in a file or on stdin, of which the last end of line is left out."""
+    given = options.prompt
+    if options.file is not None:
+        if given is not None:
+            options.error("a PROMPT and --file: one of them")
+        text = _decoded(options.file.read_bytes(), str(options.file))
+    elif given is None or given == "-":
+        if sys.stdin is None or (given is None and sys.stdin.isatty()):
+            options.error("no PROMPT given, and none on stdin")
+        assert sys.stdin is not None  # options.error() does not come back
+        text = _decoded(sys.stdin.buffer.read(), "stdin")
+    elif any("\ud800" <= c <= "\udfff" for c in given):
+        raise UserInputError("the prompt is not valid UTF-8")
+    else:
+        text = given
+    if not text:
+        raise UserInputError("the prompt is empty: there is nothing to go on with")
+    return text
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UserInputError(f"{name} is not valid UTF-8, at byte {error.start}") from None
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _text(options: argparse.Namespace, prompt: str, tokenizer: Any) -> Any:
+    """The prompt, or the token ids of a chat."""
+    if not _is_chat(options):
+        return prompt
+    from ..text.chat import chat_tokens
+
+    messages = [*system_message(options), {"role": "user", "content": prompt}]
+    return chat_tokens(tokenizer, messages, **template_variables(options, tokenizer))
+
+
+def _is_chat(options: argparse.Namespace) -> bool:
+    chat = options.model == TINY if options.chat is None else options.chat
+    return chat or options.system is not None
+
+
+# --- JSON -----------------------------------------------------------------------------------
+
+
+def _json(found: Any, seed: int | None) -> str:
+    document = {
+        "text": str(found),
+        "tokens": list(found.tokens),
+        "finish_reason": found.finish_reason,
+        "stop": found.stop,
+        "prompt_tokens": list(found.prompt_tokens),
+        "seed": seed,
+    }
+    if found.logprobs is not None:
+        document["logprobs"] = [
+            {
+                "token": one.token,
+                "logprob": _finite(one.logprob),
+                "top": [[token, _finite(value)] for token, value in one.top],
+            }
+            for one in found.logprobs
+        ]
+    return json.dumps(document, ensure_ascii=False)
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity: a token that cannot come has null."""
+    return number if math.isfinite(number) else None

@@ -1,0 +1,160 @@
+"""``maxjax inspect`` and ``maxjax verify``: what a checkpoint holds, and whether it is intact."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..columns import columns, visible
+
+# Items of a list of metadata that `inspect` shows.
+_SHOWN_ITEMS = 16
+
+
+_SHOWN_CHARACTERS = 80
+
+
+def inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", nargs="+", help="a file, a directory, an index, or the files of a set"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def inspect(options: argparse.Namespace) -> Iterable[str]:
+    """Lists every tensor: name, dtype, shape, bytes, file; and the totals of each dtype."""
+    from ..storage.open import open_checkpoint
+
+    paths = options.path if len(options.path) > 1 else options.path[0]
+    table = open_checkpoint(paths, verify=False)  # headers only
+    try:
+        files = [{"path": os.fspath(file.path), "bytes": file.size} for file in table.files]
+        tensors = [
+            {
+                "name": entry.name,
+                "dtype": entry.encoding or entry.dtype.name,
+                "shape": _logical(entry),
+                "bytes": entry.nbytes,
+                "file": files[entry.file]["path"],
+            }
+            for entry in table.entries.values()
+        ]
+        document = {
+            "format": table.format,
+            "metadata": {key: _plain(value) for key, value in table.metadata.items()},
+            "files": files,
+            "tensors": tensors,
+            "totals": _totals(tensors),
+        }
+    finally:
+        table.close()
+    return [json.dumps(document, indent=1)] if options.json else _inspect_table(document)
+
+
+def _logical(entry: Any) -> list[int]:
+    """The shape of a tensor counted in weights, where it is packed in blocks."""
+    if entry.encoding is None:
+        return list(entry.shape)
+    from ..graph.quantization import QuantizationEncoding
+
+    return list(QuantizationEncoding(entry.encoding).logical_shape(entry.shape))
+
+
+def _plain(value: Any) -> Any:
+    """A value of a file's metadata as JSON has it; a vocabulary is counted, not shown."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, list):
+        return items
+    if len(items) > _SHOWN_ITEMS:
+        return {"items": len(items), "first": [_plain(item) for item in items[:3]]}
+    return [_plain(item) for item in items]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['items']:,} items: {', '.join(map(str, value['first']))[:40]} …"
+    text = visible(str(value))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+
+
+def verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="+", help="a file, a directory, an index, or several files")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def verify(options: argparse.Namespace) -> Iterable[str]:
+    """Reads every tensor, compares the checksums there are, and says so; exit code 1 if one is wrong.
+
+    The structure is checked in any format. Checksums are in PyTorch's and NumPy's archives, in the
+    maxjax_digests.json beside what maxjax wrote, and in the names of files of Hugging Face's cache.
+    The headers of safetensors files are read once more by the library of that name, as others do.
+    """
+    from ..storage.open import open_checkpoint
+    from ..storage.verify import second_reading
+    from ..storage.verify import verify as verify_table
+
+    with open_checkpoint(options.path if len(options.path) > 1 else options.path[0]) as table:
+        found, format = verify_table(table), table.format
+        others = second_reading(table) if format == "safetensors" else None
+    for line in others or ():
+        print(f"maxjax: warning: {line}: other programs may not open it", file=sys.stderr)
+    if options.json:
+        return [json.dumps({"sound": True, "format": format} | dataclasses.asdict(found), indent=1)]
+    sums = f"{found.checksums:,} checksums agree" if found.checksums else "it has no checksums"
+    if found.blobs:
+        sums += f"; the SHA-256 of {found.blobs} files is their name in the cache"
+    if others == []:
+        sums += "; the safetensors library lists the same tensors"
+    return [
+        f"sound: {format}, {found.tensors:,} tensors, {found.nbytes:,} bytes, {found.files} files; {sums}"
+    ]
+
+
+def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each dtype, and last for all: how many tensors, values and bytes."""
+    keys = ("tensors", "values", "bytes")
+    totals: dict[str, dict[str, Any]] = {}
+    every: dict[str, Any] = {"dtype": "all"} | dict.fromkeys(keys, 0)
+    for tensor in tensors:
+        dtype = tensor["dtype"]
+        row = totals.setdefault(dtype, {"dtype": dtype} | dict.fromkeys(keys, 0))
+        for key, number in zip(keys, (1, math.prod(tensor["shape"]), tensor["bytes"]), strict=True):
+            row[key] += number
+            every[key] += number
+    return [*totals.values(), every]
+
+
+def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
+    if document["metadata"]:
+        rows = [[visible(key), _short(value)] for key, value in document["metadata"].items()]
+        yield from columns([["metadata", "value"], *rows], right=set())
+        yield ""
+    yield from columns(
+        [["name", "dtype", "shape", "bytes", "file"]]
+        + [
+            [
+                visible(tensor["name"]),
+                tensor["dtype"],
+                "x".join(map(str, tensor["shape"])) or "scalar",
+                f"{tensor['bytes']:,}",
+                visible(os.path.basename(tensor["file"])),
+            ]
+            for tensor in document["tensors"]
+        ],
+        right={3},
+    )
+    yield ""
+    yield from columns(
+        [["dtype", "tensors", "values", "bytes"]]
+        + [
+            [row["dtype"], *(f"{row[key]:,}" for key in ("tensors", "values", "bytes"))]
+            for row in document["totals"]
+        ],
+        right={1, 2, 3},
+    )

@@ -1,0 +1,190 @@
+"""What ``generate``, ``chat`` and ``bench`` have in common: their options, and the model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+import time
+from typing import Any, NamedTuple
+
+from ..errors import UserInputError, closest
+from .answer import status
+from .options import (
+    auto_or_float,
+    import_jax,
+    mesh,
+    positive,
+    power_of_two,
+    seed,
+    setting,
+    text,
+    variable,
+)
+
+TINY = "tiny"  # as engine.hub has it, which is not imported for --help
+# Settings of Sampling, and what --help says of them.
+_SAMPLING = {
+    "temperature": "0 is greedy; above it, tokens are drawn",
+    "top_k": "draw from the K most probable tokens (0: off)",
+    "top_p": "draw from those that hold this probability together (1: off)",
+    "min_p": "draw from those at least P times as probable as the first (0: off)",
+    "repetition_penalty": "make what has been said less probable (1: off)",
+    "presence_penalty": "subtract from the logits of what the answer has (0: off)",
+    "frequency_penalty": "subtract it for each time the answer has it (0: off)",
+}
+_FILTERS = ("top_k", "top_p", "min_p")
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and where and how it runs."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="PATH", default=TINY,
+                       help="a directory, a GGUF file, or org/name on the Hugging Face hub"
+                       " (default: the tiny model that comes with maxjax)")  # fmt: skip
+    group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
+    group.add_argument("--mesh", type=mesh, metavar="AXIS=N,…", help="as model=4 or model=4,data=2")
+    group.add_argument("--dtype", default="auto", type=auto_or_float, metavar="TYPE",
+                       help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
+    group.add_argument("--cache-dtype", choices=["int8", "float32", "bfloat16", "float16"],
+                       help="of the cache of keys and values (default: the model's)")  # fmt: skip
+    group.add_argument("--chunk", type=power_of_two, default=512, metavar="N",
+                       help="tokens of a prompt read at once, a power of two (default 512)")  # fmt: skip
+
+
+def sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How an answer is written, and what is told about it."""
+    group = parser.add_argument_group("answer", "Without these, as generation_config.json says.")
+    group.add_argument("--max-new-tokens", type=positive, metavar="N", help="end it after N tokens")
+    group.add_argument("--stop", action="append", type=text, metavar="TEXT",
+                       help="end it before this text; may be given several times")  # fmt: skip
+    for name, says in _SAMPLING.items():
+        option = f"--{name.replace('_', '-')}"
+        group.add_argument(option, type=setting(name), metavar="X", help=says)
+    group.add_argument("--seed", type=seed, metavar="N",
+                       help="the same seed gives the same text (default: any)")  # fmt: skip
+    group.add_argument("--system", metavar="TEXT", help="a system message before the chat")
+    group.add_argument("--template-arg", action="append", type=variable, default=[],
+                       metavar="NAME=VALUE", help="a variable of the chat template, as"
+                       " enable_thinking=false; may be given several times")  # fmt: skip
+    group = parser.add_argument_group("reports")
+    group.add_argument(
+        "--stats", action="store_true", help="times, seed and how it ended, on stderr"
+    )
+    group.add_argument("--debug-nans", action="store_true",
+                       help="name the layer that first makes a NaN")  # fmt: skip
+
+
+class Opened(NamedTuple):
+    """A model, its tokenizer, and the seconds it took to load them."""
+
+    model: Any
+    tokenizer: Any
+    seconds: float
+
+
+def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened:
+    """Loads the model of the options, a language model. A terminal shows that it does.
+
+    Args:
+        options: As :func:`model_arguments` made them.
+        tokenizer: Whether it needs one.
+
+    Raises:
+        UserInputError: It is no language model, or has no tokenizer; a mesh of more devices than there are.
+        CheckpointError, UnsupportedModelError: As ``maxjax.load``.
+    """
+    import_jax()
+    import jax
+
+    from ..engine.generate.batch import check_model
+    from ..engine.load import load
+
+    try:
+        jax.devices()  # they start when they are first asked for, which is not loading
+    except RuntimeError as error:
+        raise UserInputError(f"JAX has no device: {error}") from error
+    grid = None if options.mesh is None else _mesh(options.mesh)
+    began = time.perf_counter()
+    with status(f"loading {options.model}"):
+        model, found = load(
+            options.model, dtype=options.dtype, mesh=grid, revision=options.revision,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+    check_model(model)
+    if tokenizer and found is None:
+        raise UserInputError(
+            f"{options.model} has no tokenizer: beside the weights there is no tokenizer.json, and"
+            " neither vocab.json with merges.txt nor vocab.txt"
+        )
+    return Opened(model, found, time.perf_counter() - began)
+
+
+def _mesh(text: str) -> Any:
+    import jax
+
+    from ..engine.plan.report import read_mesh
+    from ..graph.placement.mesh import make_mesh
+
+    sizes = dict(read_mesh(text).shape)
+    needed, there = math.prod(sizes.values()), jax.devices()
+    if needed > len(there):
+        kind = there[0].platform
+        cpu = "" if kind == "cpu" else "JAX_PLATFORMS=cpu "
+        raise UserInputError(
+            f"--mesh {text} needs {needed} devices, and there {'is' if len(there) == 1 else 'are'}"
+            f" {len(there)} ({kind}). To try it on one CPU, set {cpu}JAX_NUM_CPU_DEVICES={needed}"
+        )
+    return make_mesh(**sizes)
+
+
+def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of Sampling that were given."""
+    import_jax()
+    return {name: getattr(options, name) for name in (*_SAMPLING, "logprobs")
+            if getattr(options, name, None) is not None}  # fmt: skip
+
+
+def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """The variables of --template-arg. Warns of those that no template of the model reads."""
+    found = dict(options.template_arg)
+    words = set(re.findall(r"[A-Za-z_]\w*", " ".join(tokenizer.chat_templates.values())))
+    for name in found.keys() - words:
+        like = closest(name, words)
+        hint = f": did you mean {like}?" if like else ""
+        print(
+            f"maxjax: warning: --template-arg {name} without effect: the chat template does not"
+            f" read it{hint}",
+            file=sys.stderr,
+        )
+    return found
+
+
+def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:
+    """The seed of random numbers, None where none are drawn. Warns of options without effect."""
+    if not sampling.is_greedy:
+        return int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+    idle = [name for name in _FILTERS if getattr(options, name)]
+    if idle and (idle != ["top_p"] or options.top_p < 1):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        print(
+            f"maxjax: warning: {names} without effect, since the choice is greedy: give --temperature",
+            file=sys.stderr,
+        )
+    return None
+
+
+def key_of(seed: int | None) -> Any:
+    """A key of random numbers; None for None."""
+    if seed is None:
+        return None
+    import jax
+
+    return jax.random.key(seed)
+
+
+def system_message(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The message of --system, or none."""
+    return [] if options.system is None else [{"role": "system", "content": options.system}]

@@ -1,0 +1,76 @@
+"""What the command line says of an error: one line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedModelError, UserInputError
+
+# What a user can meet without a defect in maxjax: the message alone says enough.
+EXPECTED = (
+    CheckpointError, UserInputError, UnsupportedModelError, OSError, MemoryError,
+    FloatingPointError,
+)  # fmt: skip
+
+
+def explain(error: Exception) -> str:
+    """The error in one line.
+
+    Example:
+        >>> explain(UserInputError("no such option"))
+        'no such option'
+        >>> explain(KeyError("x"))
+        "unexpected KeyError: 'x' (--debug shows where)"
+    """
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, EXPECTED):
+        return message
+    return f"unexpected {type(error).__name__}: {message} (--debug shows where)"
+
+
+# The second try to end it comes after so many seconds.
+_AGAIN = 0.02
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does: what was written so far is removed.
+
+    Where Python ignores exceptions no signal would end anything: in what JAX has the collector
+    of garbage call, for example. Then a timer raises it once more.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ignored: list[BaseException] = []
+
+    def stop(*_: Any) -> None:
+        raise SystemExit(143)
+
+    def again(*_: Any) -> None:
+        raise ignored[-1].with_traceback(None)
+
+    def ignore(found: Any) -> None:
+        if isinstance(found.exc_value, SystemExit | KeyboardInterrupt):
+            ignored.append(found.exc_value)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        else:
+            hook(found)
+
+    hook, sys.unraisablehook = sys.unraisablehook, ignore
+    numbers = {signal.SIGTERM: stop, signal.SIGALRM: again}
+    before = {number: signal.signal(number, handler) for number, handler in numbers.items()}
+    try:
+        yield
+    finally:
+        waits = signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = hook
+    if waits:
+        raise ignored[-1]

@@ -1,0 +1,285 @@
+"""Export: a model → one file that runs wherever JAX does, without the model's classes.
+
+The model's call is traced as a function of flat lists and written by ``jax.export``, with
+the names of its weights beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...dtype import DType
+from ...graph.symbolic import naming, sizes_of
+from ...graph.tensor_type import TensorType
+from ...graph.value import TensorValue
+from ...graph.weight.weight import Weight
+from ...nn.layer import Module
+from ...storage.save.durable import replace_file, require_writable
+from ...storage.strict_json import load_json
+from .file import MAGIC, PREFIX, Entry, Header
+from .signature import Kind, Signature, describe
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+def export(
+    model: Module,
+    spec: Any,
+    path: str | os.PathLike[str],
+    *,
+    platforms: Sequence[str] | str | None = None,
+    vjp_order: int = 0,
+) -> None:
+    """Writes what a model computes to a file that :func:`maxjax.load_exported` runs.
+
+    The weights are not in it, only their names, shapes and dtypes: values come from a
+    checkpoint or a state dict. A process that runs it needs none of the model's classes.
+
+    Args:
+        model: Loaded or not; nothing of it changes.
+        spec: What the arguments of ``model.__call__`` are: one spec, or a tuple with one for
+            each. A spec is a ``jax.ShapeDtypeStruct`` (its sizes may be symbolic ones of
+            ``jax.export``), an array, a TensorType, or a pytree of them. For a TensorType,
+            whose sizes may be names, the model gets a TensorValue, else an array.
+        path: The file; one that is there is replaced once the new one is on disk.
+        platforms: Where it is to run, of "cpu", "cuda", "rocm" and "tpu"; JAX's default
+            backend when not given.
+        vjp_order: How often the program can be differentiated in reverse mode.
+
+    What is static in an argument (metadata of a dataclass) is fixed by the spec, and
+    constants of the model that are no Weights are part of the program.
+
+    Raises:
+        TypeError: ``model`` is no Module; something in ``spec`` is no spec, or a key of a dict
+            is neither a text nor an integer.
+        ValueError: A platform that is not known; a weight of which no shape is known.
+        CheckpointSaveError: The file cannot be written; what was there is untouched.
+        CheckpointMissingError: Its directory does not exist.
+        CheckpointAccessError: It may not be written.
+
+    Example:
+        >>> import os, tempfile
+        >>> import jax, jax.numpy as jnp
+        >>> from maxjax import nn
+        >>> from maxjax.engine.export.write import export
+        >>> from maxjax.engine.export.program import load_exported
+        >>> from maxjax.graph import DeviceRef
+        >>> path = os.path.join(tempfile.mkdtemp(), "linear.jaxport")
+        >>> model = nn.Linear(3, 2, "float32", DeviceRef.CPU())
+        >>> export(model, jax.ShapeDtypeStruct((1, 3), jnp.float32), path, platforms="cpu")
+        >>> program = load_exported(path)
+        >>> program
+        ExportedProgram(Linear(float32[1, 3]) -> float32[1, 2], 1 weight, cpu)
+        >>> program({"weight": jnp.ones((2, 3))}, jnp.ones((1, 3))).shape
+        (1, 2)
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"export() takes a Module, not {type(model).__name__}")
+    if type(vjp_order) is not int or vjp_order < 0:
+        raise ValueError(f"vjp_order is how often to differentiate, not {vjp_order!r}")
+    name = os.fsdecode(path)
+    chosen = _platforms(platforms)
+    require_writable(name)
+    model = _unplaced(model)
+    weights, leaves, types = _weights(model)
+    specs = spec if type(spec) is tuple else (spec,)
+    _refuse_stacks(specs)
+    flat: list[Any] = []
+    arguments = describe(specs, flat)
+    with _without_paths():
+        program, results = _trace(model, types, specs, flat, chosen)
+        blob = bytes(program.serialize(vjp_order=vjp_order))
+    inputs = tuple(map(_kind, flat, program.in_avals[len(types) :]))
+    outputs = tuple(map(Kind.of, program.out_avals))
+    # Not imported: the package itself is of a floor above, and always there.
+    version = sys.modules[__name__.partition(".")[0]].__version__
+    header = Header(
+        type(model).__name__, version, jax.__version__, chosen,
+        program.calling_convention_version, vjp_order, weights, leaves,
+        Signature(arguments, inputs), Signature(results, outputs),
+        len(blob), hashlib.sha256(blob).hexdigest(),
+    )  # fmt: skip
+    _write(name, header, blob)
+
+
+def _unplaced(model: Module) -> Module:
+    """The model, without values, as it would be on one device: a file is of no mesh."""
+    if all(holder.sharding is None for holder in model._mx_definition()[1]):
+        return model
+    free = jax.tree.map(lambda leaf: leaf, model)
+    for holder in free._mx_definition()[1]:
+        holder._own = holder._placeholder() if hasattr(holder, "span") else holder._blank()
+    return free.to(jax.devices()[0])
+
+
+def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
+    from jax import export as jax_export  # takes a while to import
+
+    if names is None:
+        return (jax_export.default_export_platform(),)
+    found = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
+    if not found or any(name not in PLATFORMS for name in found):
+        raise ValueError(f"platforms are some of {', '.join(PLATFORMS)}, not {list(found)}")
+    return found
+
+
+# --- the program ----------------------------------------------------------------------------
+
+
+def _weights(
+    model: Module,
+) -> tuple[dict[str, Entry], tuple[str | tuple[str, ...], ...], list[jax.ShapeDtypeStruct]]:
+    """The weights by the names of a state dict, the names of each leaf, and the leaves' types."""
+    definition, holders = model._mx_definition()
+    by_name, aliases = model._mx_names()
+    known = {id(weight): name for name, weight in by_name.items()}
+    others: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        others.setdefault(name, []).append(alias)
+    found: dict[str, Entry] = {}
+    leaves: list[str | tuple[str, ...]] = []
+    types = []
+    for full, holder in zip(definition.names, holders, strict=True):
+        type_ = _type_of_weight(full, holder)
+        types.append(type_)
+        if isinstance(holder, Weight):
+            names = [known.get(id(holder), full)]
+            leaves.append(names[0])
+        else:  # inside it is one array; outside, each of its slices has its own name
+            views = map(holder.view, range(holder.span.count))
+            names = [known.get(id(w), holder.span.name(full, i)) for i, w in enumerate(views)]
+            leaves.append(tuple(names))
+            type_ = jax.ShapeDtypeStruct(type_.shape[1:], type_.dtype)
+        declared = holder if isinstance(holder, Weight) else holder.template
+        for name in names:
+            found[name] = Entry(_kind(declared, type_), tuple(others.get(name, ())))
+    order = [name for name in by_name if name in found]
+    return {name: found[name] for name in [*order, *found]}, tuple(leaves), types
+
+
+def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
+    leaf = holder._leaf
+    if not hasattr(leaf, "shape"):
+        raise ValueError(
+            f"weight '{name}' has no shape: its dimensions are symbolic, or it is no array"
+        )
+    try:
+        DType.of(leaf.dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"weight '{name}': {error}") from None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _kind(declared: Any, found: Any) -> Kind:
+    """The type as JAX has it, but of integers that JAX made narrower the wide one: files have that."""
+    kind = Kind.of(found)
+    dtype = getattr(declared, "_dtype", declared.dtype)
+    if kind.dtype not in ("int32", "uint32") or DType.of(dtype).name == kind.dtype:
+        return kind
+    narrowed = jax.dtypes.canonicalize_dtype(DType.of(dtype).np) == found.dtype
+    return Kind(DType.of(dtype).name, kind.shape) if narrowed else kind
+
+
+def _trace(
+    model: Module, weights: Sequence[Any], specs: Any, flat: Sequence[Any], platforms: Sequence[str]
+) -> tuple[Any, Any]:
+    """The ``jax.export.Exported`` of the model's call, and the tree of its results."""
+    from jax import export as jax_export
+
+    treedef, in_tree = jax.tree.structure(model), jax.tree.structure(specs)
+    trees = []
+
+    def run(weights: list[Any], leaves: list[Any]) -> list[Any]:
+        module = jax.tree.unflatten(treedef, weights)
+        given = [
+            TensorValue(leaf) if isinstance(kind, TensorType) else leaf
+            for leaf, kind in zip(leaves, flat, strict=True)
+        ]
+        results: list[Any] = []
+        result = module(*jax.tree.unflatten(in_tree, given))
+        _refuse_stacks(result)
+        trees.append(describe(result, results))
+        return [jnp.asarray(result) for result in results]
+
+    run.__name__ = type(model).__name__
+    with naming(_sizes(flat)):
+        types = [_type_of_spec(i, kind) for i, kind in enumerate(flat)]
+        exported = jax_export.export(jax.jit(run), platforms=platforms)(list(weights), types)
+    return exported, trees[-1]
+
+
+def _sizes(flat: Sequence[Any]) -> dict[str, Any]:
+    """The named sizes of all specs, in one scope."""
+    from jax import export as jax_export
+
+    plain = [spec for spec in flat if not isinstance(spec, TensorType)]
+    given = [size for spec in plain for size in getattr(spec, "shape", ())]
+    given = [size for size in given if jax_export.is_symbolic_dim(size)]
+    known = {str(size): size for size in given if str(size).isidentifier()}
+    names = {str(p) for spec in flat if isinstance(spec, TensorType) for p in spec.parameters}
+    fresh = sorted(names - set(known))
+    if not given or not fresh:
+        return {**sizes_of(fresh), **known}
+    sizes = jax_export.symbolic_shape(", ".join(fresh), scope=given[0].scope)
+    return {**dict(zip(fresh, sizes, strict=True)), **known}
+
+
+def _refuse_stacks(tree: Any) -> None:
+    """A stack's layout is in no file: a Module that the model takes or gives has each layer's names."""
+    for value in jax.tree.leaves(tree, is_leaf=lambda value: isinstance(value, Module)):
+        if isinstance(value, Module) and value._mx_definition()[0].stacked:
+            what = f"{type(value).__name__}, an argument or a result,"
+            raise TypeError(f"{what} holds a LayerStack: unstack() it first")
+
+
+def _type_of_spec(i: int, spec: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(spec, TensorType):
+        return spec.to_jax()
+    if not isinstance(spec, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)):
+        raise TypeError(
+            f"leaf {i} of spec must be a ShapeDtypeStruct, an array or a TensorType, "
+            f"not {type(spec).__name__}"
+        )
+    extended = jnp.issubdtype(spec.dtype, jax.dtypes.extended)  # random keys
+    dtype = spec.dtype if extended else jax.dtypes.canonicalize_dtype(spec.dtype)
+    return jax.ShapeDtypeStruct(spec.shape, dtype)
+
+
+_LOCATIONS = "jax_traceback_in_locations_limit"
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _without_paths() -> Iterator[None]:
+    """JAX writes no file names of this machine into a program: equal models make equal files."""
+    with _lock:  # the option is the process's, and is to be put back as it was
+        before = getattr(jax.config, _LOCATIONS)
+        jax.config.update(_LOCATIONS, 0)
+        try:
+            yield
+        finally:
+            jax.config.update(_LOCATIONS, before)
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+def _write(path: str, header: Header, program: bytes) -> None:
+    """Writes the file whole or not at all, and through to the disk."""
+    text = json.dumps(header.json(), separators=(",", ":")).encode()
+    # A tree too deep to be read again shows here, and not when somebody needs the file.
+    Header.read(load_json(text, name=path))
+    replace_file(
+        path, (PREFIX.pack(MAGIC, len(text), hashlib.sha256(text).digest()), text, program)
+    )

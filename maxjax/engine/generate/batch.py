@@ -1,0 +1,303 @@
+"""A batch of texts as a model writes them on: its prompts, its cache, where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ...errors import UnsupportedModelError, UserInputError
+from ...graph.placement.specs import mesh_of
+from ...models.family import check_loaded
+from ...nn.kv_cache.cache import KVCache
+from ..sampling.draw import Sampled
+from ..sampling.penalties import History
+from ..sampling.settings import GREEDY, Amounts, Sampling
+from .programs import MOST, Choice, Places, State, Written, decode, prefill
+
+_LEAST_PREFILL, _LEAST_CAPACITY = 16, 64
+# What is made room for at first: a text that may become longer grows into it.
+_ROOM = 1024
+
+
+class Decoding:
+    """A batch of texts that a model goes on with.
+
+    Args:
+        model: A decoder, loaded.
+        prompts: Token ids of each text; a row with none is a blank that is never written.
+        limits: How many tokens each text may have at most, its prompt included.
+        sampling: How tokens are chosen.
+        eos_ids: Tokens that end a text.
+        key: Of the random numbers; greedy needs none.
+        rows: The number of each text among all, for the random numbers; 0, 1, 2, … by default.
+        chunk: The most tokens of a prompt that are read at once; a power of two.
+        cache_dtype: Of keys and values: None as the model's, or ``"int8"``.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> texts = Decoding(model, [[1, 2, 3], [4]], [8, 4])
+        >>> texts.prefill().counts.tolist()
+        [1, 1]
+        >>> texts.fetch(texts.decode(5)).counts.tolist()
+        [4, 2]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        *,
+        sampling: Sampling = GREEDY,
+        eos_ids: Sequence[int] = (),
+        key: jax.Array | None = None,
+        rows: Sequence[int] | None = None,
+        chunk: int = 512,
+        cache_dtype: Any = None,
+    ):
+        check_model(model)
+        if not isinstance(chunk, Integral) or chunk < 1 or chunk & (chunk - 1):
+            raise UserInputError(f"chunk is {chunk!r}: a power of two is wanted")
+        chunk = int(chunk)
+        self.model, self.sampling, self.chunk = model, sampling, chunk
+        self._home = _home(model)
+        self._prompts = [list(prompt) for prompt in prompts]
+        self._limits = [int(n) for n in limits]
+        self._read = 0  # tokens of each row that are in the cache already
+        batch = len(self._prompts)
+        # Numbers are arguments: for another temperature there is no other program.
+        self._kind = sampling.kind
+        self._choice = Choice(
+            eos=self._put(_padded_ids(eos_ids)),
+            key=None if sampling.is_greedy else self._put(_one_key(key)),
+            amounts=Amounts(*map(self._put, map(np.float32, sampling.amounts))),
+        )
+        self._numbers: dict[int, jax.Array] = {}
+        most = max(len(prompt) for prompt in self._prompts)
+        capacity = self._capacity(min(max(self._limits), most + _ROOM))
+        numbers = np.arange(batch) if rows is None else np.asarray(rows)
+        lengths = np.asarray([len(prompt) for prompt in self._prompts], np.int32)
+        self._used = most  # no row has more tokens
+        self.state = State(
+            cache=_committed(model.cache(batch, capacity, cache_dtype)),
+            last=self._put(np.zeros(batch, np.int32)),
+            done=self._put(lengths == 0),
+            bad=self._put(np.zeros(batch, bool)),
+            prompts=self._put(lengths),
+            limits=self._put(np.asarray(self._limits, np.int32)),
+            rows=self._put(numbers.astype(np.int32)),
+            first=self._blank(batch),
+            history=self._history(),
+        )
+        self._places = self._places_of(self.state)
+
+    # --- what is done ------------------------------------------------------------------------
+
+    def prefill(self) -> Written:
+        """Reads what of the prompts has not been read, and writes the first token of each answer.
+
+        Returns:
+            That token of each text, on the host.
+        """
+        lengths = [len(prompt) for prompt in self._prompts]
+        longest, start = max(lengths), self._read
+        while start < longest:
+            width = min(self.chunk, bucket(longest - start, _LEAST_PREFILL))
+            part, counts = _piece(self._prompts, start, width)
+            self.state = prefill(
+                self.model, self.state, part, counts, self._choice,
+                settings=self._kind, places=self._places,
+            )  # fmt: skip
+            start += width
+        self._read = longest
+        state = self.state
+        first = jax.tree.map(lambda a: np.asarray(a)[:, None], state.first)
+        counts = (np.asarray(lengths) > 0).astype(np.int32)
+        return Written(first.tokens, counts, np.asarray(state.done), np.asarray(state.bad), first)
+
+    def decode(self, count: int = MOST) -> Written:
+        """Starts to write up to ``count`` tokens of each text; :meth:`fetch` waits for them."""
+        if not 0 < count <= MOST:
+            raise UserInputError(f"{count} tokens at once: from 1 to {MOST}")
+        self._used = min(self._used + count, max(self._limits))
+        self._make_room()
+        # Always from a device: for a number of the host there would be another program.
+        if count not in self._numbers:
+            self._numbers[count] = self._put(np.int32(count))
+        self.state, written = decode(
+            self.model, self.state, self._numbers[count], self._choice,
+            settings=self._kind, places=self._places,
+        )  # fmt: skip
+        return written
+
+    def fetch(self, written: Written) -> Written:
+        """The same on the host."""
+        return jax.device_get(written)
+
+    def stop(self, which: Sequence[bool]) -> None:
+        """Ends the texts for which ``which`` is True."""
+        done = np.asarray(self.state.done) | np.asarray(which, bool)
+        self.state = self.state._replace(done=self._put(done))
+
+    def resume(self, prompt: Sequence[int], limit: int, key: jax.Array | None = None) -> bool:
+        """Goes on with another text instead of the only one there is, from where they part.
+
+        Returns:
+            False if that needs tokens the cache no longer has: make a new Decoding.
+        """
+        held = int(np.asarray(self.state.cache.lengths)[0])
+        before, kept = self._prompts[0], 0
+        while kept < min(held, len(before), len(prompt) - 1) and before[kept] == prompt[kept]:
+            kept += 1
+        cache = self.state.cache.rewind([kept])
+        if cache is None:
+            return False
+        self._prompts, self._limits = [list(prompt)], [int(limit)]
+        self._read, self._used = kept, len(prompt)
+        if not self.sampling.is_greedy:
+            self._choice = self._choice._replace(key=self._put(_one_key(key)))
+        self.state = self.state._replace(
+            cache=cache, done=self._put(np.zeros(1, bool)), bad=self._put(np.zeros(1, bool)),
+            prompts=self._put(np.array([len(prompt)], np.int32)),
+            limits=self._put(np.array([limit], np.int32)), history=self._history(),
+        )  # fmt: skip
+        self._make_room()
+        return True
+
+    def wrote(self, tokens: Sequence[int]) -> None:
+        """Tells what of the only text was written, so that :meth:`resume` can go on after it."""
+        self._prompts[0] += [int(token) for token in tokens]
+
+    def close(self) -> None:
+        """Lets go of the cache, also where a traceback still holds this."""
+        if hasattr(self, "state"):
+            del self.state
+
+    # --- where things are --------------------------------------------------------------------
+
+    def _put(self, array: Any) -> jax.Array:
+        return jax.device_put(array, self._home)
+
+    def _places_of(self, state: State) -> Places:
+        if not isinstance(self._home, NamedSharding):
+            return None
+        return tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+
+    def _capacity(self, tokens: int) -> int:
+        """Slots for so many tokens: a power of two, but no more than the model can use."""
+        longest = max(self.model.max_length, tokens)
+        return min(bucket(tokens, _LEAST_CAPACITY), longest)
+
+    def _make_room(self) -> None:
+        cache = self.state.cache
+        if self._used > cache.capacity:
+            grown = _committed(cache.grow(self._capacity(self._used)))
+            self.state = self.state._replace(cache=grown)
+            self._places = self._places_of(self.state)
+
+    def _blank(self, batch: int) -> Sampled:
+        count = self.sampling.logprobs
+        make = lambda kind, *shape: self._put(np.zeros((batch, *shape), kind))
+        tokens, valid = make(np.int32), make(bool)
+        if count is None:
+            return Sampled(tokens, valid)
+        if count == 0:
+            return Sampled(tokens, valid, make(np.float32))
+        count = min(count, self.model.config.vocab_size)
+        tops = make(np.int32, count), make(np.float32, count)
+        return Sampled(tokens, valid, make(np.float32), *tops)
+
+    def _history(self) -> History | None:
+        if not self.sampling.needs_history:
+            return None
+        size = self.model.config.vocab_size
+        prompt = np.zeros((len(self._prompts), size), bool)
+        for row, ids in zip(prompt, self._prompts, strict=True):
+            row[ids] = True
+        return History(self._put(prompt), self._put(np.zeros(prompt.shape, np.int32)))
+
+
+# --- small things -------------------------------------------------------------------------------
+
+
+def bucket(count: int, least: int = 1) -> int:
+    """The power of two that is at least ``count`` and ``least``.
+
+    Example:
+        >>> bucket(5), bucket(5, 16), bucket(64)
+        (8, 16, 64)
+    """
+    return max(least, 1 << (max(count, 1) - 1).bit_length())
+
+
+def check_model(model: Any) -> None:
+    """Refuses what no text can be written with.
+
+    Raises:
+        UserInputError: It is no language model, or has no weights yet.
+        UnsupportedModelError: Its weights are on the devices of several processes.
+    """
+    if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
+        raise UserInputError(
+            f"{type(model).__name__} is not a language model: there is nothing to generate with"
+        )
+    check_loaded(model)
+    leaves = jax.tree.leaves(model)
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        raise UnsupportedModelError("generating with a model that is spread over several processes")
+
+
+def _home(model: Any) -> Any:
+    """Where what is no weight goes: whole on every device of the model's mesh, or its device."""
+    found = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)]
+    mesh = mesh_of(found)
+    if mesh is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    devices = next((where.device_set for where in found if where is not None), jax.devices()[:1])
+    return SingleDeviceSharding(min(devices, key=lambda device: device.id))
+
+
+def _committed(cache: KVCache) -> KVCache:
+    """The same, said to be where it is: what comes out of a program is, and there is to be one."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), cache)
+
+
+def _one_key(key: Any) -> jax.Array:
+    if key is None:
+        return jax.random.key(0)
+    found = key if isinstance(key, jax.Array) else np.asarray(key)
+    typed = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
+    raw = found.dtype == np.uint32 and found.shape in ((2,), (4,))
+    if not (typed and found.ndim == 0) and not raw:
+        raise UserInputError(
+            f"key is one key of jax.random, as jax.random.key(0), not {found.dtype}{list(found.shape)}"
+        )
+    return jnp.asarray(found)
+
+
+def _padded_ids(ids: Sequence[int]) -> np.ndarray:
+    """At least 8, so that one more or less is no other program; -1 is no token."""
+    found = np.full(bucket(len(ids), 8), -1, np.int32)
+    found[: len(ids)] = list(ids)
+    return found
+
+
+def _piece(
+    prompts: Sequence[Sequence[int]], start: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens ``start`` to ``start + width`` of each prompt, and how many of them there are."""
+    part = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(part, prompts, strict=True):
+        piece = prompt[start : start + width]
+        row[: len(piece)] = piece
+    counts = [max(0, min(len(prompt) - start, width)) for prompt in prompts]
+    return part, np.asarray(counts, np.int32)

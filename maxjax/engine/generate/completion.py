@@ -1,0 +1,153 @@
+"""Completion: an answer as text, with its tokens and how it ended; and how it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ...text.stream import StopStrings, TextStream
+from .programs import Written
+
+
+class TokenLogprob(NamedTuple):
+    """A token and how probable it was.
+
+    Attributes:
+        token: Its id.
+        logprob: The logarithm of its probability, by the model's own distribution.
+        top: The most probable tokens at this place with theirs, falling.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Completion(str):
+    """What a model wrote: a str, with what else is known of it.
+
+    Attributes:
+        tokens: The ids of all tokens it wrote, also of one that ended it.
+        finish_reason: ``"stop"``: a token or text that ends it came; ``"length"``: it was as long
+            as it may be.
+        stop: That token's id or that text, or None. The text is not part of the str.
+        prompt_tokens: The ids of what it was given.
+        logprobs: Of each token, if they were asked for.
+
+    Example:
+        >>> text = Completion("four", tokens=(7, 2), finish_reason="stop", stop=2)
+        >>> text.upper(), text.tokens, text.finish_reason
+        ('FOUR', (7, 2), 'stop')
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+    stop: int | str | None
+    prompt_tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+
+    def __new__(
+        cls,
+        text: str = "",
+        *,
+        tokens: Sequence[int] = (),
+        finish_reason: str = "length",
+        stop: int | str | None = None,
+        prompt_tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] | None = None,
+    ) -> Completion:
+        made = super().__new__(cls, text)
+        made.tokens, made.prompt_tokens = tuple(tokens), tuple(prompt_tokens)
+        made.finish_reason, made.stop = finish_reason, stop
+        made.logprobs = None if logprobs is None else tuple(logprobs)
+        return made
+
+
+class Growing:
+    """An answer while it is written: tokens in, text out.
+
+    Args:
+        tokenizer: Makes text of tokens; without one there is none.
+        prompt: The prompt's ids.
+        eos_ids: Tokens that end it; they have no text.
+        stops: Texts that end it.
+
+    Attributes:
+        done: Whether it is ended by a token or a text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], eos_ids: Sequence[int], stops: Sequence[str]
+    ):
+        self._stream = None if tokenizer is None else TextStream(tokenizer)
+        self._stops = StopStrings(stops) if stops else None
+        self._prompt, self._eos = prompt, frozenset(eos_ids)
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self._pieces: list[str] = []
+        self._flushed = False
+        self.done = False
+        self._stop: int | str | None = None
+
+    def take(self, written: Written, row: int) -> str:
+        """Takes a row of what was written, up to what ends the answer; the text that is certain."""
+        return "".join(self.pieces(written, row))
+
+    def pieces(self, written: Written, row: int) -> Iterator[str]:
+        """As :meth:`take`, a token at a time: what is not asked for is not taken."""
+        # The last token of a row whose logits were no numbers is none.
+        for i in range(int(written.counts[row]) - bool(written.bad[row])):
+            if self.done:
+                break
+            piece = self._push(int(written.tokens[row, i]))
+            if written.sampled.logprobs is not None:
+                self.logprobs.append(_logprob(written, row, i))
+            self._pieces.append(piece)
+            if piece:
+                yield piece
+
+    def _push(self, token: int) -> str:
+        self.tokens.append(token)
+        if token in self._eos:
+            self.done, self._stop = True, token
+            return ""
+        text = "" if self._stream is None else self._stream.push(token)
+        return self._before_stop(text)
+
+    def _before_stop(self, text: str) -> str:
+        if self._stops is None:
+            return text
+        text = self._stops.push(text)
+        if self._stops.stopped is not None and not self.done:
+            self.done, self._stop = True, self._stops.stopped
+        return text
+
+    def flush(self) -> str:
+        """Ends it: what was held back."""
+        if self._flushed:
+            return ""
+        self._flushed = True
+        text = "" if self._stream is None or isinstance(self._stop, str) else self._stream.flush()
+        text = self._before_stop(text)
+        if self._stops is not None:
+            text += self._stops.flush()
+        self._pieces.append(text)
+        return text
+
+    def completion(self) -> Completion:
+        """What has been written so far."""
+        return Completion(
+            "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
+            finish_reason="length" if self._stop is None else "stop",
+            logprobs=self.logprobs or None,
+        )  # fmt: skip
+
+
+def _logprob(written: Written, row: int, i: int) -> TokenLogprob:
+    found = written.sampled
+    assert found.logprobs is not None
+    top: tuple[tuple[int, float], ...] = ()
+    if found.top_tokens is not None and found.top_logprobs is not None:
+        ids, values = found.top_tokens[row, i].tolist(), found.top_logprobs[row, i].tolist()
+        top = tuple(zip(ids, values, strict=True))
+    return TokenLogprob(int(written.tokens[row, i]), float(found.logprobs[row, i]), top)

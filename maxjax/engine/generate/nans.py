@@ -1,0 +1,74 @@
+"""First_nan: which layer of a model is the first to make a NaN or an infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...nn.layer import layer_hook
+from .batch import check_model
+
+
+def first_nan(model: Any, ids: Sequence[int]) -> str | None:
+    """The first layer whose result has a NaN or an infinity, when a text is read.
+
+    It runs layer by layer, without ``jax.jit``, and holds the layers a second time while it does
+    if they are stacked.
+
+    Args:
+        model: A language model.
+        ids: The text's token ids.
+
+    Returns:
+        The layer's name, and which of its weights are not finite; None if all is well.
+
+    Raises:
+        UserInputError: As the model, for ids that are none.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> first_nan(model, [1, 2, 3]) is None
+        True
+        >>> weight = model.raw_state_dict()["model.layers.1.mlp.down_proj.weight"]
+        >>> weight.value = weight.value.at[0, 0].set(jnp.inf)
+        >>> first_nan(model, [1, 2, 3])
+        'model.layers.1.mlp.down_proj, whose weight has 1 value that is not finite'
+    """
+    check_model(model)
+    flat = jax.tree.map(lambda leaf: leaf, model)  # one of our own; the arrays are shared
+    if hasattr(flat, "unstack"):
+        flat.unstack()
+    names = {id(module): name.rstrip(".") for name, module in flat.named_modules()}
+    found: list[Any] = []
+
+    def watch(layer: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        if not found and id(layer) in names and not _finite(outputs):
+            found.append(layer)
+
+    with layer_hook(watch), jax.disable_jit():
+        flat(jnp.asarray([list(ids)], jnp.int32))
+    if not found:
+        return None
+    bad = [
+        f"whose {name} has {count} value{'s' * (count > 1)} that {'are' if count > 1 else 'is'} not finite"
+        for name, weight in found[0].raw_state_dict().items()
+        if (count := _count(weight.value))
+    ]
+    return ", ".join([names[id(found[0])] or type(model).__name__, *bad])
+
+
+def _count(array: Any) -> int:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return 0
+    return int(jnp.sum(~jnp.isfinite(array.astype(jnp.float32))))
+
+
+def _finite(outputs: Any) -> bool:
+    arrays = [a for a in jax.tree.leaves(outputs) if isinstance(a, jax.Array)]
+    return not any(_count(array) for array in arrays)

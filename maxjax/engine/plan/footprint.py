@@ -1,0 +1,362 @@
+"""What a model takes on the devices of a mesh: its weights, and a cache of keys and values.
+
+Shapes and types are all that is looked at, but where a head may be its table (``models.ties``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ...dtype import DType
+from ...errors import (
+    CheckpointFormatError,
+    CheckpointMissingError,
+    UnsupportedModelError,
+    UserInputError,
+)
+from ...graph.placement.specs import Placed, axis_of, by_pattern, check_mesh, mesh_of, place
+from ...graph.quantization import QuantizationEncoding
+from ...graph.shape import StaticDim
+from ...graph.weight.stacked import StackedWeight
+from ...graph.weights import GGUFWeights, Weights
+from ...models import PretrainedModel, build, config_beside, find_family, tensors
+from ...models import name_rules as names
+from ...models.config import read_object
+from ...models.decoder.config import DecoderConfig
+from ...models.gguf import config_of
+from ...nn.attention import AttentionWithRope
+from ...nn.layer.place import plan_places
+from ...nn.layer.walk import Walk
+
+# The reason that plan_places gives for a weight with symbolic sizes, which counts as no bytes.
+UNKNOWN = "its sizes are not known yet"
+
+
+class Held(NamedTuple):
+    """Tensors of one size that lie in one way.
+
+    Attributes:
+        names: Of each.
+        shape, dtype: Of one.
+        spec: For each axis, the axes of the mesh it is split over.
+        parts: How many parts it is split into; 0 for one in the memory of the host.
+        why: One phrase for people.
+        encoding: The blocks that it is packed in, if it is; ``shape`` is then in bytes.
+    """
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    dtype: DType
+    spec: PartitionSpec
+    parts: int
+    why: str
+    encoding: QuantizationEncoding | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the encoding or the dtype."""
+        return self.dtype.name if self.encoding is None else self.encoding.value
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape counted in weights."""
+        return self.shape if self.encoding is None else self.encoding.logical_shape(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one of them; types of 4 bits take half a byte."""
+        return -(-math.prod(self.shape) * self.dtype.size_in_bits // 8)
+
+    @property
+    def nbytes_per_device(self) -> int:
+        """Of one of them, what one device has."""
+        return -(-self.nbytes // self.parts) if self.parts else 0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Something whose size can be told for any mesh.
+
+    Attributes:
+        basis: By what rules its tensors are split.
+        held: (mesh or None, dtype of floats or None) → all of its tensors.
+        attention: Gives its layers of attention; raises UserInputError where nothing is known.
+        encoder: Whether it keeps no keys and values.
+        mesh: That it lies on now.
+        devices: On how many it lies now.
+        notes: What else is to be said.
+    """
+
+    basis: str
+    held: Callable[[Any, DType | None], list[Held]]
+    attention: Callable[[], list[names.Heads]]
+    encoder: bool = False
+    mesh: Any = None
+    devices: int = 1
+    notes: tuple[str, ...] = ()
+
+
+# --- Modules ----------------------------------------------------------------------------------
+
+
+def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
+    """Of a Module: as it lies, without a mesh; as its rules say, on one."""
+    _, leaves, _ = Walk(module, stacked=True).owners()
+    places = [_where(holder) for _, holder, _ in leaves]
+    shardings = [where for where in places if where is not None]
+    mesh = mesh_of(shardings)
+    devices = max((len(where.device_set) for where in shardings), default=1)
+
+    def held(on: Any, dtype: DType | None) -> list[Held]:
+        if on is not None:
+            return _planned(module, on, rules, dtype)
+        return [_lying(name, holder, dtype) for name, holder, _ in leaves]
+
+    return Footprint(
+        "where Module.to placed it" if mesh is not None else "the model's own rules",
+        held, lambda: _attention_of(module), _is_encoder(module), mesh, devices,
+    )  # fmt: skip
+
+
+def _planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list[Held]:
+    """As ``module.to(mesh, rules=rules)`` would place it."""
+    return [
+        Held(_names(one.name, one.holder), one.shape, _dtype(one.holder, dtype),
+             one.placed.spec, _parts(one.placed.spec, mesh), one.placed.why, _packing(one.holder))
+        for one in plan_places(module, mesh, None, rules)
+    ]  # fmt: skip
+
+
+def _where(holder: Any) -> Any:
+    """The Sharding of what a leaf holds: that it was placed on, or that of its array."""
+    return holder._sharding or getattr(holder._leaf, "sharding", None)
+
+
+def _lying(name: str, holder: Any, dtype: DType | None) -> Held:
+    """A leaf as it lies now."""
+    template = holder.template if isinstance(holder, StackedWeight) else holder
+    known = all(isinstance(d, StaticDim) for d in template._dims)
+    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template._dims)
+    where, spec, parts = _where(holder), PartitionSpec(), 1
+    why = template._why if known else UNKNOWN
+    if where is not None and math.prod(shape):
+        stacked = isinstance(holder, StackedWeight)
+        whole = (holder.span.count, *shape) if stacked else shape
+        parts = math.prod(whole) // math.prod(where.shard_shape(whole))
+        spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[int(stacked) :])
+        if where.memory_kind not in (None, "device"):
+            parts, why = 0, f"{why}; in the memory of the host ({where.memory_kind})".lstrip("; ")
+    return Held(
+        _names(name, holder), shape, _dtype(holder, dtype), spec, parts, why, _packing(holder)
+    )
+
+
+def _packing(holder: Any) -> QuantizationEncoding | None:
+    template = holder.template if isinstance(holder, StackedWeight) else holder
+    return template._packing
+
+
+def _names(name: str, holder: Any) -> Sequence[str]:
+    if not isinstance(holder, StackedWeight):
+        return (name,)
+    return [holder.span.name(name, i) for i in range(holder.span.count)]
+
+
+def _dtype(holder: Any, wanted: DType | None) -> DType:
+    template = holder.template if isinstance(holder, StackedWeight) else holder
+    leaf = getattr(holder._leaf, "dtype", None)
+    # JAX without x64 has no 64-bit arrays.
+    found = DType.of(jax.dtypes.canonicalize_dtype(template.dtype.np) if leaf is None else leaf)
+    return wanted if wanted is not None and found.is_float() else found
+
+
+def _parts(spec: PartitionSpec, mesh: Any) -> int:
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry)
+    return math.prod(mesh.shape[axis] for entry in entries for axis in entry)
+
+
+def _is_encoder(module: Any) -> bool:
+    return isinstance(module, PretrainedModel) and module.family.model_type in names.ENCODERS
+
+
+def _attention_of(module: Any) -> list[names.Heads]:
+    layers = [m for _, m in module.named_modules() if isinstance(m, AttentionWithRope)]
+    if layers:
+        return [
+            names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
+        ]
+    config = getattr(module, "config", None)
+    said = _attention_said(config, f"{type(module).__name__} has no AttentionWithRope, and")
+    if not isinstance(config, DecoderConfig) or not any(config.slides):
+        return said
+    sliding = sum(config.slides)
+    kinds = ((config.num_layers - sliding, None), (sliding, config.sliding_window))
+    return [one._replace(layers=count, window=window) for one in said for count, window in kinds]
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> Footprint:
+    """Of an open checkpoint: by the rules of its model if maxjax has it, else by names."""
+    try:
+        if isinstance(weights, GGUFWeights):
+            return _of_gguf(weights, rules)
+        with weights._beside.files("config.json") as folder:
+            config = read_object(config_beside(folder))
+    except CheckpointMissingError:
+        return _of_names(weights, None, rules)
+    try:
+        find_family(config)
+        return _of_model(weights, config, rules)
+    except UnsupportedModelError:
+        pass
+    except CheckpointFormatError:
+        if "architectures" in config or "model_type" in config:
+            raise
+    return _of_names(weights, config, rules)
+
+
+def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
+    """Of a GGUF file: its metadata is the configuration. Of unknown architectures it is names alone."""
+    try:
+        config = config_of(weights)
+    except UnsupportedModelError:
+        return _of_names(weights, None, rules)
+    try:
+        find_family(config)
+    except UnsupportedModelError:
+        return _of_names(weights, config, rules)
+    return _of_model(weights, config, rules)
+
+
+def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footprint:
+    # As ``load(dtype=...)`` makes it: of norms, it may keep a wider type.
+    model = build(weights, config)
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
+    make = cache(lambda dtype: build(weights, config, dtype, tie=tied))
+
+    def held(mesh: Any, dtype: DType | None) -> list[Held]:
+        made = model if dtype is None else make(dtype)
+        return of_module(made, rules).held(mesh, None)
+
+    return Footprint(
+        "the model's own rules", held, lambda: _attention_of(model), _is_encoder(model)
+    )
+
+
+def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) -> Footprint:
+    table = names.rules(config)
+    by_name = cache(lambda name: by_pattern(table, name)[1])
+    groups: dict[tuple[Any, ...], tuple[list[str], Any]] = {}
+    known = config is not None or not isinstance(weights, GGUFWeights)
+    found_tensors = tensors(weights) if known else dict(weights._named_data())
+    for tensor, data in found_tensors.items():
+        pattern = names.generic(tensor)
+        given, wish = by_pattern(rules, tensor) if rules else (False, None)
+        if not given:
+            wish = by_name(pattern)
+        encoding = data.quantization_encoding
+        shape, logical = (tuple(map(int, s)) for s in (data.shape, data.logical_shape))
+        key = (pattern, shape, logical, data.dtype, encoding, given, id(wish))
+        groups.setdefault(key, ([], wish))[0].append(tensor)
+
+    def held(mesh: Any, dtype: DType | None) -> list[Held]:
+        if mesh is not None and rules is None:
+            check_mesh(mesh)
+        found = []
+        for (_, shape, logical, own, encoding, given, _), (members, wish) in groups.items():
+            block, stored, packing = (encoding.elements_per_block if encoding else 1), own, encoding
+            if dtype is not None and (encoding or own.is_float()):
+                shape, block, stored, packing = logical, 1, dtype, None  # decoded, and rounded
+            placed = _placed(members[0], logical, wish, mesh, given, block)
+            parts = 1 if mesh is None else _parts(placed.spec, mesh)
+            found.append(Held(members, shape, stored, placed.spec, parts, placed.why, packing))
+        return found
+
+    note = () if config is not None else (
+        "there is no config.json: heads are not known, and the rows of queries, keys and values "
+        "are split wherever their heads end",)  # fmt: skip
+    said = config or {}
+    encoder = said.get("model_type") in names.ENCODERS and said.get("is_decoder") is not True
+    return Footprint(
+        "rules by tensor names", held, lambda: _attention_said(config, "config.json"), encoder,
+        notes=note,
+    )  # fmt: skip
+
+
+def _placed(
+    name: str, shape: tuple[int, ...], wish: Any, mesh: Any, given: bool, block: int
+) -> Placed:
+    if mesh is None:
+        return Placed(PartitionSpec(), "")
+    try:
+        return place(name, shape, wish, mesh, block)
+    except UserInputError as error:
+        if given:
+            raise
+        # A name is a guess: of packed values, or of another kind of attention, it does not hold.
+        placed = place(name, shape, None, mesh, block)
+        return Placed(placed.spec, f"{str(error).partition(': ')[2]}; {placed.why}")
+
+
+def _attention_said(config: Any, who: str) -> list[names.Heads]:
+    """What a configuration says of its attention."""
+    said = names.text_part(config)
+    found = names.heads(config)
+    if said.get("kv_lora_rank") or said.get("is_encoder_decoder"):
+        what = "latent attention" if said.get("kv_lora_rank") else "an encoder with a decoder"
+        raise UserInputError(f"the size of the cache of {what} is not known: leave batch= out")
+    if None in found[: found._fields.index("window")]:
+        raise UserInputError(
+            f"the size of a cache is not known: {who} does not say how many layers, heads of keys "
+            "and values and how wide ones there are (num_hidden_layers, num_key_value_heads, "
+            "head_dim). Leave batch= and length= out"
+        )
+    return [found]
+
+
+# --- the cache --------------------------------------------------------------------------------
+
+
+def cache_bytes(
+    layers: Sequence[names.Heads], batch: int, length: int, dtype: DType, mesh: Any
+) -> tuple[int, list[str]]:
+    """Bytes of keys and values on one device, and what is not split though there are axes.
+
+    Example:
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> cache_bytes([names.Heads(3, 8, 8, 64, 64)], 2, 10, DType.bfloat16, mesh)
+        (15360, [])
+        >>> heads = [names.Heads(1, 8, 8, 64, 64), names.Heads(2, 8, 8, 64, 64, window=4)]
+        >>> cache_bytes(heads, 2, 10, DType.int8, mesh)
+        (4896, [])
+    """
+    axes = {kind: mesh and axis_of(mesh, kind) for kind in ("data", "fsdp", "model")}
+    n = {kind: mesh.shape[axis] if axis else 1 for kind, axis in axes.items()}
+    rows, total, notes = batch, 0, []
+    for kind in ("data", "fsdp"):
+        if rows % n[kind]:
+            notes.append(f"the cache: a batch of {batch} does not divide by {axes[kind]}="
+                         f"{n[kind]}, every device along it keeps all")  # fmt: skip
+        else:
+            rows //= n[kind]
+    for one in layers:
+        count, key, value = (size or 0 for size in (one.layers, one.head_dim, one.value_dim))
+        heads, rest = divmod(one.kv_heads or 0, n["model"])
+        if rest:
+            heads = one.kv_heads or 0
+            notes.append(f"the cache: the {heads} heads of keys and values do not divide by "
+                         f"{axes['model']}={n['model']}, every device along it keeps all")  # fmt: skip
+        kept = count * rows * heads * min(length, one.window or length)
+        total += kept * (key + value) * dtype.size_in_bits // 8
+        if dtype == DType.int8:  # one scale for each row of keys and of values
+            total += kept * 2 * DType.float32.size_in_bits // 8
+    return total, list(dict.fromkeys(notes))

@@ -1,0 +1,441 @@
+"""Plan: does a model fit on these devices, and if not, on which does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from ...columns import columns, visible
+from ...driver import memory_stats
+from ...dtype import DType
+from ...errors import UserInputError, some
+from ...graph.placement.mesh import AXES, axis_name
+from ...graph.placement.specs import axis_of
+from ...graph.weights import load_weights
+from ...models import name_rules as names
+from ...nn.layer import Module
+from ...storage.limits import Limits, allowing
+from .footprint import UNKNOWN, Footprint, Held, cache_bytes, of_checkpoint, of_module
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Tensors that differ only in the numbers of their names.
+
+    Attributes:
+        name: With ``*`` for the numbers.
+        count: How many there are.
+        dtype, shape: Of each.
+        spec: For each axis the axes of the mesh that it is split over, as text.
+        bytes, bytes_per_device: Of all of them.
+        why: Why they are split so.
+    """
+
+    name: str
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+    spec: str
+    bytes: int
+    bytes_per_device: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What fits: a mesh, and the dtype of floats where another one is needed.
+
+    Attributes:
+        mesh: Sizes by axis.
+        devices: Their product.
+        dtype: Its name, or None: as planned.
+        bytes_per_device, cache_bytes_per_device: What it takes there.
+    """
+
+    mesh: dict[str, int]
+    devices: int
+    dtype: str | None
+    bytes_per_device: int
+    cache_bytes_per_device: int
+
+    def __str__(self) -> str:
+        dtype = f" with dtype={self.dtype}" if self.dtype else ""
+        total = self.bytes_per_device + self.cache_bytes_per_device
+        return f"{_mesh_text(self.mesh, self.devices)}{dtype}: {_bytes(total)} on each device"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model takes on each device. ``print`` shows it as a table.
+
+    Every device holds the same number of bytes: an axis that a mesh does not divide evenly is
+    not split. Weights and cache are counted; activations and what a compiler needs are not.
+
+    Attributes:
+        devices: How many there are.
+        mesh: Size of each axis; empty for one device.
+        bytes_per_device: Of weights.
+        total_bytes: One copy of all weights.
+        kinds: One :class:`Kind` for tensors that differ only in numbers.
+        largest: (name, bytes) of the ten largest tensors.
+        replicated: Those kinds that every device of several has whole, the largest first.
+        cache_bytes_per_device: Of keys and values for ``batch`` sequences of ``length`` tokens.
+        basis: By what rules tensors are split.
+        hbm: Bytes of memory of a device, where it is known.
+        fits: Whether weights and cache are no more; None where memory or sizes are not known.
+        suggestion: What fits, on the fewest devices, where this does not.
+        notes: What else is to be said.
+    """
+
+    devices: int
+    mesh: dict[str, int]
+    bytes_per_device: int
+    total_bytes: int
+    kinds: tuple[Kind, ...]
+    largest: tuple[tuple[str, int], ...]
+    replicated: tuple[Kind, ...]
+    cache_bytes_per_device: int
+    basis: str
+    hbm: int | None = None
+    fits: bool | None = None
+    suggestion: Suggestion | None = None
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, text and numbers, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# --- as a table -------------------------------------------------------------------------------
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"{_mesh_text(plan.mesh, plan.devices)}; {plan.basis}"
+    yield ""
+    rows = [
+        ["weights", _bytes(plan.total_bytes)],
+        ["on each device", _bytes(plan.bytes_per_device)],
+    ]
+    if plan.cache_bytes_per_device:
+        rows.append(["and its cache", _bytes(plan.cache_bytes_per_device)])
+    if plan.hbm is not None:
+        rows.append(["a device has", _bytes(plan.hbm)])
+        rows.append(["fits", {True: "yes", False: "no", None: "not known"}[plan.fits]])
+    if plan.fits is False:
+        rows.append(["what fits", str(plan.suggestion or "no mesh or dtype that was tried")])
+    yield from columns(rows, right=())
+    yield ""
+    head = ["name", "count", "dtype", "shape", "spec", "bytes", "per device", "why"]
+    table = [
+        [visible(k.name), f"{k.count:,}", k.dtype, "x".join(map(str, k.shape)) or "scalar",
+         k.spec, f"{k.bytes:,}", f"{k.bytes_per_device:,}", k.why]
+        for k in plan.kinds
+    ]  # fmt: skip
+    yield from columns([head, *table], right=(1, 5, 6))
+    if plan.replicated:
+        yield from ("", "whole on every device")
+        rows = [[f"  {visible(k.name)}", f"{k.bytes:,}", k.why] for k in plan.replicated]
+        yield from columns(rows, right=(1,))
+    if plan.largest:
+        yield from ("", "largest")
+        rows = [[f"  {visible(name)}", f"{nbytes:,}"] for name, nbytes in plan.largest]
+        yield from columns(rows, right=(1,))
+    yield from (f"\nnote: {note}" for note in plan.notes)
+
+
+def _mesh_text(mesh: dict[str, int], devices: int) -> str:
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    count = f"{devices:,} device" + "s" * (devices != 1)
+    return f"mesh {axes} ({count})" if mesh else count
+
+
+def _bytes(n: int) -> str:
+    unit, size = ("GiB", 1 << 30) if n >= 1 << 30 else ("MiB", 1 << 20)
+    return f"{n:,} bytes ({n / size:,.2f} {unit})"
+
+
+_UNITS = {"B": 1} | {
+    f"{prefix}{end}": base**power
+    for end, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGTP", 1)
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_LARGEST, _MOST = 10, 4096
+# Memory of accelerators by a part of jax's name of their kind, the first that fits. The devices of
+# a topology say nothing of theirs, and what a program may use is a little less.
+_MEMORY = {
+    "v5 lite": 16 << 30, "v5e": 16 << 30, "v6 lite": 32 << 30, "v6e": 32 << 30, "v5": 95 << 30, "v4": 32 << 30,
+    "h200": 141 * 10**9, "h100": 80 * 10**9, "a100-sxm4-80gb": 80 * 10**9, "a100-sxm4-40gb": 40 * 10**9,
+}  # fmt: skip
+
+
+def plan(
+    model_or_path: Any,
+    mesh: Any = None,
+    *,
+    dtype: Any = None,
+    batch: int | None = None,
+    length: int | None = None,
+    cache_dtype: Any = None,
+    rules: Mapping[str, Any] | None = None,
+    hbm: int | str | None = None,
+    limits: Limits | None = None,
+) -> Plan:
+    """What a model or a checkpoint takes on each device of a mesh; nothing is loaded or moved.
+
+    Args:
+        model_or_path: A Module, or the path of a checkpoint, of which headers are read. Without
+            a mesh a Module is taken as it lies.
+        mesh: A jax Mesh or AbstractMesh, or sizes of axes: ``{"model": 8}``, ``"model=8,data=2"``.
+        dtype: What floats would be stored as; None: as they are.
+        batch, length: Add a cache of keys and values for so many sequences of so many tokens.
+        cache_dtype: Of that cache; by default that of most weights.
+        rules: As of ``Module.to``: they go before the model's own.
+        hbm: Memory of a device in bytes, or as ``"80GB"`` or ``"16GiB"``; by default what the
+            devices of a real mesh report, or their kind is known to have.
+        limits: As of ``maxjax.load``.
+
+    Raises:
+        UserInputError: An option that cannot be used, or a cache of which nothing is known.
+        CheckpointError: The checkpoint is missing or damaged.
+
+    Example:
+        >>> from maxjax import nn
+        >>> from maxjax.graph import DeviceRef
+        >>> mlp = nn.MLP("float32", None, 64, 256, [DeviceRef.CPU()])
+        >>> found = plan(mlp, {"model": 4}, hbm="32KB")
+        >>> found.bytes_per_device, found.total_bytes, found.fits
+        (49152, 196608, False)
+        >>> print(found.suggestion)
+        mesh model=4 (4 devices) with dtype=bfloat16: 24,576 bytes (0.02 MiB) on each device
+    """
+    grid = read_mesh(mesh, rules)
+    if (batch is None) != (length is None):
+        raise UserInputError("the size of a cache takes both batch= and length=")
+    for option, value in (("batch", batch), ("length", length)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserInputError(f"{option}={value!r} is not a positive number")
+    request = _Request(
+        _dtype("dtype", dtype), batch, length, _dtype("cache_dtype", cache_dtype), parse_bytes(hbm)
+    )
+    if isinstance(model_or_path, Module):
+        return _plan(of_module(model_or_path, rules), grid, request)
+    if not isinstance(model_or_path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"plan() takes a Module or the path of a checkpoint, not {type(model_or_path).__name__}"
+        )
+    with load_weights(model_or_path, limits=limits) as weights, allowing(limits):
+        return _plan(of_checkpoint(weights, rules), grid, request)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The options, checked."""
+
+    dtype: DType | None
+    batch: int | None
+    length: int | None
+    cache_dtype: DType | None
+    hbm: int | None
+
+
+def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
+    held = source.held(mesh, request.dtype)
+    cached, notes = _cache(source, held, mesh or source.mesh, request)
+    kinds = _kinds(held)
+    lies_on = source.mesh if mesh is None else mesh
+    devices = source.devices if mesh is None else mesh.size
+    taken = sum(kind.bytes_per_device for kind in kinds)
+    hbm = _reported(lies_on) if request.hbm is None else request.hbm
+    unknown = [name for one in held if one.why == UNKNOWN for name in one.names]
+    if unknown:
+        notes.append(f"sizes are not known yet, and count as nothing: {some(unknown, 3)}")
+    fits = None if hbm is None or unknown else taken + cached <= hbm
+    whole = [k for k in kinds if devices > 1 and k.bytes and k.bytes_per_device == k.bytes]
+    largest = heapq.nlargest(
+        _LARGEST, ((n, one.nbytes) for one in held for n in one.names), key=lambda row: row[1]
+    )
+    return Plan(
+        devices=devices, mesh={} if lies_on is None else dict(lies_on.shape),
+        bytes_per_device=taken, total_bytes=sum(kind.bytes for kind in kinds), kinds=tuple(kinds),
+        largest=tuple(largest), replicated=tuple(sorted(whole, key=lambda k: -k.bytes)),
+        cache_bytes_per_device=cached, basis=source.basis, hbm=hbm, fits=fits,
+        suggestion=_suggest(source, lies_on, request, hbm) if hbm and fits is False else None,
+        notes=(*source.notes, *notes),
+    )  # fmt: skip
+
+
+def _kinds(held: list[Held]) -> list[Kind]:
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for one in held:
+        spec = str(tuple(one.spec))
+        key = (names.generic(one.names[0]), one.kind, one.logical_shape, spec, one.why)
+        sums = rows.setdefault(key, [0, 0, 0])
+        count = len(one.names)
+        for i, value in enumerate((1, one.nbytes, one.nbytes_per_device)):
+            sums[i] += count * value
+    return [
+        Kind(name, count, dtype, shape, spec, whole, part, why)
+        for (name, dtype, shape, spec, why), (count, whole, part) in rows.items()
+    ]
+
+
+def _cache(
+    source: Footprint, held: list[Held], mesh: Any, request: _Request
+) -> tuple[int, list[str]]:
+    """Bytes of the cache on a device, and notes."""
+    if request.batch is None or request.length is None:
+        return 0, []
+    if source.encoder:
+        return 0, ["an encoder keeps no keys and values: there is no cache"]
+    dtype = request.cache_dtype
+    if dtype is None:
+        sizes: dict[DType, int] = {DType.bfloat16: 0}
+        for one in held:
+            if one.dtype.is_float() and one.dtype.size_in_bits >= 16:
+                sizes[one.dtype] = sizes.get(one.dtype, 0) + len(one.names) * one.nbytes
+        dtype = max(sizes, key=lambda dtype: sizes[dtype])
+    return cache_bytes(source.attention(), request.batch, request.length, dtype, mesh)
+
+
+def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Suggestion | None:
+    """The fewest devices that the model fits on; with as many, rather at the dtype it has."""
+    base = {} if mesh is None else dict(mesh.shape)
+    named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
+    narrow = dataclasses.replace(request, dtype=DType.bfloat16)
+    whole = [(wanted, _whole(source.held(None, wanted.dtype))) for wanted in (request, narrow)]
+    for doublings in range(_MOST.bit_length()):
+        for wanted, nbytes in whole:
+            for over_fsdp in range(doublings + 1):
+                sizes = dict(base)
+                for kind, power in (("model", doublings - over_fsdp), ("fsdp", over_fsdp)):
+                    if power:
+                        sizes[named[kind]] = sizes.get(named[kind], 1) << power
+                devices = math.prod(sizes.values())
+                if nbytes > hbm * devices:
+                    continue  # not even if everything were split
+                taken = _attempt(source, sizes, wanted)
+                if taken is not None and sum(taken) <= hbm:
+                    dtype = None if wanted.dtype is request.dtype else "bfloat16"
+                    return Suggestion(sizes, devices, dtype, *taken)
+    return None
+
+
+def _whole(held: list[Held]) -> int:
+    return sum(len(one.names) * one.nbytes for one in held)
+
+
+def _attempt(source: Footprint, sizes: dict[str, int], request: _Request) -> tuple[int, int] | None:
+    """Bytes of weights and of the cache on a device of such a mesh; None: it cannot be."""
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
+    try:
+        held = source.held(mesh, request.dtype)
+    except UserInputError:  # a spec of the caller's that does not divide
+        return None
+    taken = sum(len(one.names) * one.nbytes_per_device for one in held)
+    return taken, _cache(source, held, mesh, request)[0]
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def read_mesh(mesh: Any, rules: Any = None) -> Any:
+    """The mesh that is meant; sizes alone make one without devices.
+
+    Example:
+        >>> dict(read_mesh("model=8,data=2").shape)
+        {'model': 8, 'data': 2}
+    """
+    if mesh is None:
+        if rules is not None:
+            raise UserInputError("rules= are for a mesh: plan(model, mesh, rules=...)")
+        return None
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return mesh
+    sizes = list(_axes(mesh) if isinstance(mesh, str) else _items(mesh))
+    said = ",".join(f"{name}={size}" for name, size in sizes)
+    found = {axis_name(name): size for name, size in sizes}
+    if not found or any(type(n) is not int or not 0 < n <= 2**31 for n in found.values()):
+        raise UserInputError(f"mesh: '{said}': sizes are positive numbers, as model=8,data=2")
+    if len(found) < len(sizes):
+        raise UserInputError(f"mesh: '{said}' names one axis twice")
+    unknown = [name for name in found if name not in AXES]
+    if unknown and rules is None:
+        raise UserInputError(f"mesh: there is no axis '{unknown[0]}': axes are {', '.join(AXES)}")
+    return AbstractMesh(tuple(found.values()), tuple(found))
+
+
+def _items(mesh: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(mesh, Mapping):
+        raise TypeError(f"mesh must be a mesh of jax or sizes of axes, not {type(mesh).__name__}")
+    return iter(mesh.items())
+
+
+def _axes(text: str) -> Iterator[tuple[str, int]]:
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,10})\s*", part, re.ASCII)
+        if match is None:
+            raise UserInputError(f"mesh: '{text}' is not of the form model=8,data=2")
+        yield match[1], int(match[2])
+
+
+def _dtype(option: str, dtype: Any) -> DType | None:
+    if dtype is None:
+        return None
+    try:
+        # "fp16" is what PyTorch's tools call it.
+        found = DType.of(re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
+    if not found.is_float() and option == "dtype":
+        raise UserInputError(f"dtype must be a float type, not {found.name}")
+    return found
+
+
+def parse_bytes(size: int | str | None) -> int | None:
+    """A number of bytes, said with or without a unit.
+
+    Raises:
+        UserInputError: It is none, or not positive.
+
+    Example:
+        >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes(1024)
+        (80000000000, 1610612736, 1024)
+    """
+    if size is None:
+        return None
+    if type(size) is int and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    factor = units.get(match[2].lower() or "b") if match else None
+    if match and factor and (found := int(float(match[1]) * factor)) > 0:
+        return found
+    raise UserInputError(f"hbm={size!r} is not a size of memory: say it as 80GB or 16GiB")
+
+
+def _reported(mesh: Any) -> int | None:
+    """The memory of the smallest device of a real mesh, where they say or their kind is known."""
+    if not isinstance(mesh, Mesh):
+        return None
+    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    found = [memory_stats(device).get("bytes_limit") or _built_with(device) for device in local]
+    return min((n for n in found if n), default=None)
+
+
+def _built_with(device: Any) -> int | None:
+    """The memory of a device that cannot be asked, by the name of its kind."""
+    kind = str(getattr(device, "device_kind", "")).lower()
+    return next((size for part, size in _MEMORY.items() if part in kind), None)

@@ -1,0 +1,278 @@
+"""The next token of each text: pure functions of (logits, key), made for jit.
+
+A token is drawn by adding to each logit a random number that belongs to the key, the row, the
+position and the token, and taking the largest sum (the Gumbel trick). So what is drawn depends
+neither on the other rows of a batch, nor on how a mesh splits the vocabulary, nor on its padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import UserInputError, some
+from ...kernels import explicit
+from .filters import MOST_CANDIDATES, candidate_count, edge_among, edge_of, largest
+from .penalties import History, adjusted, without_padding
+from .settings import GREEDY, Amounts, Sampling
+
+
+class Sampled(NamedTuple):
+    """What was chosen for each row of a batch. A pytree.
+
+    Attributes:
+        tokens: The token ids, int32 ``[B]``; 0 where ``valid`` is False.
+        valid: False for a row that has a NaN or plus infinity, or no token left to choose.
+        logprobs: The chosen tokens' log-probabilities, float32 ``[B]``, or None when not asked
+            for. They are of the model's own distribution, before bias, penalties, bans,
+            temperature and filters, as vLLM and the OpenAI API report them.
+        top_tokens, top_logprobs: The n most probable tokens by the same distribution, falling,
+            int32 and float32 ``[B, n]``, or None.
+    """
+
+    tokens: jax.Array
+    valid: jax.Array
+    logprobs: jax.Array | None = None
+    top_tokens: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+
+
+def sample(
+    logits: jax.Array,
+    key: jax.Array | None = None,
+    settings: Sampling = GREEDY,
+    *,
+    amounts: Amounts | None = None,
+    history: History | None = None,
+    rows: jax.Array | None = None,
+    positions: jax.Array | int = 0,
+    vocab_size: int | None = None,
+) -> Sampled:
+    """Chooses the next token of each row.
+
+    Args:
+        logits: ``[B, V]`` of any float dtype; float32 is used inside.
+        key: One key for the batch, from which each row's is made by its number in ``rows``; or
+            keys ``[B]``, one for each text. Greedy needs none.
+        settings: Static under jit. All rows have the same.
+        amounts: The numbers of the settings, by default constants of the program. With
+            ``settings.kind`` and these one jitted function serves all settings of that kind.
+        history: The tokens so far, for the penalties.
+        rows: The number of each row's text among all texts, integers ``[B]``; 0, 1, 2, … when
+            absent. A text keeps its number whatever batch it is in.
+        positions: Where in its text the token will stand, an integer or ``[B]``: each step needs
+            another, or another key.
+        vocab_size: How many of the columns are tokens; the rest is padding. All when absent.
+
+    Raises:
+        UserInputError: Shapes, dtypes or token ids that do not fit, or no key or history where
+            one is needed. NaN is no error here: see :attr:`Sampled.valid` and
+            :func:`check_logits`.
+
+    Example:
+        >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
+        >>> sample(logits).tokens.tolist()
+        [1]
+        >>> settings = Sampling(temperature=0.8, top_p=0.5, logprobs=2)
+        >>> found = sample(logits, jax.random.key(0), settings)
+        >>> found.tokens.tolist(), found.top_tokens.tolist()
+        ([1], [[1, 2]])
+    """
+    vocab_size = _checked_size(logits, vocab_size)
+    keys = None if settings.is_greedy else _row_keys(key, rows, positions, logits.shape[0])
+
+    def choose(logits, keys, history, amounts):
+        values = adjusted(logits, settings, amounts, history, vocab_size)
+        found = _choose(values, keys, settings, amounts)
+        return [*found, *_logprobs(logits, found[0], settings.logprobs, vocab_size)]
+
+    mesh = explicit.mesh_of(logits)
+    if mesh is not None:  # there each operation would have to be told where its result is
+        batch = explicit.entries(logits)[:1]
+        count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
+        wanted = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
+        choose = explicit.automatic(choose, mesh, wanted)
+    return Sampled(*choose(logits, keys, history, amounts or settings.amounts))
+
+
+def process_logits(
+    logits: jax.Array,
+    settings: Sampling,
+    *,
+    history: History | None = None,
+    vocab_size: int | None = None,
+) -> jax.Array:
+    """The logits that :func:`sample` draws from, float32 ``[B, V]``; -inf for what is left out.
+
+    They are shifted: the largest of a row is 0. For greedy settings nothing is left out but
+    what is banned.
+
+    Example:
+        >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
+        >>> process_logits(logits, Sampling(temperature=1.0, top_k=2)).round(3).tolist()
+        [[-inf, 0.0, -0.693...]]
+    """
+    amounts = settings.amounts
+    values = adjusted(logits, settings, amounts, history, _checked_size(logits, vocab_size))
+    values = _scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
+    return _left(values, edge_of(values, settings, amounts)) if settings.is_filtered else values
+
+
+def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
+    """Refuses logits from which no token can be chosen. Not for use under jit.
+
+    Raises:
+        FloatingPointError: A row has a NaN or plus infinity, or nothing above minus infinity.
+
+    Example:
+        >>> check_logits(jnp.array([[0.0, jnp.nan, 1.0]]))
+        Traceback (most recent call last):
+        FloatingPointError: logits of row 0: 1 of 3 are NaN, the first for token 1
+    """
+    vocab_size = _checked_size(logits, vocab_size)
+    if isinstance(logits, jax.core.Tracer):
+        raise UserInputError("check_logits looks at values: under jit use Sampled.valid")
+    values = np.asarray(logits)[:, :vocab_size].astype(np.float32)
+    for found, text in ((np.isnan(values), "NaN"), (np.isposinf(values), "plus infinity")):
+        if found.any():
+            bad = np.flatnonzero(found.any(axis=1)).tolist()
+            row = found[bad[0]]
+            raise FloatingPointError(
+                f"logits of row {bad[0]}: {row.sum()} of {vocab_size} are {text}, the first for "
+                f"token {row.argmax()}" + (f" (also in rows {some(bad[1:])})" if bad[1:] else "")
+            )
+    empty = np.flatnonzero(np.isneginf(values).all(axis=1)).tolist()
+    if empty:
+        raise FloatingPointError(f"logits of row {empty[0]}: all {vocab_size} are minus infinity")
+
+
+# --- choosing -------------------------------------------------------------------------------
+
+
+def _choose(
+    values: jax.Array, keys: jax.Array | None, settings: Sampling, amounts: Amounts
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and whether they are valid, of values that bias, penalties and bans went over."""
+    top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
+    valid = jnp.isfinite(top)[:, 0]
+    if keys is None:
+        tokens = _first(values, top, _columns(values))
+    else:
+        scaled = _scaled(values, top, amounts.temperature)
+        if settings.is_filtered:
+            tokens = _drawn_filtered(scaled, keys, settings, amounts)
+        else:
+            tokens = _drawn(scaled, _columns(scaled), keys)
+    return jnp.where(valid, tokens, 0), valid
+
+
+def _first(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Array:
+    """The smallest of the columns that have the top value; as argmax, and many times as fast."""
+    none = jnp.iinfo(jnp.int32).max
+    return jnp.min(jnp.where(values == top, columns, none), axis=1)
+
+
+def _columns(values: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+
+
+def _drawn(values: jax.Array, columns: jax.Array, keys: jax.Array) -> jax.Array:
+    scores = values + _gumbel(keys, columns)
+    return _first(scores, jnp.max(scores, axis=1, keepdims=True), columns)
+
+
+def _drawn_filtered(
+    values: jax.Array, keys: jax.Array, settings: Sampling, amounts: Amounts
+) -> jax.Array:
+    def from_all() -> jax.Array:
+        return _drawn(_left(values, edge_of(values, settings, amounts)), _columns(values), keys)
+
+    count = candidate_count(settings, values.shape[1])
+    if count > MOST_CANDIDATES:
+        return from_all()
+    found, tokens = largest(values, count)
+    edge, right = edge_among(found, values, settings, amounts)
+
+    def from_few() -> jax.Array:
+        return _drawn(_left(found, edge), tokens, keys)
+
+    return jax.lax.cond(jnp.all(right), from_few, from_all)
+
+
+def _left(values: jax.Array, edge: jax.Array) -> jax.Array:
+    return jnp.where(values >= edge, values, -jnp.inf)
+
+
+def _scaled(values: jax.Array, top: jax.Array, temperature: Any) -> jax.Array:
+    """Values less their largest, by the temperature: at most 0, so that none overflows."""
+    return (values - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
+
+
+def _logprobs(
+    logits: jax.Array, tokens: jax.Array, count: int | None, vocab_size: int
+) -> list[jax.Array]:
+    if count is None:
+        return []
+    values = without_padding(logits.astype(jnp.float32), vocab_size)
+    total = jax.nn.logsumexp(values, axis=1, keepdims=True)
+    chosen = jnp.take_along_axis(values, tokens[:, None], axis=1) - total
+    if count == 0:
+        return [chosen[:, 0]]
+    found, top_tokens = largest(values, min(count, vocab_size))
+    return [chosen[:, 0], top_tokens, found - total]
+
+
+# --- randomness -----------------------------------------------------------------------------
+
+
+def _row_keys(
+    key: jax.Array | None, rows: jax.Array | None, positions: jax.Array | int, batch: int
+) -> jax.Array:
+    """The key of each row at its position, as uint32 ``[B, 2]``."""
+    if key is None:
+        raise UserInputError(
+            "a temperature above 0 needs a key: sample(logits, jax.random.key(0), …)"
+        )
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and (key.dtype != jnp.uint32 or key.ndim == 0):
+        raise UserInputError(f"a key of jax.random is wanted, not {key.dtype}{list(key.shape)}")
+    # Always threefry: of the others' bits a row depends on the shape of the whole array.
+    words = (jax.random.key_data(key) if typed else key)[..., :2]
+    keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+    if keys.shape not in ((), (batch,)):
+        raise UserInputError(f"keys have the shape {list(keys.shape)}: [] or [{batch}] is wanted")
+    if keys.ndim == 0:
+        rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, rows)
+    elif rows is not None:
+        raise UserInputError("rows are for one key; with a key for each row they say nothing")
+    positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (batch,))
+    return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, positions))
+
+
+def _gumbel(words: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Standard Gumbel numbers ``[B, N]``: a function of each row's key and each token's id."""
+    keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, tokens)
+    # A folded key is itself 64 random bits: no need to make others out of it.
+    bits = jax.random.key_data(folded)[..., 0]
+    # The small numbers decide who wins among many tokens, and there floats are dense.
+    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
+
+
+def _checked_size(logits: jax.Array, vocab_size: int | None) -> int:
+    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating) or 0 in logits.shape[1:]:
+        raise UserInputError(
+            f"logits of shape [B, V] and a float dtype are wanted, not {logits.dtype}"
+            f"{list(logits.shape)}"
+        )
+    width = logits.shape[1]
+    size = width if vocab_size is None else vocab_size
+    if not 0 < size <= width:
+        raise UserInputError(f"vocab_size is {size}: from 1 to the {width} columns of the logits")
+    return size

@@ -1,0 +1,413 @@
+"""Sampling: how the next token is chosen, as one static value, checked when it is made.
+
+The words are those of transformers' ``GenerationConfig`` and, for the penalties and
+log-probabilities that it lacks, of the OpenAI API and vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from ...errors import UserInputError, closest
+
+_LOG = logging.getLogger("maxjax")
+_LAST_TOKEN = 2**31 - 1
+# Twice as much is still no infinity in float32.
+_LARGEST = 1e38
+
+
+# What other libraries call it, and how it is said here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_tokens", "max_length", "max_completion_tokens", "n_predict", "max_gen_len"),
+        "max_new_tokens=",
+    ),
+    "do_sample": "temperature=: 0 is greedy, above it tokens are drawn",
+    **dict.fromkeys(("device_map", "device", "devices"), "mesh=maxjax.make_mesh(…) of maxjax.load"),
+    **dict.fromkeys(("torch_dtype", "param_dtype"), "dtype= of maxjax.load"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop="),
+    **dict.fromkeys(("eos_token_id", "eos_token_ids", "stop_token_ids"), "eos_ids="),
+    **dict.fromkeys(("seed", "generator", "rng"), "key=jax.random.key(seed)"),
+    **dict.fromkeys(("n", "num_return_sequences"), "a list with the prompt so many times"),
+    **dict.fromkeys(("top_logprobs", "num_logprobs"), "logprobs="),
+    **dict.fromkeys(("suppress_tokens", "bad_words_ids"), "banned="),
+    **dict.fromkeys(("temp", "tau"), "temperature="),
+    "sampling_params": "sampling=maxjax.Sampling(…)",
+    "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
+    "stream": "maxjax.stream(…)",
+    "messages": "maxjax.Conversation(model, tokenizer, messages)",
+    "quantization_config": "a checkpoint that is quantised (maxjax convert --quantize)",
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "a checkpoint that is quantised"),
+    **dict.fromkeys(("trust_remote_code", "use_safetensors", "low_cpu_mem_usage"), "nothing: leave it out"),
+    **dict.fromkeys(("cache_dir", "token", "local_files_only"), "the environment: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE"),
+}  # fmt: skip
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """What to write in the place of an argument that is not there; "" if nothing is like it.
+
+    Args:
+        name: As it was given.
+        names: Those that are there.
+
+    Example:
+        >>> meant("max_tokens", ["max_new_tokens"]), meant("temprature", ["temperature"])
+        (': did you mean max_new_tokens=?', ': did you mean temperature=?')
+    """
+    said = _ELSEWHERE.get(name)
+    if said is None:
+        like = closest(name, names)
+        said = like and f"{like}="
+    if not said:
+        return ""
+    return f": did you mean {said}?" if said.endswith("=") else f": say {said}"
+
+
+class Amounts(NamedTuple):
+    """The numbers of a Sampling as the arithmetic takes them, Python's or scalars. A pytree.
+
+    Attributes:
+        temperature: What logits are divided by, 1 for greedy.
+        top_p: As in Sampling.
+        least: Of shifted logits, by min-p: its logarithm.
+        repetition_penalty, presence_penalty, frequency_penalty: As in Sampling.
+    """
+
+    temperature: Any
+    top_p: Any
+    least: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Hashable: an argument that is static under jit.
+
+    The steps are taken in transformers' order: logit bias, repetition penalty, then presence
+    and frequency penalty, banned tokens, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        temperature: Divides the logits; 0 is greedy: the most probable token (of several, the
+            first), and top-k, top-p and min-p say nothing.
+        top_k: Only the k most probable tokens, with all that equal the last; 0 is off.
+        top_p: Only the most probable tokens, as many as hold this probability together; 1 is off.
+        min_p: Only tokens at least this many times as probable as the most probable; 0 is off.
+        repetition_penalty: Logits of tokens in the prompt or the answer are divided by it where
+            positive and multiplied by it where negative (transformers); 1 is off.
+        presence_penalty: Subtracted from the logits of tokens in the answer so far (OpenAI).
+        frequency_penalty: Subtracted once for each time that the token is in the answer so far.
+        logit_bias: Token id → what is added to its logit. Kept as sorted pairs.
+        banned: Token ids that are never chosen.
+        logprobs: How many of the most probable tokens are reported with their log-probabilities
+            beside the chosen one; 0 for the chosen one alone, None for nothing.
+
+    Raises:
+        UserInputError: A value that is out of range; it names the field, the value and the range.
+        TypeError: A name that is none of these; what is meant is named where that is known.
+
+    Example:
+        >>> Sampling(temperature=0.7, top_p=0.9).is_greedy
+        False
+        >>> Sampling(top_p=1.5)
+        Traceback (most recent call last):
+        maxjax.errors.UserInputError: top_p is 1.5: a number from 0 to 1 is wanted (1: off)
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    banned: Iterable[int] = ()
+    logprobs: int | None = None
+
+    def __new__(cls, *_: Any, **values: Any) -> Sampling:
+        names = [field.name for field in fields(cls)]
+        for name in values.keys() - set(names):
+            raise TypeError(f"Sampling has no {name}={meant(name, names)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, (lowest, highest, text) in _RANGES.items():
+            self._set(name, _number(name, getattr(self, name), lowest, highest, text))
+        if self.repetition_penalty == 0:
+            raise _refused("repetition_penalty", 0, _RANGES["repetition_penalty"][2])
+        self._set("top_k", _count("top_k", self.top_k, "(0: off)"))
+        if self.logprobs is not None:
+            self._set("logprobs", _count("logprobs", self.logprobs, "or None (nothing reported)"))
+        self._set("logit_bias", _biases(self.logit_bias))
+        self._set("banned", _tokens("banned", self.banned))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the way to set a field of a frozen dataclass
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken: no randomness, no key."""
+        return self.temperature == 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether top-k, top-p or min-p take some tokens out."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a penalty needs to know the tokens so far."""
+        changing = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1 or changing != (0, 0)
+
+    @property
+    def amounts(self) -> Amounts:
+        """Its numbers, those beyond float32 moved into it.
+
+        Example:
+            >>> Sampling(temperature=0.5).amounts.temperature
+            0.5
+        """
+        # Otherwise float32 would make 0 or infinity of them, and NaN or infinity of a logit.
+        inside = lambda number: min(max(number, 1e-30), 1e30)
+        return Amounts(
+            1.0 if self.is_greedy else inside(self.temperature),
+            self.top_p,
+            math.log(self.min_p) if self.min_p > 0 else -math.inf,
+            inside(self.repetition_penalty),
+            self.presence_penalty,
+            self.frequency_penalty,
+        )
+
+    @property
+    def kind(self) -> Sampling:
+        """The same but for its numbers: of one kind are those that one program serves.
+
+        Example:
+            >>> Sampling(temperature=0.5, top_p=0.9).kind == Sampling(temperature=0.7, top_p=0.8).kind
+            True
+            >>> Sampling(temperature=0.5).kind == Sampling(temperature=0.5, top_p=0.8).kind
+            False
+        """
+        unused = {"temperature", "top_k", "top_p", "min_p"} if self.is_greedy else set()
+        off = {field.name: field.default for field in fields(self)}
+        numbers = {
+            name: off[name] if name in unused or getattr(self, name) == off[name] else 0.5
+            for name in _RANGES
+        }
+        return replace(self, **numbers, top_k=0 if unused else self.top_k)
+
+    @staticmethod
+    def from_generation_config(config: Mapping[str, Any]) -> Sampling:
+        """What ``generation_config.json`` says, with transformers' values where it is silent.
+
+        Without ``do_sample`` transformers is greedy; with it, and without ``top_k``, it takes
+        50. Settings that would change the result and are not supported are named in a warning
+        of the logger "maxjax"; unknown ones, and those about length and stopping, are left alone.
+
+        Raises:
+            UserInputError: A value of the wrong type or out of range.
+
+        Example:
+            >>> s = Sampling.from_generation_config({"do_sample": True, "temperature": 0.6})
+            >>> s.temperature, s.top_k
+            (0.6, 50)
+            >>> Sampling.from_generation_config({"temperature": 0.6}).is_greedy
+            True
+        """
+        do_sample = _given(config, "do_sample", False)
+        if not isinstance(do_sample, bool):
+            raise _refused("do_sample", do_sample, "true or false is wanted")
+        unsupported = _unsupported(config, do_sample)
+        banned = list(_tokens("suppress_tokens", _given(config, "suppress_tokens", ())))
+        eos = eos_token_ids(config)
+        for word in _lists(config, "bad_words_ids"):
+            ids = _tokens("bad_words_ids", word)
+            if len(ids) > 1 or len(word) > 1:
+                unsupported.append("bad_words_ids of several tokens")
+            else:  # transformers never bans the end of the text here
+                banned += [token for token in ids if token not in eos]
+        bias, several = _sequence_bias(config)
+        unsupported += several
+        if unsupported:
+            names = ", ".join(dict.fromkeys(unsupported))
+            _LOG.warning("the generation config asks for what is not supported: %s", names)
+        drawing = {
+            "temperature": _given(config, "temperature", 1.0),
+            "top_k": _given(config, "top_k", 50),
+            "top_p": _given(config, "top_p", 1.0),
+            "min_p": _given(config, "min_p", 0.0),
+        }
+        return Sampling(
+            repetition_penalty=_given(config, "repetition_penalty", 1.0),
+            logit_bias=bias,
+            banned=banned,
+            **(drawing if do_sample else {}),
+        )
+
+
+def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text, of ``eos_token_id``: one, several or none.
+
+    Raises:
+        UserInputError: Something that is no token id.
+
+    Example:
+        >>> eos_token_ids({"eos_token_id": [128009, 128001]})
+        (128001, 128009)
+    """
+    ids = _given(config, "eos_token_id", ())
+    return _tokens("eos_token_id", [ids] if isinstance(ids, Integral) else ids)
+
+
+# --- checks ---------------------------------------------------------------------------------
+
+# Lowest, highest, and the words for it.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, math.inf, "a number of at least 0 is wanted (0: greedy)"),
+    "top_p": (0, 1, "a number from 0 to 1 is wanted (1: off)"),
+    "min_p": (0, 1, "a number from 0 to 1 is wanted (0: off)"),
+    "repetition_penalty": (0, math.inf, "a number above 0 is wanted (1: off)"),
+    "presence_penalty": (-2, 2, "a number from -2 to 2 is wanted (0: off)"),
+    "frequency_penalty": (-2, 2, "a number from -2 to 2 is wanted (0: off)"),
+}
+
+
+def _refused(name: str, value: Any, wanted: str) -> UserInputError:
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of more digits than Python will write
+        shown = "a very large integer"
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    return UserInputError(f"{name} is {shown}: {wanted}")
+
+
+def _number(name: str, value: Any, lowest: float, highest: float, text: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _refused(name, value, text)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not (lowest <= number <= highest and math.isfinite(number)):
+        raise _refused(name, value, text)
+    return number
+
+
+def _is_index(value: Any) -> bool:
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_integer and 0 <= int(value) <= _LAST_TOKEN
+
+
+def _count(name: str, value: Any, rest: str) -> int:
+    if not _is_index(value):
+        raise _refused(name, value, f"an integer of at least 0 is wanted {rest}")
+    return int(value)
+
+
+def _token(name: str, value: Any) -> int:
+    if not _is_index(value):
+        raise _refused(name, value, f"a token id from 0 to {_LAST_TOKEN} is wanted")
+    return int(value)
+
+
+def _tokens(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise _refused(name, values, "a list of token ids is wanted")
+    return tuple(sorted({_token(name, value) for value in values}))
+
+
+def _biases(values: Any) -> tuple[tuple[int, float], ...]:
+    wanted = "a table of token ids and numbers is wanted"
+    pairs = values.items() if isinstance(values, Mapping) else values
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise _refused("logit_bias", values, wanted)
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise _refused("logit_bias", values, wanted)
+        token, bias = _token("logit_bias", pair[0]), pair[1]
+        banning = isinstance(bias, float) and bias == -math.inf
+        text = f"for token {token} a number of float32, or minus infinity, is wanted"
+        found[token] = bias if banning else _number("logit_bias", bias, -_LARGEST, _LARGEST, text)
+    return tuple(sorted(found.items()))
+
+
+# --- generation_config.json -----------------------------------------------------------------
+
+# What changes the result and is not here, with the values at which it does not.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "guidance_scale": (1,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "forced_decoder_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "dola_layers": (),
+    "token_healing": (False,),
+}
+_UNSUPPORTED_IN_DRAWING: dict[str, tuple[Any, ...]] = {
+    "top_h": (),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+}
+
+
+def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A setting; null is as good as absent."""
+    value = config.get(name)
+    return default if value is None else value
+
+
+def _unsupported(config: Mapping[str, Any], do_sample: bool) -> list[str]:
+    table = _UNSUPPORTED | (_UNSUPPORTED_IN_DRAWING if do_sample else {})
+    return [
+        name
+        for name, neutral in table.items()
+        if config.get(name) is not None and config[name] not in neutral
+    ]
+
+
+def _lists(config: Mapping[str, Any], name: str) -> list[list[Any]]:
+    values = _given(config, name, [])
+    if not isinstance(values, list) or not all(isinstance(v, (list, tuple)) for v in values):
+        raise _refused(name, values, "a list of lists is wanted")
+    return values
+
+
+def _sequence_bias(config: Mapping[str, Any]) -> tuple[dict[int, float], list[str]]:
+    """The biases of single tokens, and the name of what is left out."""
+    bias: dict[int, float] = {}
+    several = []
+    for entry in _lists(config, "sequence_bias"):
+        if len(entry) != 2 or not isinstance(entry[0], (list, tuple)):
+            raise _refused("sequence_bias", entry, "a list of token ids and a number are wanted")
+        if len(entry[0]) == 1:
+            bias[_token("sequence_bias", entry[0][0])] = entry[1]
+        else:
+            several = ["sequence_bias of several tokens"]
+    return bias, several
+
+
+GREEDY = Sampling()
+"""The most probable token, always."""

@@ -1,0 +1,188 @@
+"""Arrays of placed weights: put where they belong, and seen as operations are to see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ...driver import memory_stats
+from ...errors import OutOfMemoryError
+from ...kernels import explicit
+from .device_major import DeviceMajor
+from .specs import axis_of, held_bytes, names_in, spec_of, split_over
+
+
+def put(array: Any, sharding: Any, name: str = "") -> Any:
+    """The array, of the host or of devices, on a Sharding; None leaves the place to JAX.
+
+    Raises:
+        OutOfMemoryError: A device cannot hold its part; weight and bytes are named.
+    """
+    if isinstance(array, Tracer):
+        return array
+    try:
+        if getattr(sharding, "is_fully_addressable", True):
+            held = getattr(array, "sharding", None)
+            if held is not None and held.memory_kind != getattr(sharding, "memory_kind", None):
+                # From one kind of memory to another JAX moves only what stays on its devices.
+                array = jax.device_put(array, held.with_memory_kind("device"))
+            return jax.device_put(array, sharding)
+        # Of several processes each gives what its own devices hold: nothing is compared or sent.
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+    except jax.errors.JaxRuntimeError as error:
+        raise out_of_memory(error, name, array.shape, array.dtype, sharding) from error
+
+
+def relaid(
+    array: Any, sharding: Any, before: DeviceMajor | None, after: DeviceMajor | None, name: str
+) -> Any:
+    """A stored value, stored in another layout on another Sharding (of the logical value)."""
+    if before == after:
+        where = sharding if after is None else after.sharding(sharding)
+        return put(array, where, name)
+    # Between explicitly placed arrays of two meshes only the host can mediate.
+    logical = np.asarray(array) if array.is_fully_addressable else array
+    logical = logical if before is None else before.restore(logical)
+    if after is None:
+        return put(logical, sharding, name)
+    return put(after.arrange(logical), after.sharding(sharding), name)
+
+
+def out_of_memory(
+    error: Exception, name: str, shape: Sequence[int], dtype: Any, sharding: Any
+) -> Exception:
+    """What to raise for an error of XLA: OutOfMemoryError if it is one, else the error itself."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return error
+    itemsize = jax.numpy.dtype(dtype).itemsize
+    part = held_bytes(sharding, shape, itemsize)
+    device = (
+        min(sharding.device_set, key=lambda d: d.id) if sharding is not None else jax.devices()[0]
+    )
+    stats = memory_stats(device)
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    return OutOfMemoryError(
+        f"weight '{name}': each device needs {part:,} bytes for its part of {list(shape)} {dtype}"
+        + (f", and {device.platform}:{device.id} has {free:,} free" if free > 0 else "")
+        + ". maxjax.plan(model, mesh) shows what another mesh or dtype would need."
+    )
+
+
+def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
+    """A weight's array as operations are to see it: whole, and in the devices' own memory.
+
+    Inside ``shard_map`` a weight is only its part: it is gathered. One that is split over
+    ``fsdp``, which the batch is split over too, is gathered where it is used. One that lies
+    in the host's memory comes to the devices.
+
+    Args:
+        dims: The whole's sizes, if they are known.
+    """
+    if sharding.memory_kind not in (None, "device"):
+        array = _on_device(array, sharding)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return array
+    traced = isinstance(array, Tracer)
+    if traced and dims is not None and array.shape != tuple(dims):
+        for axis, names in enumerate(sharding.spec):
+            if names is not None and array.shape[axis] != dims[axis]:
+                array = jax.lax.all_gather(array, names, axis=axis, tiled=True, to="invarying")
+        return array
+    return _gathered(array, sharding, traced)
+
+
+def stays(array: Any, dims: Sequence[int] | None, sharding: Any) -> bool:
+    """Whether operations can use a weight where it lies: :func:`as_used` would not move it."""
+    if sharding.memory_kind not in (None, "device"):
+        return False
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return True
+    if dims is None or tuple(array.shape) != tuple(dims):
+        return False
+    fsdp = axis_of(sharding.mesh, "fsdp")
+    return not any(fsdp in names_in(entry) for entry in sharding.spec)
+
+
+def _on_device(array: Any, sharding: Any) -> Any:
+    if isinstance(array, Tracer):
+        return jax.device_put(array, jax.memory.Space.Device)
+    return jax.device_put(array, sharding.with_memory_kind("device"))
+
+
+def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
+    """The array split as its sharding says, but not over ``fsdp``.
+
+    The first constraint is for what comes back: XLA is free to split gradients in any way.
+    """
+    mesh = _as_it_is_here(sharding.mesh)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    fsdp = axis_of(mesh, "fsdp")
+    if AxisType.Manual in types.values():
+        return array
+    if AxisType.Explicit in types.values() and explicit.mesh_of(array) is not None:
+        found = explicit.entries(array)
+        if not any(fsdp in entry for entry in found):
+            return array
+        kept = [tuple(name for name in entry if name != fsdp) for entry in found]
+        return jax.sharding.reshard(array, explicit.sharding(explicit.mesh_of(array), kept))
+    if not traced or array.ndim != len(sharding.spec):
+        return array
+    spec = [
+        tuple(n for n in names_in(entry) if types[n] is AxisType.Auto) for entry in sharding.spec
+    ]
+    array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(spec)))
+    if not any(fsdp in entry for entry in spec):
+        return array
+    whole = [tuple(name for name in entry if name != fsdp) for entry in spec]
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(whole)))
+
+
+def _as_it_is_here(mesh: Any) -> Any:
+    """The mesh of the code being traced, if it is this one: its axes may be of another type there."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if context.axis_names == mesh.axis_names else mesh
+
+
+def is_manual(axis: str) -> bool:
+    """Whether the code being traced runs inside a ``shard_map`` over the axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return axis in getattr(mesh, "manual_axes", ())
+
+
+def last_axis_whole(array: jax.Array, weight: Any, axis: int = -1) -> jax.Array:
+    """``array`` with its last axis on every device, where an axis of ``weight`` is split.
+
+    Otherwise XLA might split it too, and everything that comes of it.
+    """
+    names = split_over(weight, axis % len(weight.shape))
+    if not names or not isinstance(array, Tracer) or any(map(is_manual, names)):
+        return array
+    mesh = weight.sharding.mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(types[name] is not AxisType.Auto for name in names):
+        return array
+    free = (PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*free, None)))
+
+
+def on_mesh(
+    f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: PartitionSpec
+) -> Callable[..., Any]:
+    """``jax.shard_map`` of arrays that lie in any way on the mesh, or nowhere in particular."""
+    mesh = _as_it_is_here(mesh)
+    explicit = AxisType.Explicit in mesh.axis_types
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
+    if not explicit:
+        return mapped
+
+    def run(*arrays: Any) -> Any:
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tuple(specs))
+        return mapped(*jax.tree.map(jax.sharding.reshard, arrays, places))
+
+    return run

@@ -1,0 +1,97 @@
+"""Meshes: devices in a grid whose axes have names that strategies know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ...errors import UserInputError
+
+# What an axis is called elsewhere → its name here.
+ALIASES = {
+    "dp": "data", "batch": "data", "tp": "model", "tensor": "model", "mp": "model",
+    "ep": "expert", "sp": "seq", "cp": "seq", "context": "seq",
+}  # fmt: skip
+AXES = ("data", "fsdp", "expert", "seq", "model")
+
+
+def axis_name(name: str) -> str:
+    """The name of a mesh axis in maxjax's terms.
+
+    Example:
+        >>> axis_name("tp"), axis_name("data"), axis_name("mine")
+        ('model', 'data', 'mine')
+    """
+    return ALIASES.get(name, name)
+
+
+def make_mesh(
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_types: Any = jax.sharding.AxisType.Auto,
+    **sizes: int,
+) -> jax.sharding.Mesh:
+    """A mesh of devices by the sizes of its axes: ``make_mesh(data=2, model=4)``.
+
+    Args:
+        devices: Which; by default the first of JAX's, as many as the sizes need.
+        axis_types: ``jax.sharding.AxisType`` of all axes, or one for each.
+        sizes: How many devices along each axis; one may be -1, for all that are left. The
+            usual names are data, fsdp, expert, seq and model; dp, tp, ep and sp are
+            understood.
+
+    Raises:
+        UserInputError: No axis, a size that is not positive, two axes of one name, or more
+            devices than there are.
+
+    Example:
+        >>> import maxjax
+        >>> dict(maxjax.make_mesh(data=1, tp=1).shape)
+        {'data': 1, 'model': 1}
+    """
+    if not sizes:
+        raise UserInputError(
+            f"make_mesh() needs the size of an axis, as make_mesh(model=2); axes are {', '.join(AXES)}"
+        )
+    names = [axis_name(name) for name in sizes]
+    if len(set(names)) < len(names):
+        raise UserInputError(f"make_mesh(): {', '.join(sizes)} name one axis twice")
+    there = list(jax.devices() if devices is None else devices)
+    counts = _counts(sizes, len(there))
+    needed = math.prod(counts)
+    if needed > len(there):
+        raise UserInputError(
+            f"make_mesh({_shown(sizes)}) needs {needed} devices, and there are {len(there)}: {_kinds(there)}"
+        )
+    types = axis_types if isinstance(axis_types, (tuple, list)) else [axis_types] * len(names)
+    return jax.make_mesh(
+        tuple(counts), tuple(names), axis_types=tuple(types), devices=there[:needed]
+    )
+
+
+def _counts(sizes: dict[str, int], available: int) -> list[int]:
+    counts = list(sizes.values())
+    if any(type(n) is not int or (n < 1 and n != -1) for n in counts) or counts.count(-1) > 1:
+        raise UserInputError(
+            f"make_mesh({_shown(sizes)}): a size is a positive number, or -1 for one of them"
+        )
+    if -1 in counts:
+        others = math.prod(n for n in counts if n != -1)
+        if available % others:
+            raise UserInputError(
+                f"make_mesh({_shown(sizes)}): {available} devices are no multiple of {others}"
+            )
+        counts[counts.index(-1)] = available // others
+    return counts
+
+
+def _shown(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _kinds(devices: Sequence[Any]) -> str:
+    kinds = [f"{device.platform}:{device.id}" for device in devices]
+    return ", ".join(kinds[:8]) + (", …" if len(kinds) > 8 else "")

@@ -1,0 +1,323 @@
+"""Placement: from what is wished for a weight, and a mesh, to a PartitionSpec.
+
+Axes of the mesh alone decide which kinds of parallelism there are. Strategies of tensors
+split over ``model``, those of experts over ``expert`` and ``model``, ``fsdp`` splits the
+largest axis left, and ``data`` and ``seq`` split no weight. What does not divide is whole
+on every device, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...errors import UserInputError
+from .device_major import DeviceMajor
+from .mesh import AXES, axis_name
+from .strategy import ByModule, Segmented, ShardingStrategy, _Ranges
+
+TENSOR, EXPERTS = ("model",), ("expert", "model")
+
+
+class Split(NamedTuple):
+    """A strategy and the kinds of mesh axes that it splits over.
+
+    Attributes:
+        strategy: How the weight is split; ``num_devices`` is not looked at.
+        over: Kinds of axes, of which those the mesh has are taken together.
+        instead: What to try where the sizes do not divide.
+        by_device: Whether the layer works with rows in the order of the devices
+            (:class:`DeviceMajor`); the strategy is then ``segmented`` on axis 0.
+    """
+
+    strategy: ShardingStrategy
+    over: tuple[str, ...] = TENSOR
+    instead: ShardingStrategy | None = None
+    by_device: bool = False
+
+
+class Placed(NamedTuple):
+    """Where a weight goes, and why.
+
+    Attributes:
+        spec: For each axis of the weight, the axes of the mesh that it is split over.
+        why: One phrase for people.
+        layout: How the rows are stored, where not in their own order.
+    """
+
+    spec: PartitionSpec
+    why: str
+    layout: DeviceMajor | None = None
+
+
+def axis_of(mesh: Any, kind: str) -> str | None:
+    """The mesh's own name for a kind of axis, if it has one: ``model`` may be called ``tp``.
+
+    Example:
+        >>> import maxjax
+        >>> axis_of(maxjax.make_mesh(tp=1), "model"), axis_of(maxjax.make_mesh(tp=1), "data")
+        ('model', None)
+    """
+    if kind in mesh.axis_names:
+        return kind
+    return next((name for name in mesh.axis_names if axis_name(name) == axis_name(kind)), None)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuses a mesh of which nothing is known.
+
+    Raises:
+        UserInputError: None of its axes is one that a strategy splits over, or data or seq.
+    """
+    if not any(axis_of(mesh, kind) for kind in AXES):
+        raise UserInputError(
+            f"the mesh has the axes {', '.join(map(str, mesh.axis_names)) or '()'}, and strategies know "
+            f"{', '.join(AXES)} (or dp, tp, ep, sp): name its axes so, or say with rules= what is split over them"
+        )
+
+
+def place(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int = 1) -> Placed:
+    """Where a weight goes on a mesh.
+
+    Args:
+        name: Of the weight, for messages.
+        shape: Its sizes, those of packed weights counted in weights.
+        block: So many values of the last axis stay together: the block of packed weights.
+        wish: A ShardingStrategy, a :class:`Split`, a PartitionSpec to be taken as it is, or
+            None: nothing is known of it.
+        mesh: A ``jax.sharding.Mesh``, or an AbstractMesh.
+
+    Raises:
+        UserInputError: The strategy or the spec does not fit the weight's rank; a spec names
+            an axis the mesh lacks, or one that does not divide the size.
+        NotImplementedError: The strategy is a function, of which only it knows the ranges.
+
+    Example:
+        >>> import jax, maxjax
+        >>> from maxjax.graph import ShardingStrategy
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("fsdp", "model"))
+        >>> tuple(place("w", (8, 6), ShardingStrategy.rowwise(1), mesh).spec)
+        ('model', 'fsdp')
+        >>> place("w", (9, 6), ShardingStrategy.rowwise(1), mesh).why
+        'the 9 values of axis 0 do not divide by model=4; axis 1 over fsdp=2'
+    """
+    if not isinstance(wish, (ShardingStrategy, Split, PartitionSpec, tuple, type(None))):
+        raise UserInputError(
+            f"weight '{name}': a rule is a PartitionSpec, a ShardingStrategy or None, not {wish!r}"
+        )
+    if isinstance(wish, PartitionSpec) or type(wish) is tuple:
+        return Placed(_given(name, shape, wish, mesh, block), "as given")
+    # What each axis is divided into at the most.
+    counts = [*shape[:-1], shape[-1] // block] if shape else []
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    reasons = []
+    split = Split(wish) if isinstance(wish, ShardingStrategy) else wish
+    if isinstance(split, Split):
+        reasons.append(_tensor(name, shape, counts, split, mesh, entries))
+    fsdp = axis_of(mesh, "fsdp")
+    if fsdp is not None and mesh.shape[fsdp] > 1:
+        reasons.append(_fully(shape, counts, fsdp, mesh.shape[fsdp], entries))
+    if split is None and not any(reasons):
+        reasons.append("no strategy")
+    why = "; ".join(reason for reason in reasons if reason)
+    return Placed(spec_of(entries), why, _layout(split, entries, mesh))
+
+
+def _tensor(
+    name: str,
+    shape: Sequence[int],
+    counts: Sequence[int],
+    split: Split,
+    mesh: Any,
+    entries: list[tuple[str, ...]],
+) -> str:
+    """Enters what a strategy splits; why, or why not."""
+    axes = [axis_of(mesh, kind) for kind in split.over]
+    over = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
+    if not over:
+        return f"the mesh has no {' or '.join(split.over)} axis"
+    n = math.prod(mesh.shape[axis] for axis in over)
+    sizes = " and ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
+    problems = []
+    for strategy in filter(None, (split.strategy, split.instead)):
+        found = _divided(name, shape, strategy, n)
+        if found is None:
+            return "replicated by its strategy"
+        axis, units, unit = found
+        if units % n == 0 and counts[axis] % n == 0:
+            entries[axis] = over
+            return "; ".join([*problems, f"axis {axis} over {sizes}"])
+        if counts[axis] != shape[axis]:
+            units, unit = counts[axis], "blocks"
+        count = f"the {units} {unit}" if unit == "heads" else f"the {units} {unit} of axis {axis}"
+        problems.append(f"{count} do not divide by {sizes}")
+    return "; ".join(problems)
+
+
+def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajor | None:
+    """How the rows of a weight are stored that is split inside of them."""
+    if split is None or not split.by_device or not entries[0]:
+        return None
+    rule = split.strategy.shard
+    tensor = {axis_of(mesh, kind) for kind in split.over}
+    if not set(entries[0]) <= tensor or not isinstance(rule, Segmented) or len(rule.segments) < 2:
+        return None
+    n = math.prod(mesh.shape[name] for name in entries[0])
+    return DeviceMajor(n, tuple(segment.size for segment in rule.segments))
+
+
+def _divided(
+    name: str, shape: Sequence[int], strategy: ShardingStrategy, n: int
+) -> tuple[int, int, str] | None:
+    """The axis that is split, how many parts it falls into and what they are; None for no axis."""
+    rule = strategy.shard
+    if isinstance(rule, ByModule):
+        raise UserInputError(
+            f"weight '{name}': {rule.kind} is for whole layers: a single weight needs rowwise, columnwise, …"
+        )
+    if not isinstance(rule, _Ranges):
+        raise NotImplementedError(
+            f"weight '{name}' has a strategy made of a function, which Weight.shard can use and a mesh cannot: "
+            "use rowwise, columnwise, axiswise, … or rules= with a PartitionSpec"
+        )
+    if rule.axis is None:
+        return None
+    rank = len(shape)
+    if not -rank <= rule.axis < rank:
+        raise UserInputError(
+            f"weight '{name}' of shape {tuple(shape)} has no axis {rule.axis} to be split"
+        )
+    axis = rule.axis % rank
+    try:
+        end = max((stop for _, stop in rule.ranges(shape[axis], n - 1, n)), default=shape[axis])
+    except ValueError as error:
+        raise UserInputError(f"weight '{name}': {error}") from None
+    if end != shape[axis]:
+        raise UserInputError(
+            f"weight '{name}': its strategy covers {end} of the {shape[axis]} values of axis {axis}"
+        )
+    return axis, rule.units(shape[axis]), rule.unit
+
+
+def _fully(
+    shape: Sequence[int], counts: Sequence[int], fsdp: str, n: int, entries: list[tuple[str, ...]]
+) -> str:
+    """Enters the largest axis left; vectors stay whole, a gather would cost more than they do."""
+    if len(shape) < 2:
+        return ""
+    free = [axis for axis in range(len(shape)) if not entries[axis] and counts[axis] % n == 0]
+    if not free:
+        return f"no axis left that divides by {fsdp}={n}"
+    axis = max(free, key=lambda axis: shape[axis])
+    entries[axis] = (fsdp,)
+    return f"axis {axis} over {fsdp}={n}"
+
+
+def spec_of(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
+
+
+def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int) -> PartitionSpec:
+    """A spec somebody wrote, in the mesh's own names."""
+    if len(wish) > len(shape):
+        raise UserInputError(
+            f"weight '{name}' of shape {tuple(shape)} has fewer axes than its spec {tuple(wish)}"
+        )
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    for axis, entry in enumerate(wish):
+        if not all(
+            isinstance(kind, str) for kind in (entry if type(entry) is tuple else [entry or ""])
+        ):
+            raise UserInputError(f"weight '{name}': {entry!r} in its spec is no axis of a mesh")
+        for kind in names_in(entry):
+            found = axis_of(mesh, kind)
+            if found is None:
+                raise UserInputError(
+                    f"weight '{name}' is to be split over '{kind}', and the mesh has the axes "
+                    f"{', '.join(map(str, mesh.axis_names))}"
+                )
+            entries[axis] = (*entries[axis], found)
+        n = math.prod(mesh.shape[axis_name] for axis_name in entries[axis])
+        unit = block if axis == len(shape) - 1 else 1
+        if shape[axis] % (n * unit):
+            whole = f" in blocks of {unit}" if unit > 1 else ""
+            raise UserInputError(
+                f"weight '{name}': axis {axis} of {shape[axis]}{whole} does not divide by {n} "
+                f"({', '.join(entries[axis])})"
+            )
+    used = [axis for entry in entries for axis in entry]
+    if len(set(used)) < len(used):
+        raise UserInputError(
+            f"weight '{name}': the spec {tuple(wish)} uses an axis of the mesh twice"
+        )
+    return spec_of(entries)
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def by_pattern(rules: Mapping[str, Any], name: str) -> tuple[bool, Any]:
+    """Whether a table has a pattern for the name, ``*`` for anything, and what the first says.
+
+    Example:
+        >>> by_pattern({"*.q_proj.weight": 1, "*": 2}, "layers.0.q_proj.weight")
+        (True, 1)
+    """
+    for pattern, wish in rules.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return True, wish
+    return False, None
+
+
+def parts(weight: Any, axis: int) -> int:
+    """How many parts an axis of a Weight is split into where it is placed.
+
+    Example:
+        >>> from maxjax.graph import DeviceRef, Weight
+        >>> parts(Weight("w", "float32", (4, 2), DeviceRef.CPU()), 0)
+        1
+    """
+    names = split_over(weight, axis)
+    return math.prod(weight.sharding.mesh.shape[name] for name in names) if names else 1
+
+
+def split_over(weight: Any, axis: int) -> tuple[str, ...]:
+    """The axes of the mesh that an axis of a placed Weight is split over."""
+    where = getattr(weight, "sharding", None)
+    if not isinstance(where, NamedSharding) or axis >= len(where.spec):
+        return ()
+    return names_in(where.spec[axis])
+
+
+def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -> tuple[str, ...]:
+    """The axes of a mesh that ``count`` rows of a batch are split over: those that divide them.
+
+    Example:
+        >>> import jax
+        >>> batch_axes(jax.sharding.AbstractMesh((2, 3, 2), ("data", "model", "fsdp")), 6)
+        ('data',)
+    """
+    found: tuple[str, ...] = ()
+    for kind in kinds:
+        axis = axis_of(mesh, kind)
+        n = math.prod(mesh.shape[name] for name in found)
+        if axis is not None and count % (n * mesh.shape[axis]) == 0:
+            found = (*found, axis)
+    return found
+
+
+def held_bytes(sharding: Any, shape: Sequence[int], itemsize: int) -> int:
+    """What one device holds of an array."""
+    part = shape if sharding is None else sharding.shard_shape(tuple(shape))
+    return math.prod(part) * itemsize
+
+
+def mesh_of(shardings: Sequence[Any]) -> Any:
+    """The mesh that weights were placed on, if they were."""
+    found = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    return next(found, None)

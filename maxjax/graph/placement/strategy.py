@@ -1,0 +1,420 @@
+"""ShardingStrategy: how a weight is split over devices, as data.
+
+A strategy cuts one axis: for each device it names ranges of that axis, which are put
+together. Strategies made by the constructors below are frozen and equal when they say
+the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from ..shape import StaticDim
+
+Range = tuple[int, int]
+
+
+def even_range(size: int, i: int, n: int) -> Range:
+    """The part of ``size`` that device ``i`` of ``n`` gets; the first ``size % n`` get one more.
+
+    Example:
+        >>> [even_range(7, i, 3) for i in range(3)]
+        [(0, 3), (3, 5), (5, 7)]
+    """
+    base, more = divmod(size, n)
+    start = i * base + min(i, more)
+    return start, start + base + (i < more)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of an axis that is split by itself: in units of ``size / num_heads``, if any.
+
+    Attributes:
+        size: How long it is.
+        num_heads: Into how many equal heads it falls, which stay whole; None: single elements.
+
+    Example:
+        >>> Segment.even(5).shard_range(0, 2), Segment.head_aware(3, 4).shard_range(1, 2)
+        ((0, 3), (8, 12))
+    """
+
+    size: int
+    num_heads: int | None = None
+
+    @classmethod
+    def even(cls, size: int) -> Segment:
+        """Split as evenly as it goes."""
+        return cls(size)
+
+    @classmethod
+    def head_aware(cls, num_heads: int, head_dim: int) -> Segment:
+        """Split between heads."""
+        return cls(num_heads * head_dim, num_heads)
+
+    def shard_range(self, i: int, n: int) -> Range:
+        """What device ``i`` of ``n`` gets, counted from the segment's start."""
+        if self.num_heads is None:
+            return even_range(self.size, i, n)
+        width = self.size // self.num_heads
+        start, end = even_range(self.num_heads, i, n)
+        return start * width, end * width
+
+
+class _Ranges:
+    """What makes the ranges of an axis a callable of (weight, device, devices)."""
+
+    axis: int | None
+
+    def ranges(self, extent: int, i: int, n: int) -> list[Range]:
+        raise NotImplementedError
+
+    def units(self, extent: int) -> int:
+        """How many equal parts may go to different devices: a mesh axis has to divide it."""
+        return extent
+
+    # What the units are, for people.
+    unit: Any = "values"
+
+    def __call__(self, weight: Any, i: int, n: int) -> Any:
+        if self.axis is None:
+            return weight
+        axis, extent = _axis_of(weight, self.axis)
+        before = (slice(None),) * axis
+        parts = [weight[(*before, slice(a, b))] for a, b in self.ranges(extent, i, n)]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def _axis_of(weight: Any, axis: int) -> tuple[int, int]:
+    rank = len(weight.shape)
+    if not -rank <= axis < rank:
+        raise IndexError(f"a weight of shape {tuple(weight.shape)} has no axis {axis} to be split")
+    extent = weight.shape[axis]
+    if not isinstance(extent, (int, StaticDim)):
+        raise TypeError(
+            f"axis {axis} of a weight of shape {weight.shape!r} has no known size: it cannot be split"
+        )
+    return axis % rank, int(extent)
+
+
+@dataclass(frozen=True)
+class Whole(_Ranges):
+    """Every device gets everything."""
+
+    axis = None
+
+
+@dataclass(frozen=True)
+class ByModule(_Ranges):
+    """A word for Modules, which give each of their weights a strategy of its own."""
+
+    kind: str
+    axis = None
+
+    def __call__(self, weight: Any, i: int, n: int) -> Any:
+        raise NotImplementedError(
+            f"{self.kind} is a placeholder for a whole layer: a single weight needs rowwise, columnwise, …"
+        )
+
+
+@dataclass(frozen=True)
+class Evenly(_Ranges):
+    """One axis, split as evenly as it goes."""
+
+    axis: int
+    name: str = "axiswise"
+
+    def ranges(self, extent: int, i: int, n: int) -> list[Range]:
+        return [even_range(extent, i, n)]
+
+
+@dataclass(frozen=True)
+class StackedQkv(_Ranges):
+    """Queries, keys and values one below the other, each split between heads."""
+
+    num_heads: int
+    head_dim: int
+    axis = 0
+    unit = "heads"
+
+    def units(self, extent: int) -> int:
+        return self.num_heads
+
+    def ranges(self, extent: int, i: int, n: int) -> list[Range]:
+        third, rest = divmod(extent, 3)
+        if rest:
+            raise ValueError(f"stacked_qkv: {extent} rows are not three parts of one size")
+        if third != self.num_heads * self.head_dim:
+            raise ValueError(
+                f"stacked_qkv: {extent} rows are not 3 x {self.num_heads} heads of {self.head_dim}"
+            )
+        start, end = Segment.head_aware(self.num_heads, self.head_dim).shard_range(i, n)
+        return [(part * third + start, part * third + end) for part in range(3)]
+
+
+@dataclass(frozen=True)
+class HeadAware(_Ranges):
+    """Columns that belong to heads; of packed weights (FP4, FP6) as many fewer."""
+
+    num_heads: int
+    head_dim: int
+    axis = 1
+    unit = "heads"
+
+    def units(self, extent: int) -> int:
+        return self.num_heads
+
+    def ranges(self, extent: int, i: int, n: int) -> list[Range]:
+        start, end = Segment.head_aware(self.num_heads, self.head_dim).shard_range(i, n)
+        whole = self.num_heads * self.head_dim
+        if 2 * extent == whole:
+            start, end = start // 2, end // 2
+        elif 4 * extent == 3 * whole:
+            start, end = start * 3 // 4, end * 3 // 4
+        if end > extent:
+            raise ValueError(f"head_aware_columnwise: {self.num_heads} heads of {self.head_dim} reach column {end}, "
+                             f"and there are {extent}")  # fmt: skip
+        return [(start, end)]
+
+
+@dataclass(frozen=True)
+class GateUp(_Ranges):
+    """Two halves of one axis, each split evenly."""
+
+    axis: int
+    unit = "values in each half"
+
+    def units(self, extent: int) -> int:
+        return extent // 2
+
+    def ranges(self, extent: int, i: int, n: int) -> list[Range]:
+        half, rest = divmod(extent, 2)
+        if rest:
+            raise ValueError(f"gate_up: an axis of {extent} has no two halves")
+        start, end = even_range(half, i, n)
+        return [(start, end), (half + start, half + end)]
+
+
+@dataclass(frozen=True)
+class Segmented(_Ranges):
+    """Segments one after the other, each split by its own rule."""
+
+    axis: int
+    segments: tuple[Segment, ...]
+
+    def units(self, extent: int) -> int:
+        return math.gcd(*(segment.num_heads or segment.size for segment in self.segments))
+
+    @property
+    def unit(self) -> str:
+        """What a device gets a whole number of."""
+        heads = all(segment.num_heads for segment in self.segments)
+        return "heads" if heads else "parts that all segments fall into"
+
+    def ranges(self, extent: int, i: int, n: int) -> list[Range]:
+        total = sum(segment.size for segment in self.segments)
+        packed = 2 * extent == total
+        if not packed and extent != total:
+            raise ValueError(f"segmented: the segments cover {total} of an axis of {extent}")
+        found, offset = [], 0
+        for segment in self.segments:
+            start, end = segment.shard_range(i, n)
+            start, end = offset + start, offset + end
+            found.append((start // 2, end // 2) if packed else (start, end))
+            offset += segment.size
+        return found
+
+
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """How a weight is split: over how many devices, and by what rule.
+
+    Args:
+        num_devices: The number of parts ``Weight.shard`` makes. On a mesh the axis decides.
+        shard: ``f(weight, i, num_devices)``: what device ``i`` gets. The constructors below
+            give rules that are data; any function works for ``Weight.shard``.
+
+    Example:
+        >>> from maxjax.graph import ShardingStrategy
+        >>> ShardingStrategy.rowwise(2) == ShardingStrategy.rowwise(2)
+        True
+        >>> ShardingStrategy.columnwise(4).sharded_axis
+        1
+        >>> import numpy as np
+        >>> ShardingStrategy.rowwise(3)(np.arange(7), 1)
+        array([3, 4])
+    """
+
+    num_devices: int
+    shard: Callable[[Any, int, int], Any]
+
+    def __call__(self, weight: Any, i: int) -> Any:
+        """What device ``i`` gets.
+
+        Raises:
+            ValueError: There is no such device.
+            IndexError, TypeError: The rule does not fit the weight's shape.
+        """
+        if not 0 <= i < self.num_devices:
+            raise ValueError(
+                f"device {i} of a {self!r}, which splits over {self.num_devices}, counted from 0"
+            )
+        return self.shard(weight, i, self.num_devices)
+
+    def check_devices(self, count: int, what: str) -> None:
+        """There must be at most as many devices as parts; fewer take the first parts.
+
+        Raises:
+            ValueError: There are more; the message has both numbers.
+        """
+        if count > self.num_devices:
+            raise ValueError(
+                f"{what} is split over {self.num_devices} devices by its sharding strategy, and shard() got {count}: "
+                f"give it {self.num_devices} devices, or a strategy for {count}"
+            )
+
+    # -- constructors, in MAX's order of arguments
+
+    @classmethod
+    def rowwise(cls, num_devices: int) -> ShardingStrategy:
+        """Rows: the output features of a Linear's weight."""
+        return cls(num_devices, Evenly(0, "rowwise"))
+
+    @classmethod
+    def columnwise(cls, num_devices: int) -> ShardingStrategy:
+        """Columns: the input features of a Linear's weight."""
+        return cls(num_devices, Evenly(1, "columnwise"))
+
+    @classmethod
+    def axiswise(cls, axis: int, num_devices: int) -> ShardingStrategy:
+        """Any one axis, counted from the end if negative."""
+        return cls(num_devices, Evenly(axis))
+
+    @classmethod
+    def replicate(cls, num_devices: int) -> ShardingStrategy:
+        """Everything on each device."""
+        return cls(num_devices, Whole())
+
+    @classmethod
+    def stacked_qkv(cls, num_devices: int, num_heads: int, head_dim: int) -> ShardingStrategy:
+        """Rows of queries, keys and values one below the other, split between heads."""
+        return cls(num_devices, StackedQkv(num_heads, head_dim))
+
+    @classmethod
+    def head_aware_columnwise(
+        cls, num_devices: int, num_heads: int, head_dim: int
+    ) -> ShardingStrategy:
+        """Columns, split between heads: the output projection of attention."""
+        return cls(num_devices, HeadAware(num_heads, head_dim))
+
+    @classmethod
+    def gate_up(cls, num_devices: int, axis: int = 2) -> ShardingStrategy:
+        """Gate and up projections side by side on one axis: each half split evenly."""
+        return cls(num_devices, GateUp(axis))
+
+    @classmethod
+    def segmented(
+        cls, num_devices: int, axis: int, segments: Iterable[Segment]
+    ) -> ShardingStrategy:
+        """Segments of one axis, each split by its own rule."""
+        return cls(num_devices, Segmented(axis, tuple(segments)))
+
+    @classmethod
+    def tensor_parallel(cls, num_devices: int) -> ShardingStrategy:
+        """For a whole layer: each of its weights is split as tensor parallelism wants it."""
+        return cls(num_devices, ByModule("tensor_parallel"))
+
+    @classmethod
+    def expert_parallel(cls, num_devices: int) -> ShardingStrategy:
+        """For a layer of experts: each device has some of them."""
+        return cls(num_devices, ByModule("expert_parallel"))
+
+    # -- what it is
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Made by ``rowwise``."""
+        return self.shard == Evenly(0, "rowwise")
+
+    @property
+    def is_colwise(self) -> bool:
+        """Made by ``columnwise``."""
+        return self.shard == Evenly(1, "columnwise")
+
+    @property
+    def is_axiswise(self) -> bool:
+        """Made by ``axiswise``."""
+        return isinstance(self.shard, Evenly) and self.shard.name == "axiswise"
+
+    @property
+    def is_replicate(self) -> bool:
+        """Made by ``replicate``."""
+        return self.shard == Whole()
+
+    @property
+    def is_stacked_qkv(self) -> bool:
+        """Made by ``stacked_qkv``."""
+        return isinstance(self.shard, StackedQkv)
+
+    @property
+    def is_head_aware_colwise(self) -> bool:
+        """Made by ``head_aware_columnwise``."""
+        return isinstance(self.shard, HeadAware)
+
+    @property
+    def is_gate_up(self) -> bool:
+        """Made by ``gate_up``."""
+        return isinstance(self.shard, GateUp)
+
+    @property
+    def is_segmented(self) -> bool:
+        """Made by ``segmented``."""
+        return isinstance(self.shard, Segmented)
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Made by ``tensor_parallel``."""
+        return self.shard == ByModule("tensor_parallel")
+
+    @property
+    def is_expert_parallel(self) -> bool:
+        """Made by ``expert_parallel``."""
+        return self.shard == ByModule("expert_parallel")
+
+    @property
+    def sharded_axis(self) -> int | None:
+        """The axis that is split; None where none is, or where only a function knows."""
+        return getattr(self.shard, "axis", None)
+
+
+@runtime_checkable
+class Shardable(Protocol):
+    """What has a strategy and can be split: a Weight, a layer."""
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """How it is split."""
+        ...
+
+    def shard(self, devices: Any) -> Sequence[Any]:
+        """One part for each device."""
+        ...
+
+
+def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> tuple[int, ...]:
+    """The shape of what device ``i`` gets of a weight of this shape; no values are needed.
+
+    Raises:
+        IndexError: The weight has no such axis.
+        ValueError: The axis cannot be split in this way.
+        NotImplementedError: The strategy is for whole layers.
+    """
+    return tuple(
+        jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+    )

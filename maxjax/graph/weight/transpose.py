@@ -1,0 +1,144 @@
+"""WeightTranspose: what ``w.T`` is, so that ``x @ w.T`` reaches ``kernels.matmul``.
+
+Among TensorValues it is a TransposedValue, which is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import kernels
+from ...dtype import DType, promote
+from ..operands import check_product
+from ..shape import Shape
+from ..value import TensorValue, around, unwrap, wraps
+
+
+class _OfWeight:
+    """What is known of ``w.T`` without its array, in both of its kinds."""
+
+    __slots__ = ()
+    _weight: Any
+
+    @property
+    def T(self) -> Any:
+        """The Weight itself."""
+        return self._weight
+
+    @property
+    def shape(self) -> Shape:
+        """The reversed shape."""
+        return Shape(list(self._weight.shape)[::-1])
+
+    @property
+    def dtype(self) -> DType:
+        """The weight's element type."""
+        return self._weight.dtype
+
+
+class WeightTranspose(_OfWeight):
+    """``w.T``: operators, and no ``__jax_array__``.
+
+    Only an operand JAX does not know makes it hand ``x @ w.T`` to ``__rmatmul__``, in
+    eager code and in every transformation. For the same reason ``jnp.dot(x, w.T)``
+    raises TypeError: :meth:`array` gives the transposed array for such places.
+    """
+
+    __array_ufunc__ = None
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Any):
+        self._weight = weight
+
+    def array(self) -> jax.Array:
+        """The transposed array (all axes reversed)."""
+        return self._weight._as_array().T
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._weight.ndim
+
+    def __rmatmul__(self, x: Any) -> Any:
+        array = x._as_array() if isinstance(x, TensorValue) else jnp.asarray(x)
+        if self._weight.ndim != 2 or array.ndim < 1:
+            y = array @ self.array()
+        else:
+            y = kernels.matmul(array, self._weight)
+        return TensorValue(y) if wraps(x, self._weight) else y
+
+    def __repr__(self) -> str:
+        return f"{self._weight!r}.T"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array(), dtype=dtype)
+
+
+class TransposedValue(_OfWeight, TensorValue):
+    """``w.T`` where a Weight gives TensorValues: the matrix with its axes swapped.
+
+    The array is made when it is asked for; ``x @ w.T`` does not ask.
+    """
+
+    def __init__(self, weight: Any):
+        self._weight = weight
+
+    @property
+    def _array(self) -> Any:
+        return self._weight._as_array().T
+
+    @property
+    def rank(self) -> int:
+        """2."""
+        return 2
+
+    def __rmatmul__(self, x: Any) -> Any:
+        # Python asks the right operand first where its class derives from the left one's.
+        return self._matmul(x, self)
+
+    def _product(self, x: Any) -> Any:
+        """``x @ w.T``: see ``value.py``."""
+        array, weight = unwrap(x), self._weight
+        if not isinstance(array, jax.Array):
+            array = jnp.asarray(array)
+        if weight._packing is not None:
+            check_product(array.shape, list(weight.logical_shape)[::-1])
+        else:
+            # Eagerly this counts: the usual case first.
+            if not array.ndim or array.shape[-1] != weight._dims[-1]:
+                check_product(array.shape, self.shape)
+            if array.dtype != weight._dtype.np:
+                promote(DType.of(array.dtype), self.dtype)  # an integer and a float do not meet
+        return around(kernels.matmul(array, weight))
+
+
+jax.tree_util.register_pytree_with_keys(
+    TransposedValue,
+    lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
+    lambda _, leaves: around(next(iter(leaves))),  # type: ignore[arg-type]
+    lambda t: ((t._array,), None),
+)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: WeightTranspose, *args: Any) -> Any:
+        args = tuple(a.array() if isinstance(a, WeightTranspose) else a for a in args)
+        array = self.array()
+        return getattr(TensorValue(array) if wraps(self._weight, *args) else array, name)(*args)
+
+    method.__name__ = name
+    return method
+
+
+# Anything but a product from the left is plain work on the transposed array.
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv",
+              "mod", "rmod", "pow", "rpow", "matmul", "lt", "le", "gt", "ge", "neg", "pos", "abs",
+              "getitem"):  # fmt: skip
+    setattr(WeightTranspose, f"__{_name}__", _forward(f"__{_name}__"))
+for _name in ("astype", "reshape", "sum", "mean"):
+    setattr(WeightTranspose, _name, _forward(_name))

@@ -1,0 +1,21 @@
+"""flax nnx: any checkpoint into an nnx module, and Modules as nnx State.
+
+``load`` fills a module, ``tensors`` gives what it holds by the names of a checkpoint, and
+``torch_rules`` makes the table for both out of the module's own layers; ``to_state``,
+``from_state`` and ``as_nnx`` bring a maxjax Module over. Importing this imports flax.
+
+``interchange`` holds ``load`` and ``tensors``; ``variables`` finds the Variables of a module,
+``matching`` assigns tensors to them, ``filling`` reads each device's part, ``writing`` is the way
+back, ``state`` converts Modules, ``torch_layers`` knows how PyTorch stores each kind of layer.
+"""
+
+from .interchange import AS_IS as AS_IS
+from .interchange import OIHW_TO_HWIO as OIHW_TO_HWIO
+from .interchange import Packed as Packed
+from .interchange import T as T
+from .interchange import as_nnx as as_nnx
+from .interchange import from_state as from_state
+from .interchange import load as load
+from .interchange import tensors as tensors
+from .interchange import to_state as to_state
+from .interchange import torch_rules as torch_rules

@@ -1,0 +1,250 @@
+"""Whether a checkpoint fits an nnx module: what goes where, and all that does not fit.
+
+Decided from names, shapes and dtypes alone, before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...dtype import DType
+from ...errors import CheckpointMismatchError, UserInputError, closest, some
+from ...graph.weights import WeightData
+from ...nn.layer.load.fit import same_content
+from ..layouts import Layout
+from ..renaming import Function, Renaming, Route
+from .filling import Filling
+from .variables import Target
+
+# So many of a kind are named in a message; the error's `diff` has all of them.
+_SHOWN = 10
+# Names are compared for likeness among no more than this.
+_COMPARED = 1000
+
+
+class Different(NamedTuple):
+    """A tensor that does not fit its Variable.
+
+    Attributes:
+        name: The Variable's path.
+        tensor: The tensor's name in the checkpoint.
+        expected, found: Shape (that of the file) or dtype.
+    """
+
+    name: str
+    tensor: str
+    expected: Any
+    found: Any
+
+
+class Diff(NamedTuple):
+    """All in which a checkpoint and a module differ.
+
+    Attributes:
+        missing: Paths of Variables that nothing is there for.
+        unexpected: Names of tensors that no Variable takes.
+        shapes, dtypes: What has another shape, another dtype.
+        others: Other reasons, in words.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shapes: tuple[Different, ...]
+    dtypes: tuple[Different, ...]
+    others: tuple[str, ...]
+
+
+class Matching:
+    """What goes where.
+
+    Args:
+        targets: The Variables by path.
+        renaming: The table of names.
+        data: The tensors by name.
+        cast: Whether dtypes may differ.
+
+    Attributes:
+        fillings: The Variables and what they are made of.
+        diff: What does not fit.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Target],
+        renaming: Renaming,
+        data: Mapping[str, WeightData],
+        cast: bool,
+    ):
+        self._targets, self._renaming, self._cast = targets, renaming, cast
+        self._paths = {name: target for target in targets.values() for name in target.names}
+        self._shapes: list[Different] = []
+        self._dtypes: list[Different] = []
+        self._others: list[str] = []
+        # By Variable: layer's number (0 where there are no layers) → (tensor, its data, route).
+        self._given: dict[str, dict[int, tuple[str, WeightData, Route]]] = {}
+        unexpected = [name for name, value in data.items() if not self._take(name, value)]
+        missing = [
+            name for name, one in targets.items() if one.is_needed and name not in self._given
+        ]
+        self.fillings = [one for name in self._given if (one := self._filling(name)) is not None]
+        self.diff = Diff(
+            tuple(missing), tuple(unexpected), tuple(self._shapes), tuple(self._dtypes),
+            tuple(self._others),
+        )  # fmt: skip
+
+    def _take(self, name: str, value: WeightData) -> bool:
+        """Gives a tensor to its Variables; False if there is none."""
+        routes = self._renaming.routes(name)
+        taken = not routes
+        for route in routes:
+            target = self._paths.get(route.target)
+            if target is None:
+                continue
+            taken = True
+            held = self._given.setdefault(target.name, {})
+            other = held.setdefault(route.index or 0, (name, value, route))
+            if other[0] != name and not _agree(other, (name, value, route)):
+                self._others.append(f"'{other[0]}' and '{name}' are both for '{target.name}', "
+                                    "and differ")  # fmt: skip
+        return taken
+
+    def _filling(self, name: str) -> Filling | None:
+        target, given = self._targets[name], self._given[name]
+        tensor, _, route = given[min(given)]
+        change: Any = route.change
+        if isinstance(change, Layout):
+            turn = change.of(target.shape)
+            if turn is None:
+                self._others.append(f"'{name}' has {len(target.shape)} axes, and '{change}' gives it "
+                                    f"{len(change.axes)}")  # fmt: skip
+                return None
+            change = turn
+        elif change is None and _wants_layout(tensor, target):
+            self._others.append(f"'{tensor}' as '{name}': say which way it lies, 'o i -> i o' for a weight as "
+                                "torch stores it, 'i o -> i o' for one as flax does")  # fmt: skip
+            return None
+        filling = Filling(target, change)
+        for number in self._numbers(target, change, given):
+            one = given.get(number)
+            if one is None:
+                continue
+            value = self._fitting(target, change, one[0], one[1])
+            if value is not None:
+                filling.sources.append((one[0], value))
+        return filling
+
+    def _numbers(self, target: Target, change: Any, given: Mapping[int, Any]) -> list[int]:
+        axis = getattr(getattr(change, "layout", None), "stacks", None)
+        if axis is None:
+            return [0]
+        numbers = list(range(target.shape[axis]))
+        lacking = [number for number in numbers if number not in given]
+        beyond = [given[number][0] for number in sorted(given) if number not in numbers]
+        if lacking:
+            self._others.append(f"'{target.name}' has {len(numbers)} layers, and nothing is there for "
+                                f"{some(lacking, _SHOWN)}")  # fmt: skip
+        if beyond:
+            self._others.append(f"'{target.name}' has {len(numbers)} layers, and there are "
+                                f"{some(beyond, _SHOWN)}")  # fmt: skip
+        return numbers
+
+    def _fitting(
+        self, target: Target, change: Any, tensor: str, value: WeightData
+    ) -> WeightData | None:
+        """The data in the Variable's dtype; None if it does not fit."""
+        wanted = DType.of(target.dtype)
+        packed = value._is_packed and wanted.is_float()
+        sizes = tuple(int(size) for size in (value.logical_shape if packed else value.shape))
+        if not isinstance(change, Function):
+            expected = target.shape if change is None else change.file_shape
+            if sizes != expected:
+                self._shapes.append(Different(target.name, tensor, expected, sizes))
+                return None
+        if value.dtype is wanted or isinstance(change, Function) and self._cast:
+            return value
+        same_kind = value.dtype.is_float() and wanted.is_float() or packed
+        integers = value.dtype.is_integral() and wanted.is_integral()
+        if not (self._cast and (same_kind or integers)):
+            found = value.quantization_encoding if packed else value.dtype
+            self._dtypes.append(Different(target.name, tensor, str(wanted), str(found)))
+            return None
+        return value.astype(wanted) if same_kind else value
+
+    # -- what to say
+
+    def is_refused(self, strict: bool) -> bool:
+        """Whether the load must not be."""
+        diff = self.diff
+        apart = diff.missing or diff.unexpected
+        return bool(diff.shapes or diff.dtypes or diff.others or (strict and apart))
+
+    def error(self, path: str | None, strict: bool) -> CheckpointMismatchError:
+        """What does not fit, all of it in one error."""
+        diff = self.diff
+        groups = []
+        if strict and diff.missing:
+            shown = [self._missing(name) for name in diff.missing[:_SHOWN]]
+            groups.append(f"{len(diff.missing)} missing: {_shown(shown, len(diff.missing))}")
+        if strict and diff.unexpected:
+            names = [f"'{name}'" for name in diff.unexpected]
+            groups.append(f"{len(names)} unexpected: {some(names, _SHOWN)}")
+        if diff.shapes:
+            shown = [self._differing(one) for one in diff.shapes[:_SHOWN]]
+            groups.append(f"{len(diff.shapes)} of another shape: {_shown(shown, len(diff.shapes))}")
+        if diff.dtypes:
+            shown = [self._differing(one) for one in diff.dtypes[:_SHOWN]]
+            groups.append(f"{len(diff.dtypes)} of another dtype: {_shown(shown, len(diff.dtypes))}")
+        groups += [f"also: {some(diff.others, _SHOWN)}"] if diff.others else []
+        problem = f"the checkpoint does not fit the module: {'; '.join(groups)}"
+        error = CheckpointMismatchError(problem, path=path, hint=self._hint())
+        error.diff = diff  # type: ignore[attr-defined]
+        return error
+
+    def _hint(self) -> str:
+        hint = "Nothing was changed."
+        if self.diff.dtypes and not self._cast:
+            hint += " cast=True converts floats, and decodes packed blocks."
+        if any(sorted(one.expected) == sorted(one.found) for one in self.diff.shapes):
+            hint += " Sizes agree in another order: a layout in the table ('o i -> i o') turns a tensor."
+        return hint
+
+    def _missing(self, name: str) -> str:
+        try:
+            origin = self._renaming.origin(name).name
+        except UserInputError:
+            origin = name
+        left = self.diff.unexpected[:_COMPARED]
+        there = {self._there(tensor): tensor for tensor in left}
+        like = closest(origin, left) or there.get(closest(name, there) or "")
+        text = f"'{name}'" if origin == name else f"'{name}' (from '{origin}')"
+        return text if like is None else f"{text} (is it '{like}'?)"
+
+    def _there(self, tensor: str) -> str:
+        """What a tensor that no Variable takes would have been."""
+        routes = self._renaming.routes(tensor)
+        return routes[0].target if routes else tensor
+
+    @staticmethod
+    def _differing(one: Different) -> str:
+        expected, found = (
+            list(v) if isinstance(v, tuple) else v for v in (one.expected, one.found)
+        )
+        name = f"'{one.name}'" + ("" if one.tensor == one.name else f" (from '{one.tensor}')")
+        return f"{name} is {found} and must be {expected}"
+
+
+def _shown(shown: list[str], total: int) -> str:
+    more = total - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _agree(one: tuple[str, WeightData, Route], other: tuple[str, WeightData, Route]) -> bool:
+    """Whether two tensors would give a Variable the same array."""
+    return one[2].change == other[2].change and same_content(one[1], other[1])
+
+
+def _wants_layout(tensor: str, target: Target) -> bool:
+    """Whether a weight would become a kernel as it lies: of a square one no shape would tell."""
+    last = tensor.rpartition(".")[2]
+    return last == "weight" and target.name.rpartition(".")[2] == "kernel"

@@ -1,0 +1,196 @@
+"""maxjax Modules as flax nnx State, and as nnx modules. The buffers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ...dtype import DType
+from ...errors import CheckpointMismatchError, UserInputError, some
+from ...nn.layer import Module
+
+
+class Packed(nnx.Variable):
+    """Weights that are no floats: blocks of bytes (``encoding`` says of what), integers.
+
+    No Param: there is no gradient to them.
+    """
+
+
+def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
+    """The values of a Module as an nnx State: Params by the parts of their names.
+
+    Args:
+        model: The Module; values that are not there yet are ``jax.ShapeDtypeStruct``.
+        unstack: Give each layer of a LayerStack its own arrays, under the names of the state
+            dict. These are copies. Otherwise a stack is one array ``[n, ...]``, at
+            ``layers.*.weight``.
+
+    Returns:
+        A State of the Module's own arrays, in the order in which it holds them: not copied.
+        Ties are there once, under their owner's name. What is no float is :class:`Packed`.
+
+    Raises:
+        UserInputError: A weight's name is a part of another's.
+        ValueError: ``unstack``, and a weight has no value.
+
+    Example:
+        >>> import jax, maxjax
+        >>> import maxjax
+        >>> from maxjax import nn
+        >>> from maxjax.graph import DeviceRef
+        >>> model = maxjax.init(nn.Linear(2, 3, "float32", DeviceRef.CPU()), jax.random.key(0))
+        >>> state = to_state(model)
+        >>> state["weight"].get_value() is model.weight.value
+        True
+    """
+    names, leaves, weights = _parts(model)
+    encodings = {name: _encoding(weight) for name, weight in zip(names, weights, strict=True)}
+    values = dict(zip(names, leaves, strict=True))
+    if unstack:
+        values = model.state_dict(auto_initialize=False)
+        own = model.raw_state_dict()
+        encodings = {name: _encoding(own[name]) for name in values}
+    flat: dict[Any, Any] = {
+        tuple(name.split(".")): _variable(value, encodings[name]) for name, value in values.items()
+    }
+    for path in flat:
+        if outer := next((path[:n] for n in range(1, len(path)) if path[:n] in flat), None):
+            raise UserInputError(f"'{'.'.join(outer)}' is a weight, and '{'.'.join(path)}' is below it: "
+                                 "a State cannot hold both")  # fmt: skip
+    return nnx.from_flat_state(flat)
+
+
+def from_state(model: Module, state: Any) -> Module:
+    """A Module like ``model`` around the values of a State; it shares them.
+
+    Args:
+        model: What the new one is to be like; it may be without values, and is not changed.
+        state: What :func:`to_state` gave, or such a tree of other values (gradients, a trained
+            State). With ``unstack=True`` the layers are stacked again, which copies them.
+
+    Raises:
+        CheckpointMismatchError: Names, shapes or dtypes are not the Module's.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax import nn
+        >>> from maxjax.graph import DeviceRef
+        >>> model = maxjax.init(nn.Linear(2, 3, "float32", DeviceRef.CPU()), jax.random.key(0))
+        >>> double = jax.tree.map(lambda x: x + x, to_state(model))
+        >>> bool((from_state(model, double).weight == model.weight * 2).all())
+        True
+    """
+    names, leaves, _ = _parts(model)
+    values = {name: _value(one) for name, one in _flat(state)}
+    treedef = jax.tree.structure(model)
+    if set(values) == set(names):
+        _check(names, leaves, values)
+        return jax.tree.unflatten(treedef, [values[name] for name in names])
+    own = set(model.raw_state_dict())
+    if set(values) != own:
+        lacking, beyond = sorted(set(names) - set(values)), sorted(set(values) - set(names))
+        raise CheckpointMismatchError(
+            f"the State is not one of this {type(model).__name__}: "
+            f"missing {some(lacking) or 'nothing'}; unexpected {some(beyond) or 'nothing'}"
+        )
+    new = jax.tree.unflatten(treedef, list(map(_placeholder, leaves)))
+    try:
+        Module.load_state_dict(new, values)
+    except ValueError as error:
+        raise CheckpointMismatchError(str(error).removesuffix(".")) from None
+    return new
+
+
+class _Wrapped(nnx.Module):
+    """What :func:`as_nnx` gives."""
+
+    def __init__(self, model: Module):
+        self.weights = nnx.data(nnx.to_pure_dict(to_state(model), lambda one: one))
+        self.structure = nnx.static(jax.tree.structure(model))
+        self.names = nnx.static(tuple(_parts(model)[0]))
+
+    @property
+    def model(self) -> Module:
+        """The maxjax Module around the present values."""
+        flat = dict(_flat(self.weights))
+        return jax.tree.unflatten(self.structure, [_value(flat[name]) for name in self.names])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the Module."""
+        return self.model(*args, **kwargs)
+
+
+def as_nnx(model: Module) -> Any:
+    """An nnx module that runs a maxjax Module, with its weights as Params; they are shared.
+
+    ``nnx.jit``, ``nnx.grad`` and ``nnx.Optimizer`` take it. Its attribute ``model`` is the
+    maxjax Module around the values it has by then. Weights are below ``weights``, in the order
+    in which ``to_state`` gives them.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax import nn
+        >>> from maxjax.graph import DeviceRef
+        >>> linear = maxjax.init(nn.Linear(2, 3, "float32", DeviceRef.CPU()), jax.random.key(0))
+        >>> wrapped = as_nnx(linear)
+        >>> grads = nnx.grad(lambda m, x: m(x).sum())(wrapped, jnp.ones(2))
+        >>> grads["weights"]["weight"].shape
+        (3, 2)
+    """
+    return _Wrapped(model)
+
+
+def _parts(model: Module) -> tuple[list[str], list[Any], list[Any]]:
+    """Names, leaves and Weights of a Module, in its own order."""
+    if not isinstance(model, Module):
+        raise UserInputError(f"a maxjax Module is wanted, not {type(model).__name__}")
+    definition, weights = model._mx_definition()
+    return list(definition.names), jax.tree.leaves(model), list(weights)
+
+
+def _encoding(weight: Any) -> str | None:
+    encoding = getattr(weight, "template", weight).quantization_encoding
+    return None if encoding is None else encoding.value
+
+
+def _variable(value: Any, encoding: str | None) -> nnx.Variable:
+    if encoding is not None:
+        return Packed(value, encoding=encoding)
+    return nnx.Param(value) if jnp.issubdtype(value.dtype, jnp.floating) else Packed(value)
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, Variable or array) of a State or nested mappings."""
+    if isinstance(tree, Mapping) or isinstance(tree, nnx.State):
+        for key, one in tree.items():
+            yield from _flat(one, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
+def _value(one: Any) -> Any:
+    return one.get_value() if isinstance(one, nnx.Variable) else one
+
+
+def _placeholder(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _check(names: list[str], leaves: list[Any], values: Mapping[str, Any]) -> None:
+    wrong = [
+        f"'{name}' is {_described(values[name])} and must be {_described(leaf)}"
+        for name, leaf in zip(names, leaves, strict=True)
+        if _described(values[name]) != _described(leaf)
+    ]
+    if wrong:
+        raise CheckpointMismatchError(f"the State does not fit the Module: {some(wrong)}")
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{DType.of(value.dtype)} {list(shape)}"

@@ -1,0 +1,129 @@
+"""What of a flax nnx module is to be filled: its Variables, by dotted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import graphlib
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from ...errors import UserInputError
+
+
+@dataclass
+class Target:
+    """A Variable that holds an array, or is to hold one.
+
+    Attributes:
+        name: Its dotted path: "blocks.0.attn.query.kernel".
+        variable: Itself.
+        owner: The module it is an attribute of.
+        shape, dtype: Of its array.
+        sharding: Where that lies or is to lie; None where JAX is free to choose.
+        is_needed: Whether a module without it is not whole: a Param, or one without a value.
+        names: All its paths, where it is shared.
+    """
+
+    name: str
+    variable: Any
+    owner: Any
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    is_needed: bool
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> Any:
+        """The array, or what stands for it."""
+        return self.variable.get_value() if self.variable.ref else self.variable.get_raw_value()
+
+    def put(self, array: jax.Array) -> None:
+        """Makes an array its value, as it is."""
+        if self.variable.ref:
+            self.variable.set_value(array)
+        else:
+            self.variable.set_raw_value(array)
+
+
+def targets(module: Any) -> dict[str, Target]:
+    """The Variables below a module by path, each once, under its first.
+
+    State of random numbers is left out, and what holds no array.
+    """
+    found: dict[int, Target] = {}
+    for path, owner, variable in places(module):
+        if id(variable) not in found:
+            one = _target(path, owner, variable)
+            if one is None:
+                continue
+            found[id(variable)] = one
+        found[id(variable)].names.append(path)
+    return {one.name: one for one in found.values()}
+
+
+def places(module: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(path, owner, Variable) of every place below a module where a Variable is.
+
+    Raises:
+        UserInputError: It is no module of flax nnx.
+    """
+    if graphlib.get_node_impl(module) is None:
+        raise UserInputError(f"this is no flax nnx module: {type(module).__name__}")
+    yield from _places(module, (), [], None)
+
+
+def _places(
+    node: Any, path: tuple[str, ...], above: list[Any], owner: Any
+) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(node, nnx.Variable):
+        yield ".".join(path), owner, node
+        return
+    impl = graphlib.get_node_impl(node)
+    if impl is None or any(node is one for one in above):  # a module may hold what holds it
+        return
+    above.append(node)
+    holder = node if isinstance(node, nnx.Module) else owner
+    for key, child in impl.node_dict(node).items():
+        if not str(key).startswith("_pytree__"):
+            yield from _places(child, (*path, str(key)), above, holder)
+    above.pop()
+
+
+def _target(path: str, owner: Any, variable: Any) -> Target | None:
+    if isinstance(variable, nnx.RngState):
+        return None
+    value = variable.get_value() if variable.ref else variable.get_raw_value()
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    is_needed = isinstance(variable, nnx.Param) or isinstance(value, jax.ShapeDtypeStruct)
+    sharding = _sharding(path, variable, value)
+    return Target(path, variable, owner, tuple(shape), dtype, sharding, is_needed)
+
+
+def _sharding(path: str, variable: Any, value: Any) -> Any:
+    """Where the value lies, or where the Variable's metadata says it is to lie."""
+    if isinstance(value, jax.Array):
+        is_chosen = not isinstance(value, Tracer) and value.committed
+        return value.sharding if is_chosen else None
+    sharding = getattr(value, "sharding", None)
+    metadata = variable.get_metadata()
+    mesh = metadata.get("mesh") or jax.sharding.get_mesh()
+    if sharding is None:
+        if not metadata.get("out_sharding") or mesh.empty:
+            return None
+        return NamedSharding(mesh, nnx.spmd.get_var_pspec(variable) or PartitionSpec())
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
+        return sharding
+    if mesh.empty or mesh.abstract_mesh != sharding.mesh:
+        raise UserInputError(
+            f"'{path}' was made for a mesh that is not there now: load inside jax.set_mesh(mesh)"
+        )
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)

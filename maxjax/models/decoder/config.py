@@ -1,0 +1,208 @@
+"""The settings of a decoder of Llama's kind; what families differ in is data here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ...errors import CheckpointFormatError, UnsupportedModelError
+from ...nn.activation import ACTIVATIONS
+from ..config import ModelConfig, setting
+from .rope import Rope, read_rope
+
+# The longest pattern of layers that is looked for.
+_LONGEST_PERIOD = 32
+_SLIDES = {"full_attention": False, "sliding_attention": True}
+
+
+def own(default: Any) -> Any:
+    """A setting that no file has: a family says what it is."""
+    return dataclasses.field(default=default, metadata={"own": True})
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """What a decoder is made of. Fields are keys of ``config.json`` unless they say otherwise.
+
+    Attributes:
+        num_kv_heads: Of keys and values; as many as of queries where it is not said.
+        head_dim: ``hidden_size / num_heads`` where it is not said.
+        attention_bias, output_bias: Whether queries, keys and values have biases, and whether the
+            projection after attention has one (by default as they do).
+        qk_norm: Each head of queries and keys is normalised before it is turned.
+        post_norms: Attention and MLP are normalised after as well as before, as in Gemma 2.
+        norm_offset: Added to the weights of norms: 1 in Gemma.
+        embedding_scale: What embeddings are multiplied by.
+        query_scale: What scores are multiplied by, instead of ``1/√head_dim``.
+        attn_soft_cap, logit_soft_cap: Scores and logits become ``cap · tanh(x / cap)``.
+        sliding_window: How many tokens back a layer sees that slides, itself included.
+        slides: For each layer, whether it does; by default all do if there is a window.
+        rope, local_rope: How queries and keys are turned, and how in layers that slide, where
+            that is otherwise.
+    """
+
+    vocab_size: int = setting(minimum=1, held="axis")
+    hidden_size: int = setting(minimum=1, held="axis")
+    intermediate_size: int = setting(minimum=1, held="axis")
+    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000, held="layers")
+    num_heads: int = setting("num_attention_heads", minimum=1, held="axis")
+    num_kv_heads: int | None = setting("num_key_value_heads", default=None, minimum=1, held="axis")
+    head_dim: int | None = setting(default=None, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=2048, minimum=1)
+    rms_norm_eps: float = setting(default=1e-6)
+    hidden_act: str = setting(default="silu")
+    tie_word_embeddings: bool = setting(default=False)
+    attention_bias: bool = setting(default=False)
+    mlp_bias: bool = setting(default=False)
+    sliding_window: int | None = setting(default=None, minimum=1)
+    output_bias: bool | None = own(None)
+    qk_norm: bool = own(False)
+    post_norms: bool = own(False)
+    norm_offset: float = own(0.0)
+    embedding_scale: float = own(1.0)
+    query_scale: float | None = own(None)
+    attn_soft_cap: float | None = own(None)
+    logit_soft_cap: float | None = own(None)
+    slides: tuple = own(())
+    rope: Rope = own(Rope())
+    local_rope: Rope | None = own(None)
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"'hidden_size' {self.hidden_size} is not a multiple of "
+                f"'num_attention_heads' {self.num_heads}"
+            )
+        slides = self.slides or (self.sliding_window is not None,) * self.num_layers
+        found = {
+            "head_dim": self.head_dim or self.hidden_size // self.num_heads,
+            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
+            "slides": tuple(slides),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"'num_attention_heads' {self.num_heads} is not a multiple of "
+                f"'num_key_value_heads' {self.kv_heads}"
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}, which is none of {known}")
+        if len(self.slides) != self.num_layers:
+            raise ValueError(
+                f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
+            )
+        if any(self.slides) and self.sliding_window is None:
+            raise ValueError("layers look back through a window, and 'sliding_window' is not said")
+        for rope in (self.rope, self.local_rope):
+            if rope is not None:
+                rope.check(self.width)
+
+    @property
+    def width(self) -> int:
+        """D, the features of a head."""
+        assert self.head_dim is not None
+        return self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """K, the heads of keys and values."""
+        assert self.num_kv_heads is not None
+        return self.num_kv_heads
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Self:
+        """As of ModelConfig; with what the family knows, and rope in both spellings.
+
+        Raises:
+            CheckpointFormatError: As of ModelConfig.
+            UnsupportedModelError: A setting that changes results and is not known here; named.
+        """
+        if raw.get("quantization_config"):
+            method = raw["quantization_config"]
+            method = method.get("quant_method") if isinstance(method, Mapping) else None
+            raise UnsupportedModelError(
+                f"'quantization_config' (quant_method {str(method)[:60]!r})"
+            )
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        hidden = {name for name, field in fields.items() if field.metadata.get("own")}
+        given = {key: value for key, value in raw.items() if key not in hidden}
+        try:
+            # Read first and without the rest: the length that rope's settings are about.
+            context = given.get("max_position_embeddings")
+            context = fields["max_position_embeddings"].default if context is None else context
+            if type(context) is int and context > 0:
+                given |= cls.ropes(raw, context)
+            given |= cls.derived(raw)
+        except (ValueError, OverflowError) as error:
+            raise CheckpointFormatError(str(error), path=path) from None
+        return super().from_dict(given, path=path)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """What a file says of rope, by field; ``context`` is the length it is said about.
+
+        Raises:
+            ValueError, UnsupportedModelError: As of ``read_rope``.
+        """
+        return {"rope": read_rope(raw, context)}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """What a family knows or makes of its files: values by key, over those of the file.
+
+        Raises:
+            ValueError: Something in the file is wrong.
+        """
+        return {}
+
+
+def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
+    """Of layers of these kinds: (how many at the front do not repeat, length of what repeats).
+
+    Equal layers are compiled once; chosen so that few bodies are compiled.
+
+    Example:
+        >>> pattern("fffssss"), pattern("ssfssfs")
+        ((3, 1), (0, 3))
+    """
+    count = len(kinds)
+    best = (count, count - 1, 1)
+    for period in range(1, min(_LONGEST_PERIOD, count) + 1):
+        first = count - period
+        while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
+            first -= 1
+        bodies = first + period + (count - first) % period
+        if bodies < best[0]:
+            best = (bodies, first, period)
+    return best[1:]
+
+
+def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ...]:
+    """Which layers look back through a window: as ``layer_types`` says, else the default.
+
+    Raises:
+        ValueError: It is no list of words.
+        UnsupportedModelError: A layer of another kind.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return tuple(default)
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError("'layer_types' is not a list of words")
+    for kind in kinds:
+        if kind not in _SLIDES:
+            raise UnsupportedModelError(
+                f"'layer_types' with {kind[:80]!r}: there are {', '.join(_SLIDES)}"
+            )
+    return tuple(_SLIDES[kind] for kind in kinds)

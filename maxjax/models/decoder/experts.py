@@ -1,0 +1,298 @@
+"""Mixtral and Qwen 3 with experts. Attributes are named as in Hugging Face's checkpoints.
+
+Files hold each expert's maps by themselves, or all of a layer as one tensor (GGUF; transformers 5
+in memory): these are taken apart where they lie, before anything is read.
+
+Shapes: N tokens, hidden size E, X experts of F features between, k experts for each token.
+
+Sources: arXiv:2401.04088, arXiv:2505.09388; transformers' classes of these names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...dtype import DType
+from ...errors import CheckpointFormatError
+from ...graph.device import DeviceRef
+from ...graph.placement.arrays import is_manual
+from ...graph.placement.specs import EXPERTS, axis_of, mesh_of, split_over
+from ...graph.placement.strategy import ShardingStrategy
+from ...graph.weights import WeightData
+from ...kernels import explicit
+from ...nn.activation import activation
+from ...nn.layer import LayerList, Module
+from ...nn.linear import Linear, linear_rules, linears
+from ...nn.moe import SHARES
+from ...nn.moe.experts import ExpertWeights, mixture, mixture_on_mesh, one_by_one
+from ..config import setting
+from ..family import Family
+from ..gguf.layouts import Expert as Layout
+from ..gguf.names import Source
+from ..gguf.sources import Relaid
+from .block import DecoderLayer
+from .config import DecoderConfig, own
+
+# The maps of an expert, in the order gate, up, down.
+MAPS_W = ("w1", "w3", "w2")
+MAPS_PROJ = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class MoEConfig(DecoderConfig):
+    """The settings of a decoder with experts.
+
+    Attributes:
+        num_experts, num_experts_per_tok: X and k.
+        moe_intermediate_size: F; ``intermediate_size`` where it is not said.
+        norm_topk_prob: Whether the shares of the chosen experts add up to 1.
+        sparse: For each layer, whether it has experts; by default all.
+        maps: What the checkpoint calls an expert's gate, up and down.
+    """
+
+    num_experts: int = setting(default=8, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=2, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=None, minimum=1, held="axis")
+    norm_topk_prob: bool = setting(default=True)
+    sparse: tuple = own(())
+    maps: tuple = own(MAPS_PROJ)
+
+    def __post_init__(self) -> None:
+        sparse = self.sparse or (self.num_experts > 0,) * self.num_layers
+        object.__setattr__(self, "sparse", tuple(sparse))
+        super().__post_init__()
+        if any(self.sparse) and self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"'num_experts_per_tok' {self.num_experts_per_tok} of {self.num_experts} experts"
+                " cannot be chosen"
+            )
+
+    @property
+    def expert_size(self) -> int:
+        """F."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+
+def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
+    """How many experts there are: two names are in use, and transformers takes either."""
+    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[name]
+    found = raw.get(name)
+    found = raw.get(other) if found is None else found
+    return default if found is None else found
+
+
+def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
+    """Which layers have experts: each ``decoder_sparse_step``-th that is not listed.
+
+    Raises:
+        ValueError: A setting is of the wrong type.
+    """
+    layers, step = raw.get("num_hidden_layers"), raw.get("decoder_sparse_step")
+    step = 1 if step is None else step
+    dense = raw.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if type(step) is not int or step < 1:
+        raise ValueError(f"'decoder_sparse_step' is {str(step)[:60]}, not a positive integer")
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ValueError("'mlp_only_layers' is not a list of integers")
+    if type(layers) is not int or not 0 < layers <= 1000 or type(experts) is not int:
+        return ()  # the fields' own checks say so
+    listed = set(dense)
+    return tuple(i not in listed and experts > 0 and (i + 1) % step == 0 for i in range(layers))
+
+
+class Expert(Module):
+    """One gated feed-forward network, its maps called as the checkpoint calls them.
+
+    Args:
+        maps: The names of gate, up and down.
+        size, inner: E and F.
+        act: Name of the activation function.
+        dtype: Of the weights.
+    """
+
+    def __init__(self, maps: tuple, size: int, inner: int, act: str, dtype: DType):
+        super().__init__()
+        self.maps, self.act = maps, act
+        for name, (in_dim, out_dim) in zip(
+            maps, ((size, inner), (size, inner), (inner, size)), strict=True
+        ):
+            setattr(self, name, Linear(in_dim, out_dim, dtype, DeviceRef.CPU()))
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Gate, up and down."""
+        return [getattr(self, name) for name in self.maps]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        gate, up, down = self.linears
+        g, u = linears([gate, up], x)
+        return down(activation(self.act)(g) * u.astype(g.dtype))
+
+
+class SparseMLP(Module):
+    """A mixture of experts in the place of an MLP: ``Σ share · expert(x)`` over the k chosen.
+
+    Args:
+        config: The settings.
+        dtype: Of the weights.
+
+    Attributes:
+        gate: Linear, weight ``[X, E]``: the k experts of the highest scores are chosen.
+        experts: LayerList of X :class:`Expert`.
+
+    Example:
+        >>> config = MixtralConfig(100, 8, 16, num_layers=2, num_heads=2)
+        >>> sorted(SparseMLP(config, DType.float32).raw_state_dict())[:2]
+        ['experts.0.w1.weight', 'experts.0.w2.weight']
+    """
+
+    def __init__(self, config: MoEConfig, dtype: DType):
+        super().__init__()
+        size = config.hidden_size
+        self.chosen, self.normalised, self.act = (
+            config.num_experts_per_tok, config.norm_topk_prob, config.hidden_act
+        )  # fmt: skip
+        self.gate = Linear(size, config.num_experts, dtype, DeviceRef.CPU())
+        self.experts = LayerList(
+            Expert(config.maps, size, config.expert_size, config.hidden_act, dtype)
+            for _ in range(config.num_experts)
+        )
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Every expert's inner features over the axes ``expert`` and ``model`` together.
+
+        So all devices have the same work whatever is chosen, and X need not divide.
+        """
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        rules = linear_rules("gate", ShardingStrategy.replicate(1))
+        for i, expert in enumerate(self.experts):
+            for name, strategy in zip(expert.maps, (rows, rows, columns), strict=True):
+                rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS)
+        return rules
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape and dtype."""
+        mesh = explicit.mesh_of(x, *jax.tree.leaves(self))
+        if mesh is None:
+            return self._mixed(x)
+        place = explicit.entries(x)
+        return explicit.automatic(lambda m, a: m._mixed(a), mesh, place)(self, x)
+
+    def _mixed(self, x: jax.Array) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])  # [N, E]
+        chosen, shares = self.choose(tokens)
+        mesh, axes = self._split()
+        if mesh is None:
+            y = mixture(tokens, chosen, shares, self._weights(), self.act)
+        elif axes is None:
+            y = one_by_one(tokens, chosen, shares, list(self.experts))
+        else:
+            y = mixture_on_mesh(tokens, chosen, shares, self._weights(), self.act, mesh, axes)
+        return y.astype(x.dtype).reshape(x.shape)
+
+    def choose(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``[N, E]`` → numbers of experts, and their shares in float32, ``[N, k]`` each.
+
+        The highest score comes first; of equal ones, the lower number.
+        """
+        scores = self.gate(tokens).astype(jnp.float32)  # [N, X]
+        best, chosen = jax.lax.top_k(scores, self.chosen)
+        kind = "softmax of chosen" if self.normalised else "softmax"
+        return chosen, SHARES[kind](scores, best)
+
+    def _weights(self) -> list[ExpertWeights]:
+        return [ExpertWeights(*(m.weight._operand() for m in e.linears)) for e in self.experts]
+
+    def _split(self) -> tuple[Any, tuple[str, ...] | None]:
+        """The mesh of the experts and its axes that F is split over; None: not all are alike."""
+        weights = [[m.weight for m in e.linears] for e in self.experts]
+        mesh = mesh_of([w.sharding for maps in weights for w in maps])
+        if mesh is None or any(map(is_manual, mesh.axis_names)):
+            return None, None
+        fsdp = axis_of(mesh, "fsdp")  # over which weights are gathered
+        found = {
+            tuple(name for name in split_over(w, axis) if name != fsdp)
+            for maps in weights
+            for w, axis in zip(maps, (0, 0, 1), strict=True)
+        }
+        packed = any(w.quantization_encoding is not None for maps in weights for w in maps)
+        return mesh, None if packed or len(found) != 1 else found.pop()
+
+
+class MoELayer(DecoderLayer):
+    """A decoder layer whose MLP is a mixture of experts where the configuration says so."""
+
+    def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
+        """The second half: called with ``[..., E]``, gives the same shape."""
+        if config.sparse[number]:
+            return SparseMLP(config, dtype)
+        return super().make_mlp(config, number, dtype)
+
+
+# --- tensors of all experts of a layer -----------------------------------------------------------
+
+_FUSED = re.compile(
+    r"(.*\.)?(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class MoEFamily(Family):
+    """A Family whose files may hold the experts of a layer as one tensor.
+
+    Attributes:
+        experts: Where an expert's weights are, with ``#`` for its number and a ``*`` for the map.
+        maps: What the checkpoint calls an expert's gate, up and down.
+    """
+
+    experts: str = "mlp.experts.#.*.weight"
+    maps: tuple[str, str, str] = MAPS_PROJ
+
+    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """As :meth:`Family.adapt`; ``experts.gate_up_proj`` ``[X, 2 F, E]`` and ``experts.down_proj``
+        ``[X, E, F]`` are taken apart, unread.
+
+        Raises:
+            CheckpointFormatError: Two tensors would be one weight, or one is no such stack.
+        """
+        apart: dict[str, Any] = {}
+        for name, value in checkpoint.items():
+            match = _FUSED.fullmatch(name)
+            parts = [(name, value)] if match is None else self._parts(match, name, value)
+            for part, data in parts:
+                if part in apart:
+                    raise CheckpointFormatError(
+                        f"'{name}' and another tensor are both the weight '{part}'"
+                    )
+                apart[part] = data
+        return super().adapt(apart)
+
+    def _parts(self, match: re.Match[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        shape = tuple(int(n) for n in value.shape)
+        maps = self.maps[:2] if match[2] == "gate_up_proj" else self.maps[2:]
+        if len(shape) != 3 or not shape[0] or shape[1] % len(maps):
+            raise CheckpointFormatError(
+                "not a stack of experts", tensor=name, expected="[experts, out, in]", found=shape
+            )
+        for number in range(shape[0]):
+            for k, kind in enumerate(maps):
+                layout = Layout(number, shape[0], k, len(maps))
+                place = self.experts.replace("#", str(number)).replace("*", kind)
+                yield (match[1] or "") + place, _part(name, value, layout)
+
+
+def _part(name: str, value: Any, layout: Layout) -> Any:
+    """One expert's part of a stack; of what is not read yet, unread."""
+    if not isinstance(value, WeightData):
+        return layout.apply(value)
+    source = Relaid({name: value}, {name: Source(name, layout)})
+    dtype, shape = source.stored(name)
+    return WeightData._lazy(source, name, DType.of(dtype), shape, value.quantization_encoding)

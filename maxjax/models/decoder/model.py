@@ -1,0 +1,378 @@
+"""The decoder that the families share: token ids in, logits of the next token out.
+
+``model(ids)`` gives logits; ``model(ids, cache)`` gives logits and the next cache.
+
+Shapes: L layers, B sequences, T tokens, K heads of keys, S slots, width D, hidden size E,
+vocabulary V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...graph.device import DeviceRef
+from ...graph.placement.specs import Split, batch_axes
+from ...graph.placement.strategy import ShardingStrategy
+from ...graph.value import unwrap
+from ...kernels import explicit
+from ...nn.embedding import Embedding
+from ...nn.kv_cache.cache import KVCache
+from ...nn.layer import LayerList, LayerStack, Module
+from ...nn.linear import Linear
+from ..family import Family, PretrainedModel
+from .attention import Cached, DecoderAttention, Step
+from .block import DecoderLayer, norm
+from .config import DecoderConfig, pattern
+
+
+class DecoderModel(Module):
+    """Embedding, layers, norm: what Hugging Face's files call ``model``."""
+
+    def __init__(self, config: DecoderConfig, dtype: DType, layer_class: Any):
+        super().__init__()
+        self.dtype, self.embedding_scale = dtype, config.embedding_scale
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, DeviceRef.CPU())
+        self.layers: Any = LayerList(
+            layer_class(config, i, dtype) for i in range(config.num_layers)
+        )
+        self.norm = norm(config, dtype)
+
+    def __call__(
+        self, ids: jax.Array, step: Step, cached: Cached, at: jax.Array | None = None
+    ) -> tuple[jax.Array, Cached]:
+        """Token ids ``[B, T]``, or ``[B]``, one of each sequence → states.
+
+        Args:
+            step: Where the tokens are.
+            cached: Keys and values of all layers, or ``()``.
+            at: ``[B]``: of each row only the state at this token, and no axis of tokens.
+
+        Returns:
+            ``[B, T, E]`` or ``[B, E]``, and the cache with these tokens.
+        """
+        carry = (self.embed(ids, step), cached)
+        if isinstance(self.layers, LayerStack):
+            carry = self.layers.scan(carry, index="layer", step=step)
+        else:
+            for i, layer in enumerate(self.layers):
+                carry = layer(carry, step=step, layer=jnp.int32(i))
+        x, cached = carry
+        if at is not None and x.ndim == 3:
+            x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+        return self.norm(x), cached
+
+    def embed(self, ids: jax.Array, step: Step) -> jax.Array:
+        """What goes into the first layer, of the tokens alone: ``[B, T, E]`` or ``[B, E]``."""
+        x = self.embed_tokens(ids).astype(self.dtype.np)
+        if self.embedding_scale != 1.0:
+            x = x * jnp.asarray(self.embedding_scale, x.dtype)
+        return x
+
+
+class Decoder(PretrainedModel):
+    """A decoder-only language model.
+
+    Args:
+        config: Its settings.
+        dtype: Of the weights and of what goes from layer to layer. Norms, softmax and sums are in
+            float32 in any case.
+        stacked: Hold the layers as a LayerStack, compiled once.
+
+    Attributes:
+        model: What is below the head.
+        lm_head: Gives the logits; its weight is that of the embedding if the two are tied.
+
+    Example:
+        >>> config = DecoderConfig(100, 8, 16, num_layers=2, num_heads=2)
+        >>> model = Decoder(config)
+        >>> ids = jnp.zeros((3, 5), jnp.int32)
+        >>> jax.eval_shape(lambda m, ids: m(ids), model, ids).shape
+        (3, 5, 100)
+        >>> call = lambda m, ids: m(ids, m.cache(3, 16), last=True)
+        >>> logits, cache = jax.eval_shape(call, model, ids)
+        >>> logits.shape, cache.keys.shape
+        ((3, 100), (2, 3, 2, 16, 4))
+    """
+
+    layer_class: ClassVar[Any] = DecoderLayer
+    model_class: ClassVar[Any] = DecoderModel
+
+    def __init__(self, config: DecoderConfig, dtype: Any = DType.float32, *, stacked: bool = True):
+        super().__init__()
+        kind = DType.of(dtype)
+        self.config, self.dtype = config, kind
+        self.model = self.model_class(config, kind, self.layer_class)
+        self.lm_head: Any = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
+        if config.tie_word_embeddings:
+            self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
+        if stacked:
+            self.stack()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_logits" in vars(cls) and "logits" not in vars(cls):
+            cls.logits = vars(cls)["_logits"]  # what it was called once
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """The head by the vocabulary, by columns where that does not divide; tied, as the table."""
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return {"lm_head.weight": Split(rows, instead=columns)}
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens a sequence may have, as the configuration says."""
+        return self.config.max_position_embeddings
+
+    def stack(self) -> Decoder:
+        """Itself, with its layers in a LayerStack: equal ones, or a pattern of them, compiled once."""
+        layers = self.model.layers
+        if not isinstance(layers, LayerStack):
+            first, period = pattern([_kind(layer) for layer in layers])
+            self.model.layers = layers.stack(period=period, first=first)
+        return self
+
+    def unstack(self) -> Decoder:
+        """Itself, with layers that have weights of their own. Exact."""
+        if isinstance(self.model.layers, LayerStack):
+            self.model.layers = self.model.layers.unstack()
+        return self
+
+    def cache(self, batch: int, capacity: int, dtype: Any = None) -> KVCache:
+        """An empty cache, born where the model lies: heads of keys as the projections have them.
+
+        Args:
+            batch: B, how many sequences. Split over the mesh's axes of the batch if they divide.
+            capacity: S, how many tokens a sequence may have.
+            dtype: Of keys and values: a float or int8; that of the model by default.
+
+        Layers that look through a window have as many slots as it is wide, if those are fewer.
+
+        Raises:
+            UserInputError: A number that is not positive, or another dtype.
+        """
+        config = self.config
+        sliding = sum(config.slides)
+        return KVCache.empty(
+            config.num_layers - sliding, batch=batch, num_kv_heads=config.kv_heads,
+            capacity=capacity, head_dim=config.width, dtype=self.dtype if dtype is None else dtype,
+            sharding=self._cache_sharding(batch),
+            sliding_layers=sliding, window=config.sliding_window,
+        )  # fmt: skip
+
+    def _cache_sharding(self, batch: int) -> Any:
+        below = (layer for _, layer in self.model.layers[0].named_modules())
+        attention = next(layer for layer in below if isinstance(layer, DecoderAttention))
+        where = attention.o_proj.weight.sharding
+        if not isinstance(where, NamedSharding):
+            return where
+        rows = batch_axes(where.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
+        spec = PartitionSpec(None, rows or None, attention.head_axes() or None, None, None)
+        return NamedSharding(where.mesh, spec)
+
+    def __call__(
+        self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
+    ) -> Any:
+        """Token ids ``[B, T]`` → logits in float32, and the next cache if there is one.
+
+        Args:
+            ids: Integers ``[B, T]``. With T = 1 and a cache it is a decode step.
+            cache: What the tokens come after; donate it where it is not used again.
+            lengths: Integers ``[B]``: how many of each row's tokens are real; the others are
+                padding to the right of them, leave no trace, and their logits mean nothing.
+                All of them by default.
+            last: Only the logits of each row's last real token, ``[B, V]``.
+
+        Returns:
+            Logits ``[B, T, V]``; with a cache ``(logits, cache)``. Inside ``jax.jit``, logits of
+            tokens for which the cache had no room are NaN.
+
+        Raises:
+            UserInputError: ``ids`` are no ``[B, T]`` of integers or do not go with the cache; where
+                the numbers are known, outside of ``jax.jit``: a token that is not in the
+                vocabulary, or no room in the cache.
+        """
+        ids = self._checked(ids, cache)
+        batch, length = ids.shape
+        counts = self._counts(lengths, batch)
+        if cache is not None:
+            cache.check_room(length if counts is None else counts)
+        starts = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
+        if cache is not None:
+            ids, counts = jax.tree.map(lambda a: _beside(cache, a), (ids, counts))
+        step = self._step(starts, counts, length, cache)
+        cached = () if cache is None else (cache.full, cache.sliding)
+        one = cache is not None and length == 1
+        at = None
+        if last:
+            at = jnp.full(batch, length) if counts is None else counts
+            at = jnp.maximum(at - 1, 0).astype(jnp.int32)
+        x, cached = self.model(ids[:, 0] if one else ids, step, cached, at)
+        logits = self.logits(x)
+        if one and not last:
+            logits = logits[:, None]
+        if cache is None:
+            return logits
+        logits = _known(logits, step._replace(counts=counts), length, cache.capacity, at)
+        lengths = cache.lengths + (length if counts is None else counts)
+        full, sliding = cached
+        return logits, dataclasses.replace(cache, full=full, sliding=sliding, lengths=lengths)
+
+    def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
+        """Token ids ``[B, T]`` → the states that logits are made of ``[B, T, E]``, after the last norm.
+
+        Args:
+            ids: Integers ``[B, T]``.
+            lengths: Integers ``[B]``: how many of each row's tokens are real; the others are padding
+                to the right of them, and their states mean nothing. All of them by default.
+
+        Raises:
+            UserInputError: As of a call.
+
+        Example:
+            >>> model = Decoder(DecoderConfig(100, 8, 16, num_layers=2, num_heads=2))
+            >>> ids = jnp.zeros((3, 5), jnp.int32)
+            >>> jax.eval_shape(lambda m, ids: m.states(ids), model, ids).shape
+            (3, 5, 8)
+        """
+        ids = self._checked(ids, None)
+        counts = self._counts(lengths, ids.shape[0])
+        if counts is not None:  # what the padding is must not matter, not even NaN
+            real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+            ids = jnp.where(real, ids, 0)
+        step = self._step(jnp.zeros(1, jnp.int32), counts, ids.shape[1], None)
+        return self.model(ids, step, (), None)[0]
+
+    def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
+        counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
+        if counts is not None and counts.shape != (batch,):
+            raise UserInputError(f"lengths must be [{batch}], one for each row, not {counts.shape}")
+        return counts
+
+    def _checked(self, ids: Any, cache: KVCache | None) -> jax.Array:
+        given, size = unwrap(ids), self.config.vocab_size
+        if not isinstance(given, jax.Array):
+            given = np.asarray(given)
+        if given.ndim != 2 or not jnp.issubdtype(given.dtype, jnp.integer) or 0 in given.shape:
+            raise UserInputError(
+                f"token ids are integers [B, T], at least one, not {given.dtype} of shape {given.shape}"
+            )
+        if cache is not None and cache.batch != given.shape[0]:
+            raise UserInputError(
+                f"{given.shape[0]} rows of token ids do not go with a cache of {cache.batch}"
+            )
+        if cache is not None:
+            self._check_layers(cache)
+        if not isinstance(given, Tracer) and getattr(given, "is_fully_addressable", True):
+            found = np.asarray(given)
+            low, high = int(found.min()), int(found.max())
+            if low < 0 or high >= size:
+                wrong = low if low < 0 else high
+                raise UserInputError(f"token id {wrong} is not one of the {size} of the vocabulary")
+        return jnp.asarray(given)
+
+    def _check_layers(self, cache: KVCache) -> None:
+        count, wanted = self.config.num_layers, sum(self.config.slides)
+        sliding = 0 if cache.sliding is None else cache.sliding.layers
+        if cache.num_layers != count or sliding not in (0, wanted):
+            raise UserInputError(
+                f"a cache of {cache.num_layers} layers, of which {sliding} slide, is none of this "
+                f"model's, of {count} and {wanted}"
+            )
+
+    def _step(
+        self, starts: jax.Array, counts: jax.Array | None, length: int, cache: KVCache | None
+    ) -> Step:
+        config, numbers = self.config, None
+        after = starts + (length if counts is None else counts)  # [B]
+        if cache is not None and cache.sliding is not None:
+            # What goes round would write over other tokens with those that have no room.
+            room = jnp.maximum(cache.capacity - starts, 0)
+            counts = jnp.minimum(length if counts is None else counts, room)
+            if cache.full.layers:
+                numbers = jnp.asarray(_numbers(config.slides))
+        bare = Step(starts, counts, jnp.max(starts), {}, numbers=numbers)
+        if cache is not None and counts is not None:
+            bare = bare._replace(tokens=jnp.where(counts > 0, starts, -1))
+        ropes = {"global": config.rope, "local": config.local_rope}
+        turns = {
+            name: rope.cos_sin(bare.positions(length), after, config.width)
+            for name, rope in ropes.items()
+            if rope is not None
+        }
+        return bare._replace(turns=turns)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """States after the last norm ``[..., E]`` → logits ``[..., V]`` in float32.
+
+        Raises:
+            UserInputError: The checkpoint is of the model below its head.
+        """
+        if self.lm_head is None:
+            raise UserInputError(
+                "this checkpoint holds a model without its head: it has states (model.states(ids), "
+                "maxjax.embed) and no logits. Load one of the whole model"
+            )
+        logits = self.lm_head(x).astype(jnp.float32)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _known(
+    logits: jax.Array, step: Step, length: int, capacity: int, at: jax.Array | None
+) -> jax.Array:
+    """The logits, NaN where the cache had no slot for the token."""
+    fits = step.positions(length) < capacity  # [B, T]
+    real = step.real(length)
+    fits = fits if real is None else fits | ~real
+    if at is not None:
+        fits = jnp.take_along_axis(fits, at[:, None], axis=1)[:, 0]
+    return jnp.where(fits[..., None], logits, jnp.nan)
+
+
+def _numbers(slides: Sequence[bool]) -> np.ndarray:
+    """``[L]``: of each layer, how many of its kind come before it."""
+    flags = np.array(slides, bool)
+    return np.where(flags, np.cumsum(flags), np.cumsum(~flags)).astype(np.int32) - np.int32(1)
+
+
+def _kind(layer: Module) -> Hashable:
+    """What layers of a stack have in common: structure, settings and types."""
+    leaves, structure = jax.tree.flatten(layer)
+    return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+
+
+def _beside(cache: KVCache, array: jax.Array) -> jax.Array:
+    """Of a cache on a mesh with Explicit axes: the rows of ``array`` where those of the cache are."""
+    mesh = explicit.mesh_of(cache.keys)
+    if mesh is None:
+        return array
+    rows = [explicit.entries(cache.keys)[1], *[()] * (array.ndim - 1)]
+    return jax.sharding.reshard(array, explicit.sharding(mesh, rows))
+
+
+def make(kind: type[Decoder]) -> Any:
+    """What a Family calls to make a decoder of this class.
+
+    Its layers are not stacked yet: a checkpoint may give each of them weights of another type.
+    """
+
+    def make_decoder(
+        config: DecoderConfig, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Decoder:
+        return kind(config, dtype, stacked=False)
+
+    return make_decoder
+
+
+# Of models that are made in code; no file says that it is of it.
+Decoder.family = Family("decoder", ("Decoder",), DecoderConfig, make(Decoder))

@@ -1,0 +1,250 @@
+"""How a decoder's configuration says that queries and keys are turned by their position.
+
+Configurations have two spellings: ``rope_theta`` beside ``rope_scaling``, and since transformers 5
+``rope_parameters`` with all of it.
+
+Source: transformers' ``modeling_rope_utils``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import UnsupportedModelError
+from ...nn.rope_scaling import (
+    DynamicScalingParams,
+    LinearScalingParams,
+    Llama3RopeScalingParams,
+    LongRoPEScalingParams,
+    YarnScalingParams,
+    inv_freqs,
+    yarn_mscale,
+)
+
+DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding with its settings.
+
+    Attributes:
+        theta: Base of the frequencies.
+        scaling: One of the ``…Params`` of ``nn.rope_scaling``, or None.
+        magnitude: What cos and sin are multiplied by.
+
+    Example:
+        >>> cos, sin = Rope().cos_sin(jnp.array([[0, 1, 2]]), jnp.array([3]), 8)
+        >>> cos.shape
+        (1, 3, 4)
+    """
+
+    theta: float = DEFAULT_THETA
+    scaling: Any = None
+    magnitude: float = 1.0
+
+    def check(self, width: int) -> None:
+        """Refuses a width of heads that it cannot turn.
+
+        Raises:
+            ValueError: An odd number, LongRoPE's lists are not as long as there are pairs, or the
+                settings give no frequencies.
+        """
+        if width % 2:
+            raise ValueError(f"RoPE turns pairs of features: it needs an even number, not {width}")
+        if isinstance(self.scaling, LongRoPEScalingParams):
+            for listed in (self.scaling.short_factor, self.scaling.long_factor):
+                if len(listed) != width // 2:
+                    raise ValueError(
+                        f"LongRoPE over {width} features needs {width // 2} factors, "
+                        f"not {len(listed)}"
+                    )
+            return
+        try:
+            # Of two pairs, however many there are: a width is not believed before it is compared
+            # with tensors.
+            self._freqs(4)
+        except ArithmeticError as error:
+            raise ValueError(f"rope with these settings has no frequencies: {error}") from None
+
+    def cos_sin(
+        self, positions: jax.Array, lengths: jax.Array, width: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """cos and sin of each pair's angle.
+
+        Args:
+            positions: Integers ``[B, T]``.
+            lengths: Integers ``[B]``: how long each sequence is with these tokens, on which the
+                frequencies of two variants depend (dynamic, LongRoPE). Each row goes by its own
+                length: what else is in the batch does not change it.
+            width: D, the features of a head.
+
+        Returns:
+            Two arrays ``[B, T, D/2]`` in float32.
+        """
+        wide = positions.astype(jnp.float32)[..., None]  # [B, T, 1]
+        angles = wide * jnp.asarray(self._freqs(width))[None, None, :]
+        lengths = lengths.astype(jnp.float32)[:, None, None]  # [B, 1, 1]
+        if isinstance(self.scaling, LongRoPEScalingParams):
+            original = self.scaling.original_max_position
+            long = wide * jnp.asarray(self._freqs(width, original + 1))[None, None, :]
+            angles = jnp.where(lengths > original, long, angles)
+        elif isinstance(self.scaling, DynamicScalingParams) and width > 2:
+            factor = self.scaling.factor
+            longer = jnp.maximum(lengths / self.scaling.max_position_embeddings, 1.0)
+            growth = factor * longer - (factor - 1)
+            # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
+            power = jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
+            angles = angles * growth ** power[None, None, :]
+        return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+
+    def _freqs(self, width: int, length: int = 0) -> np.ndarray:
+        return inv_freqs(width, self.theta, self.scaling, length=length)
+
+
+def read_rope(raw: Mapping[str, Any], context: int, default_theta: float = DEFAULT_THETA) -> Rope:
+    """The Rope of a configuration.
+
+    Args:
+        raw: The content of ``config.json``.
+        context: ``max_position_embeddings``.
+        default_theta: Where the file does not say.
+
+    Raises:
+        UnsupportedModelError: A kind of scaling that is not known here.
+        ValueError: A value is missing, of the wrong type or out of range; names the key.
+
+    Example:
+        >>> read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 64)
+        Rope(theta=500000.0, scaling=LinearScalingParams(factor=2.0), magnitude=1.0)
+    """
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"'{name}' is not an object but {type(given).__name__}")
+    beside = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key)}
+    return rope_of({**beside, **given}, name, context, raw, default_theta)
+
+
+def rope_of(
+    given: Mapping[str, Any],
+    name: str,
+    context: int,
+    raw: Mapping[str, Any] | None = None,
+    default_theta: float = DEFAULT_THETA,
+) -> Rope:
+    """The Rope of one object of settings, called ``name`` in messages."""
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            raise UnsupportedModelError(f"'{name}' with settings of its own for {key!r}")
+    found = _Given(given, name, context, raw or {})
+    if found.number("partial_rotary_factor", 1.0) != 1:
+        raise UnsupportedModelError(
+            "'partial_rotary_factor' is not 1: heads are turned in whole only"
+        )
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise UnsupportedModelError(f"'{name}' of type {str(kind)[:80]!r}: there are {known}")
+    theta = found.number("rope_theta", default_theta, minimum=1e-3)
+    scaling, magnitude = _KINDS[kind](found)
+    return Rope(theta, scaling, magnitude)
+
+
+class _Given:
+    """The values of such an object, checked."""
+
+    def __init__(self, values: Mapping[str, Any], name: str, context: int, raw: Mapping[str, Any]):
+        self.values, self.name, self.context, self.raw = values, name, context, raw
+
+    def number(self, key: str, default: float | None = None, minimum: float = 1e-9) -> float:
+        value = self.values.get(key)
+        return self.checked(key, default if value is None else value, minimum)
+
+    def maybe(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def checked(self, key: str, value: Any, minimum: float = 1e-9) -> float:
+        if value is None:
+            raise ValueError(f"'{self.name}' has no '{key}'")
+        good = type(value) in (int, float) and minimum <= value <= 1e30
+        if not good:
+            raise ValueError(
+                f"'{key}' in '{self.name}' is {str(value)[:60]}, not a positive number"
+            )
+        return float(value)
+
+    def original(self) -> int:
+        key = "original_max_position_embeddings"
+        outside = self.raw.get(key)
+        value = self.values.get(key, self.context) if outside is None else outside
+        return int(self.checked(key, value, 1))
+
+    def divisors(self, key: str) -> tuple[float, ...]:
+        value = self.values.get(key)
+        if not isinstance(value, (list, tuple)) or len(value) > 1 << 16:
+            raise ValueError(f"'{key}' in '{self.name}' is not a list of numbers")
+        return tuple(self.checked(key, item) for item in value)
+
+    def factor(self) -> float:
+        """How much longer; where the file does not say, what the lengths say."""
+        found = self.maybe("factor")
+        return self.context / self.original() if found is None else found
+
+
+def _linear(given: _Given) -> tuple[Any, float]:
+    return LinearScalingParams(given.number("factor")), 1.0
+
+
+def _dynamic(given: _Given) -> tuple[Any, float]:
+    return DynamicScalingParams(given.number("factor"), given.context), 1.0
+
+
+def _llama3(given: _Given) -> tuple[Any, float]:
+    factor = given.number("factor")
+    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
+    return Llama3RopeScalingParams(factor, low, high, given.original()), 1.0
+
+
+def _yarn(given: _Given) -> tuple[Any, float]:
+    factor, truncate = given.factor(), given.values.get("truncate")
+    scaling = YarnScalingParams(
+        factor, given.maybe("beta_fast") or 32.0, given.maybe("beta_slow") or 1.0,
+        given.original(), truncate is None or bool(truncate),
+    )  # fmt: skip
+    magnitude = given.maybe("attention_factor")
+    if magnitude is None:
+        above, below = (given.values.get(key) or 0 for key in ("mscale", "mscale_all_dim"))
+        magnitude = yarn_mscale(factor)
+        if above and below:
+            above, below = given.number("mscale"), given.number("mscale_all_dim")
+            magnitude = yarn_mscale(factor, above) / yarn_mscale(factor, below)
+    return scaling, magnitude
+
+
+def _longrope(given: _Given) -> tuple[Any, float]:
+    original, magnitude = given.original(), given.maybe("attention_factor")
+    if magnitude is None:
+        factor = given.factor()
+        magnitude = 1.0
+        if factor > 1 and original > 1:
+            magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = given.divisors("short_factor"), given.divisors("long_factor")
+    return LongRoPEScalingParams(short, long, original, given.context), magnitude
+
+
+_KINDS: dict[str, Callable[[_Given], tuple[Any, float]]] = {
+    "default": lambda given: (None, 1.0),
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

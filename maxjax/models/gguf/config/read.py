@@ -1,0 +1,346 @@
+"""The metadata of a GGUF file → the content of Hugging Face's ``config.json``.
+
+A table per architecture says which setting is which key; what a file does not say and llama.cpp
+has in its code is here as a constant.
+
+Sources: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``load_hparams`` in its
+reader, ``Keys`` in gguf-py's ``constants.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ....errors import CheckpointFormatError
+from ..metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
+from .rope import required, rope_scaling
+
+Config = dict[str, Any]
+Shapes = Mapping[str, Sequence[int]]
+
+_GELU = "gelu_pytorch_tanh"
+# general.file_type → the type of a model's values. What quantised files were made of they do not
+# say; bfloat16 has the range of all of it.
+_FILE_TYPES = {0: "float32", 1: "float16"}
+POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+# llama.cpp knows Gemma's largest models by their number of layers: their queries are divided by
+# another number than the width of a head.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One architecture: its name in Hugging Face's files, and what is particular to it.
+
+    Attributes:
+        model_type, architecture: As in ``config.json``.
+        fixed: Settings that are the same in every model of it.
+        more: Reads what only this architecture has.
+        has_rope: Whether it is a decoder of Llama's kind.
+    """
+
+    model_type: str
+    architecture: str
+    fixed: Config = field(default_factory=dict)
+    more: Callable[[Settings, Shapes, Config], Config] | None = None
+    has_rope: bool = True
+
+
+def hf_config(
+    metadata: Mapping[str, Any],
+    tensors: Shapes,
+    *,
+    rope_freqs: np.ndarray | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Config:
+    """The content of a ``config.json`` for the model in a GGUF file.
+
+    Args:
+        metadata: The file's key-value pairs.
+        tensors: Name → shape of its tensors, ``[out, in]``: the vocabulary is as large as the
+            table of words is, and there is a head if there is ``output.weight``.
+        rope_freqs: The values of the tensor ``rope_freqs.weight``, if there is one.
+        path: The file, for messages.
+
+    Raises:
+        UnsupportedModelError: The architecture is unknown, or the file describes a model that
+            Hugging Face's class of that name cannot be.
+        CheckpointFormatError: A key is missing, of the wrong type or out of range; names it.
+        UserInputError: There is a ``rope_freqs.weight``, and it was not passed.
+
+    Example:
+        >>> metadata = {
+        ...     "general.architecture": "qwen2", "qwen2.block_count": 1, "qwen2.context_length": 64,
+        ...     "qwen2.embedding_length": 8, "qwen2.feed_forward_length": 16,
+        ...     "qwen2.attention.head_count": 2, "qwen2.attention.layer_norm_rms_epsilon": 1e-6}
+        >>> config = hf_config(metadata, {"token_embd.weight": (100, 8)})
+        >>> config["architectures"], config["vocab_size"], config["tie_word_embeddings"]
+        (['Qwen2ForCausalLM'], 100, True)
+    """
+    given = settings(metadata, path=path)
+    architecture = given.prefix[:-1]
+    model = MODELS.get(architecture)
+    if model is None:
+        known = ", ".join(MODELS)
+        what = f"the GGUF architecture {architecture[:80]!r} (there are {known})"
+        raise unsupported(what, path)
+    config: Config = {"architectures": [model.architecture], "model_type": model.model_type}
+    config |= model.fixed
+    config["vocab_size"] = _rows("token_embd.weight", tensors, path)
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    if model.has_rope:
+        config |= _decoder(given, tensors, required(rope_freqs, tensors))
+    if model.more is not None:
+        config |= model.more(given, tensors, config)
+    file_type = Settings(metadata, "general.", path).count("file_type", None, minimum=0)
+    if file_type is not None:
+        config["torch_dtype"] = _FILE_TYPES.get(file_type, "bfloat16")
+    return config | _token_ids(metadata, config["vocab_size"], path)
+
+
+def pooling(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> str | None:
+    """How an encoder's tokens become one vector: "mean", "cls", "last", "rank"; None if not said.
+
+    Example:
+        >>> pooling({"general.architecture": "bert", "bert.pooling_type": 2})
+        'cls'
+    """
+    given = settings(metadata, path=path)
+    kind = given.count("pooling_type", 0, minimum=0)
+    if kind not in POOLING:
+        raise given.wrong("pooling_type", f"0 to {max(POOLING)}", kind, "is unknown")
+    return POOLING[kind]
+
+
+# --- what several architectures have -----------------------------------------------------------
+
+
+def _decoder(given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None) -> Config:
+    heads = given.count("attention.head_count")
+    head_dim = _head_dim(given, heads)
+    theta = given.number("rope.freq_base", 10_000.0)
+    return {
+        "hidden_size": given.count("embedding_length"),
+        # Where every layer has experts, some files leave out the width that none has.
+        "intermediate_size": given.count(
+            "feed_forward_length", None if given.has("expert_feed_forward_length") else ...
+        ),
+        "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": given.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": given.count("context_length"),
+        "rms_norm_eps": given.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": rope_scaling(given, head_dim, theta, rope_freqs),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+    }
+
+
+def _head_dim(given: Settings, heads: int) -> int:
+    """The width of a head, which must be that of keys, values and what rope turns."""
+    width = given.count("attention.key_length", None)
+    if width is None:
+        hidden = given.count("embedding_length")
+        if hidden % heads:
+            raise given.wrong(
+                "embedding_length", f"a multiple of {heads} heads", hidden, "does not fit"
+            )
+        width = hidden // heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := given.count(key, width)) != width:
+            raise given.unsupported(
+                f"a model whose '{given.prefix}{key}' is {other} and whose heads are {width} wide"
+            )
+    return width
+
+
+def _rows(tensor: str, tensors: Shapes, path: Any) -> int:
+    """How many rows a table has."""
+    if tensor not in tensors:
+        raise CheckpointFormatError("the tensor is missing", path=path, tensor=tensor)
+    shape = tuple(tensors[tensor])
+    if len(shape) != 2 or not shape[0]:
+        raise CheckpointFormatError(
+            "not a table", path=path, tensor=tensor, expected="shape [rows, width]", found=shape
+        )
+    return int(shape[0])
+
+
+def _token_ids(metadata: Mapping[str, Any], vocab_size: int, path: Any) -> Config:
+    """The special tokens that a configuration names, where the file does."""
+    given = Settings(metadata, "tokenizer.ggml.", path)
+    keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {
+        name: given.count(f"{key}_token_id", None, minimum=0, maximum=vocab_size - 1)
+        for name, key in keys.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# --- what one architecture has -----------------------------------------------------------------
+
+
+def _llama(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """Llama itself, Mistral by its window, Mixtral by its experts."""
+    window = given.count("attention.sliding_window", 0, minimum=0)
+    if given.count("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
+        counts = _experts(given)
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": counts["num_experts"],
+            "num_experts_per_tok": counts["num_experts_per_tok"],
+            "sliding_window": window or None,
+        }
+    if window:
+        return {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": window,
+        }
+    return {"mlp_bias": "blk.0.ffn_gate.bias" in tensors}
+
+
+def _qwen_moe(given: Settings, tensors: Shapes, config: Config) -> Config:
+    width = given.count("expert_feed_forward_length", None)
+    if width is None:  # old files: the rows of an expert say
+        width = _expert_rows(given, tensors)
+    shared = given.count("expert_shared_feed_forward_length", None)
+    if shared is None and "blk.0.ffn_gate_shexp.weight" in tensors:
+        shared = _rows("blk.0.ffn_gate_shexp.weight", tensors, given.path)
+    found = {**_experts(given), "moe_intermediate_size": width}
+    if config["intermediate_size"] is None:
+        found["intermediate_size"] = width
+    if shared is not None:
+        found["shared_expert_intermediate_size"] = shared
+    return found
+
+
+def _expert_rows(given: Settings, tensors: Shapes) -> int:
+    shape = tuple(tensors.get("blk.0.ffn_up_exps.weight", ()))
+    if len(shape) != 3 or not shape[1]:
+        return given.count("expert_feed_forward_length")  # raises: it is missing
+    return int(shape[1])
+
+
+def _experts(given: Settings) -> Config:
+    experts = given.count("expert_count", maximum=MAX_EXPERTS)
+    used = given.count("expert_used_count", maximum=experts)
+    return {"num_experts": experts, "num_experts_per_tok": used}
+
+
+def _gemma2(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """Soft caps and the window, which Gemma 2's first files leave to llama.cpp's defaults."""
+    return {
+        "attn_logit_softcapping": given.number("attn_logit_softcapping", 50.0, positive=False)
+        or None,
+        "final_logit_softcapping": given.number("final_logit_softcapping", 30.0, positive=False)
+        or None,
+        "query_pre_attn_scalar": _query_scalar(given, config),
+        "sliding_window": given.count("attention.sliding_window", 4096),
+        "layer_types": _layer_types(given, config, 2),
+    }
+
+
+def _gemma3(given: Settings, tensors: Shapes, config: Config) -> Config:
+    window = given.count("attention.sliding_window", 0, minimum=0)
+    cap = given.number("final_logit_softcapping", 0.0, positive=False)
+    return {
+        "final_logit_softcapping": cap or None,
+        "query_pre_attn_scalar": _query_scalar(given, config),
+        # Without a window every layer sees everything, and any number will do.
+        "sliding_window": window or config["max_position_embeddings"],
+        "layer_types": _layer_types(given, config, 6 if window else 1),
+        "rope_local_base_freq": given.number("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _query_scalar(given: Settings, config: Config) -> int:
+    """Queries are divided by the square root of this."""
+    if config["num_hidden_layers"] == _GEMMA_27B[given.prefix[:-1]]:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]
+
+
+def _layer_types(given: Settings, config: Config, period: int) -> list[str]:
+    """Which layers look back through a window: all but every ``period``-th, or as the file says."""
+    key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    slides = [bool((i + 1) % period) for i in range(layers)]
+    if given.has(key):
+        if isinstance(given.any(key), list):
+            slides = given.items(key, bool)
+            if len(slides) != layers:
+                raise given.wrong(key, f"{layers} values", len(slides), "does not fit", shown=True)
+        else:
+            period = given.count(key)
+            slides = [bool((i + 1) % period) for i in range(layers)]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
+def _gpt2(given: Settings, tensors: Shapes, config: Config) -> Config:
+    return {
+        "n_embd": given.count("embedding_length"),
+        "n_layer": given.count("block_count", maximum=MAX_LAYERS),
+        "n_head": given.count("attention.head_count"),
+        "n_inner": given.count("feed_forward_length"),
+        "n_positions": _rows("position_embd.weight", tensors, given.path),
+        "layer_norm_epsilon": given.number("attention.layer_norm_epsilon"),
+    }
+
+
+def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """BERT; a RoBERTa is one too here, since its first rows of positions are cut off.
+
+    The converter cuts the rows up to the padding token's, so that positions count from 0.
+    """
+    if "token_types.weight" not in tensors:
+        raise given.unsupported("a BERT without token types (DistilBERT)")
+    return {
+        "hidden_size": given.count("embedding_length"),
+        "intermediate_size": given.count("feed_forward_length"),
+        "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
+        "num_attention_heads": given.count("attention.head_count"),
+        "max_position_embeddings": _rows("position_embd.weight", tensors, given.path),
+        "type_vocab_size": _rows("token_types.weight", tensors, given.path),
+        "layer_norm_eps": given.number("attention.layer_norm_epsilon"),
+    }
+
+
+_GEMMA_ACTS: Config = {"hidden_activation": _GELU, "hidden_act": _GELU}
+_SILU: Config = {"hidden_act": "silu"}
+_QWEN: Config = {**_SILU, "use_sliding_window": False}
+_SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+MODELS: Mapping[str, Model] = {
+    "llama": Model("llama", "LlamaForCausalLM", _SILU, _llama),
+    "qwen2": Model("qwen2", "Qwen2ForCausalLM", _QWEN),
+    # Whether the chosen experts' weights are made to add up to 1 is in llama.cpp's graphs only.
+    "qwen2moe": Model(
+        "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
+    ),
+    "qwen3": Model("qwen3", "Qwen3ForCausalLM", _QWEN),
+    "qwen3moe": Model(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {**_SPARSE, "norm_topk_prob": True}, _qwen_moe
+    ),
+    "gemma": Model("gemma", "GemmaForCausalLM", _GEMMA_ACTS),
+    "gemma2": Model("gemma2", "Gemma2ForCausalLM", _GEMMA_ACTS, _gemma2),
+    "gemma3": Model("gemma3_text", "Gemma3ForCausalLM", _GEMMA_ACTS, _gemma3),
+    "gpt2": Model(
+        "gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2, has_rope=False
+    ),
+    "bert": Model(
+        "bert",
+        "BertModel",
+        {"hidden_act": "gelu", "position_embedding_type": "absolute"},
+        _bert,
+        has_rope=False,
+    ),
+}

@@ -1,0 +1,198 @@
+"""Tensors that lie elsewhere, or otherwise, than they are asked for; read in parts.
+
+Serve both directions: GGUF's tensors as Hugging Face's, and these as GGUF's. A part of a tensor
+reads only its own rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ...dtype import DType
+from ...graph.weights import WeightData
+from ...graph.weights.weight_data import PartSource
+from ...storage import aligned_empty
+from ...storage.blocks import decode
+from ...storage.entry import Box, count, extents, whole
+from ...storage.parts import Part
+from .layouts import Layout, Matrix, Transposed
+from .names import Source
+
+# What is read at a time of a tensor whose rows lie in another order.
+_READ_BYTES = 4 << 20
+
+
+class Relaid(PartSource):
+    """The Source of tensors whose values lie elsewhere, or otherwise, in the file."""
+
+    def __init__(self, stored: Mapping[str, WeightData], names: Mapping[str, Source]):
+        self._stored, self._names = stored, names
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor as :meth:`read` gives it."""
+        data, layout, is_decoded = self._of(name)
+        shape = data.logical_shape if is_decoded else data.shape
+        dtype = DType.float32 if is_decoded else data.dtype
+        return dtype.np, layout.shape(tuple(map(int, shape)))
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Rectangles of some, into the memory for each."""
+        return sum(self._read(part) for part in parts)
+
+    def _of(self, name: str) -> tuple[WeightData, Layout, bool]:
+        """What the tensor is made of, how, and whether its blocks are decoded for it."""
+        where = self._names[name]
+        data, layout = self._stored[where.tensor], where.layout
+        return data, layout, data._is_packed and not (layout.by_rows and layout.keeps_values)
+
+    def _read(self, part: Part) -> int:
+        data, layout, is_decoded = self._of(part.name)
+        dtype, shape = self.stored(part.name)
+        if not count(part.region):
+            return 0
+        array = part.memory.view(dtype).reshape(extents(part.region))
+        if isinstance(layout, Transposed) and not is_decoded:
+            values, total = read_box(data, part.region[::-1])
+            array[...] = values.T
+            return total
+        if not layout.by_rows or isinstance(layout, Matrix):
+            values, total = read_box(data, whole(tuple(map(int, data.shape))))
+            values = _decoded(data, values) if is_decoded else values
+            array[...] = layout.apply(values)[tuple(slice(*span) for span in part.region)]
+            return total
+        total = 0
+        width = math.prod(shape[1:]) * dtype.itemsize
+        rows = max(1, _READ_BYTES // max(1, width))
+        first, last = part.region[0]
+        for start in range(first, last, rows):
+            stop = min(start + rows, last)
+            wanted = layout.rows(shape[0])[start:stop]
+            values, nbytes = _rows(data, wanted, part.region[1:], is_decoded)
+            array[start - first : stop - first] = layout.change(values)
+            total += nbytes
+        return total
+
+
+class Stacked(PartSource):
+    """The Source of tensors that are stacks of others, equal in type and shape: the experts'."""
+
+    def __init__(self, stacks: Mapping[str, Sequence[WeightData]]):
+        self._stacks = stacks
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Dtype and shape of a stack."""
+        stack = self._stacks[name]
+        return stack[0].dtype.np, (len(stack), *map(int, stack[0].shape))
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Rectangles of some, tensor by tensor, into the memory for each."""
+        total = 0
+        for name, region, memory in parts:
+            if not count(region):
+                continue
+            array = memory.view(self.stored(name)[0]).reshape(extents(region))
+            first, last = region[0]
+            for index, data in enumerate(self._stacks[name][first:last]):
+                values, nbytes = read_box(data, region[1:])
+                array[index] = values
+                total += nbytes
+        return total
+
+
+class Exact:
+    """The Source of one tensor that the file has twice: shifted and so rounded, and as it was.
+
+    What it was counts only as long as the shifted values are those that came of it: whoever
+    changes these in a file need not know of the others.
+    """
+
+    def __init__(self, shifted: WeightData, was: np.ndarray, layout: Layout):
+        self._shifted, self._was, self._layout = shifted, was, layout
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Dtype and shape as it was."""
+        return self._was.dtype, self._was.shape
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, in memory nobody else holds."""
+        found, _ = self._read()
+        return found
+
+    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
+        """Several at once."""
+        return {name: self.read(name) for name in names}
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Rectangles, into the memory for each."""
+        total = 0
+        for _, region, memory in parts:
+            values, nbytes = self._read()
+            total += nbytes
+            array = memory.view(values.dtype).reshape(extents(region))
+            array[...] = values[tuple(slice(*span) for span in region)]
+        return total
+
+    def _read(self) -> tuple[np.ndarray, int]:
+        now, nbytes = read_box(self._shifted, whole(self._was.shape))
+        wide = self._was.astype(now.dtype)
+        then = self._layout.change(self._layout.back().change(wide))
+        same = np.array_equal(then, now, equal_nan=True)
+        return (self._was.copy() if same else now.astype(self._was.dtype)), nbytes
+
+
+def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
+    """A box of a tensor in the type its metadata gives it, and the bytes read for it."""
+    index = tuple(slice(*span) for span in box)
+    if data.is_loaded or data._source is None:
+        return np.asarray(data._typed())[index], 0
+    dtype, shape = data._source.stored(data.name)
+    region = box
+    if data._decodes is not None:  # the box counts values, the file's last axis bytes
+        region = (*box[:-1], (0, shape[-1]))
+    memory = aligned_empty(math.prod(extents(region)) * dtype.itemsize)
+    total = data._source.read_parts([Part(data.name, region, memory)])
+    array = data._cast(memory.view(dtype).reshape(extents(region)))
+    return (array[..., index[-1]] if data._decodes is not None else array), total
+
+
+def _decoded(data: WeightData, blocks: np.ndarray) -> np.ndarray:
+    assert data.quantization_encoding is not None
+    return decode(data.quantization_encoding.value, blocks)
+
+
+def _rows(
+    data: WeightData, wanted: np.ndarray, rest: Box, is_decoded: bool
+) -> tuple[np.ndarray, int]:
+    """Rows of a stored tensor, whose leading axes are counted as one, and a part of its columns."""
+    sizes = tuple(map(int, data.shape))
+    low, high = int(wanted.min()), int(wanted.max()) + 1
+    columns = (0, sizes[-1]) if is_decoded else rest[-1] if rest else None
+    values, total = [], 0
+    for region in _regions(sizes, low, high, columns):
+        array, nbytes = read_box(data, region)
+        values.append(array.reshape(-1, *array.shape[-1:]) if len(sizes) > 1 else array)
+        total += nbytes
+    found = values[0] if len(values) == 1 else np.concatenate(values)
+    if is_decoded:
+        found = _decoded(data, found)[..., slice(*rest[-1])]
+    return found[wanted - low], total
+
+
+def _regions(
+    sizes: tuple[int, ...], low: int, high: int, columns: tuple[int, int] | None
+) -> Iterator[Box]:
+    """The boxes of rows ``low`` to ``high`` of a tensor whose leading axes are counted as one."""
+    if len(sizes) == 1:
+        yield ((low, high),)
+        return
+    assert columns is not None
+    if len(sizes) == 2:
+        yield ((low, high), columns)
+        return
+    height = sizes[1]
+    for index in range(low // height, (high - 1) // height + 1):
+        start, stop = max(low - index * height, 0), min(high - index * height, height)
+        yield ((index, index + 1), (start, stop), columns)

@@ -1,0 +1,101 @@
+"""A GGUF file as a checkpoint of Hugging Face's: the tensors by their names there.
+
+Nothing is read before it is looked at, and a part of a tensor reads only its own rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ....dtype import DType
+from ....graph.weights import GGUFWeights, WeightData
+from ..config.read import hf_config
+from ..layouts import Same
+from ..metadata import Settings, short
+from ..names import hf_names
+from ..sources import Exact, Relaid
+
+DTYPES_KEY = "maxjax.dtypes"
+"""The key that lists what was widened to float32 for the file: "name=BF16", names of Hugging Face."""
+EXACT_KEY = "maxjax.exact."
+"""Before a name of Hugging Face's: the tensor's values, where those in the file lost bits of them."""
+NARROW = {"BF16": DType.bfloat16, "F16": DType.float16}
+
+
+def config_of(weights: GGUFWeights) -> dict[str, Any]:
+    """The content of a ``config.json`` for the model of a GGUF file.
+
+    Raises:
+        UnsupportedModelError, CheckpointFormatError: As for ``hf_config``.
+    """
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in _stored(weights).items()}
+    freqs = None
+    if "rope_freqs.weight" in shapes:
+        freqs = np.asarray(weights["rope_freqs.weight"].data().data)
+    return hf_config(weights.metadata, shapes, rope_freqs=freqs, path=weights._path)
+
+
+def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
+    """The tensors of a GGUF file, by the names and in the layouts of Hugging Face's checkpoints.
+
+    Blocks stay packed where the layout only moves rows. Norms and other small tensors that a file
+    of ours holds wider than they were have the type they had.
+
+    Raises:
+        UnsupportedModelError, CheckpointMismatchError, CheckpointFormatError: As for ``hf_names``.
+    """
+    stored = _stored(weights)
+    architecture = weights.metadata.get("general.architecture", "")
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in stored.items()}
+    names = hf_names(str(architecture), shapes, weights.metadata, path=weights._path)
+    source = Relaid(stored, names)
+    found = {}
+    for name, where in names.items():
+        data = stored[where.tensor]
+        if type(where.layout) is Same:
+            found[name] = data
+            continue
+        dtype, shape = source.stored(name)
+        encoding = data.quantization_encoding if dtype == np.uint8 else None
+        found[name] = WeightData._lazy(source, name, DType.of(dtype), shape, encoding)
+    narrower = _narrower(weights)
+    for name in found:
+        dtype = narrower.get(name)
+        dtype = dtype if dtype and found[name].dtype is DType.float32 else None
+        if (key := EXACT_KEY + name) in weights.metadata:
+            was = _was(weights, key, found[name], dtype)
+            source = Exact(found[name], was, names[name].layout)
+            found[name] = WeightData._lazy(source, name, DType.of(was.dtype), was.shape)
+        elif dtype is not None:
+            found[name] = found[name].astype(dtype)
+    return found
+
+
+def _was(weights: GGUFWeights, key: str, data: WeightData, narrow: DType | None) -> np.ndarray:
+    """A tensor before it was shifted, out of the metadata: its values, or the bits of narrow ones."""
+    value, shape = weights.metadata[key], tuple(map(int, data.shape))
+    dtype = data.dtype if narrow is None else narrow
+    kind = np.dtype(np.uint16) if narrow else dtype.np
+    if not isinstance(value, np.ndarray) or (value.dtype, value.shape) != (kind, shape):
+        found = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else short(value)
+        given = Settings(weights.metadata, "", weights._path)
+        raise given.wrong(key, f"{kind} {shape}", found, "does not fit its tensor", shown=True)
+    return value.view(dtype.np)
+
+
+def _narrower(weights: GGUFWeights) -> dict[str, DType]:
+    """Which tensors were of a narrower type before the file was written."""
+    given = Settings(weights.metadata, "", weights._path)
+    found = {}
+    for item in given.items(DTYPES_KEY, str, []):
+        name, _, kind = item.rpartition("=")
+        if kind not in NARROW:
+            raise given.wrong(DTYPES_KEY, "names with =BF16 or =F16", item, "has an unknown type")
+        found[name] = NARROW[kind]
+    return found
+
+
+def _stored(weights: GGUFWeights) -> dict[str, WeightData]:
+    return {name: place.data() for name, place in weights.items()}

@@ -1,0 +1,302 @@
+"""Hugging Face's tensors as those of a GGUF file: names, layouts, types.
+
+The tables of names.py, read from right to left. Nothing is read before it is looked at; a part of
+a tensor reads only its own rows, and stacked experts come one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....dtype import DType
+from ....errors import CheckpointFormatError, CheckpointMismatchError, some
+from ....graph.weights import WeightData
+from ....graph.weights.same import same_values
+from ....storage.entry import whole
+from ..config.defaults import Model, read_config
+from ..layouts import Layout, Permuted, Plus, Same, Transposed
+from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
+from ..sources import Relaid, Stacked, read_box
+from .read import DTYPES_KEY, EXACT_KEY, NARROW
+from .types import encoding_for as encoding_for
+from .types import is_wide
+
+# What old files call otherwise; what some files put in front, or leave out there.
+_RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
+_PREFIX = {"bert": "bert."}
+_MISSING = {"gpt2": ("transformer.", ("wte.", "wpe.", "h.", "ln_f."))}
+_DECODER = ("model.", ("embed_tokens.", "layers.", "norm."))
+# Computed from the configuration, not learned.
+_BUFFERS = re.compile(r".*\.inv_freq|.*position_ids|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+# Learned, and no part of what llama.cpp runs.
+_HEADS = {"bert": re.compile(r"(bert\.)?pooler\..*|cls\..*")}
+
+
+class GGUFTensors(NamedTuple):
+    """What :func:`gguf_tensors` makes.
+
+    Attributes:
+        tensors: Name in the GGUF file → tensor, in the order of the file.
+        metadata: Keys of ours for the file: which types were widened, what lost bits.
+        left_out: Names of tensors that are no part of the file.
+    """
+
+    tensors: dict[str, WeightData]
+    metadata: dict[str, Any]
+    left_out: tuple[str, ...]
+
+
+class _Place(NamedTuple):
+    """Where a tensor goes: ``layer`` and ``expert`` are -1 if it is of none."""
+
+    layer: int
+    order: int
+    name: str
+    layout: Layout
+    expert: int
+
+
+def gguf_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, WeightData], *, path: Any = None
+) -> GGUFTensors:
+    """The tensors of a checkpoint by the names and in the layouts of a GGUF file.
+
+    Blocks stay packed where the layout only moves rows, else they are decoded. Vectors, norms,
+    routers and tables of positions become float32, as llama.cpp wants them; the metadata says
+    which were narrower, so that ``hf_tensors`` gives them back as they were. All other tensors keep
+    their type. Of Gemma's norms GGUF holds 1 + w in float32, where bits of w below 2⁻²⁴ are lost:
+    they are read here, and a norm that has such bits goes into the metadata too. In bfloat16 only
+    values under 2⁻¹⁶ have some. A head that the configuration ties is left out if it is the table of
+    words, value by value.
+
+    Args:
+        config: The content of ``config.json``.
+        tensors: Name → tensor, by the names of Hugging Face's checkpoints.
+        path: The checkpoint, for messages.
+
+    Raises:
+        UnsupportedModelError: The architecture has no table.
+        CheckpointMismatchError: Tensors are not in the table, or are missing; names them.
+        CheckpointFormatError: A setting is missing or wrong, or a shape does not fit its layout.
+
+    Example:
+        >>> config = {"model_type": "gpt2", "vocab_size": 2, "n_embd": 4, "n_layer": 1, "n_head": 2}
+        >>> data = WeightData.from_numpy(np.ones((2, 4), np.float32), "wte.weight")
+        >>> gguf_tensors(config, {"wte.weight": data}).tensors
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing
+    """
+    model = read_config(config, path=path)
+    architecture, tied = model.architecture, model.said.get("tie_word_embeddings") is True
+    known = _known(architecture)
+    places: dict[str, _Place] = {}
+    left_out, unknown = [], []
+    table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
+    words = next(
+        (data for name, data in tensors.items() if _clean(architecture, name) == table), None
+    )
+    for name in tensors:
+        clean = _clean(architecture, name)
+        if tied and words is None and clean == "lm_head.weight":
+            clean = table  # a file may hold either of the two
+        heads = _HEADS.get(architecture)
+        if _BUFFERS.fullmatch(name) or (heads is not None and heads.fullmatch(name)):
+            left_out.append(name)
+        elif (
+            tied
+            and words is not None
+            and clean == "lm_head.weight"
+            and same_values(tensors[name], words)
+        ):
+            left_out.append(name)
+        elif (place := _place(known, clean, model)) is None:
+            unknown.append(name)
+        else:
+            places[name] = place
+    if unknown:
+        raise CheckpointMismatchError(
+            f"tensors that a {architecture} model in a GGUF file does not have: {some(unknown)}",
+            path=path,
+        )
+    _check_layers(places.values(), model, path)
+    found, widened = _made(tensors, places, model, path)
+    divisors = model.divisors(path)
+    if divisors is not None:
+        found["rope_freqs.weight"] = WeightData.from_numpy(divisors, "rope_freqs.weight")
+    metadata: dict[str, Any] = {DTYPES_KEY: widened} if widened else {}
+    for name, place in places.items():
+        if (
+            isinstance(place.layout, Plus)
+            and (was := _rounded(tensors[name], place.layout)) is not None
+        ):
+            metadata[EXACT_KEY + _clean(architecture, name)] = was
+    return GGUFTensors(found, metadata, tuple(left_out))
+
+
+def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
+    """A vector that is lost in part when it is shifted: its values, or the bits of narrow ones."""
+    if data._is_packed or len(data.shape) != 1:
+        return None
+    values, _ = read_box(data, whole(tuple(map(int, data.shape))))
+    is_narrow = data.dtype in NARROW.values()
+    wide = values.astype(np.float32) if is_narrow else values
+    again = layout.back().change(layout.change(wide)).astype(values.dtype)
+    if again.tobytes() == values.tobytes():
+        return None
+    return values.view(np.uint16) if is_narrow else values
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
+    """Hugging Face's name with ``*`` and ``#`` → order in the file, GGUF's name, layout there."""
+    found = {}
+    for order, (key, rules) in enumerate(ARCHITECTURES[architecture].items()):
+        for rule in rules:
+            # Experts one by one, and gate and up in one, are of other writers.
+            if "#" not in key and rule.layout not in (GATES, UPS):
+                found[rule.name] = (order, key, rule.layout)
+    return found
+
+
+def _clean(architecture: str, name: str) -> str:
+    """A tensor's name as the tables have it."""
+    for old, new in _RENAMED.get(architecture, ()):
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    prefix, starts = _MISSING.get(architecture, _DECODER)
+    if architecture != "bert" and name.startswith(starts):
+        return prefix + name
+    return name.removeprefix(_PREFIX.get(architecture, ""))
+
+
+def _place(
+    known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: Model
+) -> _Place | None:
+    """Where a tensor goes, None if nobody knows."""
+    stem, _, suffix = name.rpartition(".")
+    numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", stem)]
+    marks = iter("*#")
+    generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
+    entry = known.get(generic)
+    if entry is None or suffix not in ("weight", "bias"):
+        return None
+    order, key, what = entry
+    layer = numbers[0] if numbers else -1
+    expert = numbers[1] if len(numbers) > 1 else -1
+    if layer >= model.size.layers or expert >= (model.size.experts or 0):
+        return None
+    return _Place(
+        layer, order, f"{key.replace('*', str(layer))}.{suffix}", _back(what, suffix, model), expert
+    )
+
+
+def _back(what: Layout | str, suffix: str, model: Model) -> Layout:
+    if what == QUERIES:
+        return Permuted(model.size.heads).back()
+    if what == KEYS:
+        return Permuted(model.size.kv_heads).back()
+    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus))):
+        return Same()
+    assert isinstance(what, Layout)
+    return what.back()
+
+
+def _check_layers(places: Any, model: Model, path: Any) -> None:
+    """All layers must have the same tensors, and stacks all experts."""
+    layers: dict[int, set[tuple[str, int]]] = {i: set() for i in range(model.size.layers)}
+    for place in places:
+        if place.layer >= 0:
+            layers[place.layer].add(
+                (place.name.replace(f"blk.{place.layer}.", "", 1), place.expert)
+            )
+    empty = [i for i, names in layers.items() if not names]
+    if empty:
+        raise CheckpointMismatchError(
+            f"tensors of layers {empty[0]} to {empty[-1]} are missing", path=path
+        )
+    every = set.union(*layers.values())
+    stacks = {name for name, expert in every if expert >= 0}
+    every |= {(name, i) for name in stacks for i in range(model.size.experts or 0)}
+    for i, names in layers.items():
+        if missing := sorted(every - names):
+            said = [
+                f"blk.{i}.{name}" + (f" of expert {e}" if e >= 0 else "") for name, e in missing
+            ]
+            raise CheckpointMismatchError(f"layer {i} is not whole: no {some(said)}", path=path)
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+def _made(
+    tensors: Mapping[str, WeightData], places: Mapping[str, _Place], model: Model, path: Any
+) -> tuple[dict[str, WeightData], list[str]]:
+    """The file's tensors, and what was widened for them."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(places, key=lambda name: places[name]):
+        groups.setdefault(places[name].name, []).append(name)
+    sources: dict[str, WeightData] = {}
+    moved: dict[str, Source] = {}
+    stacks: dict[str, list[WeightData]] = {}
+    widened = []
+    for new, names in groups.items():
+        each = []
+        for name in names:
+            data = tensors[name]
+            kind = next((code for code, dtype in NARROW.items() if dtype is data.dtype), None)
+            if kind and is_wide(new, tuple(map(int, data.shape))):
+                # Under the name that hf_tensors will give it.
+                widened.append(f"{_clean(model.architecture, name)}={kind}")
+                data = data.astype(DType.float32)
+            each.append(data)
+        if places[names[0]].expert >= 0:
+            stacks[new] = _alike(new, names, each, path)
+        elif len(each) > 1:
+            raise CheckpointFormatError(f"{some(names)} are both {new!r}", path=path)
+        else:
+            sources[new], moved[new] = each[0], Source(new, places[names[0]].layout)
+    return _relaid(groups, sources, moved, stacks, path), widened
+
+
+def _relaid(
+    order: Any,
+    sources: Mapping[str, WeightData],
+    moved: Mapping[str, Source],
+    stacks: Mapping[str, list[WeightData]],
+    path: Any,
+) -> dict[str, WeightData]:
+    """The tensors under their new names, in order."""
+    relaid, stacked = Relaid(sources, moved), Stacked(stacks)
+    found = {}
+    for name in order:
+        source = stacked if name in stacks else relaid
+        encoding = (stacks[name][0] if name in stacks else sources[name]).quantization_encoding
+        try:
+            dtype, shape = source.stored(name)
+        except CheckpointFormatError as error:
+            raise CheckpointFormatError(
+                error.problem, path=path, tensor=name, expected=error.expected, found=error.found
+            ) from None
+        packed = encoding if dtype == np.uint8 else None
+        found[name] = WeightData._lazy(source, name, DType.of(dtype), shape, packed)
+    return found
+
+
+def _alike(name: str, names: list[str], each: list[WeightData], path: Any) -> list[WeightData]:
+    """A stack, whose parts must have one type and shape."""
+    first = each[0]
+    for other_name, other in zip(names, each, strict=True):
+        same = (other.dtype, other.quantization_encoding, tuple(map(int, other.shape)))
+        if same != (first.dtype, first.quantization_encoding, tuple(map(int, first.shape))):
+            raise CheckpointMismatchError(
+                f"the experts of {name!r} are not alike: '{names[0]}' is {first!r}, "
+                f"'{other_name}' {other!r}",
+                path=path,
+            )
+    return each

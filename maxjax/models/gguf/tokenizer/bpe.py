@@ -1,0 +1,283 @@
+"""Byte-pair encoding out of GGUF metadata: GPT-2's and Llama's kinds of tokenizer.
+
+GPT-2's has its merges in the file and its way of splitting text in a name. Llama's is
+SentencePiece's: a score for each token, out of which the merges are made here.
+
+Sources: ``llm_tokenizer_spm_session`` and ``llama_vocab::impl::load`` in llama.cpp's
+llama-vocab.cpp; ``generate_merges`` of transformers for the order of merges with equal scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ....errors import CheckpointLimitError, some
+from ..metadata import Settings, short
+from .splits import SPLITTINGS, Splitting
+from .tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, WORD, added, vocabulary
+
+# Each way to cut a token in two is looked at: SentencePiece's have 16 characters at most.
+_LONGEST_PIECE = 512
+# llama.cpp's: these end an answer whatever type a file gives them.
+ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT>"
+    " _<EOT> <|end_of_text|> <end_of_utterance>".split()
+)
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+
+
+def byte_level(given: Settings) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` for GPT-2's kind.
+
+    Raises:
+        UnsupportedModelError: Text is split in a way that no table here has; names it.
+        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
+    """
+    tokens = given.items("tokens", str)
+    types = _types(given, tokens)
+    splitting = _splitting(given)
+    vocab = _filled(tokens, types, given)
+    decoder = {
+        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
+    }  # fmt: skip
+    return _document(
+        given, tokens, types, splitting.adds_bos,
+        normalizer=splitting.normalizer,
+        pre_tokenizer=splitting.pre_tokenizer,
+        decoder=decoder,
+        model=_model(
+            vocab, _stored_merges(given, vocab), ignore_merges=splitting.ignore_merges
+        ),
+    )  # fmt: skip
+
+
+def sentencepiece(given: Settings) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` for Llama's kind.
+
+    A text gets a space before it, also one that begins with a space, as llama.cpp has it; so does
+    each part of it after a special token.
+
+    Raises:
+        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
+        CheckpointLimitError: A token is too long to look at each way to cut it.
+    """
+    tokens = [
+        # A run of spaces that somebody added is found by merges as well.
+        token.replace(" ", WORD) if token.strip(" ") == "" else token
+        for token in given.items("tokens", str)
+    ]
+    types = _types(given, tokens)
+    vocab = _filled(tokens, types, given)
+    prefix = given.flag("add_space_prefix", True)
+    unknown = _id(given, tokens, "unknown", _SENTENCEPIECE_IDS)
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": WORD}
+    steps = [{"type": "Prepend", "prepend": WORD}, space] if prefix else [space]
+    has_merges = given.has("merges")
+    merges = _stored_merges(given, vocab) if has_merges else _scored(given, tokens, types, vocab)
+    return _document(
+        given, tokens, types, True, _SENTENCEPIECE_IDS,
+        normalizer={"type": "Sequence", "normalizers": steps},
+        pre_tokenizer=None,
+        decoder=_decoder(prefix),
+        model=_model(
+            vocab, merges, byte_fallback=True, fuse_unk=True,
+            unk_token=None if unknown is None else tokens[unknown],
+        ),
+    )  # fmt: skip
+
+
+def _decoder(prefix: bool) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": WORD}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _splitting(given: Settings) -> Splitting:
+    """The way of splitting that the file names; files of 2023 name none."""
+    name = given.text("pre", None)
+    if name is None:
+        is_gpt2 = given.metadata.get("general.architecture") == "gpt2"
+        name = "gpt-2" if is_gpt2 else "default"
+    found = SPLITTINGS.get(name)
+    if found is None:
+        raise given.unsupported(
+            f"the way of splitting text {short(name)} (tokenizer.ggml.pre; there are "
+            f"{some(sorted(SPLITTINGS), 100)})"
+        )
+    return found
+
+
+def _document(
+    given: Settings,
+    tokens: list[str],
+    types: list[int],
+    adds_bos: bool,
+    usual: dict[str, int] | None = None,
+    **parts: Any,
+) -> dict[str, Any]:
+    found = [
+        added(i, token, kind != USER)
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, UNKNOWN) or (kind == USER and token.strip(WORD))
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [item for item in found if item["content"]],
+        "normalizer": parts["normalizer"],
+        "pre_tokenizer": parts["pre_tokenizer"],
+        "post_processor": _around(given, tokens, adds_bos, usual or {}),
+        "decoder": parts["decoder"],
+        "model": parts["model"],
+    }
+
+
+def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **more,
+        "vocab": vocab,
+        "merges": [list(pair) for pair in merges],
+    }
+
+
+# --- tokens -------------------------------------------------------------------------------------
+
+
+def _types(given: Settings, tokens: list[str]) -> list[int]:
+    """The type of each token, normal where the file has no types."""
+    types = given.items("token_type", int, None)
+    if types is None:
+        named = {given.count(f"{key}_token_id", None, minimum=0) for key in ("bos", "eos")}
+        types = [CONTROL if i in named else NORMAL for i in range(len(tokens))]
+    if len(types) != len(tokens):
+        raise given.wrong(
+            "token_type", f"{len(tokens)} values", len(types), "is of another length", shown=True
+        )
+    return [
+        CONTROL if kind == NORMAL and token in ENDS else kind
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+
+
+def _filled(tokens: list[str], types: list[int], given: Settings) -> dict[str, int]:
+    """The vocabulary without what the converter put where a table of words has rows left."""
+    if not tokens:
+        raise given.wrong("tokens", "a token", "none", "is empty", shown=True)
+    vocab = vocabulary(tokens, given.path)
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == UNUSED and token == f"[PAD{index}]":
+            del vocab[token]
+    return vocab
+
+
+def _id(given: Settings, tokens: list[str], key: str, usual: dict[str, int]) -> int | None:
+    """The number of a special token; None if there is none."""
+    found = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+    if found is None and usual.get(key, len(tokens)) < len(tokens):
+        return usual[key]
+    return found
+
+
+def _around(
+    given: Settings, tokens: list[str], adds_bos: bool, usual: dict[str, int]
+) -> dict[str, Any] | None:
+    """What stands before and after a text."""
+    bos = given.flag("add_bos_token", adds_bos)
+    eos = given.flag("add_eos_token", False)
+    before = _id(given, tokens, "bos", usual) if bos else None
+    after = _id(given, tokens, "eos", usual) if eos else None
+    if before is None and after is None:
+        return None
+
+    def marks(index: int | None, segment: int) -> list[dict[str, Any]]:
+        return (
+            [] if index is None else [{"SpecialToken": {"id": tokens[index], "type_id": segment}}]
+        )
+
+    def one(name: str, segment: int) -> list[dict[str, Any]]:
+        text = {"Sequence": {"id": name, "type_id": segment}}
+        return [*marks(before, segment), text, *marks(after, segment)]
+
+    used = {index for index in (before, after) if index is not None}
+    return {
+        "type": "TemplateProcessing",
+        "single": one("A", 0),
+        "pair": [*one("A", 0), *one("B", 1)],
+        "special_tokens": {
+            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in sorted(used)
+        },
+    }
+
+
+# --- merges -------------------------------------------------------------------------------------
+
+
+def _stored_merges(given: Settings, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges in the file, as pairs of tokens."""
+    found = []
+    for merge in given.items("merges", str):
+        # The first of a pair may begin with a space, and has at least one character.
+        cut = merge.find(" ", 1)
+        left, right = merge[:cut], merge[cut + 1 :]
+        if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
+            raise given.wrong("merges", "two tokens that make a third", merge, "has a wrong merge")
+        found.append((left, right))
+    return found
+
+
+def _scored(
+    given: Settings, tokens: list[str], types: list[int], vocab: dict[str, int]
+) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, the best first, as SentencePiece would join them."""
+    scores = _scores(given, tokens)
+    joined = {
+        token: index
+        for token, index in vocab.items()
+        if types[index] not in (CONTROL, UNKNOWN, BYTE) and token
+    }
+    lengths = {len(token) for token in joined}
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, index in joined.items():
+        if len(token) > _LONGEST_PIECE:
+            raise CheckpointLimitError(
+                f"the token {token[:40]!r}… is too long to be made of others",
+                path=given.path, expected=f"at most {_LONGEST_PIECE}", found=len(token),
+            )  # fmt: skip
+        for cut in range(1, len(token)):
+            if cut in lengths and len(token) - cut in lengths:
+                left, right = token[:cut], token[cut:]
+                if left in joined and right in joined:
+                    found.append((-scores[index], -cut, cut - len(token), left, right))
+    found.sort(key=lambda pair: pair[:3])
+    return [(left, right) for *_, left, right in found]
+
+
+def _scores(given: Settings, tokens: list[str]) -> list[float]:
+    """The score of each token."""
+    scores = given.items("scores", float)
+    if len(scores) != len(tokens):
+        raise given.wrong(
+            "scores", f"{len(tokens)} values", len(scores), "is of another length", shown=True
+        )
+    if not all(map(math.isfinite, scores)):
+        raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
+    if str(given.metadata.get("general.architecture")).startswith("gemma"):
+        # The converter gives what was added, runs of spaces too, a score of its own: Gemma's
+        # merges are in the order of its tokens.
+        return [-float(index) for index in range(len(tokens))]
+    return scores

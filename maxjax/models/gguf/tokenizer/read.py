@@ -1,0 +1,167 @@
+"""The tokenizer in a GGUF file → the content of a ``tokenizer.json``.
+
+The ``tokenizers`` package then runs it. Each kind has a file of its own: BERT's WordPiece, GPT-2's
+and Llama's byte pairs; here are the chat templates, which are there for all models.
+
+Sources: ``Keys.Tokenizer`` in gguf-py's ``constants.py``, docs/gguf.md of ggml.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ....errors import CheckpointFormatError, UserInputError, some
+from ....storage.strict_json import load_json
+from ..metadata import Settings
+from .bpe import ENDS, byte_level, sentencepiece
+from .wordpiece import PIECE as PIECE
+from .wordpiece import wordpiece
+
+HF_JSON = "tokenizer.huggingface.json"
+"""The key of a whole ``tokenizer.json``, as docs/gguf.md of ggml has it."""
+
+# tokenizer.ggml.model → what makes the content.
+_KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
+    "bert": wordpiece,
+    "gpt2": byte_level,
+    "llama": sentencepiece,
+}
+# GGUF's names of special tokens → those of a tokenizer_config.json.
+_SPECIAL = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token",
+    "padding": "pad_token", "mask": "mask_token",
+}  # fmt: skip
+
+
+def tokenizer_json(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` for the tokenizer in a GGUF file.
+
+    A file that has a whole ``tokenizer.json`` in it gives that. Else the kinds "bert", "gpt2" and
+    "llama" are rebuilt. Whether text becomes lower case, and so loses its accents, only newer files
+    of "bert" say; in others it does unless the vocabulary has upper-case words.
+
+    Args:
+        metadata: The file's key-value pairs, of which those in ``tokenizer.ggml`` are read.
+        path: The file, for messages.
+
+    Raises:
+        UnsupportedModelError: The tokenizer is of another kind (``tokenizer.ggml.model``), or
+            splits text in a way that is not known (``tokenizer.ggml.pre``); names it.
+        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
+        CheckpointLimitError: A token is too long.
+
+    Example:
+        >>> tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁embed", "ding"]
+        >>> made = tokenizer_json({
+        ...     "tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tokens,
+        ...     "tokenizer.ggml.token_type": [3, 3, 3, 3, 1, 1],
+        ...     "tokenizer.ggml.unknown_token_id": 1, "tokenizer.ggml.bos_token_id": 2,
+        ...     "tokenizer.ggml.seperator_token_id": 3})
+        >>> list(made["model"]["vocab"])[4:]
+        ['embed', '##ding']
+    """
+    if HF_JSON in metadata:
+        return _kept(metadata, path)
+    given = Settings(metadata, "tokenizer.ggml.", path)
+    kind = given.text("model")
+    if kind not in _KINDS:
+        raise given.unsupported(
+            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; there are {some(list(_KINDS))})"
+        )
+    return _KINDS[kind](given)
+
+
+def chat_template(
+    metadata: Mapping[str, Any],
+    name: str | None = None,
+    *,
+    path: str | os.PathLike[str] | None = None,
+) -> str | None:
+    """The Jinja template of a chat, None where the file has none.
+
+    Args:
+        metadata: The file's key-value pairs.
+        name: One of several, e.g. "tool_use"; by default the one that has no name.
+        path: The file, for messages.
+
+    Raises:
+        UserInputError: There is none of that name; lists those that there are.
+        CheckpointFormatError: It is no string.
+
+    Example:
+        >>> templates = {"tokenizer.chat_template": "a", "tokenizer.chat_template.rag": "b"}
+        >>> chat_template(templates), chat_template(templates, "rag"), chat_template({})
+        ('a', 'b', None)
+    """
+    given = Settings(metadata, "tokenizer.", path)
+    if name is None or (name == "default" and not given.has("chat_template.default")):
+        return given.text("chat_template", None)
+    if not given.has(f"chat_template.{name}"):
+        start = "tokenizer.chat_template."
+        known = [key[len(start) :] for key in metadata if key.startswith(start)]
+        there = f"there are {some(known)}" if known else "there are none with a name"
+        raise UserInputError(f"no chat template is called {name!r}: {there}")
+    return given.text(f"chat_template.{name}")
+
+
+def special_tokens(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> dict[str, str]:
+    """The special tokens by the names of a ``tokenizer_config.json``: "bos_token" → "<s>".
+
+    Raises:
+        CheckpointFormatError: A number is not that of a token.
+
+    Example:
+        >>> special_tokens({"tokenizer.ggml.tokens": ["<s>", "a"], "tokenizer.ggml.bos_token_id": 0})
+        {'bos_token': '<s>'}
+    """
+    given = Settings(metadata, "tokenizer.ggml.", path)
+    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    found = {}
+    for key, name in _SPECIAL.items():
+        index = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+        if index is not None:
+            found[name] = tokens[index]
+    return found
+
+
+def end_ids(
+    metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+) -> tuple[int, ...]:
+    """The tokens that end an answer: the end of a text, of a turn, and what llama.cpp takes for such.
+
+    Raises:
+        CheckpointFormatError: A number is not that of a token.
+
+    Example:
+        >>> end_ids({"tokenizer.ggml.tokens": ["</s>", "<|im_end|>"], "tokenizer.ggml.eos_token_id": 0})
+        (0, 1)
+    """
+    given = Settings(metadata, "tokenizer.ggml.", path)
+    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    found = [
+        given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+        for key in ("eos", "eot", "eom")
+    ]
+    ends = ENDS
+    if {"<|return|>", "<|call|>"} <= set(tokens):  # of gpt-oss, where <|end|> ends a part alone
+        ends = ENDS - {"<|end|>"}
+    found += [index for index, token in enumerate(tokens) if token in ends]
+    return tuple(dict.fromkeys(index for index in found if index is not None))
+
+
+def _kept(metadata: Mapping[str, Any], path: Any) -> dict[str, Any]:
+    """The ``tokenizer.json`` that a file has in it."""
+    text = Settings(metadata, path=path).text(HF_JSON)
+    where = HF_JSON if path is None else f"{os.fspath(path)}: {HF_JSON}"
+    found = load_json(text.encode("utf-8", "surrogateescape"), name=where)
+    if not isinstance(found, dict):
+        raise CheckpointFormatError(
+            f"metadata key '{HF_JSON}' is no object", path=path, found=type(found).__name__
+        )
+    return found

@@ -1,0 +1,253 @@
+"""How text is split before it becomes tokens: llama.cpp's names → ``tokenizer.json``.
+
+The other way round is pretokenizers. llama.cpp has patterns of its own where its regular
+expressions are poorer; here stand those of the tokenizers that the names were made for.
+
+Source: ``llm_tokenizer_bpe`` and the table of ``tokenizer_pre`` in llama.cpp's llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..metadata import short, unsupported
+
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}"
+QWEN2 = rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_MARKS}|{_SPACES}"
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+TEKKEN = rf"{_CASES % ('', '')}|\p{{N}}|{_PATHS}|{_SPACES}"
+GPT4O = rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
+_SEED = rf"{_SHORT}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_CJK = "[一-龥ࠀ-一가-퟿]+"
+# Letters that have cases, as DeepSeek lists them. Written by number is what an editor may compose.
+_CASED = (
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
+    "Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮ\u2cf2\u2cf3Ꙁ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "\U00010400-\U0001044f𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """What a tokenizer does to a text first, and what it is by default.
+
+    Attributes:
+        patterns: Cut after one another, each what the one before left.
+        ignore_merges: Whether a word that is a token is taken as it is.
+        adds_bos: Whether a text begins with a token of its own if the file does not say.
+        composes: Whether accents are joined to their letters (NFC), which llama.cpp leaves out.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+    composes: bool = False
+
+    @property
+    def normalizer(self) -> dict[str, Any] | None:
+        """That of a ``tokenizer.json``."""
+        return {"type": "NFC"} if self.composes else None
+
+    @property
+    def pre_tokenizer(self) -> dict[str, Any]:
+        """That of a ``tokenizer.json``."""
+        return _pre_tokenizer(self.patterns)
+
+
+def _pre_tokenizer(patterns: tuple[str, ...]) -> dict[str, Any]:
+    """The patterns in a row; GPT-2's, if it is the last, is built in."""
+    is_gpt2 = patterns[-1] == GPT2
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    last["use_regex"] = is_gpt2
+    steps = [_step(pattern) for pattern in (patterns[:-1] if is_gpt2 else patterns)]
+    return {"type": "Sequence", "pretokenizers": [*steps, last]} if steps else last
+
+
+def _step(pattern: str) -> dict[str, Any]:
+    if pattern == r"\p{N}":
+        return {"type": "Digits", "individual_digits": True}
+    return {
+        "type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+
+
+def _kinds(names: str, *patterns: str, **more: bool) -> dict[str, Splitting]:
+    return {name: Splitting(patterns, **more) for name in names.split()}
+
+
+SPLITTINGS: dict[str, Splitting] = {
+    **_kinds(
+        "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 jais"
+        " trillion granite-docling", GPT2,
+    ),
+    **_kinds("mpt olmo", GPT2, composes=True),
+    **_kinds("starcoder refact smollm codeshell exaone minerva-7b", r"\p{N}", GPT2),
+    **_kinds("command-r", r"\p{N}", GPT2, composes=True),
+    **_kinds(
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", LLAMA3,
+        ignore_merges=True, adds_bos=True,
+    ),
+    **_kinds("dbrx smaug-bpe glm4 chatglm-bpe", LLAMA3),
+    **_kinds("qwen2", QWEN2, composes=True),
+    **_kinds("qwen35", _QWEN35, composes=True),
+    **_kinds("deepseek-r1-qwen stablelm2 hunyuan grok-2 megrez kormo", QWEN2),
+    **_kinds("tekken", TEKKEN, ignore_merges=True, adds_bos=True),
+    **_kinds("gpt-4o llama4 minimax-m2", GPT4O),
+    **_kinds("seed-coder", _SEED),
+    **_kinds("poro-chat bloom gpt3-finnish", _BLOOM),
+    **_kinds("viking", _BLOOM, r"\p{N}"),
+    **_kinds(
+        "deepseek-llm", r"[\r\n]", _CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}+",
+    ),
+    **_kinds("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    **_kinds("deepseek-v3 hunyuan-dense", r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
+    **_kinds("falcon", r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
+    **_kinds("default", r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+}  # fmt: skip
+"""The name in "tokenizer.ggml.pre" → what it stands for."""
+
+
+# The pattern of a tokenizer.json, and whether a word that is a token is taken as it is
+# (ignore_merges, which llama.cpp has in its code) → the name.
+_PATTERNS = {
+    (LLAMA3, True): "llama-bpe",
+    (LLAMA3, False): "dbrx",
+    (QWEN2, False): "qwen2",
+    (TEKKEN, True): "tekken",
+    (GPT4O, False): "gpt-4o",
+    (GPT2, False): "gpt-2",
+    (GPT2.removesuffix(r"|\s+"), False): "gpt-2",
+}
+
+
+def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) -> str:
+    """The name that llama.cpp has for how a tokenizer of GPT-2's kind splits text.
+
+    Raises:
+        UnsupportedModelError: It has none.
+
+    Example:
+        >>> pre_name({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}, {}, None)
+        'gpt-2'
+    """
+    for item in _sequence(tokenizer.get("normalizer"), "normalizers"):
+        if item.get("type") != "NFC":  # llama.cpp leaves it out, as texts mostly are so already
+            raise unsupported(f"the normalizer {short(item.get('type'))} in a GGUF file", path)
+    steps = _sequence(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    ignores = model.get("ignore_merges") is True
+    last = steps[-1] if steps else {}
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is True:
+        kinds = ", ".join(str(step.get("type"))[:40] for step in steps) or "nothing"
+        raise unsupported(f"text split by {kinds} in a GGUF file", path)
+    splits, whole = steps[:-1], last.get("use_regex", True) is not False
+    name = None
+    if whole and not splits and not ignores:
+        name = "gpt-2"
+    elif whole and len(splits) == 1 and splits[0].get("type") == "Digits" and not ignores:
+        name = "smollm" if splits[0].get("individual_digits") is True else None
+    elif not whole and len(splits) == 1:
+        name = _PATTERNS.get((_pattern(splits[0]) or "", ignores))
+    if name is None:
+        how = f"; ignore_merges is {ignores}"
+        raise unsupported(f"text split by {short(steps and _shown(steps), 300)}{how}", path)
+    return name
+
+
+def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
+    """Whether a tokenizer of Llama's kind puts a space before a text.
+
+    Raises:
+        UnsupportedModelError: It does something else to texts that llama.cpp does not.
+
+    Example:
+        >>> space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        >>> space_prefix({"normalizer": space, "pre_tokenizer": None}, None)
+        False
+    """
+    prefix = replaces = False
+    for item in _sequence(tokenizer.get("normalizer"), "normalizers"):
+        kind = item.get("type")
+        if kind == "Prepend" and item.get("prepend") == "▁":
+            prefix = True
+        elif kind == "Replace" and item.get("content") == "▁" and _pattern(item) == " ":
+            replaces = True
+        else:
+            raise unsupported(f"the normalizer {short(kind)} in a GGUF file", path)
+    for item in _sequence(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        kind = item.get("type")
+        if kind == "Metaspace" and item.get("replacement") == "▁" and item.get("split") is not True:
+            given = item.get("prepend_scheme")
+            old = "always" if item.get("add_prefix_space", True) else "never"
+            prefix, replaces = prefix or (given or old) != "never", True
+        elif not (kind == "Split" and _pattern(item) == " " and replaces):  # none are left
+            raise unsupported(f"text split by {short(kind)} in a GGUF file", path)
+    if not replaces:
+        raise unsupported("a tokenizer that leaves spaces in a GGUF file", path)
+    return prefix
+
+
+def bert_flags(tokenizer: Mapping[str, Any], path: Any) -> dict[str, bool]:
+    """What is done to a text before BERT's tokens are looked for.
+
+    Raises:
+        UnsupportedModelError: It is not what BERT does.
+    """
+    normalizer, splits = tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")
+    usual = isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer"
+    if not usual or not isinstance(splits, dict) or splits.get("type") != "BertPreTokenizer":
+        raise unsupported("WordPiece without BERT's normalizer and splitting in a GGUF file", path)
+    assert isinstance(normalizer, dict)
+    for key in ("clean_text", "handle_chinese_chars"):
+        if normalizer.get(key, True) is not True:
+            raise unsupported(f"BERT's normalizer without {key!r} in a GGUF file", path)
+    found = {"normalizer.lowercase": normalizer.get("lowercase", True) is not False}
+    if isinstance(normalizer.get("strip_accents"), bool):
+        found["normalizer.strip_accents"] = normalizer["strip_accents"]
+    return found
+
+
+def _sequence(value: Any, key: str) -> list[Mapping[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer; none, one, or a Sequence."""
+    if not isinstance(value, dict):
+        return []
+    if value.get("type") == "Sequence":
+        each = value.get(key)
+        return [item for item in each if isinstance(item, dict)] if isinstance(each, list) else []
+    return [value]
+
+
+def _pattern(step: Mapping[str, Any]) -> str | None:
+    """The pattern or the text that a step looks for, if matches are what stays together."""
+    pattern = step.get("pattern")
+    if not isinstance(pattern, dict):
+        return None
+    if step.get("type") == "Split":
+        kept = {("Isolated", False), ("Removed", True), ("MergedWithPrevious", False)}
+        if (step.get("behavior"), step.get("invert") is True) not in kept:
+            return None
+    found = pattern.get("Regex", pattern.get("String"))
+    return found if isinstance(found, str) else None
+
+
+def _shown(steps: list[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{step.get('type')} {step.get('pattern', '')}" for step in steps)

@@ -1,0 +1,147 @@
+"""WordPiece out of GGUF metadata: BERT's tokenizer as the content of a ``tokenizer.json``.
+
+Sources: ``BertModel.set_vocab`` of llama.cpp's converter; for defaults, the WPM vocabulary in
+llama.cpp's reader.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ....errors import CheckpointFormatError
+from ..metadata import Settings
+from .tokens import CONTROL, UNKNOWN, USER, WORD, added, vocabulary
+
+PIECE = "##"
+# Where the special tokens of BERT lie, if the file does not say.
+_DEFAULT_IDS = {"unknown": 100, "bos": 101, "seperator": 102, "padding": 0, "mask": 103}
+_MAXWORD = 100  # BERT's own: a longer word is unknown
+
+
+def wordpiece(given: Settings) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` for BERT's kind.
+
+    Raises:
+        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
+    """
+    stored = given.items("tokens", str)
+    types = _types(given, stored)
+    tokens = _spelled(stored, types)
+    vocab = vocabulary(tokens, given.path)
+    unknown = _special(given, tokens, "unknown")
+    if unknown is None:
+        raise CheckpointFormatError(
+            "no token for what is unknown: 'tokenizer.ggml.unknown_token_id' is missing",
+            path=given.path,
+        )
+    special = [i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN, USER)]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added(i, tokens[i], types[i] != USER) for i in special],
+        "normalizer": _normalizer(given, tokens, types),
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": _template(given, tokens),
+        "decoder": {"type": "WordPiece", "prefix": PIECE, "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": tokens[unknown],
+            "continuing_subword_prefix": PIECE,
+            "max_input_chars_per_word": _MAXWORD,
+            "vocab": vocab,
+        },
+    }
+
+
+def _types(given: Settings, tokens: list[str]) -> list[int]:
+    """The type of each token; a file without types has those that its keys name as control."""
+    types = given.items("token_type", int, None)
+    if types is None:
+        named = {_special(given, tokens, key) for key in _DEFAULT_IDS}
+        return [CONTROL if i in named else 1 for i in range(len(tokens))]
+    if len(types) != len(tokens):
+        raise given.wrong(
+            "token_type", f"{len(tokens)} values", len(types), "is of another length", shown=True
+        )
+    return types
+
+
+def _spelled(tokens: list[str], types: list[int]) -> list[str]:
+    """Tokens as BERT spells them: GGUF marks the beginnings of words, BERT what goes on."""
+    if not any(token.startswith(WORD) for token in tokens):
+        return tokens  # some writers leave BERT's spelling
+
+    def spelled(token: str) -> str:
+        return token[1:] if token.startswith(WORD) else PIECE + token
+
+    return [
+        token if type_ == CONTROL else spelled(token)
+        for token, type_ in zip(tokens, types, strict=True)
+    ]
+
+
+def _normalizer(given: Settings, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """What is done to a text first. A null for accents means: as for the case."""
+    lowercase = given.flag("normalizer.lowercase", None)
+    if lowercase is None:
+        words = (
+            token
+            for token, type_ in zip(tokens, types, strict=True)
+            if type_ not in (CONTROL, UNKNOWN) and not _is_reserved(token)
+        )
+        lowercase = not any(re.search("[A-Z]", word) for word in words)
+    return {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": given.flag("normalizer.strip_accents", None),
+        "lowercase": lowercase,
+    }
+
+
+def _is_reserved(token: str) -> bool:
+    """A place that is kept free, such as [unused1] or [PAD7], and no word."""
+    return re.fullmatch(r"\[[^\]]*\]", token) is not None
+
+
+def _special(given: Settings, tokens: list[str], key: str) -> int | None:
+    """The id of a special token: as the file says, else where BERT has it; None if not there."""
+    found = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+    if found is None:
+        usual = _DEFAULT_IDS[key]
+        is_there = usual < len(tokens) and re.fullmatch(r"\[[A-Z]+\]", tokens[usual])
+        return usual if is_there else None
+    return found
+
+
+def _template(given: Settings, tokens: list[str]) -> dict[str, Any]:
+    """What stands around a text and between a pair: [CLS] a [SEP] b [SEP]."""
+    # llama.cpp puts both there whatever add_bos_token and its like say.
+    first = _special(given, tokens, "bos")
+    if given.has("cls_token_id"):  # files of 2024 and before
+        first = given.count("cls_token_id", minimum=0, maximum=len(tokens) - 1)
+    key = (
+        "eos" if given.has("eos_token_id") and not given.has("seperator_token_id") else "seperator"
+    )
+    last = _special(given, tokens, key)
+
+    def mark(index: int | None, segment: int) -> list[dict[str, Any]]:
+        if index is None:
+            return []
+        return [{"SpecialToken": {"id": tokens[index], "type_id": segment}}]
+
+    def text(which: str, segment: int) -> list[dict[str, Any]]:
+        return [{"Sequence": {"id": which, "type_id": segment}}]
+
+    single = [*mark(first, 0), *text("A", 0), *mark(last, 0)]
+    used = {index for index in (first, last) if index is not None}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, *text("B", 1), *mark(last, 1)],
+        "special_tokens": {
+            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in sorted(used)
+        },
+    }

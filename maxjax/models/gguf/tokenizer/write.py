@@ -1,0 +1,322 @@
+"""``tokenizer.json`` → the metadata of a GGUF file: BERT's, GPT-2's and Llama's kinds.
+
+llama.cpp has a way of splitting text in its code for each name in "tokenizer.ggml.pre"; a table
+here says which pattern has which name.
+
+Sources: ``get_vocab_base``, ``_set_vocab_llama_hf`` and ``BertModel.set_vocab`` of llama.cpp's
+converter, ``SpecialVocab`` in gguf-py's ``vocab.py``; its llama-vocab.cpp for the patterns.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ....errors import CheckpointFormatError, CheckpointMismatchError
+from ..metadata import short, unsupported
+from .read import HF_JSON, PIECE
+from .splits import bert_flags, pre_name, space_prefix
+
+# tokenizer_config.json's names of special tokens → GGUF's, and of BERT's, where [CLS] begins.
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
+            "mask": "mask"}  # fmt: skip
+BERT_SPECIAL = {"cls": "bos", "sep": "seperator", "unk": "unknown", "pad": "padding",
+                 "mask": "mask"}  # fmt: skip
+
+
+def special_ids(
+    ids: Mapping[str, int],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    names: Mapping[str, str],
+    path: Any,
+) -> dict[str, int]:
+    """The numbers of special tokens: as the tokenizer's settings say, else the configuration."""
+    found = {}
+    for name, key in names.items():
+        token = settings.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        index = ids.get(token) if isinstance(token, str) else None
+        if index is None:
+            given = config.get(f"{name}_token_id")
+            given = given[0] if isinstance(given, list) and given else given
+            is_there = type(given) is int and given >= 0
+            index = given if is_there and (not ids or given in ids.values()) else None
+        if index is None and names is BERT_SPECIAL:
+            index = ids.get(f"[{name.upper()}]")
+        if index is not None:
+            found[f"{key}_token_id"] = index
+    return found
+
+
+def added_around(
+    tokenizer: Mapping[str, Any], settings: Mapping[str, Any], ids: Mapping[str, Any]
+) -> dict[str, bool]:
+    """Whether a text gets a token before it and one after it."""
+    before, after = _around(tokenizer.get("post_processor"))
+    found = {"add_bos_token": before, "add_eos_token": after}
+    for key in found:
+        if isinstance(settings.get(key), bool):
+            found[key] = settings[key]
+    # llama.cpp adds whatever token stands there by default.
+    found["add_bos_token"] &= "bos_token_id" in ids
+    found["add_eos_token"] &= "eos_token_id" in ids
+    return found
+
+
+def _around(processor: Any) -> tuple[bool, bool]:
+    """Whether a template has a special token before a single text, and one after it."""
+    if not isinstance(processor, dict):
+        return False, False
+    if processor.get("type") == "Sequence":
+        each = processor.get("processors")
+        found = [_around(p) for p in each] if isinstance(each, list) else []
+        return any(a for a, _ in found), any(b for _, b in found)
+    single = processor.get("single")
+    if processor.get("type") != "TemplateProcessing" or not isinstance(single, list) or not single:
+        return False, False
+    marks = ["SpecialToken" in item for item in single if isinstance(item, dict)]
+    return (marks[0], marks[-1]) if marks else (False, False)
+
+
+def templates(settings: Mapping[str, Any], given: str | None, path: Any) -> dict[str, Any]:
+    """The chat templates: one, or several with names."""
+    listed = given if given is not None else settings.get("chat_template")
+    if listed is None:
+        return {}
+    listed = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
+    found: dict[str, Any] = {}
+    names = []
+    for item in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(item, dict):
+            raise wrong("chat_template", "a string, or a list of objects", item, path)
+        name, text = typed(item, "name", str, path), typed(item, "template", str, path)
+        if name == "default":
+            found["tokenizer.chat_template"] = text
+        else:
+            names.append(name)
+            found[f"tokenizer.chat_template.{name}"] = text
+    return {"tokenizer.chat_templates": names, **found} if names else found
+
+
+def typed(of: Mapping[str, Any], key: str, kind: type, path: Any, default: Any = ...) -> Any:
+    value = of.get(key)
+    if value is None and default is not ...:
+        return default
+    if not isinstance(value, kind):
+        raise wrong(key, f"a {kind.__name__}", value, path)
+    return value
+
+
+def wrong(key: str, expected: str, found: Any, path: Any) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"'{key}' of the tokenizer is wrong", path=path, expected=expected, found=short(found)
+    )
+
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_WORD = "▁"
+# Of a token that no merge makes: after all that one makes.
+_LAST_SCORE = -1e6
+
+
+def gguf_tokenizer_metadata(
+    tokenizer: Mapping[str, Any] | None,
+    settings: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    *,
+    vocab_size: int | None = None,
+    chat_template: str | None = None,
+    keep_json: bool = True,
+    path: Any = None,
+) -> dict[str, Any]:
+    """The metadata of a GGUF file for a tokenizer.
+
+    Where a text has none of the special tokens in it, llama.cpp finds the tokens that the
+    ``tokenizers`` package finds. Scores of Llama's kind are made of the order of merges, which for
+    a vocabulary of SentencePiece's is the order of its scores.
+
+    Args:
+        tokenizer: The content of ``tokenizer.json``; None if there is none: then the file says so,
+            and special tokens are those of ``config``.
+        settings: The content of ``tokenizer_config.json``.
+        config: The content of ``config.json``.
+        vocab_size: The rows of the table of words; places that no token has are filled.
+        chat_template: The content of ``chat_template.jinja``, which counts more than ``settings``.
+        keep_json: Whether the whole ``tokenizer.json`` goes into the file too, as
+            "tokenizer.huggingface.json": then nothing of it is lost.
+        path: The file, for messages.
+
+    Raises:
+        UnsupportedModelError: llama.cpp has no such tokenizer; names what it has not.
+        CheckpointMismatchError: There are more tokens than rows of the table of words.
+        CheckpointFormatError: The file is no tokenizer.
+
+    Example:
+        >>> found = gguf_tokenizer_metadata(None, config={"eos_token_id": [7, 8]})
+        >>> found
+        {'tokenizer.ggml.model': 'none', 'tokenizer.ggml.eos_token_id': 7}
+    """
+    settings, config = settings or {}, config or {}
+    if tokenizer is None:
+        found: dict[str, Any] = {"model": "none"} | special_ids({}, {}, config, SPECIAL, path)
+    else:
+        model = typed(tokenizer, "model", dict, path)
+        kind = model.get("type") or ("BPE" if "merges" in model else None)
+        tokens = _Tokens(tokenizer, model, vocab_size, path)
+        if kind == "WordPiece":
+            found = _wordpiece(tokenizer, tokens) | special_ids(
+                tokens.ids, settings, config, BERT_SPECIAL, path
+            )
+        elif kind == "BPE":
+            made = _sentencepiece if model.get("byte_fallback") is True else _byte_level
+            found = made(tokenizer, tokens) | special_ids(
+                tokens.ids, settings, config, SPECIAL, path
+            )
+            found |= added_around(tokenizer, settings, found)
+        else:
+            raise unsupported(f"a tokenizer of type {short(kind)} in a GGUF file", path)
+    found = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+    found |= templates(settings, chat_template, path)
+    if tokenizer is not None and keep_json:
+        found[HF_JSON] = json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":"))
+    return found
+
+
+class _Tokens:
+    """The tokens by number: ``texts``, ``types``; ``ids`` by text; ``merges`` as pairs."""
+
+    def __init__(
+        self, tokenizer: Mapping[str, Any], model: Mapping[str, Any], size: int | None, path: Any
+    ):
+        self.model, self.path = model, path
+        vocab = typed(model, "vocab", dict, path)
+        added = typed(tokenizer, "added_tokens", list, path, [])
+        self.ids: dict[str, int] = {}
+        special: dict[str, bool] = {}
+        for text, index in vocab.items():
+            self._add(text, index)
+        for item in added:
+            if not isinstance(item, dict):
+                raise wrong("added_tokens", "a list of objects", item, path)
+            text = typed(item, "content", str, path)
+            self._add(text, item.get("id"))
+            special[text] = item.get("special") is True
+        self.special = special
+        count = max(self.ids.values(), default=-1) + 1
+        if size is None:
+            size = max(count, len(self.ids))
+        if count > size:
+            raise CheckpointMismatchError(
+                "the tokenizer has more tokens than the table of words has rows",
+                path=path, expected=f"at most {size}", found=count,
+            )  # fmt: skip
+        self._number(size)
+
+    def _add(self, text: str, index: Any) -> None:
+        if type(index) is not int or not 0 <= index < 1 << 31:
+            raise wrong("vocab", "a number for each token", index, self.path)
+        if self.ids.setdefault(text, index) != index:
+            raise wrong(
+                "added_tokens", f"number {self.ids[text]} for {short(text)}", index, self.path
+            )
+
+    def _number(self, size: int) -> None:
+        """Fills ``texts`` and ``types``; places without a token get a name of their own."""
+        if size > 4 * len(self.ids) + 100_000:  # no table of words is so much larger
+            raise wrong("vocab", f"numbers that fit {len(self.ids)} tokens", size, self.path)
+        texts: list[str | None] = [None] * size
+        for text, index in self.ids.items():
+            if texts[index] is not None:
+                raise wrong("vocab", "one token for each number", f"two for {index}", self.path)
+            texts[index] = text
+        unknown = self.model.get("unk_token")
+        self.types = np.full(size, _NORMAL, np.int32)
+        self.texts: list[str] = []
+        for index, text in enumerate(texts):
+            if text is None:
+                self.types[index], text = _UNUSED, f"[PAD{index}]"
+            elif text in self.special:
+                self.types[index] = _CONTROL if self.special[text] else _USER
+            self.texts.append(text)
+        if isinstance(unknown, str) and unknown in self.ids and not self.special.get(unknown):
+            self.types[self.ids[unknown]] = _UNKNOWN
+
+    @property
+    def merges(self) -> list[tuple[str, str]]:
+        """The merges as pairs; files have them as lists of two or as one text."""
+        found = []
+        for item in typed(self.model, "merges", list, self.path):
+            pair = item.split(" ") if isinstance(item, str) else item
+            whole = isinstance(pair, list) and len(pair) == 2
+            if not whole or not all(isinstance(part, str) for part in pair):
+                raise wrong("merges", "pairs of tokens", item, self.path)
+            found.append((pair[0], pair[1]))
+        return found
+
+
+# --- the three kinds ----------------------------------------------------------------------------
+
+
+def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+    """BERT's: GGUF marks where words begin, BERT what goes on."""
+    prefix = typed(tokens.model, "continuing_subword_prefix", str, tokens.path, PIECE)
+    if prefix != PIECE:
+        raise unsupported(f"pieces of words marked by {short(prefix)} in a GGUF file", tokens.path)
+    flags = bert_flags(tokenizer, tokens.path)
+    texts = []
+    for text, kind in zip(tokens.texts, tokens.types, strict=True):
+        if kind in (_CONTROL, _UNUSED):
+            texts.append(text)
+        else:
+            texts.append(text[len(prefix) :] if text.startswith(prefix) else _WORD + text)
+    # What the reader of these files takes for part of the vocabulary must stay apart from it.
+    types = np.where(tokens.types == _UNUSED, _CONTROL, tokens.types).astype(np.int32)
+    return {"model": "bert", "tokens": texts, "token_type": types} | flags
+
+
+def _byte_level(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+    """GPT-2's: bytes as letters, and merges."""
+    merges = tokens.merges
+    if any(" " in part for pair in merges for part in pair):
+        raise unsupported("a merge of tokens with a space in a GGUF file", tokens.path)
+    pre = pre_name(tokenizer, tokens.model, tokens.path)
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens.texts,
+        "token_type": tokens.types,
+        "merges": [f"{left} {right}" for left, right in merges],
+    }
+
+
+def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+    """Llama's: spaces as ▁, what no token has as bytes; scores say which pair is joined first."""
+    prefix = space_prefix(tokenizer, tokens.path)
+    texts, types = list(tokens.texts), tokens.types.copy()
+    unknown = tokens.model.get("unk_token")
+    for index, text in enumerate(texts):
+        if text == unknown:
+            types[index] = _UNKNOWN
+        elif _BYTE_TOKEN.fullmatch(text):
+            types[index] = _BYTE
+        elif types[index] == _USER:
+            texts[index] = text.replace(_WORD, " ")  # is looked for in the text itself
+    scores = np.full(len(texts), _LAST_SCORE, np.float32)
+    for rank, pair in enumerate(tokens.merges):
+        index = tokens.ids.get(pair[0] + pair[1])
+        if index is not None and scores[index] == _LAST_SCORE:
+            scores[index] = -rank
+    return {
+        "model": "llama",
+        "pre": "default",
+        "tokens": texts,
+        "scores": scores,
+        "token_type": types,
+        "add_space_prefix": prefix,
+    }

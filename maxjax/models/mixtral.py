@@ -1,0 +1,83 @@
+"""Mixtral (https://arxiv.org/abs/2401.04088)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..nn.layer import Module
+from .config import setting
+from .decoder.config import own
+from .decoder.experts import MAPS_W, MoEConfig, MoEFamily, MoELayer, expert_count
+from .decoder.model import Decoder, make
+from .decoder.rope import read_rope
+from .llama import BARE, KNOWN
+
+
+@dataclass(frozen=True)
+class MixtralConfig(MoEConfig):
+    """The settings of a Mixtral: a Mistral whose layers all have experts."""
+
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
+    maps: tuple = own(MAPS_W)
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """Its experts are as wide as the MLP of other models, whatever else a file says."""
+        return raw, frozenset({"moe_intermediate_size"})
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The experts; there are no biases, whatever its file says."""
+        return {
+            "num_experts": expert_count(raw, "num_local_experts", 8),
+            "num_key_value_heads": raw.get("num_key_value_heads", 8),
+            "moe_intermediate_size": None, "norm_topk_prob": True,
+            "attention_bias": False, "mlp_bias": False,
+        }  # fmt: skip
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """With another base where the file does not say."""
+        return {"rope": read_rope(raw, context, 1e6)}
+
+
+class MixtralLayer(MoELayer):
+    """A layer of a Mixtral: its second half is called ``block_sparse_moe``."""
+
+    @property
+    def mlp(self) -> Any:
+        """The second half."""
+        return self.block_sparse_moe
+
+    @mlp.setter
+    def mlp(self, layer: Module) -> None:
+        self.block_sparse_moe = layer
+
+
+class Mixtral(Decoder):
+    """A Mixtral.
+
+    Example:
+        >>> model = Mixtral(MixtralConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "1.block_sparse_moe.experts.7" in name][0]
+        'model.layers.1.block_sparse_moe.experts.7.w1.weight'
+    """
+
+    layer_class: ClassVar[Any] = MixtralLayer
+
+
+MIXTRAL = Mixtral.family = MoEFamily(
+    model_type="mixtral",
+    architectures=("MixtralForCausalLM", "MixtralModel"),
+    config=MixtralConfig,
+    make=make(Mixtral),
+    renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
+    bare=BARE,
+    ignored=KNOWN,
+    experts="block_sparse_moe.experts.#.*.weight",
+    maps=MAPS_W,
+)

@@ -1,0 +1,198 @@
+"""How tensors are split over a mesh by their names, as Hugging Face's checkpoints have them.
+
+For a model that maxjax has, its Modules know; this table is for all others. It holds what
+Megatron-LM does (arXiv:1909.08053): the first map of a pair by rows, the second by columns,
+attention by whole heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..graph.placement.specs import EXPERTS, TENSOR, Split
+from ..graph.placement.strategy import Segment, ShardingStrategy
+
+# Which side of a map is split (its outputs are the rows of a weight, its inputs the columns),
+# what lies along it, over which axes, and the names of the layers. The first that fits.
+TABLE = (
+    ("out", "values", EXPERTS, "experts.*.gate_proj experts.*.up_proj experts.*.w1 experts.*.w3"),
+    ("in", "values", EXPERTS, "experts.*.down_proj experts.*.w2"),
+    ("out", "queries", TENSOR, "q_proj wq query q_lin q_b_proj SelfAttention.q EncDecAttention.q"),
+    ("out", "keys", TENSOR, "k_proj wk key k_lin SelfAttention.k EncDecAttention.k"),
+    ("out", "contents", TENSOR, "v_proj wv value v_lin SelfAttention.v EncDecAttention.v"),
+    ("out", "stacked", TENSOR, "qkv_proj c_attn"),
+    ("out", "triples", TENSOR, "query_key_value"),
+    ("in", "results", TENSOR, "o_proj wo out_proj out_lin attention.output.dense attention.dense"),
+    ("in", "results", TENSOR, "attn.c_proj SelfAttention.o EncDecAttention.o"),
+    ("out", "halves", TENSOR, "gate_up_proj"),
+    ("out", "values", TENSOR, "gate_proj up_proj w1 w3 fc1 c_fc intermediate.dense lin1 wi wi_0"),
+    ("out", "values", TENSOR, "wi_1 dense_h_to_4h kv_b_proj"),
+    ("in", "values", TENSOR, "down_proj w2 fc2 c_proj output.dense lin2 dense_4h_to_h"),
+    ("table", "values", TENSOR, "embed_tokens word_embeddings wte tok_embeddings lm_head output"),
+    ("table", "values", TENSOR, "embed_in embed_out shared"),
+)  # fmt: skip
+# All experts of a layer as one tensor: whole experts, which are its first axis.
+STACKED_EXPERTS = "experts.gate_up_proj* experts.down_proj*"
+# Models whose maps have weights [inputs, outputs], and the names of these maps.
+TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+TRANSPOSED_MAPS = ("c_attn", "c_fc", "c_proj", "attn.c_proj")
+# Parts of models of several senses: what is in their tensors' names → the key of their settings.
+PARTS = {"*vision*.": "vision_config", "*audio*.": "audio_config", "": "text_config"}
+# What the counts are called; the first is today's name.
+KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads"),
+    "head_dim": ("head_dim", "d_kv"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+}
+# Models that read all of their input at once, and so keep no keys and values of it.
+ENCODERS = frozenset(
+    "bert roberta xlm-roberta camembert distilbert albert electra deberta deberta-v2 mpnet "
+    "modernbert nomic_bert esm vit".split()
+)
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class Heads(NamedTuple):
+    """What a configuration says of attention; None for what it does not say.
+
+    Attributes:
+        layers: How many layers of it there are.
+        heads, kv_heads: H heads of queries, and K of keys and values.
+        head_dim, value_dim: Width of a head of queries and keys, and of one of values.
+        window: The most tokens that a cache keeps for it, if not all.
+    """
+
+    layers: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    value_dim: int | None
+    window: int | None = None
+
+
+def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Patterns of names and how such tensors are split: ``model.to(mesh, rules=...)`` takes them.
+
+    Args:
+        config: The content of ``config.json``, for the counts of heads. Without them queries,
+            keys and values are split by rows, wherever their heads end.
+
+    Returns:
+        Pattern → ``Split``. What no pattern fits has no strategy.
+
+    Example:
+        >>> found = rules({"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64})
+        >>> found["*.k_proj.weight"].strategy.shard.segments
+        (Segment(size=16, num_heads=2),)
+        >>> found["*.down_proj.weight"].strategy.is_colwise, "norm.weight" in found
+        (True, False)
+    """
+    config = {} if config is None else config
+    found: dict[str, Any] = {}
+    for mark, key in PARTS.items():
+        part = config.get(key)
+        if isinstance(part, Mapping) or not mark:
+            part = part if isinstance(part, Mapping) else config
+            model = part.get("model_type", config.get("model_type"))
+            flipped = TRANSPOSED_MAPS if isinstance(model, str) and model in TRANSPOSED else ()
+            for name, wish in _entries(heads(part), flipped):
+                for start in (mark,) if mark else ("", "*."):
+                    found[f"{start}{name}"] = wish
+    return found
+
+
+def _entries(counts: Heads, flipped: tuple[str, ...]) -> Iterator[tuple[str, Split]]:
+    """(name, wish) for the weight and the bias of every layer in the table."""
+    for pattern in STACKED_EXPERTS.split():
+        yield pattern, Split(ShardingStrategy.axiswise(0, 1), EXPERTS)
+    for side, what, over, layers in TABLE:
+        for layer in layers.split():
+            turned = layer in flipped
+            weight, bias = _strategies(side, what, counts, turned)
+            instead = ShardingStrategy.columnwise(1) if side == "table" else None
+            yield f"{layer}.weight", Split(weight, over, instead)
+            yield f"{layer}.bias", Split(bias, over)
+
+
+def _strategies(
+    side: str, what: str, counts: Heads, turned: bool
+) -> tuple[ShardingStrategy, ShardingStrategy]:
+    """Of the weight and of the bias, which goes with the outputs."""
+    segments = _segments(what, counts)
+    if side == "in":
+        return _along(int(not turned), what, segments), ShardingStrategy.replicate(1)
+    return _along(int(turned), what, segments), _along(0, what, segments)
+
+
+def _along(axis: int, what: str, segments: list[Segment]) -> ShardingStrategy:
+    if segments:
+        return ShardingStrategy.segmented(1, axis, segments)
+    if what == "halves":
+        return ShardingStrategy.gate_up(1, axis)
+    plain = (ShardingStrategy.rowwise, ShardingStrategy.columnwise)
+    return plain[axis](1)
+
+
+def _segments(what: str, counts: Heads) -> list[Segment]:
+    """The heads that one side of a map consists of; none where they are not known."""
+    q, k, d, v = counts.heads, counts.kv_heads, counts.head_dim, counts.value_dim
+    if what in ("values", "halves") or not (q and k and d and v):
+        return []
+    parts = {
+        "queries": [(q, d)], "keys": [(k, d)], "contents": [(k, v)], "results": [(q, v)],
+        "stacked": [(q, d), (k, d), (k, v)], "triples": [(q, 3 * d)],
+    }  # fmt: skip
+    return [Segment.head_aware(count, width) for count, width in parts[what]]
+
+
+def generic(name: str) -> str:
+    """A name with its numbers as ``*``: that of all tensors of its kind.
+
+    Example:
+        >>> generic("layers.3.experts.10.w1.weight")
+        'layers.*.experts.*.w1.weight'
+    """
+    return _NUMBER.sub("*", name)
+
+
+# --- what a configuration says ----------------------------------------------------------------
+
+
+def heads(config: Any) -> Heads:
+    """The counts of a configuration: the content of ``config.json``, or a dataclass of it.
+
+    Example:
+        >>> heads({"n_layer": 2, "n_head": 4, "n_embd": 32})
+        Heads(layers=2, heads=4, kv_heads=4, head_dim=8, value_dim=8, window=None)
+    """
+    said = text_part(config)
+    found = {what: _count(said, keys) for what, keys in KEYS.items()}
+    h, k, d = found["heads"], found["kv_heads"], found["head_dim"]
+    if k is None:
+        k = 1 if said.get("multi_query") is True else h
+    latent = [_count(said, (key,)) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if all(latent):
+        d = sum(n or 0 for n in latent)
+    elif d is None and h and found["hidden"]:
+        d = found["hidden"] // h
+    return Heads(found["layers"], h, k, d, _count(said, ("v_head_dim",)) or d)
+
+
+def text_part(config: Any) -> Mapping[str, Any]:
+    """The settings of the part that reads text, which may be all."""
+    if dataclasses.is_dataclass(config):
+        config = vars(config)
+    if not isinstance(config, Mapping):
+        return {}
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _count(said: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of some settings that is a positive integer: a file may say anything."""
+    return next((n for n in map(said.get, keys) if type(n) is int and n > 0), None)

@@ -1,0 +1,177 @@
+"""Slots: the keys and values of some layers, in floats or in int8 with scales.
+
+What a ``KVCache`` is made of.
+
+Shapes: L layers, B sequences, T tokens, K heads of keys, S slots, width D.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...kernels import explicit
+from ...kernels.int8_rows import quantised, restored
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Keys and values of L layers.
+
+    Attributes:
+        keys, values: ``[L, B, K, S, D]``, floats or int8.
+        key_scales, value_scales: float32 ``[L, B, K, S]`` if they are int8: what each row is
+            multiplied with. Else None.
+
+    Example:
+        >>> slots = Slots.empty((2, 1, 1, 8, 4), jnp.int8)
+        >>> k = jnp.ones((1, 3, 1, 4))
+        >>> slots = slots.written(1, k, 2 * k, jnp.array([[5, 0, 8]]))
+        >>> slots.read(1, 6, jnp.float32)[1][0, :, 0, 0].round(3).tolist()
+        [2.0, 0.0, 0.0, 0.0, 0.0, 2.0]
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Slots:
+        """Nothing but zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales."""
+        keys, values = (jnp.zeros(shape, dtype, device=sharding) for _ in range(2))
+        if dtype != jnp.int8:
+            return cls(keys, values)
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:4]))
+        scales = (jnp.zeros(shape[:4], jnp.float32, device=sharding) for _ in range(2))
+        return cls(keys, values, *scales)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self.keys.shape[0]
+
+    @property
+    def size(self) -> int:
+        """S."""
+        return self.keys.shape[3]
+
+    @property
+    def scales(self) -> tuple[jax.Array, jax.Array] | None:
+        """Those of keys and of values, or None."""
+        if self.key_scales is None or self.value_scales is None:
+            return None
+        return self.key_scales, self.value_scales
+
+    def longer(self, more: int) -> Slots:
+        """With so many more slots of zeros, on the devices it is on."""
+        return jax.tree.map(lambda a: _longer(a, more), self)
+
+    def written(self, layer: Any, k: jax.Array, v: jax.Array, place: jax.Array) -> Slots:
+        """With ``k``, ``v`` ``[B, T, K, D]`` in the slots ``place`` ``[B, T]`` of a layer.
+
+        A slot beyond S is nowhere; else no two tokens of a row go to the same.
+        """
+        pairs = zip(jax.tree.leaves(self), self._kept(k, v), strict=True)
+        return Slots(*(_written(whole, new, layer, place) for whole, new in pairs))
+
+    def read(self, layer: Any, seen: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the first slots of a layer, ``[B, seen, K, D]`` each."""
+        keys, values, *scales = (_first(a, layer, seen) for a in jax.tree.leaves(self))
+        if not scales:
+            return keys.astype(dtype), values.astype(dtype)
+        return restored(keys, scales[0], dtype), restored(values, scales[1], dtype)
+
+    def alone(self, layer: Any) -> Slots:
+        """One layer, as the only one."""
+        return jax.tree.map(lambda a: _at(a, layer, (1, *a.shape[1:])), self)
+
+    def replaced(
+        self, layer: Any, old: Slots, k: jax.Array, v: jax.Array, source: jax.Array
+    ) -> Slots:
+        """With tokens in all slots of a layer: new ones, and those of ``old`` where there is none.
+
+        Args:
+            old: This layer alone. That it is read before the layer is written to follows from
+                its being an operand, so that XLA needs no copy of the whole.
+            k, v: ``[B, T, K, D]``.
+            source: ``[B, S]``: which of the T goes into a slot; negative: none.
+        """
+        wholes, one = jax.tree.leaves(self), jax.tree.leaves(old)
+        arrays = zip(wholes, one, self._kept(k, v), strict=True)
+        return Slots(*(_replaced(*each, layer, source) for each in arrays))
+
+    def _kept(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """Keys and values as they are kept, in the order of the leaves."""
+        if self.scales is None:
+            return [k, v]
+        (k, ks), (v, vs) = quantised(k), quantised(v)
+        return [k, v, ks, vs]
+
+    def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
+        """What would be read had these ``[..., D]`` been written; of the same types."""
+        if self.scales is None:
+            return tuple(a.astype(self.keys.dtype).astype(a.dtype) for a in new)
+        return tuple(restored(*quantised(a), a.dtype) for a in new)
+
+
+def _longer(array: jax.Array, more: int) -> jax.Array:
+    pads = ((0, 0),) * 3 + ((0, more),) + ((0, 0),) * (array.ndim - 4)
+    if isinstance(array, Tracer):
+        return jnp.pad(array, pads)
+    return _padding(pads, array.sharding)(array)
+
+
+@functools.lru_cache(maxsize=128)
+def _padding(pads: tuple[tuple[int, int], ...], where: Any) -> Any:
+    """A program for each, kept: a new one would be compiled each time a cache grows."""
+    return jax.jit(lambda a: jnp.pad(a, pads), out_shardings=where)
+
+
+def _first(whole: jax.Array, layer: Any, seen: int) -> jax.Array:
+    """The first slots of one layer, ``[B, seen, K, ...]``."""
+    part = _at(whole, layer, (1, *whole.shape[1:3], seen, *whole.shape[4:]))
+    return part[0].swapaxes(1, 2)
+
+
+def _at(whole: jax.Array, layer: Any, shape: tuple[int, ...]) -> jax.Array:
+    """What begins at a layer, of this shape."""
+    start = (layer, *(0,) * (whole.ndim - 1))
+    return jax.lax.dynamic_slice(whole, start, shape, allow_negative_indices=False)
+
+
+def _replaced(whole: jax.Array, old: jax.Array, new: jax.Array, layer: Any, source: Any) -> Any:
+    def run(whole: jax.Array, old: jax.Array, new: jax.Array, layer: Any, source: Any) -> jax.Array:
+        each = source.reshape(*source.shape, *(1,) * (new.ndim - 2))  # [B, S, 1, ...]
+        new = jnp.take_along_axis(new.astype(whole.dtype), jnp.maximum(each, 0), axis=1)
+        merged = jnp.where(each < 0, old[0].swapaxes(1, 2), new).swapaxes(1, 2)
+        start = (layer, *(jnp.int32(0),) * (whole.ndim - 1))
+        return jax.lax.dynamic_update_slice(
+            whole, merged[None], start, allow_negative_indices=False
+        )
+
+    return _changed(run, whole, old, new, jnp.asarray(layer, jnp.int32), source)
+
+
+def _written(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
+    def run(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
+        rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
+        return whole.at[layer, rows, :, place].set(new.astype(whole.dtype), mode="drop")
+
+    return _changed(run, whole, new, jnp.asarray(layer, jnp.int32), place)
+
+
+def _changed(run: Any, whole: jax.Array, *operands: Any) -> jax.Array:
+    """``run`` of these; on a mesh with Explicit axes the result lies where ``whole`` does."""
+    mesh = explicit.mesh_of(whole, *operands)
+    if mesh is not None:
+        run = explicit.automatic(run, mesh, explicit.entries(whole))
+    return run(whole, *operands)

@@ -1,0 +1,218 @@
+"""The Modules now running in this thread: names of weights and scopes, and warnings.
+
+Full names are those below the outermost running Module. ``module.py`` calls :func:`run`
+round every ``__call__``; weights and subgraphs ask here what a weight is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ...graph.graph import Graph
+from ...graph.kind import KIND
+from ...graph.subgraph import LOOKUPS
+from ...graph.value import TensorValue
+from ...graph.weight import weight as weight_module
+from ...graph.weight.epoch import EPOCH
+from ...graph.weight.weight import Weight
+from .definition import held
+from .walk import Walk
+
+
+class _Names:
+    """Walks below a Module, for looking things up: a trace asks once per weight and call."""
+
+    def __init__(self, root: Any):
+        # The root is held so that its id stays its own.
+        self.root, self.structure = root, EPOCH.structure
+
+    @functools.cached_property
+    def _walk(self) -> Walk:
+        return Walk(self.root)
+
+    @functools.cached_property
+    def _stacked(self) -> Walk:
+        return Walk(self.root, stacked=True)
+
+    @functools.cached_property
+    def scopes(self) -> dict[int, str]:
+        """id(Module) → prefix, with one name for all equal layers of a LayerStack."""
+        walk = self._stacked
+        return {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
+
+    @property
+    def stacks(self) -> set[int]:
+        """ids of the StackedWeights."""
+        return self._stacked.stacks
+
+    @functools.cached_property
+    def prefixes(self) -> dict[int, str]:
+        """id(Module) → prefix."""
+        return {id(m): p for m, p in zip(self._walk.modules, self._walk.prefixes, strict=True)}
+
+    @functools.cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Full name → Weight."""
+        return {name: weight for name, _, weight, _ in self._walk.places}
+
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """id(Weight) → first full name."""
+        return {id(weight): name for name, _, weight, _ in reversed(self._walk.places)}
+
+
+class _Running(threading.local):
+    """The Modules whose ``__call__`` is running in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.traced = False
+        self.names: dict[int, _Names] = {}
+
+    def names_below(self, module: Any) -> _Names:
+        """The names below a Module on the stack; made anew when a structure has changed."""
+        known = self.names.get(id(module))
+        if known is None or known.structure != EPOCH.structure:
+            known = self.names[id(module)] = _Names(module)
+        return known
+
+
+RUNNING = _Running()
+_WARNED: set[tuple[str, type]] = set()
+# What holds nothing else.
+_PLAIN = (jax.Array, np.ndarray, int, float, str, bool)
+
+
+def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Calls with the module on the stack, and under its name in profiles when traced."""
+    running, gave_values = RUNNING, KIND.values
+    outermost = not running.stack
+    if outermost:
+        running.traced = _is_traced(module, args, kwargs)
+        if running.traced:
+            _warn_if_captured(module)
+    scope = _scope_name(module) if running.traced and not outermost else None
+    running.stack.append(module)
+    if outermost and not gave_values:
+        KIND.values = _has_value(args) or (bool(kwargs) and _has_value(kwargs.values()))
+    try:
+        if scope is None:
+            return call(module, *args, **kwargs)
+        with jax.named_scope(scope):
+            return call(module, *args, **kwargs)
+    finally:
+        running.stack.pop()
+        if outermost:
+            KIND.values = gave_values
+            if running.names:
+                running.names.clear()  # it keeps Modules alive
+
+
+def _has_value(args: Iterable[Any]) -> bool:
+    """Whether a TensorValue is among them, at any depth of what holds others."""
+    for arg in args:
+        if isinstance(arg, TensorValue):
+            if arg._wraps:
+                return True
+        elif arg is None or isinstance(arg, _PLAIN) or _is_leaf(arg):
+            continue
+        elif any(
+            isinstance(x, TensorValue) and x._wraps for x in jax.tree.leaves(arg, is_leaf=_is_leaf)
+        ):
+            return True
+    return False
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, TensorValue) or hasattr(x, "_mx_definition")
+
+
+def _is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
+    if any(isinstance(value, Tracer) for value in held(module)):
+        return True
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+
+
+def _scope_name(module: Any) -> str | None:
+    caller = RUNNING.stack[-1]
+    if module is caller:  # super().__call__()
+        return None
+    prefixes = RUNNING.names_below(RUNNING.stack[0]).scopes
+    name = prefixes.get(id(module))
+    if not name:
+        return type(module).__name__
+    return name.removeprefix(prefixes.get(id(caller), "")).rstrip(".") or None
+
+
+def layer_name(layer: Any) -> str | None:
+    """The full name of a layer below the outermost Module now running; None outside of one.
+
+    For hooks: ``layers.3.mlp`` also where the layer is rebuilt, as under ``jax.jit``.
+    """
+    if not RUNNING.stack:
+        return None
+    prefix = RUNNING.names_below(RUNNING.stack[0]).prefixes.get(id(layer))
+    return None if prefix is None else prefix.rstrip(".")
+
+
+def running_name(weight: Weight) -> str | None:
+    if not RUNNING.stack:
+        return None
+    return RUNNING.names_below(RUNNING.stack[0]).names.get(id(weight))
+
+
+weight_module.running_name = running_name
+
+
+def _is_below(stack: Any) -> bool:
+    return bool(RUNNING.stack) and id(stack) in RUNNING.names_below(RUNNING.stack[0]).stacks
+
+
+weight_module.is_below = _is_below
+
+
+def running_weights(names: list[str], templates: list[Weight]) -> list[Weight] | None:
+    """The Weights of these names below the innermost running Module that has them all."""
+    for module in reversed(RUNNING.stack):
+        known = RUNNING.names_below(module).weights
+        if all(name in known for name in names):
+            return [known[name] for name in names]
+    return None
+
+
+LOOKUPS.insert(0, running_weights)
+
+
+def _warn_if_captured(module: Any) -> None:
+    """Weights that are constants of a traced program go stale without a word."""
+    if Graph.is_writing():
+        return  # there they are arguments of the program
+    values = held(module)
+    if ("captured", type(module)) in _WARNED or any(isinstance(v, Tracer) for v in values):
+        return
+    if not any(isinstance(value, jax.Array) for value in values):
+        return
+    # Under jit even a new constant is a tracer; under an eager vmap or grad it is not.
+    if isinstance(jax.numpy.zeros(()), Tracer):
+        name = type(module).__name__
+        warn_once(
+            "captured",
+            module,
+            f"{name} runs inside jax.jit with weights that are not arguments: they become constants of "
+            f"the compiled program, which will not see later changes. Write "
+            f"jax.jit(lambda m, x: m(x))(model, x)",
+        )
+
+
+def warn_once(kind: str, module: Any, message: str) -> None:
+    if (kind, type(module)) not in _WARNED:
+        _WARNED.add((kind, type(module)))
+        warnings.warn(message, stacklevel=4)

@@ -1,0 +1,316 @@
+"""What may be loaded into a Weight, and what makes it fit.
+
+A value is a WeightData (lenient where MAX is: packed bytes, () against (1,)) or any
+array that speaks DLPack (exact). :func:`fit` decides from shapes and dtypes alone;
+:func:`materialise` reads, converts and copies once everything fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from ....driver import Buffer, DLPackArray
+from ....dtype import DType
+from ....graph.placement.arrays import put
+from ....graph.quantization import QuantizationEncoding
+from ....graph.shape import Dim, Shape, StaticDim
+from ....graph.weight.weight import Weight
+from ....graph.weights import WeightData, read_all
+from ....graph.weights.device_reads import Pieces, assemble, boxes, is_spread, read_pieces, slices
+from ....graph.weights.same import same_values
+
+
+@dataclasses.dataclass
+class Fit:
+    """A value that fits its weight, and what the weight will be once it is stored."""
+
+    name: str
+    weight: Weight
+    value: Any
+    dtype: DType
+    dims: tuple[Dim, ...]
+    encoding: QuantizationEncoding | None
+    align: int | None
+    original: tuple[DType, Shape] | None = None
+    loaded_shape: tuple[int, ...] | None = None
+    as_bytes: bool = False
+
+
+def fit(
+    name: str, weight: Weight, value: Any, *, override: bool, alignment: int | None, cast: bool
+) -> Fit | str:
+    """Whether ``value`` may become the value of ``weight``: a Fit, or what is wrong."""
+    if isinstance(value, WeightData):
+        found = _fit_data(name, weight, value, override)
+    else:
+        found = _fit_array(name, weight, value)
+    if isinstance(found, str):
+        return found
+    found.align = alignment or weight.align
+    problem = _dtype_problem(found, cast) or _alignment_problem(found)
+    return problem or found
+
+
+def _new(name: str, weight: Weight, value: Any, dims: Sequence[Any]) -> Fit:
+    return Fit(
+        name, weight, value, weight._dtype, tuple(dims), weight.quantization_encoding, weight.align
+    )
+
+
+def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fit | str:
+    fitted = _new(name, weight, data, weight._dims)
+    shape, declared = tuple(data.shape), weight._dims
+    if weight.quantization_encoding is QuantizationEncoding.GPTQ and data.dtype is not DType.uint8:
+        fitted.original = (data.dtype, Shape(shape))
+        shape = (*shape[:-1], Dim(int(shape[-1]) * data.dtype.size_in_bytes))
+        fitted.as_bytes = True
+        if weight._dtype is not DType.uint8:
+            return _different(name, dtype=(DType.uint8, weight._dtype))
+    packed = data.dtype is DType.uint8 and weight._dtype is DType.uint8
+    if weight.quantization_encoding is not None or packed:
+        fitted.dims = tuple(Shape(shape))
+    elif list(shape) != list(declared) and _loose(shape) == _loose(declared):
+        fitted.loaded_shape = tuple(int(d) for d in shape)
+    elif problem := _shape_problem(shape, declared):
+        return f"Value provided to weight '{name}' had different {problem}."
+    if override and data.quantization_encoding is not None:
+        fitted.encoding = data.quantization_encoding
+    return fitted
+
+
+def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
+    if not isinstance(value, (DLPackArray, np.generic)):
+        return (
+            f"The value of weight '{name}' must be an array that speaks DLPack (NumPy, JAX, torch) or a "
+            f"WeightData, not {type(value).__name__}"
+        )
+    try:
+        dtype = _dtype_of(value)
+    except (TypeError, ValueError, KeyError):
+        return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
+    problem = _shape_problem(tuple(shape_of(value)), weight._dims)
+    if problem and dtype is not weight._dtype:
+        problem += f" and dtype (expected={weight._dtype}, actual={dtype})"
+    if problem:
+        return f"Value provided to weight '{name}' had different {problem}."
+    return _new(name, weight, value, weight._dims)
+
+
+def _loose(shape: Sequence[Any]) -> list[Any]:
+    """() and (1,) hold the same: one element."""
+    return [] if len(shape) == 1 and shape[0] == 1 else list(shape)
+
+
+def _shape_problem(shape: Sequence[Any], declared: Sequence[Dim]) -> str | None:
+    if all(isinstance(d, StaticDim) for d in declared):
+        expected, actual = tuple(int(d) for d in declared), tuple(int(d) for d in shape)
+        return None if expected == actual else f"shape (expected={expected}, actual={actual})"
+    if len(shape) != len(declared):
+        return f"shape rank (expected={len(declared)}, actual={len(shape)})"
+    wrong = [f"dim[{i}]: expected {d}, got {n}" for i, (d, n) in enumerate(zip(declared, shape, strict=True))
+             if isinstance(d, StaticDim) and int(d) != int(n)]  # fmt: skip
+    return f"shape ({', '.join(wrong)})" if wrong else None
+
+
+def _different(name: str, dtype: tuple[DType, DType]) -> str:
+    return f"Value provided to weight '{name}' had different dtype (expected={dtype[0]}, actual={dtype[1]})"
+
+
+def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
+    """Equal dtypes, or a cast that was asked for; and nothing that JAX would narrow in silence."""
+    actual = DType.uint8 if fitted.as_bytes else _dtype_of(fitted.value)
+    expected = fitted.dtype
+    if actual is not expected:
+        same_kind = (actual.is_float() and expected.is_float()) or (
+            actual.is_integral() and expected.is_integral()
+        )
+        if not (cast and same_kind):
+            hint = "; cast=True converts it" if same_kind and not cast else ""
+            return _different(fitted.name, dtype=(expected, actual)) + hint
+    narrow = jax.dtypes.canonicalize_dtype(expected.np) != expected.np
+    if narrow and expected.is_float() and not cast:
+        return (
+            f"weight '{fitted.name}' is {expected}, and JAX runs in 32 bits: pass cast=True to load it as "
+            f"float32, or set jax_enable_x64"
+        )
+    return None
+
+
+def _alignment_problem(fitted: Fit) -> str | None:
+    align = fitted.align or _dtype_of(fitted.value).align
+    address = _address(fitted.value)
+    if address is None or address % align == 0:
+        return None
+    return (
+        f"Found unaligned weight '{fitted.name}' (expected alignment={align}). Copy the array to align it, or "
+        "pass `weight_alignment=1` to `Module.load_state_dict()`."
+    )
+
+
+def _address(value: Any) -> int | None:
+    """Where the bytes of a host array begin; None where that is not for us to ask."""
+    if isinstance(value, WeightData):
+        if not value.is_loaded:
+            return None  # it will be read into memory of ours
+        value = value.data
+    if isinstance(value, Buffer):
+        value = np.asarray(value)
+    return value.ctypes.data if isinstance(value, np.ndarray) and value.size else None
+
+
+def _dtype_of(value: Any) -> DType:
+    dtype = value.dtype if hasattr(value, "dtype") else np.from_dlpack(value).dtype
+    name = str(dtype)
+    return DType.of(name.removeprefix("torch.")) if name.startswith("torch.") else DType.of(dtype)
+
+
+def shape_of(value: Any) -> Sequence[int]:
+    """The shape of a value."""
+    return value.shape if hasattr(value, "shape") else np.from_dlpack(value).shape
+
+
+# -- the arrays themselves
+
+
+def is_lazy(one: Fit) -> bool:
+    """Whether its bytes are still on disk."""
+    return isinstance(one.value, WeightData) and not one.value.is_loaded
+
+
+def as_it_is(one: Fit) -> bool:
+    """Whether the bytes on disk are those the weight will have."""
+    data = one.value
+    target = jax.dtypes.canonicalize_dtype(one.dtype.np)
+    changed = data._casts or data._decodes is not None
+    plain = not changed and not one.as_bytes and one.loaded_shape is None
+    return plain and data.dtype.np == target
+
+
+def in_pieces(one: Fit) -> bool:
+    """Whether each device's piece is read by itself: of what is on disk and goes to several."""
+    if not is_spread(one.weight.sharding) or not is_lazy(one):
+        return False
+    return not one.as_bytes and one.loaded_shape is None and one.value._is_as_stored
+
+
+def pieces(one: Fit) -> Pieces:
+    """What is read of it."""
+    target = jax.dtypes.canonicalize_dtype(one.dtype.np)
+    weight = one.weight
+    return Pieces(
+        one.value, one.name, weight._leaf_sharding, target, partial(convert, one), weight._layout
+    )
+
+
+def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[Any]:
+    """Converts and places all values; nothing of a Module is changed by it.
+
+    Args:
+        fresh: By ``id`` of a value that was on disk, what was read of it. What is read
+            in pieces is read now.
+
+    Raises:
+        ValueError: An integer that does not fit the 32 bits JAX runs in.
+        CheckpointError: A file that cannot be read.
+    """
+    remaining = dict(fresh)
+    arrays = []
+    spread = read_pieces(pieces(one) for one in fits if in_pieces(one))
+    for one in fits:
+        if in_pieces(one):
+            arrays.append(next(spread))
+            continue
+        array = remaining.pop(id(one.value), None)
+        owned = array is not None
+        array = one.value._cast(array) if owned else _host_or_jax(one.value)
+        arrays.append(_place(one, convert(one, array), owned))
+    return arrays
+
+
+def host(one: Fit) -> np.ndarray:
+    """The converted value as an array of the host; read now if it is on disk."""
+    array = (
+        one.value._cast(read_all([one.value])[id(one.value)])
+        if is_lazy(one)
+        else _host_or_jax(one.value)
+    )
+    return np.asarray(convert(one, array))
+
+
+def _host_or_jax(value: Any) -> Any:
+    """A NumPy array where the bytes are on the host, else a jax.Array."""
+    if isinstance(value, WeightData):
+        value = value._typed()
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value
+    if isinstance(value, (Buffer, np.generic)):
+        return np.asarray(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        # By way of bytes: NumPy knows nothing of torch's bf16 and fp8.
+        flat = value.reshape(-1).view(torch.uint8).numpy()
+        return flat.view(_dtype_of(value).np).reshape(tuple(value.shape))
+    try:
+        return np.from_dlpack(value)
+    except (TypeError, RuntimeError, BufferError, AttributeError):
+        return jax.dlpack.from_dlpack(value)
+
+
+def convert(one: Fit, array: Any) -> Any:
+    """``array`` as the weight will have it, still where it is."""
+    if one.as_bytes:
+        return np.ascontiguousarray(array).view(np.uint8)
+    if one.loaded_shape is not None:
+        array = array.reshape(tuple(int(d) for d in one.dims))
+    target = jax.dtypes.canonicalize_dtype(one.dtype.np)
+    if array.dtype == target:
+        return array
+    if one.dtype.is_integral():
+        limits = np.iinfo(target)
+        host = np.asarray(array)
+        if host.size and (int(host.min()) < limits.min or int(host.max()) > limits.max):
+            raise ValueError(
+                f"weight '{one.name}' holds integers from {host.min()} to {host.max()}, which do not fit "
+                f"{target} (JAX runs in 32 bits unless jax_enable_x64 is set)"
+            )
+        return host.astype(target)
+    return array.astype(target)
+
+
+def _place(one: Fit, array: Any, owned: bool) -> jax.Array:
+    """Onto the weight's sharding, or JAX's default device.
+
+    JAX on a CPU keeps aligned NumPy memory instead of copying it: right for memory that
+    only we have seen, and a trap for an array somebody may write to later.
+    """
+    sharding = one.weight._leaf_sharding
+    array = one.weight._arranged(array)
+    if isinstance(array, np.ndarray) and is_spread(sharding):
+        whole, parts = array, boxes(sharding, array.shape)
+        copies = {box: np.array(whole[slices(box)], copy=True, order="C") for box in parts}
+        return assemble(one.name, whole.shape, sharding, copies)
+    if isinstance(array, np.ndarray) and not owned:
+        array = np.array(array, copy=True, order="C")
+    return put(array, sharding, one.name)
+
+
+def same_content(a: Any, b: Any) -> bool:
+    """Whether two values hold the same bytes."""
+    if a is b:
+        return True
+    if isinstance(a, WeightData) and isinstance(b, WeightData):
+        return same_values(a, b)
+    if _dtype_of(a) is not _dtype_of(b) or list(map(int, shape_of(a))) != list(
+        map(int, shape_of(b))
+    ):
+        return False
+    one, other = (np.ascontiguousarray(np.asarray(_host_or_jax(v))).reshape(-1) for v in (a, b))
+    return np.array_equal(one.view(np.uint8), other.view(np.uint8))

@@ -1,0 +1,177 @@
+"""Whether what is to be loaded fits, asked before a byte is read.
+
+XLA's own message names neither tensor nor device, and Linux ends a process that asks its
+memory for too much without a word.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ....driver import memory_stats
+from ....errors import OutOfMemoryError, UserInputError
+from ....graph.placement.specs import axis_of, held_bytes, mesh_of
+from ....graph.program import default_device
+from ....graph.shape import StaticDim
+from ..place import plan_places
+from .fit import Fit, shape_of
+
+# Less than this is not worth asking.
+SMALL_BYTES = 64 << 20
+
+
+def check_room(module: Any, fits: Sequence[Fit]) -> None:
+    """Refuses a load that the devices of this process, or its host, cannot hold.
+
+    Raises:
+        OutOfMemoryError: The message has the largest tensor, the bytes needed and free, and the
+            smallest larger mesh or narrower dtype that would do.
+    """
+    sizes = [(_part(one), one) for one in fits]
+    need = sum(nbytes for nbytes, _ in sizes)
+    if need < SMALL_BYTES:
+        return
+    devices = _devices(fits)
+    on_host = [device for device in devices if device.platform == "cpu"]
+    whole = sum(math.prod(_sizes(one)) * one.dtype.np.itemsize for one in fits)
+    for device in devices:
+        free = free_bytes(device)
+        # Devices of the CPU share the host's memory; what several hold alike is there once.
+        wanted = need if device not in on_host else min(whole, need * len(on_host))
+        if free is not None and wanted > free:
+            largest = max(sizes, key=lambda item: item[0])
+            raise OutOfMemoryError(_message(module, fits, device, largest, wanted, free))
+
+
+def _sizes(one: Fit) -> tuple[int, ...]:
+    """The shape it will have; symbolic sizes are those of the value."""
+    known = all(isinstance(dim, StaticDim) for dim in one.dims)
+    return tuple(int(d) for d in (one.dims if known else shape_of(one.value)))
+
+
+def _part(one: Fit) -> int:
+    """The bytes of the weight that one device holds."""
+    dims = _sizes(one)
+    sharding = one.weight.sharding
+    spread = isinstance(sharding, jax.sharding.NamedSharding)
+    return held_bytes(sharding if spread else None, dims, one.dtype.np.itemsize)
+
+
+def _devices(fits: Iterable[Fit]) -> list[Any]:
+    """Where it all goes, of this process's devices."""
+    shardings = {one.weight.sharding for one in fits}
+    found: dict[Any, None] = {}
+    for sharding in shardings:
+        here = [default_device()] if sharding is None else sharding.addressable_devices
+        found.update(dict.fromkeys(here))
+    return sorted(found, key=lambda device: device.id)
+
+
+def free_bytes(device: Any) -> int | None:
+    """What a device has left, or the host for a CPU; None where nobody knows."""
+    if device.platform != "cpu":
+        stats = memory_stats(device)
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    limits = [_available(), _address_space()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _available() -> int | None:
+    """What Linux could give without swapping, and what is left to this process's group."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    found = kilobytes.get("MemAvailable", 0) * 1024
+    return min(found, _group()) or None
+
+
+def _group() -> int:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        cache = next(
+            int(line.split()[1])
+            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        )
+        return 2**63 if limit == "max" else int(limit) - used + cache
+    except (OSError, ValueError, StopIteration):
+        return 2**63
+
+
+def _address_space() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return limit - pages * resource.getpagesize()
+
+
+def _message(
+    module: Any, fits: Sequence[Fit], device: Any, largest: tuple[int, Fit], need: int, free: int
+) -> str:
+    nbytes, one = largest
+    shape = list(_sizes(one))
+    sharding = one.weight.sharding
+    part = shape if sharding is None else list(sharding.shard_shape(tuple(shape)))
+    where = "the host" if device.platform == "cpu" else f"{device.platform}:{device.id}"
+    text = (
+        f"{where} has {free:,} bytes free, and the weights need {need:,}; the largest is "
+        f"'{one.name}' {one.dtype.name} {shape}, of which each device holds {part}: {nbytes:,} bytes"
+    )
+    changes = _changes(module, fits, need, free, device.platform == "cpu")
+    return f"{text}. It would fit {' or '.join(changes) or 'on no larger mesh and in no narrower dtype'}."
+
+
+def _changes(module: Any, fits: Sequence[Fit], need: int, free: int, on_host: bool) -> list[str]:
+    """The smallest change of the mesh, and of the dtype, with which it fits."""
+    found = []
+    mesh = mesh_of([one.weight.sharding for one in fits])
+    if not on_host:
+        shape = dict(mesh.shape) if mesh is not None else {"model": 1}
+        axis = (axis_of(mesh, "model") if mesh is not None else None) or "model"
+        found += _larger(module, {one.weight: one for one in fits}, shape, axis, free)
+    wide = sum(_part(one) for one in fits if one.dtype.name == "float32")
+    scale = need / max(sum(map(_part, fits)), 1)
+    narrow = need - int(wide * scale) // 2
+    if wide and narrow <= free:
+        found.append(f"with dtype='bfloat16' ({narrow:,} bytes)")
+    return found
+
+
+def _larger(
+    module: Any, fits: dict[Any, Fit], shape: dict[str, int], axis: str, free: int
+) -> list[str]:
+    """The smallest mesh with more devices along ``axis`` that holds it."""
+    size = shape.get(axis, 1)
+    for n in (size << power for power in range(1, 13)):
+        sizes = {**shape, axis: n}
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        try:
+            places = plan_places(module, mesh)
+        except (UserInputError, NotImplementedError):
+            return []
+        nbytes = 0
+        for place in places:
+            count = getattr(getattr(place.holder, "span", None), "count", 1)
+            weight = place.holder if place.holder in fits else None
+            itemsize = fits[weight].dtype.np.itemsize if weight is not None else _itemsize(place)
+            where = jax.sharding.NamedSharding(mesh, place.placed.spec)
+            nbytes += count * held_bytes(where, place.shape, itemsize)
+        if nbytes <= free:
+            shown = ", ".join(f"{name}={count}" for name, count in sizes.items())
+            return [f"on a mesh of {shown} ({nbytes:,} bytes for each device)"]
+    return []
+
+
+def _itemsize(place: Any) -> int:
+    template = getattr(place.holder, "template", place.holder)
+    return template._dtype.np.itemsize

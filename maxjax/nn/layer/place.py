@@ -1,0 +1,196 @@
+"""Where the weights of a tree of Modules go: on one device, on several, on a mesh.
+
+What is wished for a weight is said, first come first served, by the caller's table of
+rules, by its own sharding strategy, and by the Modules above it, the outermost first.
+``graph/placement/specs.py`` makes a PartitionSpec of the wish and the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ...errors import UserInputError
+from ...graph.device import DeviceRef
+from ...graph.placement.specs import EXPERTS, TENSOR, Placed, axis_of, by_pattern, check_mesh, place
+from ...graph.placement.strategy import ShardingStrategy
+from ...graph.shape import StaticDim
+from ...graph.weight.epoch import structure_changed
+from ...graph.weight.stacked import StackedWeight
+from ...graph.weight.weight import Weight
+from .walk import Walk
+
+
+class Place(NamedTuple):
+    """One leaf of a Module and where it goes.
+
+    Attributes:
+        holder: The Weight, or the StackedWeight of several layers.
+        name: Its name, with ``*`` for the numbers of stacked layers.
+        shape: Its sizes; of one layer, for a stack.
+        placed: The spec of one layer's weight, and the reason.
+    """
+
+    holder: Any
+    name: str
+    shape: tuple[int, ...]
+    placed: Placed
+
+
+def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kind: Any) -> None:
+    """``Module.to``: decides about all weights, then places them."""
+    _check_alone(module)
+    first = devices[0]
+    mesh = _mesh(devices, strategy)
+    if mesh is None:
+        if rules is not None:
+            raise UserInputError("rules= are for a mesh: to(mesh, rules=...)")
+        sharding = (
+            first
+            if isinstance(first, Sharding)
+            else jax.sharding.SingleDeviceSharding(_device(first))
+        )
+        sharding = sharding if kind is None else sharding.with_memory_kind(kind)
+        definition, holders = module._mx_definition()
+        named = zip(holders, definition.names, strict=True)
+        todo = [(holder, name, sharding, "", None) for holder, name in named]
+    else:
+        todo = []
+        for holder, name, _, (spec, why, layout) in plan_places(module, mesh, strategy, rules):
+            todo.append((holder, name, NamedSharding(mesh, spec, memory_kind=kind), why, layout))
+    # All of them or none: a device may have no room for the last.
+    moved = [holder._moved(sharding, layout, name) for holder, name, sharding, _, layout in todo]
+    for (holder, _, sharding, why, layout), leaf in zip(todo, moved, strict=True):
+        holder._settle(sharding, why, layout, leaf)
+    structure_changed()
+
+
+def _check_alone(module: Any) -> None:
+    for weight in module._mx_definition()[1]:
+        if isinstance(weight, Weight):
+            weight._refuse_in_stack("a placement")
+
+
+def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
+    """The mesh that is meant; None for a single device or a ready Sharding."""
+    if isinstance(devices[0], Mesh):
+        if len(devices) > 1:
+            raise UserInputError("to(mesh) takes one mesh and nothing beside it")
+        return devices[0]
+    if len(devices) == 1 and strategy is None:
+        return None
+    if strategy is None:
+        raise UserInputError(
+            f"{len(devices)} devices need a sharding_strategy, as ShardingStrategy.tensor_parallel({len(devices)}); "
+            "or pass a mesh: to(maxjax.make_mesh(model=…))"
+        )
+    found = [_device(d) for d in devices]
+    if len(set(found)) < len(found):
+        raise UserInputError(f"to() was given one device several times: {_shown(found)}")
+    axis = "expert" if strategy.is_expert_parallel else "model"
+    return jax.make_mesh(
+        (len(found),), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=found
+    )
+
+
+def _shown(devices: Iterable[Any]) -> str:
+    return ", ".join(f"{d.platform}:{d.id}" for d in devices)
+
+
+def _device(device: Any) -> Any:
+    device = device.to_jax() if isinstance(device, DeviceRef) else device
+    if not isinstance(device, jax.Device):
+        raise TypeError("Module.to() takes a DeviceRef, a jax.Device, a jax Sharding or a mesh, "
+                        f"not {type(device).__name__}")  # fmt: skip
+    return device
+
+
+def plan_places(
+    module: Any, mesh: Any, strategy: Any = None, rules: Mapping[str, Any] | None = None
+) -> list[Place]:
+    """Where every weight below a Module goes on a mesh; nothing is moved.
+
+    Raises:
+        UserInputError, NotImplementedError: As of ``graph.placement.place``.
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        raise UserInputError(
+            f"rules= is a table: pattern of names to PartitionSpec; not {type(rules).__name__}"
+        )
+    if not rules:
+        check_mesh(mesh)
+    if strategy is not None:
+        _check_strategy(strategy, mesh)
+    walk = Walk(module, stacked=True)
+    _, leaves, _ = walk.owners()
+    said = _said(walk)
+    places: dict[int, list[tuple[str, str, Weight]]] = {}
+    for name, path, weight, _ in walk.places:
+        places.setdefault(id(walk.holder(weight)), []).append((name, path, weight))
+    found = []
+    for name, holder, _ in leaves:
+        if id(holder) not in places:
+            raise UserInputError(
+                f"weight '{name}' is a shard: place the Weight that it is a part of"
+            )
+        where = places[id(holder)]
+        template = holder.template if isinstance(holder, StackedWeight) else holder
+        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template._dims)
+        if not all(isinstance(d, StaticDim) for d in template._dims):
+            found.append(
+                Place(holder, name, shape, Placed(PartitionSpec(), "its sizes are not known yet"))
+            )
+            continue
+        wish = _wish(holder, where, said, strategy, rules, len(shape))
+        placed = place(name, tuple(map(int, template.logical_shape)), wish, mesh, template._block)
+        found.append(Place(holder, name, shape, placed))
+    return found
+
+
+def _check_strategy(strategy: Any, mesh: Any) -> None:
+    """A strategy for everything names its axis: a mesh without it is a mistake."""
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(
+            f"sharding_strategy must be a ShardingStrategy, not {type(strategy).__name__}"
+        )
+    kinds = EXPERTS if strategy.is_expert_parallel else TENSOR
+    if not strategy.is_replicate and not any(axis_of(mesh, kind) for kind in kinds):
+        raise UserInputError(
+            f"the sharding_strategy splits over the axis '{kinds[0]}', and the mesh has "
+            f"{', '.join(map(str, mesh.axis_names))}"
+        )
+
+
+def _said(walk: Walk) -> dict[str, Any]:
+    """Attribute path of a weight → what the outermost Module that speaks of it wishes."""
+    said: dict[str, Any] = {}
+    for module, path in zip(walk.modules, walk.paths, strict=True):
+        for key, wish in module.sharding_rules().items():
+            said.setdefault(path + key, wish)
+    return said
+
+
+def _wish(
+    holder: Any,
+    where: Sequence[tuple[str, str, Weight]],
+    said: Mapping[str, Any],
+    strategy: Any,
+    rules: Mapping[str, Any] | None,
+    rank: int,
+) -> Any:
+    for name, _, _ in where if rules else ():
+        concrete = holder.span.name(name, 0) if isinstance(holder, StackedWeight) else name
+        there, wish = by_pattern(rules or {}, concrete)
+        if there:
+            return wish
+    if strategy is not None and not (strategy.is_tensor_parallel or strategy.is_expert_parallel):
+        # Of one strategy for everything, vectors take what they can: a bias has no columns.
+        axis = strategy.sharded_axis
+        return strategy if axis is None or -rank <= axis < rank else None
+    for _, _, weight in where:
+        if weight._sharding_strategy is not None:
+            return weight._sharding_strategy
+    return next((said[path] for _, path, _ in where if path in said), None)

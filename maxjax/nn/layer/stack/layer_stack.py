@@ -1,0 +1,411 @@
+"""LayerStack: n equal layers, one body, stacked weights.
+
+XLA inlines a jitted layer wherever it is called, so compile time grows with depth. A
+LayerStack keeps the weights of one name in all layers as one array ``[n, ...]`` and runs
+one body over it (``scan.py``). Its layers stay what they were: ``stack[3]`` is a Module
+whose Weights are views, and state dicts say ``layers.3.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ....graph.weight.epoch import structure_changed
+from ....graph.weight.stacked import Span, StackedWeight
+from ....graph.weight.weight import Weight
+from .. import hooks, layer_list
+from ..call_stack import RUNNING, run
+from ..definition import Definition
+from ..layer_list import LayerList
+from ..module import Module
+from ..walk import Walk, source_of
+from .per_layer import Layout, PerLayer
+from .scanning import Plan, loop, policy, scan
+
+
+class LayerStack(LayerList):
+    """Equal layers, or a pattern of layers that repeats, compiled once.
+
+    Args:
+        layers: Modules of equal structure: the same classes, attributes and types of
+            weights. They become views of the stack and cannot be changed alone any more.
+        period: How many layers the pattern has that repeats; found when not given. What is
+            left over at the end must follow the pattern, and runs on its own.
+        first: So many layers at the front are left out of the pattern.
+
+    Its layers, names, ties, state dict and hooks are those of the LayerList. A weight that
+    is the same object in all layers stays one. In the pytree each weight of the pattern is
+    one leaf ``[repeats, ...]``, at a path like ``layers.*.weight``.
+
+    Raises:
+        ValueError: The layers differ; the message says in what.
+        TypeError: Something in it is no Module.
+        NotImplementedError: A layer holds a LayerStack itself.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from maxjax import init, nn
+        >>> from maxjax.graph import DeviceRef
+        >>> layers = nn.LayerList(nn.Linear(4, 4, "float32", DeviceRef.CPU()) for _ in range(8))
+        >>> stack = init(layers.stack(), jax.random.key(0))
+        >>> [leaf.shape for leaf in jax.tree.leaves(stack)], stack[3].weight.shape
+        ([(8, 4, 4)], [Dim(4), Dim(4)])
+        >>> stack.scan(jnp.ones((2, 4))).shape
+        (2, 4)
+    """
+
+    _layout: Layout
+    _list_class: type[LayerList]
+    _mx_is_stack = True
+
+    def __init__(
+        self,
+        layers: Iterable[Module] = (),
+        *,
+        period: int | None = None,
+        first: int = 0,
+        list_class: type[LayerList] = LayerList,
+    ):
+        Module.__init__(self)
+        Module.__setattr__(self, "_list_class", list_class)
+        found = list(layers)
+        definitions = [_definition(i, layer) for i, layer in enumerate(found)]
+        layout = _layout(found, definitions, period, first)
+        self._arrange(found, layout)
+
+    def _arrange(self, layers: list[Module], layout: Layout) -> None:
+        """Takes the layers in and stacks what repeats."""
+        seen: dict[int, str] = {}
+        plans = [
+            _stacks([layers[i] for i in layout.members(slot)], layout.span(slot), seen)
+            for slot in range(layout.slots)
+        ]
+        groups = [(layout.span(k), group) for k, plan in enumerate(plans) for group in plan.weights]
+        # All are made before any layer is changed: JAX may refuse to put the values together.
+        stacks = [StackedWeight.of(group, span) for span, group in groups]
+        for stack, (_, group) in zip(stacks, groups, strict=True):
+            stack.adopt(group)
+        for slot, plan in enumerate(plans):
+            for i in layout.members(slot):
+                _mark(layers[i], plan.shared, True)
+        vars(self).update(_mx_made=dict(enumerate(layers)), _mx_stacks=tuple(stacks))
+        self._mx_children.clear()
+        for i in layout.order():
+            name = str(i) if layout.slot_of(i) is None else layout.span(layout.slot_of(i)).pattern
+            self._mx_children[name] = layers[i]
+        Module.__setattr__(self, "_layout", layout)
+        structure_changed()
+
+    def unstack(self) -> LayerList:
+        """A LayerList of these layers, each with weights of its own again. Exact."""
+        layers = self.layers
+        for stack in self._mx_stacks:
+            stack.dissolve()
+        for layer in layers:
+            _mark(layer, set(), False)
+        # What is left here is a stack of nothing, which runs its layers one by one.
+        layout = Layout(len(layers), len(layers), 1, 0)
+        self._arrange(layers, layout)
+        return self._list_class(layers)
+
+    def stack(self, *, period: int | None = None, first: int = 0) -> LayerStack:
+        """Itself; to stack in another way, unstack first."""
+        if not self._layout.slots:  # it was unstacked
+            return LayerStack(self.layers, period=period, first=first, list_class=self._list_class)
+        if (period, first) == (None, 0):
+            return self
+        if period not in (None, self._layout.period) or first != self._layout.first:
+            raise ValueError(f"the layers are stacked already, as {self._layout}: unstack() first")
+        return self
+
+    # -- the layers
+
+    def _layer(self, i: int) -> Module:
+        made = vars(self).setdefault("_mx_made", {})
+        if i not in made:
+            slot = self._layout.slot_of(i)
+            if slot is None:
+                made[i] = self._mx_children[str(i)]
+            else:
+                span = self._layout.span(slot)
+                layer = self._mx_children[span.pattern]
+                place = (i - span.start) // span.step
+                held = vars(self).get("_mx_elsewhere", {})
+                made.setdefault(i, layer if place == 0 else _replica(layer, i, place, held))
+        return made[i]
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers as a plain list (a new one each time)."""
+        return [self._layer(i) for i in range(len(self))]
+
+    def _mx_layers(self) -> dict[str, Module]:
+        return {str(i): layer for i, layer in enumerate(self.layers)}
+
+    def __getitem__(self, i: int | slice) -> Any:
+        places = range(len(self))[i]
+        return self._layer(places) if isinstance(places, int) else [self._layer(k) for k in places]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.isdecimal() and int(name) < len(self):
+            return self._layer(int(name))
+        raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+
+    def __len__(self) -> int:
+        return self._layout.count
+
+    def _renew(self, layers: list[Any]) -> None:
+        raise TypeError("the layers of a LayerStack cannot be changed: unstack() first")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.isdecimal() or isinstance(value, (Module, Weight)):
+            raise TypeError(f"{type(self).__name__}.{name} cannot be set: unstack() first")
+        super().__setattr__(name, value)
+
+    def replace_module(self, name: str, module: Module) -> None:
+        """Refuses: the layers are equal."""
+        self._renew([])
+
+    def __repr__(self) -> str:
+        return f"LayerStack({self._layout})"
+
+    def per_layer(self, values: Iterable[Any]) -> PerLayer:
+        """One value for each layer (trees of arrays), in the form in which ``scan`` takes them.
+
+        Layers in different places of the pattern may have values of different shapes.
+
+        Raises:
+            ValueError: Not one for each layer, or different ones where layers are equal.
+        """
+        return PerLayer.of(list(values), self._layout)
+
+    # -- running them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layers in order, as a LayerList: each gets what the one before returned."""
+        if len(args) == 1 and not kwargs:
+            return self.scan(args[0])
+        return layer_list.in_turn(self.layers, args, kwargs)
+
+    def scan(
+        self,
+        carry: Any,
+        *xs: Any,
+        index: str | None = None,
+        remat: Any = None,
+        unroll: int | bool = 1,
+        **shared: Any,
+    ) -> Any:
+        """Runs all layers: ``carry = layer(carry, *x, **shared)``, compiled as one loop.
+
+        Args:
+            carry: What goes from layer to layer: an array or a tree of them, of the same
+                types after each layer.
+            xs: What each layer has of its own, a cache for example: trees of arrays
+                ``[n, ...]``, a list of n trees, or what :meth:`per_layer` gives.
+            index: A name: each layer gets its number as the keyword argument of that name.
+            remat: Under differentiation, what to compute again instead of keeping it: True
+                for everything inside a layer, or a policy of ``jax.checkpoint_policies``
+                or its name.
+            unroll: How many steps of the loop are written out (``jax.lax.scan``).
+            shared: Keyword arguments that all layers get alike. What is no array (a flag, a
+                name) is the same constant in all.
+
+        Returns:
+            The last carry; with outputs, if the layers return ``(carry, *outputs)``:
+            ``(carry, *outputs)``, each a tree of arrays ``[n, ...]``. Outputs come as a
+            PerLayer if a PerLayer went in, or where layers give different shapes.
+
+        Raises:
+            TypeError: A layer returns neither a carry like the one it got nor a tuple that
+                begins with one.
+            ValueError: Something in ``xs`` is not for n layers; a weight has no value.
+
+        While hooks are installed the layers run one by one, so that hooks see each. Otherwise
+        the loop is a jitted function: what a layer reads besides its arguments, weights and
+        attributes (a global variable) is what it was when it was first traced.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from maxjax import init, nn
+            >>> from maxjax.graph import DeviceRef
+            >>> class Block(nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.up = nn.Linear(4, 4, "float32", DeviceRef.CPU())
+            ...     def __call__(self, h, cache, scale):
+            ...         return h + scale * self.up(h), cache + h
+            >>> layers = init(nn.LayerList(Block() for _ in range(6)).stack(), jax.random.key(0))
+            >>> h, caches = layers.scan(jnp.ones(4), jnp.zeros((6, 4)), scale=0.1)
+            >>> caches.shape
+            (6, 4)
+        """
+        if not isinstance(unroll, (int, bool)) or unroll < 0:
+            raise ValueError(f"unroll is a number of steps or a bool, not {unroll!r}")
+        plan = Plan(self._layout, index, policy(remat) if remat else None, unroll, type(unroll))
+        running = RUNNING.stack
+        if running and running[-1] is self:  # called by __call__
+            return _run(self, plan, carry, xs, shared)
+        return run(self, _run, (plan, carry, xs, shared), {})
+
+
+def _run(stack: LayerStack, plan: Plan, carry: Any, xs: Any, shared: Any) -> Any:
+    one_by_one = hooks.token() is not None or not stack._layout.slots
+    return (loop if one_by_one else scan)(stack, plan, carry, xs, shared)
+
+
+layer_list.stacker = LayerStack
+
+
+# -- what may be stacked
+
+
+def _definition(i: int, layer: Any) -> Definition:
+    if not isinstance(layer, Module):
+        raise TypeError(f"a LayerStack holds Modules, and layer {i} is a {type(layer).__name__}")
+    definition, holders = layer._mx_definition()
+    if definition.stacked:
+        raise NotImplementedError(
+            f"layer {i} holds a LayerStack: stacks within stacks are not supported"
+        )
+    if any(weight._home is not None for weight in holders):
+        raise ValueError(f"layer {i} belongs to another LayerStack: unstack() that first")
+    return definition
+
+
+def _layout(
+    layers: Sequence[Module], definitions: Sequence[Definition], period: int | None, first: int
+) -> Layout:
+    count = len(layers) - first
+    if first < 0 or count < 1:
+        raise ValueError(f"{len(layers)} layers cannot be stacked with first={first}: none is left")
+    kinds = definitions[first:]
+    tried = range(1, count // 2 + 1) if period is None else [period]
+    if period is None and count == 1:
+        tried = [1]
+    for p in tried:
+        if 1 <= p <= count and all(a is b for a, b in zip(kinds, kinds[p:], strict=False)):
+            return Layout(len(layers), first, p, count // p)
+    p = 1 if period is None else period
+    if not 1 <= p <= count:
+        raise ValueError(f"period={p} does not go with {count} layers")
+    i = next(i for i in range(count - p) if kinds[i] is not kinds[i + p])
+    more = "" if period is not None or count < 4 else ", and no pattern of them repeats"
+    raise ValueError(
+        f"layers {first + i} and {first + i + p} differ{more}: "
+        f"{_difference(layers[first + i], layers[first + i + p])}"
+    )
+
+
+def _difference(one: Module, other: Module) -> str:
+    """In what two layers differ, in words."""
+    a, b = one._mx_definition()[0], other._mx_definition()[0]
+    paths = [path.rstrip(".") for path in Walk(one, stacked=True).paths]
+    for x, y, path in zip(a.nodes, b.nodes, paths, strict=False):
+        where = f"'{path}'" if path else "the layer itself"
+        if x.kind is not y.kind:
+            return f"{where} is a {x.kind.__name__} in one and a {y.kind.__name__} in the other"
+        ours, theirs = dict(x.statics), dict(y.statics)
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                full = f"{path}.{name}" if path else name
+                u, v = (vars(_at(layer, path)).get(name) for layer in (one, other))
+                return (f"the attribute '{full}' is {u!r} in one and {v!r} in the other (what differs from layer to "
+                        "layer is an argument of scan, not an attribute)")  # fmt: skip
+    for name in [*a.names, *b.names]:
+        if (name in a.names) != (name in b.names):
+            return f"only one of them has the weight '{name}'"
+        u, v = (d.weights[d.names.index(name)] for d in (a, b))
+        if u._static() != v._static():
+            return f"the weight '{name}' is {_described(u)} in one and {_described(v)} in the other"
+    return "their weights are tied in different ways"
+
+
+def _at(layer: Module, path: str) -> Any:
+    for part in path.split(".") if path else ():
+        layer = vars(layer)[part]
+    return layer
+
+
+def _described(weight: Weight) -> str:
+    parts = [weight._dtype, list(map(str, weight._dims)), weight._device, weight._quantization_encoding,
+             weight._sharding_strategy, weight._sharding]  # fmt: skip
+    return " ".join(str(part).replace("'", "") for part in parts if part is not None)
+
+
+class _Group(NamedTuple):
+    shared: set[int]
+    weights: list[list[Weight]]
+
+
+def _stacks(layers: Sequence[Module], span: Span, seen: dict[int, str]) -> _Group:
+    """ids of what is the same object in all layers, and the Weights that go into one stack each."""
+    walks = [Walk(layer, stacked=True) for layer in layers]
+    shared = set[int]()
+    for same in zip(*(walk.modules for walk in walks), strict=True):
+        if len(layers) > 1 and all(module is same[0] for module in same):
+            shared.add(id(same[0]))
+    weights: list[list[Weight]] = []
+    names = layers[0]._mx_definition()[0].names
+    for name, *group in zip(names, *(layer._mx_definition()[1] for layer in layers), strict=True):
+        if len(group) > 1 and all(weight is group[0] for weight in group):
+            shared.add(id(group[0]))
+            continue
+        for i, weight in enumerate(group):
+            full = span.name(f"{span.pattern}.{name}", i)
+            if id(weight) in seen:
+                raise ValueError(f"'{seen[id(weight)]}' and '{full}' are one tied weight: layers that share a weight "
+                                 "with some of the others cannot be stacked")  # fmt: skip
+            seen[id(weight)] = full
+        weights.append(group)
+    return _Group(shared, weights)
+
+
+def _mark(layer: Module, shared: set[int], in_stack: bool) -> None:
+    for module in Walk(layer, stacked=True).modules:
+        if id(module) not in shared:
+            vars(module)["_mx_in_stack"] = in_stack
+
+
+def _replica(
+    layer: Module, number: int, place: int, held: Mapping[tuple[int, str], Module]
+) -> Module:
+    """The layer at another place of the stack that ``layer`` is the first of.
+
+    What the model ``held`` in other places, by layer number and path, is taken as it is.
+    """
+    walk = Walk(layer, stacked=True)
+    own: list[tuple[Module, Module]] = []
+    made: dict[int, Module] = {}
+    for module, path in zip(walk.modules, walk.paths, strict=True):
+        new = held.get((number, path)) if module._mx_in_stack else module
+        if new is None:
+            new = object.__new__(type(module))
+            own.append((module, new))
+        made[id(module)] = new
+
+    def there(weight: Weight) -> Weight:
+        return weight if weight._home is None else weight._home[0].view(place)
+
+    for module, new in own:
+        weights = {local: there(weight) for local, weight in module._mx_weights.items()}
+        children = {attr: made[id(child)] for attr, child in module._mx_children.items()}
+        shards = {attr: _shard_of(shard, there) for attr, shard in module._mx_shards.items()}
+        vars(new).update(
+            {name: vars(module)[name] for name in module._mx_statics},
+            _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
+            _mx_shared=set(module._mx_shared), _mx_statics=dict(module._mx_statics), _mx_cache=None,
+            _mx_in_stack=True, **children, **shards,
+            **{attr: weights[local] for attr, local in module._mx_locals.items()},
+        )  # fmt: skip
+        if shards:
+            vars(new)["_mx_shards"] = shards
+        if "_mx_source" in vars(module):
+            vars(new)["_mx_source"] = made.get(id(source_of(module)))
+    return made[id(layer)]
+
+
+def _shard_of(shard: Any, there: Callable[[Weight], Weight]) -> Any:
+    """The same part of the Weight at another place of a stack."""
+    return shard.of(there(shard.host)) if hasattr(shard, "host") else shard

@@ -1,0 +1,179 @@
+"""What each layer of a LayerStack has of its own: which layers are equal, and trees for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ....graph.weight.stacked import Span
+
+
+class Layout(NamedTuple):
+    """Which layers of a LayerStack are equal: ``first`` on their own, a pattern, what is left over.
+
+    Attributes:
+        count: How many layers there are.
+        first: How many at the front do not belong to the pattern.
+        period: How many layers the pattern has.
+        repeats: How often it is there.
+    """
+
+    count: int
+    first: int
+    period: int
+    repeats: int
+
+    @property
+    def slots(self) -> int:
+        """How many stacks there are: the layers of the pattern."""
+        return self.period if self.repeats else 0
+
+    @property
+    def end(self) -> int:
+        """The first layer behind the pattern."""
+        return self.first + self.period * self.repeats
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all layers are equal."""
+        return self.slots == 1 and self.repeats == self.count
+
+    def slot_of(self, i: int) -> int | None:
+        """The place of layer ``i`` in the pattern; None of one that runs on its own."""
+        return (i - self.first) % self.period if self.first <= i < self.end else None
+
+    @property
+    def alone(self) -> list[int]:
+        """The layers that run on their own."""
+        return [i for i in range(self.count) if self.slot_of(i) is None]
+
+    def members(self, slot: int) -> range:
+        """The layers at one place of the pattern."""
+        return range(self.first + slot, self.end, self.period)
+
+    def span(self, slot: int | None) -> Span:
+        """The same, for names: ``*`` where it is all layers, else as a slice."""
+        assert slot is not None
+        start = self.first + slot
+        pattern = "*" if self.is_plain else f"{start}:{self.end}"
+        if self.period > 1:
+            pattern += f":{self.period}"
+        return Span(pattern, start, self.period, self.repeats)
+
+    def order(self) -> Iterator[int]:
+        """The layers that stand for all: those on their own, and the first of each place."""
+        for i in range(self.count):
+            if self.slot_of(i) is None or i < self.first + self.period:
+                yield i
+
+    def __str__(self) -> str:
+        text = f"{self.count} layers"
+        if self.slots and not self.is_plain:
+            text += f": {self.repeats} times {self.period}"
+            rest = self.count - self.end
+            text += f" after {self.first}" * bool(self.first) + f" and {rest} more" * bool(rest)
+        return text
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerLayer:
+    """A tree of arrays for each layer of a LayerStack: a cache for example.
+
+    Trees of layers at one place of the pattern are stacked; ``values[3]`` is layer 3's.
+    Made by ``LayerStack.per_layer``, and by ``LayerStack.scan`` as its outputs.
+    """
+
+    def __init__(self, slots: Sequence[Any], rest: Sequence[Any], layout: Layout):
+        self.slots, self.rest, self.layout = tuple(slots), tuple(rest), layout
+
+    @classmethod
+    def of(cls, values: Sequence[Any], layout: Layout) -> PerLayer:
+        """Of one tree per layer.
+
+        Raises:
+            ValueError: Not one for each layer, or different ones where layers are equal.
+        """
+        if len(values) != layout.count:
+            raise ValueError(f"{len(values)} values for {layout.count} layers")
+        slots = []
+        for slot in range(layout.slots):
+            trees = [values[i] for i in layout.members(slot)]
+            kinds = {str(jax.tree.map(jax.typeof, tree)) for tree in trees}
+            if len(kinds) > 1:
+                numbers = ", ".join(map(str, layout.members(slot)[:3])) + ", …" * (
+                    layout.repeats > 3
+                )
+                raise ValueError(f"layers {numbers} are equal, but their values are not: "
+                                 f"{' and '.join(sorted(kinds)[:2])}")  # fmt: skip
+            slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
+        return cls(slots, [values[i] for i in layout.alone], layout)
+
+    @classmethod
+    def split(cls, tree: Any, layout: Layout) -> PerLayer:
+        """Of a tree of arrays ``[n, ...]``."""
+        slots = [
+            jax.tree.map(lambda a, s=slot: a[layout.first + s : layout.end : layout.period], tree)
+            for slot in range(layout.slots)
+        ]
+        rest = [jax.tree.map(lambda a, i=i: a[i], tree) for i in layout.alone]
+        return cls(slots, rest, layout)
+
+    def merged(self) -> Any:
+        """One tree of arrays ``[n, ...]``, or itself where layers have trees of different shapes."""
+        layout = self.layout
+        if layout.is_plain:
+            return self.slots[0]
+        kinds = [_kind(tree, 1) for tree in self.slots] + [_kind(tree, 0) for tree in self.rest]
+        if any(kind != kinds[0] for kind in kinds):
+            return self
+
+        def join(*leaves: Any) -> Any:
+            slots, rest = leaves[: layout.slots], leaves[layout.slots :]
+            ends = [jnp.expand_dims(a, 0) for a in rest]
+            if not slots:
+                return jnp.concatenate(ends)
+            woven = jnp.stack(slots, 1)
+            woven = woven.reshape((layout.slots * layout.repeats, *slots[0].shape[1:]))
+            return jnp.concatenate([*ends[: layout.first], woven, *ends[layout.first :]])
+
+        return jax.tree.map(join, *self.slots, *self.rest)
+
+    def __getitem__(self, i: int | slice) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(self.layout.count)[i]]
+        i = range(self.layout.count)[i]
+        slot = self.layout.slot_of(i)
+        if slot is None:
+            return self.rest[
+                i if i < self.layout.first else i - self.layout.end + self.layout.first
+            ]
+        place = (i - self.layout.first) // self.layout.period
+        return jax.tree.map(lambda a: a[place], self.slots[slot])
+
+    def __len__(self) -> int:
+        return self.layout.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"PerLayer({self.layout})"
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = (jax.tree_util.GetAttrKey("slots"), jax.tree_util.GetAttrKey("rest"))
+        return tuple(zip(keys, (self.slots, self.rest), strict=True)), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: Any) -> PerLayer:
+        self = object.__new__(cls)
+        (self.slots, self.rest), self.layout = children, layout
+        return self
+
+
+def _kind(tree: Any, axes: int) -> Any:
+    """The structure of a tree, and the types of its leaves without their first ``axes``."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(a.shape[axes:], a.dtype) for a in leaves]

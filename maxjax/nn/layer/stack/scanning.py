@@ -1,0 +1,310 @@
+"""Running a LayerStack: one body under ``lax.scan``, traced once per structure and types.
+
+There are two forms of the body. As it is run, it holds StackSlices: the stack goes in
+whole, and a kernel takes what it needs of it. Under differentiation the weights are
+scanned inputs: the cotangent of a slice of something closed over would be as large as the
+stack at every step. A ``custom_jvp`` chooses, also where a jitted function is
+differentiated from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....graph.kind import KIND
+from ....graph.value import TensorValue, unwrap
+from ....graph.weight.weight import Weight
+from ....kernels import StackSlice
+from ..definition import Definition, rebuild
+from .per_layer import Layout, PerLayer
+
+
+class Plan(NamedTuple):
+    """How a stack is to be run; the arguments of ``LayerStack.scan`` that are no arrays."""
+
+    layout: Layout
+    index: str | None
+    remat: Any
+    unroll: int | bool
+    unroll_type: type  # 1 and True are equal, and mean different things
+
+
+class _Static(NamedTuple):
+    """What one trace of the loop is for; with the types of the arrays the key of its cache."""
+
+    definition: Definition
+    plan: Plan
+    tree: Any
+    constants: tuple[tuple[int, type, str | None, Any], ...]
+    keep: bool
+    values: bool  # what Weights give inside: graph/kind.py
+
+
+def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
+    """Runs the stack as one loop; see ``LayerStack.scan``."""
+    definition, holders = stack._mx_definition()
+    arrays = [holder._array() for holder in holders]
+    carry, xs, shared = _present((_plain(carry), xs, dict(shared)))
+    values = tuple(_per_layer(x, plan.layout) for x in xs)
+    leaves, tree = jax.tree.flatten(shared)
+    dynamic = [leaf for leaf in leaves if _is_array(leaf)]
+    constants = tuple(
+        (i, type(v), repr(v) if isinstance(v, float) else None, v)  # 0.0 equals -0.0
+        for i, v in enumerate(leaves)
+        if not _is_array(v)
+    )
+    keep = any(isinstance(x, PerLayer) for x in xs)
+    static = _Static(definition, plan, tree, constants, keep, KIND.values)
+    try:
+        hash(static)
+    except TypeError as error:
+        names = ", ".join(shared)
+        raise TypeError(
+            f"a keyword argument of scan is an array or can be hashed ({names}): {error}"
+        ) from None
+    carry = jax.tree.map(jnp.asarray, carry)
+    carry, outputs = _run(static, arrays, carry, values, dynamic)
+    return (carry, *outputs) if outputs else carry
+
+
+def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
+    """Runs the layers one by one, as hooks want them."""
+    layout = plan.layout
+    carry = _plain(carry)
+    values = [_per_layer(x, layout) for x in xs]
+    collected = []
+    for i, layer in enumerate(stack.layers):
+        x = [value[i] for value in values]
+        carry, outputs = _call(layer, shared, plan.index, jnp.int32(i), carry, x)
+        collected.append(outputs)
+    _check_outputs(collected)
+    keep = any(isinstance(x, PerLayer) for x in xs)
+    outputs = _gather([PerLayer.of(list(y), layout) for y in zip(*collected, strict=True)], keep)
+    return (carry, *outputs) if outputs else carry
+
+
+def _plain(carry: Any) -> Any:
+    """The carry without Weights: the next layer gets an array in any case."""
+    return jax.tree.map(
+        lambda v: v._as_array() if isinstance(v, Weight) else v,
+        carry,
+        is_leaf=lambda v: isinstance(v, Weight),
+    )
+
+
+def _present(tree: Any) -> Any:
+    """Weights and Modules in it with the values they have here: inside a Graph, what stands for them."""
+
+    def present(value: Any) -> Any:
+        if isinstance(value, Weight):
+            return jax.tree.unflatten(jax.tree.structure(value), [value._array()])
+        if not hasattr(value, "_mx_definition"):
+            return value
+        definition, holders = value._mx_definition()
+        return rebuild(definition, [holder._array() for holder in holders])
+
+    return jax.tree.map(
+        present, tree, is_leaf=lambda v: isinstance(v, Weight) or hasattr(v, "_mx_definition")
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def _per_layer(x: Any, layout: Layout) -> PerLayer:
+    if isinstance(x, PerLayer):
+        if x.layout != layout:
+            raise ValueError(f"a PerLayer for {x.layout} does not go with a stack of {layout}")
+        return x
+    if isinstance(x, list):
+        return PerLayer.of(x, layout)
+    for path, leaf in jax.tree.leaves_with_path(x):
+        if np.ndim(leaf) < 1 or np.shape(leaf)[0] != layout.count:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"what each layer has of its own begins with an axis of {layout.count} layers; "
+                             f"x{where} has shape {tuple(np.shape(leaf))}")  # fmt: skip
+    return PerLayer.split(jax.tree.map(jnp.asarray, x), layout)
+
+
+def _gather(outputs: Sequence[PerLayer], keep: bool) -> tuple[Any, ...]:
+    return tuple(outputs if keep else (y.merged() for y in outputs))
+
+
+# -- the loop itself
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(static: _Static, *operands: Any) -> Any:
+    return _either(static, *operands)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _either(static: _Static, *operands: Any) -> Any:
+    return _loop(static, True, *operands)
+
+
+@_either.defjvp
+def _(static: _Static, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(partial(_loop, static, False), primals, tangents)
+
+
+def _loop(
+    static: _Static, sliced: bool, arrays: Any, carry: Any, xs: tuple[PerLayer, ...], dynamic: Any
+) -> Any:
+    plan, layout = static.plan, static.plan.layout
+    stack = rebuild(static.definition, arrays)
+    run = _runner(static, sliced, dynamic)
+    bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
+    collected: dict[int, Any] = {}
+
+    def alone(i: int, carry: Any) -> Any:
+        body = _Body(stack._mx_children[str(i)])
+        x = tuple(value[i] for value in xs)
+        carry, collected[i] = run(body.definition, body.leaves, jnp.int32(i), carry, x)
+        return carry
+
+    def repeat(state: Any, at: Any) -> Any:
+        # Counted here: XLA takes a tenth longer to compile where the number is a scanned input.
+        (k, carry), (scanned, given) = state, at
+        outputs = []
+        for slot, body in enumerate(bodies):
+            weights = body.at(k, None if sliced else scanned[slot])
+            i = k * layout.period + (layout.first + slot)
+            carry, y = run(body.definition, weights, i, carry, given[slot])
+            outputs.append(y)
+        return (k + 1, carry), outputs
+
+    for i in range(layout.first):
+        carry = alone(i, carry)
+    given = [tuple(value.slots[slot] for value in xs) for slot in range(layout.slots)]
+    scanned = None if sliced else [body.stacks for body in bodies]
+    start = (jnp.int32(0), carry)
+    (_, carry), outputs = jax.lax.scan(
+        repeat, start, (scanned, given), length=layout.repeats, unroll=plan.unroll
+    )
+    for i in range(layout.end, layout.count):
+        carry = alone(i, carry)
+    _check_outputs([*outputs, *collected.values()])
+    rest = [collected[i] for i in sorted(collected)]
+    ys = [
+        PerLayer([slot[m] for slot in outputs], [own[m] for own in rest], layout)
+        for m in range(len(outputs[0]))
+    ]
+    return carry, _gather(ys, static.keep)
+
+
+def _runner(static: _Static, sliced: bool, dynamic: Sequence[Any]) -> Callable[..., Any]:
+    """What runs one layer: (definition, leaves, number, carry, x) → (carry, outputs)."""
+    constants = {i: value for i, _, _, value in static.constants}
+    arrived = iter(dynamic)
+    count = len(constants) + len(dynamic)
+    leaves = [constants[i] if i in constants else next(arrived) for i in range(count)]
+    step = partial(_step, jax.tree.unflatten(static.tree, leaves), static.plan.index)
+    remat = static.plan.remat
+    if remat is None or sliced:
+        return step
+    kept = None if remat is True else remat
+    return jax.checkpoint(step, policy=kept, prevent_cse=False, static_argnums=0)
+
+
+class _Body:
+    """A layer that stands for all at its place of the pattern, and where its weights come from."""
+
+    def __init__(self, layer: Any):
+        self.definition, self.holders = layer._mx_definition()
+        self.stacks = [w._home[0]._leaf for w in self.holders if w._home is not None]
+        self.leaves = [w._leaf for w in self.holders]
+
+    def at(self, k: Any, scanned: Sequence[Any] | None) -> list[Any]:
+        """The leaves of layer ``k``: slices of the stacks, or what was scanned out of them."""
+        own = iter([StackSlice(stack, k) for stack in self.stacks] if scanned is None else scanned)
+        return [w._leaf if w._home is None else next(own) for w in self.holders]
+
+
+def _step(
+    shared: Mapping[str, Any], index: str | None, definition: Definition, leaves: Any, i: Any, carry: Any, x: Any
+) -> Any:  # fmt: skip
+    return _call(rebuild(definition, leaves), shared, index, i, carry, x)
+
+
+def _call(
+    layer: Any, shared: Mapping[str, Any], index: str | None, i: Any, carry: Any, x: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    numbered = {} if index is None else {index: i}
+    return _split(layer(carry, *x, **shared, **numbered), carry)
+
+
+def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a layer returned as (carry, outputs)."""
+    wanted = jax.tree.structure(_bare(carry))
+    outputs: tuple[Any, ...] = ()
+    kept = result
+    if jax.tree.structure(_bare(result)) != wanted:
+        if not isinstance(result, (tuple, list)) or not result:
+            raise TypeError(_not_carry(result, carry))
+        kept, outputs = result[0], tuple(result[1:])
+        if jax.tree.structure(_bare(kept)) != wanted:
+            raise TypeError(_not_carry(result, carry))
+    leaves = jax.tree.leaves(_bare(kept))
+    for new, old in zip(leaves, jax.tree.leaves(_bare(carry)), strict=True):
+        if jnp.shape(new) != jnp.shape(old) or jnp.result_type(new) != jnp.result_type(old):
+            raise TypeError(
+                f"a layer of the stack got a carry of {_kind(old)} and returns one of {_kind(new)}; "
+                "all layers of a stack must have the same"
+            )
+    carry = jax.tree.unflatten(jax.tree.structure(carry), map(jnp.asarray, leaves))
+    return carry, jax.tree.map(jnp.asarray, outputs)
+
+
+def _bare(tree: Any) -> Any:
+    """The tree with plain arrays for TensorValues."""
+    return jax.tree.map(unwrap, tree, is_leaf=lambda v: isinstance(v, TensorValue))
+
+
+def _kind(array: Any) -> str:
+    return f"{jnp.result_type(array)}{list(jnp.shape(array))}"
+
+
+def _not_carry(result: Any, carry: Any) -> str:
+    got, wanted = (str(jax.tree.structure(_bare(tree))) for tree in (result, carry))
+    return (
+        f"a layer of a stack returns its carry, or a tuple that begins with it: {wanted} "
+        f"(or ({wanted}, outputs...)), not {got}"
+    )
+
+
+def _check_outputs(outputs: Sequence[tuple[Any, ...]]) -> None:
+    counts = {len(y) for y in outputs}
+    if len(counts) > 1:
+        raise TypeError(
+            f"the layers of a stack return different numbers of outputs: {sorted(counts)}"
+        )
+
+
+_POLICIES = (
+    "everything_saveable", "nothing_saveable", "dots_saveable", "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims",
+)  # fmt: skip
+
+
+def policy(remat: Any) -> Any:
+    """True for everything, or a policy by its name or as it is.
+
+    Raises:
+        ValueError: There is no such policy.
+    """
+    if remat is True or callable(remat):
+        return remat
+    if remat not in _POLICIES:
+        raise ValueError(
+            f"remat={remat!r} is no policy of jax.checkpoint_policies: it is True, a function, or one of "
+            f"{', '.join(_POLICIES)}"
+        )
+    return getattr(jax.checkpoint_policies, remat)

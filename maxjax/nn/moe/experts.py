@@ -1,0 +1,234 @@
+"""Experts: for each token the sum over the few feed-forward networks chosen for it.
+
+On a CPU tokens go through their experts in blocks of rows, each of which reads the weights of one
+expert where they lie; one token costs k experts and nothing else. On accelerators it is one product
+over tokens sorted by expert (``jax.lax.ragged_dot``).
+
+Sources: GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841) for blocks and no dropped token.
+
+Shapes: N tokens, E features, X experts of F features between, k experts for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ...dtype import DType, promote
+from ...graph.placement.arrays import on_mesh
+from ...graph.placement.specs import batch_axes
+from ...kernels import matmul
+from ..linear import gated
+
+# More rows in a block save nothing, and leave more of it empty.
+_MOST_ROWS = 64
+
+
+class ExpertWeights(NamedTuple):
+    """The maps of one expert, as ``kernels.matmul`` takes weights: arrays, or what stands for them.
+
+    Attributes:
+        gate, up: ``[F, E]``.
+        down: ``[E, F]``.
+    """
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+def mixture(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[ExpertWeights], kind: str
+) -> jax.Array:
+    """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
+
+    Every token is served, however many choose the same expert, and none depends on the others.
+
+    Args:
+        x: ``[N, E]``.
+        chosen, shares: Numbers of experts and what their results are multiplied by, ``[N, k]``.
+        experts: X of them.
+        kind: Name of the activation function.
+
+    Returns:
+        ``[N, E]``.
+
+    Example:
+        >>> one = ExpertWeights(jnp.ones((3, 2)), jnp.ones((3, 2)), jnp.ones((2, 3)))
+        >>> x, chosen, shares = jnp.ones((4, 2)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
+        >>> mixture(x, chosen, shares, [one] * 5, "relu")[0]
+        Array([12., 12.], dtype=float32)
+    """
+    run = partial(jax.lax.platform_dependent, x, chosen, shares, list(experts))
+    # How many rows a block has depends on how many there are: that must be known.
+    if not isinstance(x.shape[0], int) or not x.shape[0]:
+        return _sorted(kind, x, chosen, shares, list(experts))
+    return run(cpu=partial(_in_blocks, kind), default=partial(_sorted, kind))
+
+
+def mixture_on_mesh(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[ExpertWeights],
+    kind: str, mesh: Any, axes: tuple[str, ...],
+) -> jax.Array:  # fmt: skip
+    """The same where all experts have their F features split over ``axes`` of a mesh.
+
+    Each device works on its part of every expert, so all have the same work whatever is chosen
+    and however many experts there are; the parts are summed once.
+    """
+
+    def local(x: Any, chosen: Any, shares: Any, both: Any, down: Any) -> jax.Array:
+        y = sorted_mixture(x, chosen, shares, both, down, kind)
+        return jax.lax.psum(y, axes) if axes else y
+
+    rows = P(batch_axes(mesh, x.shape[0], ("data", "fsdp", "seq")))
+    specs = (rows, rows, rows, P(None, None, axes), P(None, None, axes))
+    return on_mesh(local, mesh, specs, rows)(x, chosen, shares, *_stacked(experts))
+
+
+def sorted_mixture(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, both: jax.Array, down: jax.Array, kind: str
+) -> jax.Array:
+    """The same for experts as one array: ``[N, E]`` → ``[N, E]`` in float32.
+
+    Args:
+        chosen, shares: ``[N, k]``.
+        both, down: Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``.
+        kind: The activation function.
+    """
+    count, k = chosen.shape
+    experts, _, inner, width = both.shape
+    order = jnp.argsort(chosen.reshape(-1))  # [N k], stable
+    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
+    rows = x[order // k]  # [N k, E]
+    h = _ragged_matmul(rows, both.reshape(experts, 2 * inner, width), sizes)  # [N k, 2 F]
+    gate, up = jnp.split(h, 2, axis=-1)
+    y = _ragged_matmul(gated(gate, up, kind, 0.0), down, sizes)  # [N k, E]
+    # Back to the order of the tokens by a gather: sums in a fixed order on every device.
+    y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
+    return jnp.sum(y * shares[..., None], axis=1)
+
+
+def _ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """``x[rows of group i] @ w[i].T``: ``[M, in]`` and ``[X, out, in]`` → ``[M, out]``."""
+    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    dimensions = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    y = jax.lax.ragged_dot_general(
+        x.astype(dtype), w.astype(dtype), sizes, dimensions,
+        preferred_element_type=jnp.float32 if dtype.itemsize < 4 else dtype,
+    )  # fmt: skip
+    return y.astype(dtype)
+
+
+def one_by_one(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[Callable[[Any], Any]]
+) -> jax.Array:
+    """As :func:`mixture` for any experts, wherever they lie: all of them over every token.
+
+    An expert has share 0 where it was not chosen.
+    """
+    total = jnp.zeros(x.shape, jnp.float32)
+    for i, expert in enumerate(experts):
+        share = jnp.sum(jnp.where(chosen == i, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
+        total = total + expert(x).astype(jnp.float32) * share.astype(jnp.float32)
+    return total
+
+
+def _sorted(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
+) -> jax.Array:
+    return sorted_mixture(x, chosen, shares, *_stacked(experts), kind)
+
+
+def _stacked(experts: Sequence[ExpertWeights]) -> tuple[jax.Array, jax.Array]:
+    """Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``; packed ones decoded."""
+    arrays = [[jnp.asarray(w) for w in expert] for expert in experts]
+    kinds = [DType.of(w.dtype) for maps in arrays for w in maps]
+    dtype = kinds[0]
+    for other in kinds[1:]:
+        dtype = promote(dtype, other)
+    wide = [[w.astype(dtype.np) for w in maps] for maps in arrays]
+    return jnp.stack([jnp.stack(maps[:2]) for maps in wide]), jnp.stack([m[2] for m in wide])
+
+
+# --- on a CPU -----------------------------------------------------------------------------------
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _in_blocks(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
+) -> jax.Array:
+    (count, k), width = chosen.shape, x.shape[1]
+    total, owners = count * k, chosen.reshape(-1)
+    size = _block_rows(total, len(experts))
+    if size == 1:
+        y = _through(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
+        y = y.reshape(count, k, width)
+    else:
+        blocks = min(total, (total + len(experts) * (size - 1)) // size)
+        order = jnp.argsort(owners)  # stable
+        sizes = jnp.bincount(owners, length=len(experts)).astype(jnp.int32)
+        before = jnp.cumsum(sizes) - sizes  # rows of the experts in front
+        ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
+        first = ends - -(-sizes // size)
+        numbers = jnp.arange(blocks, dtype=jnp.int32)
+        owner = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+        # Row i of block b; those behind an expert's last are of any token, and are not looked at.
+        mine = jnp.minimum(owner, len(experts) - 1)
+        start = before[mine] + (numbers - first[mine]) * size
+        places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+        rows = x[order[jnp.clip(places, 0, total - 1)] // k]  # [blocks, size, E]
+        y = _through(kind, owner, rows, experts).reshape(blocks * size, width)
+        y = y[first[owners] * size + jnp.argsort(order) - before[owners]]
+        y = y.reshape(count, k, width)
+    return jnp.sum(y * shares[..., None].astype(jnp.float32), axis=1)
+
+
+@_in_blocks.defjvp
+def _(kind: str, primals: Any, tangents: Any) -> Any:
+    # The cotangents of a choice among weights would be as large as all of them in every block.
+    return jax.jvp(partial(_one_by_one, kind), primals, tangents)
+
+
+def _one_by_one(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
+) -> jax.Array:
+    each = [lambda x, maps=maps: _expert(kind, x, maps) for maps in experts]
+    return one_by_one(x, chosen, shares, each)
+
+
+def _block_rows(rows: int, experts: int) -> int:
+    """How many rows go through an expert at once: about twice as many as each has."""
+    return 1 if rows <= experts else min(_MOST_ROWS, 1 << (rows // experts).bit_length())
+
+
+def _through(
+    kind: str, owner: jax.Array, rows: jax.Array, experts: list[ExpertWeights]
+) -> jax.Array:
+    """Each block ``[blocks, rows, E]`` through its expert; those of number X are empty, and 0."""
+
+    def branch(maps: ExpertWeights) -> Any:
+        return lambda rows: _expert(kind, rows, maps)
+
+    def skip(rows: jax.Array) -> jax.Array:
+        y = _expert(kind, rows, experts[0])  # for its type; XLA leaves it out
+        return jnp.where(False, y, jnp.zeros_like(y))
+
+    branches = [*map(branch, experts), skip]
+    return jax.lax.map(lambda block: jax.lax.switch(block[0], branches, block[1]), (owner, rows))
+
+
+def _expert(kind: str, x: jax.Array, maps: ExpertWeights) -> jax.Array:
+    """``[N, E]`` → ``[N, E]`` in float32."""
+    gate, up = matmul(x, [maps.gate, maps.up])
+    wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
+    h = gated(gate.astype(wide), up.astype(wide), kind, 0.0)
+    return matmul(h, maps.down).astype(jnp.float32)

@@ -1,0 +1,120 @@
+"""``Decoded``: tensors that a file has as quantised blocks, read as float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import entry as entries
+from ..entry import (
+    DECODED_BYTES,
+    Box,
+    Coding,
+    TensorEntry,
+    Wanted,
+    count,
+    extents,
+    fill,
+    runs,
+    within,
+)
+from ..files import OpenFile, aligned_empty
+from .decoders import decode_into
+from .layout import Layout, layout_of, swap_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped(Coding):
+    """Rows of packed blocks, read as the bytes that a little-endian file has of them.
+
+    The entry's dtype is uint8 and its last axis in bytes; ``type_name`` is ggml's name of the
+    blocks. A part is read by the blocks that hold it.
+    """
+
+    type_name: str
+
+    def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
+        """See :class:`Coding`."""
+        size, total = layout_of(self.type_name).nbytes, 0
+        of_blocks = (*entry.shape[:-1], entry.shape[-1] // size)
+        for whole, array in parts:
+            for box in self.split(entry, whole) if array.size else ():
+                start, stop = box[-1]
+                blocks = (*box[:-1], (start // size, -(-stop // size)))
+                packed = aligned_empty(count(blocks) * size)
+                rows = packed.reshape(*extents(blocks), size)
+                for first, run in runs(of_blocks, blocks, rows):
+                    fill(file, entry, first * size, memoryview(run.reshape(-1)))
+                swap_blocks(self.type_name, packed)
+                values = packed.reshape(*extents(blocks[:-1]), -1)
+                skipped = start - blocks[-1][0] * size
+                array[within(box, whole)] = values[..., skipped : skipped + stop - start]
+                total += packed.size
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded(Coding):
+    """Rows of quantised blocks; the entry's dtype is float32 and its shape that of the values.
+
+    The last axis consists of whole blocks. A part is read by the blocks that hold it, and by
+    no others, with at most 4 MB beside the array.
+
+    Attributes:
+        type_name: ggml's name of the blocks ("Q4_K").
+        swap: Whether numbers of several bytes are in the order that is not GGUF's usual one,
+            which is little-endian.
+    """
+
+    type_name: str
+    swap: bool = False
+
+    def split(self, entry: TensorEntry, box: Box) -> Iterator[Box]:
+        """Boxes whose blocks have 1 MB of values; the cuts lie between blocks."""
+        layout = layout_of(self.type_name)
+        limit = max(1, DECODED_BYTES // 4 // layout.elements)
+        start, stop = box[-1]
+        for piece in entries.split(_enclosing(box, layout), limit):
+            first, last = piece[-1]
+            span = max(start, first * layout.elements), min(stop, last * layout.elements)
+            yield (*piece[:-1], span)
+
+    def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
+        """See :class:`Coding`."""
+        total = 0
+        for box, array in parts:
+            if array.size:
+                for piece in self.split(entry, box):
+                    total += self._read(file, entry, piece, array[entries.within(piece, box)])
+        return total
+
+    def _read(self, file: OpenFile, entry: TensorEntry, box: Box, array: np.ndarray) -> int:
+        layout = layout_of(self.type_name)
+        blocks = _enclosing(box, layout)
+        shape = extents(blocks)
+        packed = aligned_empty(entries.count(blocks) * layout.nbytes)
+        rows = packed.reshape(*shape, layout.nbytes)
+        of_blocks = (*entry.shape[:-1], entry.shape[-1] // layout.elements)
+        for start, run in runs(of_blocks, blocks, rows):
+            fill(file, entry, start * layout.nbytes, memoryview(run.reshape(-1)))
+        if self.swap:
+            swap_blocks(self.type_name, packed)
+        rows = packed.reshape(*shape[:-1], shape[-1] * layout.nbytes)
+        # The jobs of a tensor run in threads already.
+        whole = (*shape[:-1], shape[-1] * layout.elements)
+        if array.shape == whole:
+            decode_into(self.type_name, rows, array, threads=1)
+        else:
+            values = np.empty(whole, np.float32)
+            decode_into(self.type_name, rows, values, threads=1)
+            start = box[-1][0] - blocks[-1][0] * layout.elements
+            array[...] = values[..., start : start + array.shape[-1]]
+        return packed.size
+
+
+def _enclosing(box: Box, layout: Layout) -> Box:
+    """The box in blocks that holds a box in values."""
+    start, stop = box[-1]
+    return (*box[:-1], (start // layout.elements, -(-stop // layout.elements)))

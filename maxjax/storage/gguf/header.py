@@ -1,0 +1,420 @@
+"""The header of one GGUF file: its kind and version, its metadata, its table.
+
+Source: docs/gguf.md of the ggml repository.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointTruncatedError,
+)
+from ..files import OpenFile
+from ..limits import Limits, in_force
+from ..signatures import SNIFF_BYTES, foreign
+from ..strict_json import collector_paused
+from .types import GGML_TYPES, REMOVED, GgmlType
+from .values import IMPOSSIBLE, REFETCH, UINT32, Cursor, number
+
+MAX_DIMS = 4
+# The format says 64, but files of image models keep to twice that, the NUL of C included.
+MAX_NAME = 127
+REQUANTISE = "Make the file anew with a current llama.cpp."
+
+
+# Not frozen: a million of them are made in half the time.
+@dataclass(slots=True)
+class Info:
+    """One row of the table. ``place``: where it stands; ``dims``: the fastest one first.
+
+    ``offset`` counts from the beginning of the data, ``nbytes`` are without padding.
+    """
+
+    name: str
+    place: int
+    dims: tuple[int, ...]
+    type: GgmlType
+    offset: int
+    nbytes: int
+
+    @property
+    def offset_place(self) -> int:
+        """Where ``offset`` stands in the file."""
+        return self.place + 8 + len(self.name.encode()) + 4 + 8 * len(self.dims) + 4
+
+
+def read_table(cursor: Cursor, count: int, infos: list[Info]) -> None:
+    """Reads ``count`` rows into ``infos``, which on an error has those before the bad one."""
+    names: dict[str, int] = {}
+    for row in range(1, count + 1):
+        info = _read_info(cursor, row)
+        first = names.setdefault(info.name, info.place)
+        if first != info.place:
+            expected = f"once, at byte {first}"
+            raise bad(cursor, info, "name: stands twice", expected, "again", info.place)
+        infos.append(info)
+
+
+def _read_info(cursor: Cursor, number: int) -> Info:
+    place = cursor.place
+    length = cursor.u64("name")
+    if not 0 < length <= MAX_NAME:
+        raise _bad_name(cursor, number, length, place)
+    at = cursor.take(length, "name")
+    name = cursor.name(cursor.buffer[at : at + length], "tensor", number, place)
+    count = cursor.u32("dims", name)
+    if count > MAX_DIMS:
+        raise _too_many_dims(cursor, name, count)
+    at = cursor.take(8 * count + 12, "dims, type and offset", name)
+    *dims, kind, offset = struct.unpack_from(f"{cursor.order}{count}QIQ", cursor.buffer, at)
+    end = cursor.place
+    kind = GGML_TYPES.get(kind) or _unknown_type(cursor, name, kind, end - 12)
+    elements = _elements(cursor, name, dims, kind, end - 12 - 8 * count)
+    nbytes = elements // kind.elements * kind.nbytes
+    return Info(name, place, tuple(dims), kind, offset, nbytes)
+
+
+def _bad_name(cursor: Cursor, number: int, length: int, place: int) -> CheckpointError:
+    cls = CheckpointFormatError if length else CheckpointTruncatedError
+    problem = f"tensor {number}: name: {'too long' if length else 'is empty'}"
+    expected, found = f"1 to {MAX_NAME} bytes", f"{length} bytes"
+    return cursor.bad(problem, expected, found, offset=place, cls=cls)
+
+
+def _too_many_dims(cursor: Cursor, name: str, count: int) -> CheckpointError:
+    problem, at = "dims: too many", cursor.place - 4
+    if count < 1 << 31 and 8 * count > cursor.remaining:
+        where = {"path": cursor.file.path, "offset": at, "tensor": name}
+        problem = f"{problem}, and more than the file can hold"
+        return own_limit(problem, f"at most {MAX_DIMS}", count, "the format's own", **where)
+    return cursor.bad(problem, f"at most {MAX_DIMS}", count, offset=at, tensor=name)
+
+
+def _unknown_type(cursor: Cursor, name: str, number: int, offset: int) -> GgmlType:
+    removed = REMOVED.get(number)
+    problem = f"type: {removed} was removed from ggml" if removed else "type: unknown"
+    hint = REQUANTISE if removed else "Written by a newer or a changed llama.cpp?"
+    expected, where = "a tensor type of ggml", {"offset": offset, "tensor": name}
+    raise cursor.bad(problem, expected, number, hint=hint, **where)
+
+
+def _elements(cursor: Cursor, name: str, dims: list[int], kind: GgmlType, place: int) -> int:
+    """How many values a tensor has. Without its dimensions of size 0 it must be possible too."""
+    elements = prod(dims)
+    nonzero = elements or prod(dim or 1 for dim in dims)
+    # Of packed types this is what the values take when they are read as float32.
+    size = nonzero * (kind.nbytes if kind.dtype else 4)
+    row = dims[0] if dims else 1
+    if row % kind.elements or size >= IMPOSSIBLE or size > cursor.limits.tensor_bytes:
+        raise _bad_dims(cursor, kind, dims, size, {"offset": place, "tensor": name})
+    return elements
+
+
+def _bad_dims(
+    cursor: Cursor, kind: GgmlType, dims: list[int], size: int, where: dict[str, Any]
+) -> CheckpointError:
+    if dims and max(dims) >= IMPOSSIBLE:
+        return cursor.bad("dims: not a size", f"< {IMPOSSIBLE}", max(dims), **where)
+    row = dims[0] if dims else 1
+    if row % kind.elements:
+        problem = f"dims: a row of {kind.name} has whole blocks only"
+        return cursor.bad(problem, f"a multiple of {kind.elements}", row, **where)
+    problem = "dims: too large"
+    if size >= IMPOSSIBLE:
+        return cursor.bad(problem, f"less than {IMPOSSIBLE} bytes", _shown(size), **where)
+    return cursor.limits.error(problem, "tensor_bytes", size, path=cursor.file.path, **where)
+
+
+def check_layout(cursor: Cursor, infos: list[Info], data_start: int, alignment: int) -> int:
+    """The data lies in the order of the table, each tensor at the next aligned place.
+
+    llama.cpp loads nothing else, and most damage to the table is found by it. Gives where the
+    last tensor ends.
+    """
+    place = end = data_start
+    for info in infos:
+        begin = data_start + info.offset
+        end = begin + info.nbytes
+        # What has no bytes needs none in the file.
+        if begin != place or (end > cursor.file.size and info.nbytes):
+            raise _bad_offset(cursor, info, data_start, place, alignment)
+        place = padded(end, alignment)
+    return end
+
+
+def _bad_offset(
+    cursor: Cursor, info: Info, data_start: int, place: int, alignment: int
+) -> CheckpointError:
+    offset, size, at = info.offset, cursor.file.size, info.offset_place
+    begin = data_start + offset
+    end = begin + info.nbytes
+    if offset % alignment or offset >= IMPOSSIBLE:
+        problem = "offset: not aligned" if offset % alignment else "offset: impossible"
+        return bad(cursor, info, problem, f"a multiple of {alignment}", offset, at)
+    if end > size and info.nbytes:
+        return cursor.bad(
+            f"the data ends at byte {end} but the file has {size} bytes ({end - size} missing)",
+            f"{info.nbytes} bytes",
+            f"{max(size - begin, 0)} bytes",
+            offset=min(begin, size),
+            tensor=info.name,
+            hint=REFETCH,
+            cls=CheckpointTruncatedError,
+        )
+    hole = "bytes before it belong to no tensor"
+    problem = f"offset: {hole if begin > place else 'lies in another tensor'}"
+    return bad(cursor, info, problem, place - data_start, offset, at)
+
+
+def bad(
+    cursor: Cursor, info: Info, problem: str, expected: Any, found: Any, offset: int
+) -> CheckpointError:
+    """An error about a tensor, at a byte offset."""
+    return cursor.bad(problem, expected, found, offset=offset, tensor=info.name)
+
+
+def own_limit(problem: str, expected: str, found: int, which: str, **where: Any) -> CheckpointError:
+    """The error for a number over a limit that is not one of ``Limits``, but ``which``."""
+    hint = f"This limit is {which}: no option raises it."
+    return CheckpointLimitError(problem, expected=expected, found=found, hint=hint, **where)
+
+
+def padded(size: int, alignment: int) -> int:
+    """``size`` rounded up to a multiple of ``alignment``.
+
+    Example:
+        >>> padded(33, 32)
+        64
+    """
+    return -(-size // alignment) * alignment
+
+
+def _shown(value: int) -> str:
+    return str(value) if value < 1 << 128 else f"an integer of {value.bit_length()} bits"
+
+
+WHAT = "a GGUF file"
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT_KEY = "general.alignment"
+_DEFAULT_ALIGNMENT = 32
+# Magic, version, both counts.
+_START_BYTES = 24
+# The least that a key takes, and a tensor of the table: one letter, and a byte or no dimension.
+_LEAST_KEY, _LEAST_TENSOR = 14, 25
+# Beyond this many tensors a wrong count is not looked into.
+_EXPLAINED = 20_000
+_TRAILING_BYTES = 1 << 20
+
+
+def read_header(file: OpenFile, limits: Limits) -> Header:
+    """The validated header of an open file.
+
+    Raises:
+        CheckpointError: As for ``open_gguf``.
+    """
+    header = Header(file, limits, _byte_order(file))
+    with collector_paused():
+        try:
+            header.read()
+        except CheckpointError as error:
+            if wrong := header.wrong_count():
+                raise wrong from error
+            raise
+    return header
+
+
+def typed_metadata(file: OpenFile, limits: Limits | None = None) -> dict[str, Any]:
+    """The metadata of an open file with NumPy's scalars for numbers: each keeps its type in the file.
+
+    Raises:
+        CheckpointError: As for ``open_gguf``.
+    """
+    limits = in_force(limits)
+    header = read_header(file, limits)
+    return {key: number(header.kinds[key], value) for key, value in header.metadata.items()}
+
+
+def _byte_order(file: OpenFile) -> str:
+    """ "<" or ">", by the version that makes sense; refuses what is no GGUF file."""
+    start = file.pread(0, min(file.size, SNIFF_BYTES))
+    if not start or start[:4] != MAGIC[: len(start)]:
+        raise _other_kind(file, start)
+    if len(start) < _START_BYTES:
+        raise CheckpointTruncatedError(
+            "the file ends inside the header",
+            path=file.path,
+            offset=len(start),
+            expected=f"{_START_BYTES} bytes",
+            found=f"{len(start)} bytes",
+            hint=REFETCH,
+        )
+    (little,), (big,) = struct.unpack_from("<I", start, 4), struct.unpack_from(">I", start, 4)
+    if little in VERSIONS or big in VERSIONS:
+        return "<" if little in VERSIONS else ">"
+    version = 1 if big == 1 else little
+    old = version <= 1
+    raise CheckpointFormatError(
+        "version: not one of the GGUF format that can be read",
+        path=file.path,
+        offset=4,
+        expected="2 or 3",
+        found=version,
+        hint=REQUANTISE if old else "Written by something newer, or damaged.",
+    )
+
+
+# Files of llama.cpp from before August 2023, by their first bytes.
+_BEFORE = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"nsgg": "ggsn"}
+
+
+def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
+    """The error for a file that does not begin like GGUF."""
+    magic, where = start[:4], {"path": file.path, "offset": 0, "expected": WHAT}
+    if not start:
+        return CheckpointTruncatedError(
+            "the file is empty",
+            path=file.path,
+            offset=0,
+            expected=f"{_START_BYTES} bytes",
+            found="0 bytes",
+            hint=REFETCH,
+        )
+    old = _BEFORE.get(magic) or next((v for v in _BEFORE.values() if v.encode() == magic), None)
+    if old:
+        found = f"a pre-GGUF file ({old})"
+        return CheckpointFormatError(f"the file is {found}", found=found, hint=REQUANTISE, **where)
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
+        found, hint = "a safetensors file", "Rename it so that its name ends in .safetensors."
+        return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)
+    if magic.upper() != MAGIC[::-1] and (error := foreign(file.path, start, WHAT)):
+        return error
+    where["expected"] = repr(MAGIC)
+    return CheckpointFormatError(f"magic: not {WHAT}", found=repr(magic), **where)
+
+
+class Header:
+    """The header of one file. ``order`` is "<" or ">", its byte order.
+
+    Attributes set by ``read``: ``metadata`` (key → value), ``kinds`` (key → the number of its
+    type), ``places`` (key → byte offset), ``infos`` (in the order of the file), ``data_start`` (byte offset).
+    """
+
+    def __init__(self, file: OpenFile, limits: Limits, order: str):
+        self.file = file
+        self.limits = limits
+        self.order = order
+        self.cursor = Cursor(file, limits, order, 8)
+        self.metadata: dict[str, Any] = {}
+        self.kinds: dict[str, int] = {}
+        self.places: dict[str, int] = {}
+        self.infos: list[Info] = []
+        self.alignment = _DEFAULT_ALIGNMENT
+        self.tensors = self.keys = self.key_place = self.table_start = self.data_start = 0
+
+    def read(self) -> None:
+        """Reads and validates all of it."""
+        cursor = self.cursor
+        self.tensors, self.keys = cursor.u64("tensor count"), cursor.u64("key count")
+        self._check_count("tensor count", 8, self.tensors, "tensors", _LEAST_TENSOR)
+        self._check_count("key count", 16, self.keys, "metadata_keys", _LEAST_KEY)
+        for index in range(1, self.keys + 1):
+            self._read_key(index)
+        self.table_start = cursor.place
+        read_table(cursor, self.tensors, self.infos)
+        self.data_start = padded(cursor.place, self.alignment)
+        end = check_layout(cursor, self.infos, self.data_start, self.alignment)
+        self._check_rest(end)
+
+    def _check_count(self, what: str, offset: int, count: int, option: str, least: int) -> None:
+        if count > getattr(self.limits, option):
+            where = {"path": self.file.path, "offset": offset}
+            raise self.limits.error(f"{what} is over the limit", option, count, **where)
+        if count * least > self.cursor.remaining:
+            raise self.cursor.cut(what, count * least)
+
+    # --- metadata ---
+
+    def _read_key(self, number: int) -> None:
+        cursor, place = self.cursor, self.cursor.place
+        self.key_place = place
+        key = cursor.key(number)
+        if key in self.metadata:
+            expected = f"once, at byte {self.places[key]}"
+            raise cursor.bad(f"key '{key[:80]}': stands twice", expected, "again", offset=place)
+        what = f"key '{key[:80]}'"
+        kind = cursor.u32(what)
+        if key == ALIGNMENT_KEY:
+            self.alignment = self._read_alignment(kind)
+            value: Any = self.alignment
+        else:
+            value = cursor.value(kind, what)
+        self.metadata[key], self.kinds[key], self.places[key] = value, kind, place
+
+    def _read_alignment(self, kind: int) -> int:
+        cursor, what = self.cursor, f"key '{ALIGNMENT_KEY}'"
+        if kind != UINT32:
+            raise cursor.bad(f"{what}: value type", f"{UINT32} (32 bits)", kind)
+        place, value = cursor.place, cursor.u32(what)
+        if value == 0 or value & (value - 1):
+            raise cursor.bad(what, "a power of two", value, offset=place)
+        if value > self.limits.alignment_bytes:
+            where = {"path": self.file.path, "offset": place}
+            raise self.limits.error(f"{what} is over the limit", "alignment_bytes", value, **where)
+        return value
+
+    # --- the end ---
+
+    def _check_rest(self, end: int) -> None:
+        """After the last tensor there is at most padding; more than that only if it is empty."""
+        rest = self.file.size - padded(end, self.alignment)
+        if rest <= 0:
+            return
+        start = self.file.size - rest
+        zero = rest <= _TRAILING_BYTES and not any(self.file.pread(start, rest))
+        if not zero:
+            problem = "bytes after the last tensor belong to no tensor"
+            expected, found = f"a file of {start} bytes", f"{self.file.size} bytes"
+            raise self.cursor.bad(problem, expected, found, offset=start)
+
+    # --- wrong counts ---
+
+    def wrong_count(self) -> CheckpointError | None:
+        """After an error: the one that says so, if a count is larger than what there is.
+
+        The sign is that the file is complete when the last item that was read is left out.
+        """
+        if max(self.tensors, self.keys) > _EXPLAINED:
+            return None
+        done, in_table = len(self.infos), self.table_start > 0
+        if in_table and 0 < done < self.tensors and self._is_complete(self.table_start, done):
+            return self._too_many("tensor count", 8, self.tensors, done)
+        if self.key_place and self._is_complete(self.key_place, self.tensors):
+            # With a table the last key was read as one, without it not to its end.
+            return self._too_many("key count", 16, self.keys, len(self.metadata) - in_table)
+        return None
+
+    def _is_complete(self, start: int, count: int) -> bool:
+        """Whether ``count`` tensors described from ``start`` on are the whole rest of the file."""
+        infos: list[Info] = []
+        if not count:
+            return False
+        try:
+            self.cursor.seek(start)
+            read_table(self.cursor, count, infos)
+            data_start = padded(self.cursor.place, self.alignment)
+            end = check_layout(self.cursor, infos, data_start, self.alignment)
+        except CheckpointError:
+            return False
+        return self.file.size in (end, padded(end, self.alignment))
+
+    def _too_many(self, what: str, offset: int, count: int, there: int) -> CheckpointError:
+        where = {"path": self.file.path, "offset": offset}
+        problem = f"{what}: more than the file holds"
+        return own_limit(problem, f"at most {there}", count, "the file's own content", **where)

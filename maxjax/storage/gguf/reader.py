@@ -1,0 +1,205 @@
+"""The GGUF format: metadata of any type, a table of tensors, aligned data.
+
+Versions 2 and 3, in either byte order, whole or split over several files. The table is
+validated in Python integers before anything is allocated, and nothing of the data is read.
+
+Source: docs/gguf.md of the ggml repository; where it leaves a choice, what llama.cpp loads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from math import prod
+
+from ...dtype import DType
+from ...errors import CheckpointError, CheckpointFormatError, CheckpointMissingError
+from ..blocks import DECODERS, KEPT, LAYOUTS, Decoded
+from ..blocks.codings import Swapped
+from ..directory import fetch_hint
+from ..entry import Coding, Strided, TensorEntry
+from ..files import OpenFile, open_regular
+from ..limits import Limits, in_force
+from ..table import TensorTable
+from .header import Header, Info, bad, read_header
+
+_COUNT, _NUMBER, _TENSORS = "split.count", "split.no", "split.tensors.count"
+_PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
+
+
+def open_gguf(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits | None = None,
+) -> TensorTable:
+    """Opens a GGUF file, or the whole set if ``path`` is a part of one: headers only, no data.
+
+    Names are those of the file. Shapes have the file's dimensions in reversed order, so that
+    the last axis is the one whose values lie together. Plain types keep their type; those of
+    ``KEPT`` stay packed (uint8, the last axis in bytes, ``encoding`` their name); other packed
+    types are float32 when read. ``metadata`` holds each key's value: int, float, bool, str, a
+    NumPy array for an array of numbers, a list for an array of strings or of arrays. Text that is
+    not UTF-8 has its other bytes as lone surrogates (``text.encode("utf-8", "surrogateescape")``
+    gives them back). Of a set it is that of the first part.
+
+    Raises:
+        CheckpointTruncatedError: The file is shorter than it declares, or a name is empty.
+        CheckpointFormatError: Another kind of file, or a header that breaks the format.
+        CheckpointLimitError: More than ``limits`` allow, or a count that the file cannot hold.
+        CheckpointMissingError: The file, or a part of its set, is not there.
+        CheckpointUnsafeError: A pickle.
+        CheckpointAccessError: As for ``open_regular``.
+
+    Example:
+        >>> import os, struct, tempfile
+        >>> key = struct.pack("<Q3sIQ2s", 3, b"k.n", 8, 2, b"hi")
+        >>> info = struct.pack("<Q1sI2QIQ", 1, b"w", 2, 3, 2, 24, 0)    # 3 columns, 2 rows of I8
+        >>> start = struct.pack("<4sI2Q", b"GGUF", 3, 1, 1) + key + info
+        >>> path = os.path.join(tempfile.mkdtemp(), "m.gguf")
+        >>> with open(path, "wb") as f:
+        ...     _ = f.write(start + bytes(-len(start) % 32) + bytes(range(6)))
+        >>> with open_gguf(path) as table:
+        ...     print(table.metadata, table.read("w").tolist())
+        {'k.n': 'hi'} [[0, 1, 2], [3, 4, 5]]
+    """
+    limits = in_force(limits)
+    parts = [open_regular(path)]
+    try:
+        headers = [read_header(parts[0], limits)]
+        if _split_value(headers[0], _COUNT) > 1:
+            _open_set(headers, parts, limits)
+        entries = _entries(headers)
+    except BaseException:
+        for file in parts:
+            file.close()
+        raise
+    return TensorTable("gguf", parts, entries, headers[0].metadata)
+
+
+# --- sets of files ----------------------------------------------------------------------------
+
+
+def _open_set(headers: list[Header], parts: list[OpenFile], limits: Limits) -> None:
+    """Opens the other parts of the set that the only one in ``parts`` belongs to, in order."""
+    known = headers[0]
+    count = _split_value(known, _COUNT)
+    number = _split_value(known, _NUMBER)
+    if number >= count:
+        raise _split_error(known, _NUMBER, f"less than {count}, the value of '{_COUNT}'")
+    stem = _stem(known, number, count)
+    for k in range(count):
+        if k == number:
+            continue
+        parts.insert(k, _open_part(f"{stem}-{k + 1:05d}-of-{count:05d}.gguf", known, limits))
+        headers.insert(k, read_header(parts[k], limits))
+        for key, expected in ((_COUNT, count), (_NUMBER, k)):
+            if _split_value(headers[k], key) != expected:
+                raise _split_error(headers[k], key, str(expected))
+    total = sum(len(header.infos) for header in headers)
+    for header in headers:
+        if _TENSORS in header.metadata and _split_value(header, _TENSORS) != total:
+            raise _split_error(header, _TENSORS, f"{total}, as the {count} files hold")
+
+
+def _stem(header: Header, number: int, count: int) -> str:
+    """The path of a part without its number, which must be the one that the header says."""
+    match = _PART.fullmatch(header.file.path)
+    if match is None or int(match[3]) != count:
+        name = os.path.basename(header.file.path)
+        expected = f"a name that ends in -{number + 1:05d}-of-{count:05d}.gguf"
+        hint = "Give the parts their names back, all in one directory."
+        raise _split_error(header, _COUNT, expected, f"{count} parts, and the name '{name}'", hint)
+    if int(match[2]) != number + 1:
+        raise _split_error(header, _NUMBER, f"{int(match[2]) - 1}, by the file's name")
+    return match[1]
+
+
+def _split_value(header: Header, key: str) -> int:
+    """A number that says how the set is split; 0 if it is not there."""
+    value = header.metadata.get(key, 0)
+    if type(value) is not int or value < 0:
+        raise _split_error(header, key, "an integer >= 0")
+    return value
+
+
+def _split_error(
+    header: Header, key: str, expected: str, found: str | None = None, hint: str | None = None
+) -> CheckpointError:
+    there = str(header.metadata.get(key, "no such key"))[:80]
+    return CheckpointFormatError(
+        f"key '{key}': the parts of the set do not fit together",
+        path=header.file.path,
+        offset=header.places.get(key, header.table_start),
+        expected=expected,
+        found=found or there,
+        hint=hint,
+    )
+
+
+def _open_part(path: str, known: Header, limits: Limits) -> OpenFile:
+    try:
+        return open_regular(path)
+    except CheckpointMissingError as error:
+        name = os.path.basename(known.file.path)
+        tensors = known.metadata.get(_TENSORS, "unknown")
+        raise CheckpointMissingError(
+            f"{error.problem}, but {name} says that its model is split over "
+            f"{known.metadata[_COUNT]} files (tensors in all: {tensors})",
+            path=path,
+            hint=fetch_hint(path),
+        ) from error
+
+
+# --- entries ----------------------------------------------------------------------------------
+
+
+def _entries(headers: list[Header]) -> dict[str, TensorEntry]:
+    """The entries of all files of a set; a name that two files hold is refused."""
+    entries: dict[str, TensorEntry] = {}
+    for number, header in enumerate(headers):
+        swap = (header.order == ">") != (sys.byteorder == "big")
+        for info in header.infos:
+            if info.name in entries:
+                other = os.path.basename(headers[entries[info.name].file].file.path)
+                expected, problem = f"only in {other}", "name: in two files of the set"
+                raise bad(header.cursor, info, problem, expected, "also here", info.place)
+            entries[info.name] = _entry(header, info, number, swap)
+    return entries
+
+
+def _entry(header: Header, info: Info, number: int, swap: bool) -> TensorEntry:
+    kind, shape = info.type, info.dims[::-1]
+    offset, encoding = header.data_start + info.offset, None
+    coding: Coding | None = None
+    if kind.dtype is not None:
+        dtype = kind.dtype
+        if swap and kind.nbytes > 1:
+            coding = Strided(_strides(shape), swap=True)
+        return TensorEntry(info.name, dtype, shape, number, offset, info.nbytes, coding)
+    _check_blocks(header, info, swap)
+    if kind.name in KEPT:
+        dtype, encoding = DType.uint8, kind.name
+        shape = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes)
+        wide = any(field.itemsize > 1 for field in LAYOUTS[kind.name].fields)
+        coding = Swapped(kind.name) if swap and wide else None
+    else:
+        dtype, coding = DType.float32, Decoded(kind.name, swap)
+    return TensorEntry(info.name, dtype, shape, number, offset, info.nbytes, coding, encoding)
+
+
+def _check_blocks(header: Header, info: Info, swap: bool) -> None:
+    """Refuses a packed type whose values, or whose big-endian form, nobody here knows."""
+    name, problem = info.type.name, None
+    if name not in DECODERS:
+        problem = f"type: {name} is known but cannot be decoded"
+    elif swap and not LAYOUTS[name].swappable:
+        problem = f"type: {name} of a file in the other byte order has no defined form"
+    if problem:
+        place, cursor = info.offset_place - 4, header.cursor
+        raise bad(cursor, info, problem, "a type that can be decoded", name, place)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of an array in C order, in values."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -1,0 +1,287 @@
+"""The header of a GGUF file value by value: a cursor over it, and its metadata.
+
+The header is read in blocks, and each length and count is compared with the bytes that the
+file really has before anything is made of it.
+
+Source: docs/gguf.md of the ggml repository.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from ..files import OpenFile
+from ..limits import Limits
+
+# One read of the header.
+BLOCK_BYTES = 1 << 20
+# No file has so many bytes: a length from here on is none.
+IMPOSSIBLE = 1 << 63
+
+BOOL, STRING, ARRAY, UINT32 = 7, 8, 9, 4
+# Value type: its NumPy type without byte order.
+_NUMBERS = {
+    0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", BOOL: "u1", 10: "u8", 11: "i8",
+    12: "f8",
+}  # fmt: skip
+_STRUCTS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"
+}  # fmt: skip
+_WIDTHS = {kind: int(code[1]) for kind, code in _NUMBERS.items()}
+# The least that an item takes where its size is not fixed: a length; a type and a count.
+_LEAST = {STRING: 8, ARRAY: 12}
+# What it counts for in the limit. Arrays take longer to make, and no real file has many inside
+# others: a small file that is full of them shall be refused fast as well.
+_WEIGHTS = {STRING: 1, ARRAY: 64}
+_TYPES = "a value type from 0 to 12"
+
+KEY_BYTES = 65_535
+"""The format's own bound of a key."""
+REFETCH = "Incomplete download? Delete the file and fetch it again."
+
+
+def number(kind: int, value: Any) -> Any:
+    """A number as NumPy's scalar of its type in the file; any other value as it is.
+
+    Example:
+        >>> number(2, 7).dtype, number(BOOL, True), number(STRING, "7")
+        (dtype('uint16'), True, '7')
+    """
+    return value if kind in (BOOL, STRING, ARRAY) else np.dtype(_NUMBERS[kind]).type(value)
+
+
+class Cursor:
+    """A place in the header of an open file, and the block of the file around it.
+
+    ``order`` is "<" or ">", the byte order of all numbers; ``place`` a byte offset in the file.
+    """
+
+    def __init__(self, file: OpenFile, limits: Limits, order: str, place: int):
+        self.file = file
+        self.limits = limits
+        self.order = order
+        self._u32 = struct.Struct(order + "I")
+        self._u64 = struct.Struct(order + "Q")
+        self._items = 0
+        self.seek(place)
+
+    def seek(self, place: int) -> None:
+        """Goes to another place."""
+        self.place = self.start = place
+        self.buffer = b""
+
+    @property
+    def remaining(self) -> int:
+        """Bytes of the file from the place on."""
+        return self.file.size - self.place
+
+    def bad(
+        self,
+        problem: str,
+        expected: Any,
+        found: Any,
+        *,
+        offset: int | None = None,
+        tensor: str | None = None,
+        hint: str | None = None,
+        cls: type[CheckpointError] = CheckpointFormatError,
+    ) -> CheckpointError:
+        """An error at ``offset``, by default at the place."""
+        return cls(
+            problem,
+            path=self.file.path,
+            tensor=tensor,
+            offset=self.place if offset is None else offset,
+            expected=expected,
+            found=found,
+            hint=hint,
+        )
+
+    def cut(self, what: str, nbytes: int, tensor: str | None = None) -> CheckpointError:
+        """The error of a file that does not have ``nbytes`` more bytes, those of ``what``."""
+        return self.bad(
+            f"{what}: the file ends inside the header",
+            f"{nbytes} bytes",
+            f"{self.remaining} bytes",
+            tensor=tensor,
+            hint=REFETCH,
+            cls=CheckpointTruncatedError,
+        )
+
+    # --- bytes, integers, strings ---
+
+    def take(self, nbytes: int, what: str, tensor: str | None = None) -> int:
+        """Passes over ``nbytes`` bytes; gives where in ``buffer`` they begin."""
+        at = self.place - self.start
+        if at + nbytes > len(self.buffer):
+            self._fill(nbytes, what, tensor)
+            at = 0
+        self.place += nbytes
+        return at
+
+    def _fill(self, nbytes: int, what: str, tensor: str | None) -> None:
+        if nbytes > self.remaining:
+            raise self.cut(what, nbytes, tensor)
+        allowed = self.limits.header_bytes - self.place
+        if nbytes > allowed:
+            where = {"path": self.file.path, "offset": self.place, "tensor": tensor}
+            problem, end = f"{what}: the header is too long", self.place + nbytes
+            raise self.limits.error(problem, "header_bytes", end, **where)
+        wanted = min(max(nbytes, BLOCK_BYTES), allowed, self.remaining)
+        self.buffer = self.file.pread(self.place, wanted)
+        self.start = self.place
+
+    def u32(self, what: str, tensor: str | None = None) -> int:
+        """An unsigned integer of 4 bytes."""
+        at = self.take(4, what, tensor)
+        return self._u32.unpack_from(self.buffer, at)[0]
+
+    def u64(self, what: str, tensor: str | None = None) -> int:
+        """An unsigned integer of 8 bytes."""
+        at = self.take(8, what, tensor)
+        return self._u64.unpack_from(self.buffer, at)[0]
+
+    def string(self, what: str) -> bytes:
+        """A string: 8 bytes of length, then its bytes."""
+        length = self.u64(what)
+        if length >= IMPOSSIBLE:
+            raise self.bad(f"{what}: not a length", f"<= {self.remaining}", length)
+        at = self.take(length, what)
+        return self.buffer[at : at + length]
+
+    # --- keys and values ---
+
+    def key(self, number: int) -> str:
+        """The name of the key that is the ``number``-th of the file, from 1 on."""
+        what, place = f"key {number}: name", self.place
+        length = self.u64(what)
+        if length > KEY_BYTES:
+            raise self._long_key(what, length, place)
+        if not length:
+            raise self.bad(
+                f"{what}: is empty", "at least 1 byte", "0 bytes", offset=place,
+                cls=CheckpointTruncatedError,
+            )  # fmt: skip
+        at = self.take(length, what)
+        return self.name(self.buffer[at : at + length], "key", number, place)
+
+    def _long_key(self, what: str, length: int, place: int) -> CheckpointError:
+        if length < IMPOSSIBLE and length > self.remaining:
+            problem = f"{what}: longer than the file, and than a name may be"
+            where = {"path": self.file.path, "offset": place}
+            return self.limits.error(problem, "name_bytes", length, **where)
+        return self.bad(f"{what}: too long", f"at most {KEY_BYTES} bytes", length, offset=place)
+
+    def name(self, raw: bytes, of: str, number: int, place: int) -> str:
+        """The name of the ``number``-th "key" or "tensor"; C must not read another than Python."""
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            problem = f"{of} {number}: name: not UTF-8"
+            found = f"byte {raw[error.start]:02X}"
+            raise self.bad(problem, "UTF-8", found, offset=place + 8 + error.start) from error
+        if "\0" in text:
+            problem, found = f"{of} {number}: name: holds a NUL", f"'{text[:80]}'"
+            raise self.bad(problem, "text without NUL", found, offset=place)
+        return text
+
+    def value(self, kind: int, what: str) -> Any:
+        """A value of the type ``kind``: int, float, bool, str, an array of numbers, or a list.
+
+        A string that is not UTF-8 keeps its other bytes as lone surrogates ("surrogateescape").
+        """
+        if kind == STRING:
+            return self.string(what).decode("utf-8", "surrogateescape")
+        if kind == ARRAY:
+            return self._array(what)
+        code = _STRUCTS.get(kind)
+        if code is None:
+            raise self.bad(f"{what}: unknown value type", _TYPES, kind, offset=self.place - 4)
+        at = self.take(_WIDTHS[kind], what)
+        (value,) = struct.unpack_from(self.order + code, self.buffer, at)
+        if kind == BOOL:
+            if value > 1:
+                raise self._not_bool(what, value, self.place - 1)
+            return value == 1
+        return value
+
+    def _not_bool(self, what: str, found: int, place: int) -> CheckpointError:
+        return self.bad(f"{what}: a boolean must be 0 or 1", "0 or 1", found, offset=place)
+
+    def _array(self, what: str) -> Any:
+        """An array; those inside it are read from a stack of our own, which cannot overflow."""
+        outermost: list[Any] = []
+        # Where the next arrays go, and how many of them are left.
+        stack: list[tuple[list[Any], int]] = [(outermost, 1)]
+        while stack:
+            values, left = stack.pop()
+            if not left:
+                continue
+            stack.append((values, left - 1))
+            kind, count = self._array_head(what, len(stack))
+            if kind == ARRAY:
+                inner: list[Any] = []
+                values.append(inner)
+                stack.append((inner, count))
+            else:
+                plain = kind != STRING
+                values.append(
+                    self._numbers(kind, count, what) if plain else self._strings(count, what)
+                )
+        return outermost[0]
+
+    def _array_head(self, what: str, depth: int) -> tuple[int, int]:
+        """Type and number of the items of an array, which the file may really hold."""
+        place = self.place
+        where = {"path": self.file.path, "offset": place}
+        if depth > self.limits.array_depth:
+            raise self.limits.error(f"{what}: arrays too deep", "array_depth", depth, **where)
+        kind, count = self.u32(what), self.u64(what)
+        if kind in _LEAST:
+            self._items += count * _WEIGHTS[kind]
+            if self._items > self.limits.array_items:
+                problem = f"{what}: too many items in arrays"
+                raise self.limits.error(problem, "array_items", self._items, **where)
+            if count * _LEAST[kind] > self.remaining:
+                raise self.cut(what, count * _LEAST[kind])
+        elif kind not in _NUMBERS:
+            raise self.bad(f"{what}: unknown type of array", _TYPES, kind, offset=place)
+        elif count * _WIDTHS[kind] >= IMPOSSIBLE:
+            expected = f"<= {self.remaining // _WIDTHS[kind]}"
+            raise self.bad(f"{what}: array length", expected, count, offset=place + 4)
+        return kind, count
+
+    def _numbers(self, kind: int, count: int, what: str) -> np.ndarray:
+        place, dtype = self.place, np.dtype(self.order + _NUMBERS[kind])
+        at = self.take(count * dtype.itemsize, what)
+        values = np.frombuffer(self.buffer, dtype, count, at)
+        if kind != BOOL:
+            return values.astype(dtype.newbyteorder("="))
+        if count and values.max() > 1:
+            index = int((values > 1).argmax())
+            raise self._not_bool(what, int(values[index]), place + index)
+        return values == 1
+
+    def _strings(self, count: int, what: str) -> list[str]:
+        """``count`` strings. Most lie whole in the buffer, and are taken from it without a call."""
+        values: list[str] = []
+        unpack = self._u64.unpack_from
+        while len(values) < count:
+            buffer, at = self.buffer, self.place - self.start
+            size = len(buffer)
+            for _ in range(count - len(values)):
+                if at + 8 > size:
+                    break
+                end = at + 8 + unpack(buffer, at)[0]
+                if end > size:
+                    break
+                values.append(str(buffer[at + 8 : end], "utf-8", "surrogateescape"))
+                at = end
+            self.place = self.start + at
+            if len(values) < count:
+                values.append(self.string(what).decode("utf-8", "surrogateescape"))
+        return values

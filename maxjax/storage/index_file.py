@@ -1,0 +1,268 @@
+"""A set of files with its index: model.safetensors.index.json, pytorch_model.bin.index.json.
+
+The index maps each tensor to the file that holds it. Its file names come from outside and
+may only lead downwards from its own directory; what they lead to there may be a link, as
+in the Hugging Face cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from typing import Any
+
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMissingError,
+    CheckpointTruncatedError,
+    CheckpointUnsafeError,
+    some,
+)
+from .directory import fetch_hint
+from .entry import TensorEntry
+from .files import OpenFile, open_regular, os_error
+from .limits import Limits, in_force
+from .safetensors.reader import read_header
+from .strict_json import KeyPath, Text, collector_paused, read_json_bytes
+from .table import TensorTable
+
+_LOG = logging.getLogger("maxjax")
+# The name may have a variant in it: pytorch_model.bin.index.fp16.json.
+_PYTORCH_INDEX = re.compile(r"\.bin\.index(\.[\w-]+)?\.json\Z")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# What leads out of the directory, on any system that may have written the name.
+_OUTSIDE = re.compile(r"^[/~]|\\|\0|^[A-Za-z][A-Za-z0-9+.-]*:|(^|/)\.\.(/|$)")
+_NAME_BYTES, _PATH_BYTES = 255, 4095
+
+
+def open_index(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits | None = None,
+) -> TensorTable:
+    """Opens every file that an index names, relative to the index's directory.
+
+    An index whose own name ends in ``.bin.index.json`` is of PyTorch files, any other of
+    safetensors files; it names no file of the other format. Each tensor must be in the file its
+    map names and in no other file of the set. A tensor that the map does not list is left out,
+    and a wrong ``total_size`` only logged.
+
+    Raises:
+        CheckpointMissingError: A file is not there; the message says how many tensors it holds.
+        CheckpointUnsafeError: A file name leads out of the directory, or one in an index of
+            safetensors names a pickle.
+        CheckpointFormatError: The index or a file is broken, or they contradict each other.
+        CheckpointTruncatedError, CheckpointLimitError, CheckpointAccessError: As for one file.
+    """
+    limits = in_force(limits)
+    # Open until the others are: by then there may be that of another set in its place.
+    opened = open_regular(path)
+    files: list[OpenFile] = []
+    try:
+        index = _Index(opened, limits)
+        entries, metadata = index.open_all(files)
+    except BaseException:
+        for file in [opened, *files]:
+            file.close()
+        raise
+    table = TensorTable(index.format, files, entries, metadata)
+    table.indexes = [opened]
+    return table
+
+
+def _tensor_of(keys: KeyPath) -> str | None:
+    return str(keys[1]) if len(keys) > 1 and keys[0] == "weight_map" else None
+
+
+class _Index:
+    """A parsed index: ``shard_of`` maps tensor → file name, ``shards`` file name → tensors."""
+
+    def __init__(self, file: OpenFile, limits: Limits):
+        self.path = file.path
+        self.limits = limits
+        pytorch = _PYTORCH_INDEX.search(self.path)
+        self.format, self.end = ("pytorch", ".bin") if pytorch else ("safetensors", ".safetensors")
+        data = read_json_bytes(file, limits)
+        self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
+        with collector_paused():
+            value = self.text.parse()
+        self.shard_of = self._weight_map(value)
+        self.metadata = value.get("metadata")
+        self.shards: dict[str, int] = {}
+        for tensor, shard in self.shard_of.items():
+            if shard not in self.shards:
+                self._check_name(tensor, shard)
+            self.shards[shard] = self.shards.get(shard, 0) + 1
+
+    def _bad(
+        self,
+        problem: str,
+        tensor: str | None = None,
+        cls: type[CheckpointError] = CheckpointFormatError,
+        **more: Any,
+    ) -> CheckpointError:
+        keys = ("weight_map",) if tensor is None else ("weight_map", tensor)
+        return self.text.error(f"weight_map: {problem}", keys, cls=cls, **more)
+
+    def _weight_map(self, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise self.text.error(
+                "the index must be a JSON object", expected="an object", found=type(value).__name__
+            )
+        if "weight_map" not in value:
+            raise self._bad(
+                "is missing",
+                expected="an object: tensor name to file name",
+                found=some(list(value), 5) or "an empty object",
+            )
+        shard_of = value["weight_map"]
+        if not isinstance(shard_of, dict):
+            raise self._bad(
+                "must be an object",
+                expected="an object: tensor name to file name",
+                found=type(shard_of).__name__,
+            )
+        if not shard_of:
+            raise self._bad(
+                "lists no tensor",
+                cls=CheckpointTruncatedError,
+                expected="at least 1 tensor",
+                found="0 tensors",
+            )
+        for tensor, shard in shard_of.items():
+            if type(shard) is not str:
+                raise self._bad(
+                    "a file name must be a string",
+                    tensor,
+                    expected="a string",
+                    found=f"{type(shard).__name__} {str(shard)[:80]}",
+                )
+        return shard_of
+
+    def _check_name(self, tensor: str, shard: str) -> None:
+        shown, wanted = f"'{shard}'", f"a {self.end} file"
+        if not shard:
+            cls, problem = CheckpointTruncatedError, "the file name is empty"
+            raise self._bad(problem, tensor, cls, expected="at least 1 byte", found="0 bytes")
+        if _OUTSIDE.search(shard):
+            cls, problem = CheckpointUnsafeError, "a file name may not lead out of the directory"
+            wanted = "a plain name beside the index"
+            raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
+        if shard.lower().endswith(_PICKLES) and self.format == "safetensors":
+            cls, problem = CheckpointUnsafeError, "an index of safetensors files names a pickle"
+            raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
+        parts = shard.split("/")
+        longest = max(len(part.encode()) for part in parts)
+        if longest > _NAME_BYTES or len(shard.encode()) > _PATH_BYTES:
+            wanted, shown = f"{_NAME_BYTES} bytes", f"{longest} bytes"
+            raise self._bad("the file name is too long", tensor, expected=wanted, found=shown)
+        plain = all(part not in ("", ".") for part in parts) and shard.isprintable()
+        if not plain or not shard.endswith(self.end):
+            problem = f"not the name of a {self.end[1:]} file"
+            raise self._bad(problem, tensor, expected=wanted, found=shown)
+
+    # --- the files ---
+
+    def open_all(self, files: list[OpenFile]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+        """Opens the shards into ``files``; gives the entries the map lists, and all metadata."""
+        directory = os.path.dirname(self.path)
+        try:
+            handle = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise os_error(error, directory, "opening failed") from error
+        entries: dict[str, TensorEntry] = {}
+        elsewhere: dict[str, str] = {}
+        metadata: dict[str, Any] = {}
+        try:
+            for shard in self.shards:
+                files.append(self._open(handle, directory, shard))
+                found, more = self._read(files[-1], len(files) - 1)
+                self._sort(found, shard, entries, elsewhere)
+                metadata.update(more)
+        finally:
+            os.close(handle)
+        self._check_complete(entries, elsewhere)
+        self._check_total(entries)
+        return entries, metadata
+
+    def _read(self, file: OpenFile, number: int) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+        if self.format == "safetensors":
+            return read_header(file, number, self.limits)
+        from .pytorch.reader import read_pytorch
+
+        return read_pytorch(file, number, self.limits)
+
+    def _open(self, handle: int, directory: str, shard: str) -> OpenFile:
+        shown = os.path.join(directory, shard)
+        try:
+            # Links are followed: the user's own cache is made of them.
+            return open_regular(shard, dir_fd=handle, shown=shown)
+        except CheckpointMissingError as error:
+            name = os.path.basename(self.path)
+            raise CheckpointMissingError(
+                f"{error.problem}, but {name} says it holds {self.shards[shard]} of the "
+                f"{len(self.shard_of)} tensors",
+                path=shown,
+                hint=fetch_hint(shown),
+            ) from error
+
+    def _sort(
+        self,
+        found: dict[str, TensorEntry],
+        shard: str,
+        entries: dict[str, TensorEntry],
+        elsewhere: dict[str, str],
+    ) -> None:
+        """Puts a shard's tensors into ``entries``, or ``elsewhere`` if listed for another file."""
+        unlisted = []
+        for tensor, entry in found.items():
+            says = self.shard_of.get(tensor)
+            if says == shard:
+                entries[tensor] = entry
+            elif says is None:
+                unlisted.append(tensor)
+            else:
+                elsewhere[tensor] = shard
+        if unlisted:
+            _LOG.info(
+                "%s: %s holds tensors that the index does not list; left out: %s",
+                self.path,
+                shard,
+                some(unlisted, 5),
+            )
+
+    def _check_complete(self, entries: dict[str, TensorEntry], elsewhere: dict[str, str]) -> None:
+        hint = "The index and the files do not belong together: fetch both again."
+        if len(entries) < len(self.shard_of):
+            tensor = next(tensor for tensor in self.shard_of if tensor not in entries)
+            place = elsewhere.get(tensor)
+            raise self._bad(
+                "the tensor is not in the file that the index names",
+                tensor,
+                expected=f"in '{self.shard_of[tensor]}'",
+                hint=hint,
+                found=f"in '{place}'" if place else "in no file of the set",
+            )
+        for tensor, shard in elsewhere.items():
+            raise self._bad(
+                "another file holds a tensor of the same name",
+                tensor,
+                expected=f"only in '{self.shard_of[tensor]}'",
+                hint=hint,
+                found=f"in '{shard}' too",
+            )
+
+    def _check_total(self, entries: dict[str, TensorEntry]) -> None:
+        says = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
+        total = sum(entry.nbytes for entry in entries.values())
+        # Tensors tied to one another are stored once in PyTorch files, and counted once.
+        places = {(entry.file, entry.offset, entry.nbytes) for entry in entries.values()}
+        if says is not None and says not in (total, sum(place[2] for place in places)):
+            _LOG.warning(
+                "%s: total_size is %s but the tensors have %d bytes; ignored",
+                self.path,
+                str(says)[:40],
+                total,
+            )

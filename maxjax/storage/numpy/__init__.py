@@ -1,0 +1,1 @@
+"""NumPy files: ``npy`` headers, and ``npz`` archives of them. Nothing is unpickled."""

@@ -1,0 +1,455 @@
+"""NumPy's .npy format: magic, version, the length of a header, the header, the data.
+
+The header is validated in Python integers before anything is allocated, and nothing of the
+data is read. Format: numpy/lib/format.py, versions 1.0, 2.0 and 3.0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any
+
+from ...dtype import DType
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointTruncatedError,
+    CheckpointUnsafeError,
+)
+from ..entry import Strided, TensorEntry, UnknownType
+from ..files import OpenFile, open_regular
+from ..limits import Limits, in_force
+from ..signatures import foreign
+from ..table import TensorTable
+
+# NumPy's own bound.
+MAX_DIMS = 64
+# No size has more digits; a longer number is not worth its conversion.
+_DIGITS = 30
+_DTYPES = {
+    d.np.str[1:]: d
+    for d in DType.__members__.values()
+    if d.np.type.__module__ == "numpy" and d.np.kind in "biufc"
+}
+_KEYS = ("descr", "fortran_order", "shape")
+_TOKEN = re.compile(
+    r"""[ \t\r\n]*(?:
+    (?P<string>'[^'\\\n]*'|"[^"\\\n]*")
+    |(?P<word>[^\W\d]\w*)
+    |(?P<number>\d[\w.]*)
+    |(?P<mark>[^ \t\r\n])
+    )""",
+    re.VERBOSE | re.ASCII,
+)
+# Python 2 wrote an L behind long integers.
+_SIZE = re.compile(r"(0|[1-9]\d*)L?", re.ASCII)
+_OBJECT = re.compile(r"[<>|=]?O\d*", re.ASCII)
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says. ``skip`` is where the data begins, counted from the magic.
+
+    ``swap``: the bytes of each value are in the order that is not this machine's.
+    """
+
+    dtype: DType | Any
+    shape: tuple[int, ...]
+    fortran_order: bool
+    swap: bool
+    skip: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return prod(self.shape) * self.dtype.np.itemsize
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The axes from the slowest to the fastest in the file; None is C order."""
+        many = sum(size > 1 for size in self.shape) > 1
+        return tuple(reversed(range(len(self.shape)))) if self.fortran_order and many else None
+
+    @property
+    def coding(self) -> Strided | None:
+        """How data that lies in a file becomes the array; None as it is."""
+        if self.order is None and not self.swap:
+            return None
+        order = self.order or tuple(range(len(self.shape)))
+        steps = accumulate((self.shape[axis] for axis in reversed(order)), mul, initial=1)
+        strides = dict(zip(reversed(order), steps, strict=False))
+        return Strided(tuple(strides[axis] for axis in range(len(order))), self.swap)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array lies, for messages: its file, its name, its first byte.
+
+    ``in_order``: byte k of the array is byte ``offset`` + k of the file; else it is compressed.
+    """
+
+    path: str
+    tensor: str
+    offset: int = 0
+    in_order: bool = True
+
+    def at(self, byte: int) -> dict[str, Any]:
+        """The facts of an error at a byte of the array."""
+        offset = self.offset + byte if self.in_order else self.offset
+        return {"path": self.path, "tensor": self.tensor, "offset": offset}
+
+
+class HeaderText:
+    """A header's text, token by token. ``base`` is the byte of the array it begins at."""
+
+    def __init__(self, text: str, encoding: str, base: int, place: Place, limits: Limits):
+        # A header is filled up with spaces; a search for a token that begins at any of
+        # them would go to the end again and again.
+        self.text = text.rstrip(" \t\r\n")
+        self.encoding = encoding
+        self.base = base
+        self.place = place
+        self.limits = limits
+        self.at = 0
+        self.kind = self.token = ""
+        self.shape_at = self._where()
+
+    def header(self, skip: int) -> Header:
+        """All of it; ``skip`` is where the data begins."""
+        self._check_bounds()
+        found: dict[str, Any] = {}
+        self._next()
+        self._expect("{", "header")
+        read = {"descr": self._descr, "fortran_order": self._bool, "shape": self._shape}
+        while self.token != "}":
+            key = self.token[1:-1] if self.kind == "string" else ""
+            if key not in _KEYS or key in found:
+                problem = "there twice" if key in found else "not a key of a header"
+                raise self._bad(f"header: {problem}", f"each of {', '.join(_KEYS)} once")
+            self._next()
+            self._expect(":", key)
+            found[key] = read[key]()
+            if self.token != "}":
+                self._expect(",", key)
+        self._next()
+        if self.kind:
+            raise self._bad("header: more after its end", "spaces")
+        absent = [key for key in _KEYS if key not in found]
+        if absent:
+            expected = f"the keys {', '.join(_KEYS)}"
+            raise self._bad("header: a key is missing", expected, f"no {', '.join(absent)}")
+        dtype, swap = found["descr"]
+        self._check_total(dtype, found["shape"])
+        return Header(dtype, found["shape"], found["fortran_order"], swap, skip)
+
+    def _check_bounds(self) -> None:
+        """Brackets and signs inside one another, and the digits of numbers, before all else."""
+        depth = deepest = signs = longest = 0
+        for match in _TOKEN.finditer(self.text):
+            token = match[match.lastgroup or 0]
+            signs = signs + 1 if token in "+-~" else 0
+            depth += (token in "([{") - (token in ")]}")
+            deepest = max(deepest, depth, signs)
+            if match.lastgroup == "number":
+                longest = max(longest, len(token))
+        for option, value, what in (
+            ("json_depth", deepest, "brackets and signs inside one another"),
+            ("json_digits", longest, "digits of a number"),
+        ):
+            if value > getattr(self.limits, option):
+                problem = f"header: too many {what}"
+                raise self.limits.error(problem, option, value, **self.place.at(self.base))
+
+    def _next(self) -> None:
+        match = _TOKEN.match(self.text, self.at)
+        if match is None:
+            # What is left is white space, or nothing.
+            self.at, self.kind, self.token = len(self.text), "", ""
+            return
+        self.at, self.kind = match.end(), match.lastgroup or ""
+        self.token = match[self.kind]
+
+    def _expect(self, mark: str, field: str) -> None:
+        if self.token != mark:
+            raise self._bad(f"{field}: not as NumPy writes it", repr(mark))
+        self._next()
+
+    def _where(self) -> dict[str, Any]:
+        before = self.text[: self.at - len(self.token)].encode(self.encoding)
+        return self.place.at(self.base + len(before))
+
+    def _bad(self, problem: str, expected: str, found: str | None = None) -> CheckpointError:
+        """The error at the current token; a call, a subscript or an attribute there is code."""
+        if self.kind == "word" and re.match(r"\s*[(.\[]", self.text[self.at :]):
+            rest = self.text[self.at - len(self.token) :][:80]
+            return CheckpointUnsafeError(
+                "header: code instead of a value",
+                expected=expected,
+                found=repr(rest),
+                hint="It is not run. Do not trust this file.",
+                **self._where(),
+            )
+        shown = repr(self.token[:80]) if self.kind else "the end of the header"
+        return CheckpointFormatError(
+            problem, expected=expected, found=found or shown, **self._where()
+        )
+
+    def _bool(self) -> bool:
+        value = {"True": True, "False": False}.get(self.token)
+        if value is None:
+            raise self._bad("fortran_order: not a boolean", "True or False")
+        self._next()
+        return value
+
+    def _shape(self) -> tuple[int, ...]:
+        self.shape_at, sizes, comma = self._where(), [], True
+        if self.token != "(":
+            raise self._bad("shape: not a tuple", "a tuple of integers >= 0")
+        self._next()
+        while self.token != ")":
+            match = _SIZE.fullmatch(self.token) if comma else None
+            if match is None or len(match[1]) > _DIGITS:
+                raise self._bad("shape: not a size", "an integer >= 0")
+            sizes.append(int(match[1]))
+            self._next()
+            comma = self.token == ","
+            if comma:
+                self._next()
+        if len(sizes) == 1 and not comma:
+            raise self._bad("shape: not a tuple", "a tuple of integers >= 0", f"({sizes[0]})")
+        if len(sizes) > MAX_DIMS:
+            problem, most = "shape: too many dimensions", f"<= {MAX_DIMS}"
+            raise CheckpointFormatError(problem, expected=most, found=len(sizes), **self.shape_at)
+        self._next()
+        return tuple(sizes)
+
+    def _check_total(self, dtype: Any, shape: tuple[int, ...]) -> None:
+        """No array that no machine could hold, whatever a product of its sizes wraps around to."""
+        if isinstance(dtype, UnknownType):
+            return
+        nbytes = prod(size or 1 for size in shape) * dtype.np.itemsize
+        if nbytes >= 2**63 and 0 not in shape:
+            raise CheckpointFormatError(
+                f"shape: no array has the size {list(shape)}",
+                expected="less than 2**63 bytes",
+                found=nbytes,
+                **self.shape_at,
+            )
+        if nbytes > self.limits.tensor_bytes:
+            problem = "shape: the dimensions other than 0 are too large"
+            raise self.limits.error(problem, "tensor_bytes", nbytes, **self.shape_at)
+
+    def _descr(self) -> tuple[Any, bool]:
+        expected = f"one of {', '.join(_DTYPES)} with '<', '>' or '|'"
+        if self.token in _PAIRS:
+            error = self._structured(expected)
+            if not isinstance(error, CheckpointFormatError) or not self.kind:
+                raise error
+            self._next()
+            return UnknownType("a structured dtype", error), False
+        if self.kind != "string":
+            raise self._bad("descr: not a type", expected)
+        descr = self.token[1:-1]
+        order, dtype = descr[:1], _DTYPES.get(descr[1:])
+        if dtype is None or order not in ("|" if dtype.np.itemsize == 1 else "<>"):
+            error = self._unsupported(descr, expected)
+            if not isinstance(error, CheckpointFormatError):
+                raise error
+            self._next()
+            return UnknownType(descr[:80], error), False
+        self._next()
+        little = order == "<" if order != "|" else sys.byteorder == "little"
+        return dtype, little != (sys.byteorder == "little")
+
+    def _structured(self, expected: str) -> CheckpointError:
+        """The error for a type of several fields; Python objects may be among them."""
+        where, depth = self._where(), 0
+        while self.kind:
+            if self.kind == "string" and _OBJECT.fullmatch(self.token[1:-1]):
+                return self._object()
+            if self.kind == "word":
+                error = self._bad("descr: not a type", expected)
+                if isinstance(error, CheckpointUnsafeError):
+                    return error
+            depth += (self.token in _PAIRS) - (self.token in _PAIRS.values())
+            if not depth:
+                break
+            self._next()
+        return CheckpointFormatError(
+            "descr: several fields in one value",
+            expected=expected,
+            found="a structured dtype",
+            hint="Save each field as an array.",
+            **where,
+        )
+
+    def _object(self) -> CheckpointError:
+        return CheckpointUnsafeError(
+            "descr: Python objects, which are stored as a pickle",
+            expected="numbers",
+            found=f"dtype {self.token}",
+            hint="A pickle can run any code and is never opened. Save arrays of numbers.",
+            **self._where(),
+        )
+
+    def _unsupported(self, descr: str, expected: str) -> CheckpointError:
+        """The error for a descr in quotes."""
+        if _OBJECT.fullmatch(descr):
+            return self._object()
+        kinds = {"U": "text", "S": "text", "M": "dates", "m": "time spans"}
+        what, hint = kinds.get(descr[1:2]), "Save numbers, or another format."
+        problem = f"descr: {what} instead of numbers" if what else "descr: unknown"
+        if descr[1:2] == "V":
+            problem = "descr: bytes without a type"
+            hint = (
+                "NumPy does not save the names of bfloat16 and float8: save the array's bits "
+                "(array.view('uint16')), or safetensors."
+            )
+        found = repr(descr[:80])
+        return CheckpointFormatError(
+            problem, expected=expected, found=found, hint=hint, **self._where()
+        )
+
+
+WHAT = "a NumPy .npy array"
+MAGIC = b"\x93NUMPY"
+# The first read: magic, version, length, and nearly always all of the header.
+_START_BYTES = 256
+_REFETCH = "Incomplete download? Delete the file and fetch it again."
+
+
+def open_npy(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits | None = None,
+) -> TensorTable:
+    """Opens one .npy file: a table of one tensor, with the name of the file without ``.npy``.
+
+    Raises:
+        CheckpointTruncatedError: The file is shorter than it declares.
+        CheckpointFormatError: Another kind of file, a broken header, or values that are no numbers.
+        CheckpointUnsafeError: Python objects, code in the header, or a pickle.
+        CheckpointLimitError: More than ``limits`` allow.
+        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+
+    Example:
+        >>> import os, tempfile, numpy as np
+        >>> path = os.path.join(tempfile.mkdtemp(), "w.npy")
+        >>> np.save(path, np.arange(3))
+        >>> with open_npy(path) as table:
+        ...     print(table.read("w"))
+        [0 1 2]
+    """
+    limits = in_force(limits)
+    file = open_regular(path)
+    try:
+        name = os.path.basename(file.path).removesuffix(".npy")
+        entry = _entry(file, name, limits)
+    except BaseException:
+        file.close()
+        raise
+    return TensorTable("npy", [file], {name: entry})
+
+
+def _entry(file: OpenFile, name: str, limits: Limits) -> TensorEntry:
+    place = Place(file.path, name)
+
+    def head(nbytes: int) -> bytes:
+        return file.pread(0, min(nbytes, file.size))
+
+    header = read_header(head, file.size, place, limits)
+    if isinstance(header.dtype, UnknownType):
+        there = file.size - header.skip
+        return TensorEntry(name, header.dtype, header.shape, 0, header.skip, there)
+    check_size(header, file.size, place)
+    return TensorEntry(
+        name, header.dtype, header.shape, 0, header.skip, header.nbytes, header.coding
+    )
+
+
+def check_size(header: Header, size: int, place: Place) -> None:
+    """Refuses an array whose data is not what is left of the ``size`` bytes behind its header."""
+    there = size - header.skip
+    if header.nbytes > there:
+        raise CheckpointTruncatedError(
+            f"shape: the data of {list(header.shape)} ends after the last byte that is there",
+            expected=f"{header.nbytes} bytes",
+            found=f"{there} bytes",
+            hint=_REFETCH,
+            **place.at(header.skip),
+        )
+    if header.nbytes < there:
+        raise CheckpointFormatError(
+            f"shape: bytes after the data of {list(header.shape)} belong to nothing",
+            expected=f"{header.nbytes} bytes of data",
+            found=f"{there} bytes",
+            **place.at(header.skip + header.nbytes),
+        )
+
+
+def read_header(head: Callable[[int], bytes], size: int, place: Place, limits: Limits) -> Header:
+    """The header of an array of ``size`` bytes, header included; ``head(n)`` gives the first n.
+
+    Raises:
+        CheckpointTruncatedError, CheckpointFormatError, CheckpointUnsafeError,
+        CheckpointLimitError: As for ``open_npy``.
+    """
+    start = head(_START_BYTES)
+    if not start.startswith(MAGIC) and not (len(start) < 6 and MAGIC.startswith(start)):
+        raise _other(start, place)
+    if len(start) < 10:
+        raise _short(place, "magic, version and length", len(start), 10, len(start))
+    version = (start[6], start[7])
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        found = f"{version[0]}.{version[1]}"
+        raise CheckpointFormatError(
+            "version: not one NumPy has written", expected="1.0, 2.0 or 3.0", found=found, **place.at(6)
+        )  # fmt: skip
+    fixed = 10 if version == (1, 0) else 12
+    if len(start) < fixed:
+        raise _short(place, "length of the header", len(start), fixed, len(start))
+    length = int.from_bytes(start[8:fixed], "little")
+    if length > limits.npy_header_bytes:
+        problem = "header length is over the limit"
+        raise limits.error(problem, "npy_header_bytes", length, **place.at(8))
+    if fixed + length > size:
+        raise _short(place, "header", fixed, length, size - fixed)
+    data = (start if fixed + length <= len(start) else head(fixed + length))[fixed:][:length]
+    encoding = "utf-8" if version == (3, 0) else "latin-1"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        found = repr(data[error.start : error.start + 8])
+        raise CheckpointFormatError(
+            "header: not UTF-8", expected="UTF-8", found=found, **place.at(fixed + error.start)
+        ) from None
+    return HeaderText(text, encoding, fixed, place, limits).header(fixed + length)
+
+
+def _short(place: Place, what: str, at: int, wanted: int, there: int) -> CheckpointError:
+    return CheckpointTruncatedError(
+        f"the array ends inside the {what}",
+        expected=f"{wanted} bytes",
+        found=f"{there} bytes",
+        hint=_REFETCH,
+        **place.at(at),
+    )
+
+
+def _other(start: bytes, place: Place) -> CheckpointError:
+    """The error for what is no array, by what it is."""
+    known = foreign(place.path, start, WHAT)
+    if known is not None:
+        problem, found = known.problem.replace("the file is", "not an array but"), known.found
+        where = place.at(known.offset or 0)
+        return type(known)(problem, expected=WHAT, found=found, hint=known.hint, **where)
+    problem, found = f"not {WHAT}", repr(start[:8])
+    return CheckpointFormatError(problem, expected=repr(MAGIC), found=found, **place.at(0))

@@ -1,0 +1,131 @@
+"""NumPy's .npz format: a zip archive of .npy arrays, stored or deflated.
+
+Every header is read and held against its member's size when the archive is opened, none of the
+data. The CRC-32 of a member is compared before, or while, its array is read. Format:
+numpy.savez and numpy.savez_compressed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from ...errors import CheckpointError, CheckpointFormatError
+from ..entry import TensorEntry, UnknownType
+from ..files import open_regular
+from ..limits import Limits, in_force
+from ..table import TensorTable
+from ..zip.archive import STORED, Archive, Member, read_directory
+from ..zip.directory import check_ratio
+from .npy import Header, Place, check_size, read_header
+
+WHAT = "a NumPy .npz archive"
+_END = ".npy"
+
+
+def open_npz(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits | None = None,
+) -> TensorTable:
+    """Opens one .npz file: the list of its members and the header of each, none of the data.
+
+    The tensors are named as their members without ``.npy``, in the order of the archive.
+
+    Raises:
+        CheckpointTruncatedError: The archive, or an array in it, is shorter than it declares.
+        CheckpointFormatError: Another kind of file, an archive that can be read in two ways,
+            a member that is no array of numbers.
+        CheckpointUnsafeError: Python objects, code in a header, or a pickle.
+        CheckpointLimitError: More than ``limits`` allow.
+        CheckpointCorruptError: Compressed bytes, or the header of an empty array, were damaged.
+        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+
+    Example:
+        >>> import os, tempfile, numpy as np
+        >>> path = os.path.join(tempfile.mkdtemp(), "m.npz")
+        >>> np.savez(path, w=np.arange(3), b=np.ones((2, 2)))
+        >>> with open_npz(path) as table:
+        ...     print(list(table.entries), table.read("w"))
+        ['w', 'b'] [0 1 2]
+    """
+    limits = in_force(limits)
+    file = open_regular(path)
+    try:
+        archive = read_directory(file, limits, what=WHAT, tensor_of=_tensor_of, has_all_crcs=True)
+        for member in archive.members.values():
+            _check_name(archive, member, limits)
+        entries = [_entry(archive, member, limits) for member in archive.members.values()]
+    except BaseException:
+        file.close()
+        raise
+    return TensorTable("npz", [file], {entry.name: entry for entry in entries})
+
+
+def _tensor_of(member: str) -> str:
+    return member.removesuffix(_END)
+
+
+def _check_name(archive: Archive, member: Member, limits: Limits) -> None:
+    name = _tensor_of(member.name)
+    where = {"path": archive.file.path, "tensor": name, "offset": member.offset}
+    if len(name.encode()) > limits.name_bytes:
+        problem, length = "the tensor's name is too long", len(name.encode())
+        raise limits.error(problem, "name_bytes", length, **where)
+    if not member.name.endswith(_END):
+        raise _other(archive, member, where)
+    # numpy.load takes a member's whole name as well, and gives it precedence.
+    if name in archive.members:
+        raise CheckpointFormatError(
+            f"members '{name}' and '{member.name}': which one the name means is unclear",
+            expected="one",
+            found="two",
+            hint="Rename one of them.",
+            **where,
+        )
+
+
+def _other(archive: Archive, member: Member, where: dict) -> CheckpointError:
+    torch = member.name.endswith((".pkl", ".format_version", ".storage_alignment"))
+    hint = "A PyTorch checkpoint? Give it a name that ends in .pt." if torch else None
+    return CheckpointFormatError(
+        f"member '{member.name}': not an array",
+        expected="a member named *.npy",
+        found=repr(member.name),
+        hint=hint or "Leave other files out of the archive.",
+        **where,
+    )
+
+
+def _entry(archive: Archive, member: Member, limits: Limits) -> TensorEntry:
+    path, name = archive.file.path, _tensor_of(member.name)
+    place = Place(path, name, member.offset, member.method == STORED)
+    head: Callable[[int], bytes] = partial(archive.head, member)
+    header = read_header(head, member.size, place, limits)
+    if isinstance(header.dtype, UnknownType):
+        nbytes = member.compressed
+        return TensorEntry(name, header.dtype, header.shape, 0, member.offset, nbytes)
+    problem = f"shape: {list(header.shape)} is far more than the member has bytes for"
+    at = place.at(header.skip)
+    check_ratio(problem, header.nbytes, member.compressed, limits, **at)
+    check_size(header, member.size, place)
+    if not header.nbytes:
+        # Nothing of it will ever be read: its header is compared now.
+        archive.read(member, member.size)
+    return _placed(archive, member, header, name)
+
+
+def _placed(archive: Archive, member: Member, header: Header, name: str) -> TensorEntry:
+    offset = member.offset + header.skip
+    entry = TensorEntry(name, header.dtype, header.shape, 0, offset, header.nbytes)
+    if not header.nbytes:
+        return replace(entry, offset=member.offset)
+    if member.method == STORED:
+        checksum = archive.checksum(member)
+        return replace(entry, coding=header.coding, checksum=checksum)
+    coding = replace(
+        archive.deflated(member), skip=header.skip, order=header.order, swap=header.swap
+    )
+    return replace(entry, offset=member.offset, nbytes=member.compressed, coding=coding)

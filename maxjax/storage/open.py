@@ -1,0 +1,392 @@
+"""What a path means: a file, a directory, an index, or a list of these.
+
+``open_checkpoint`` is the way in for everything above: it decides by name which files make
+up the checkpoint and lets the format's parser open them. There is no trying of one reader
+after another; of a name that says nothing the first bytes decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointIncompleteError,
+    UserInputError,
+    some,
+)
+from .digests import NAME as DIGESTS
+from .digests import attach, tell_unsummed
+from .directory import FORMATS, UNREADABLE, choose, is_weights, nothing, unread
+from .entry import TensorEntry
+from .files import open_regular, os_error
+from .index_file import open_index as open_index
+from .limits import Limits, in_force
+from .orbax.paths import MARKS as ORBAX_MARKS
+from .orbax.paths import checkpoint_of, is_orbax
+from .safetensors.reader import open_safetensors
+from .save.beside import SETTLING, Beside, replaced
+from .save.staging import leftovers
+from .signatures import SNIFF_BYTES, zip_kind
+from .signatures import sniff as sniff
+from .table import TensorTable, Verify
+
+_LOG = logging.getLogger("maxjax")
+# What a file whose name says nothing is, as `sniff` calls it.
+_BY_CONTENT = {"GGUF": "gguf", "pickle": "pytorch", "NumPy array (.npy)": "npy"}
+# How much of what lies below a directory without weights is looked at for a hint.
+_FOLDERS, _FILES = 100, 1000
+
+# After an error a checkpoint that was replaced meanwhile is not opened again before this, in seconds.
+_PAUSE = 0.005
+
+PathLike = str | bytes | os.PathLike
+
+
+def _reader(kind: str) -> Callable[..., TensorTable]:
+    """The function that opens files of a format, imported when there is one."""
+    if kind == "safetensors":
+        return open_safetensors
+    if kind == "gguf":
+        from .gguf.reader import open_gguf
+
+        return open_gguf
+    if kind == "pytorch":
+        from .pytorch.reader import open_pytorch
+
+        return open_pytorch
+    if kind == "npz":
+        from .numpy.npz import open_npz
+
+        return open_npz
+    from .numpy.npy import open_npy
+
+    return open_npy
+
+
+def open_checkpoint(
+    path: PathLike | Sequence[PathLike],
+    *,
+    limits: Limits | None = None,
+    verify: Verify = "auto",
+) -> TensorTable:
+    """Opens a checkpoint: reads headers and index, no data.
+
+    ``path`` is a file (safetensors, GGUF, PyTorch, npz, npy); an index (``*.index.json``); a
+    directory; or a list of any of these, in which the last of equal names wins. Of a directory the
+    first of these that is there is read: ``model.safetensors``, its index, one other index, all
+    ``*.safetensors``; the same of ``pytorch_model.bin``; one GGUF file or one set of them; one
+    ``.pt``, ``.pth`` or ``.ckpt``; one ``.npz``. A checkpoint of orbax's is a directory, or one with
+    a directory for each step (see :func:`maxjax.storage.orbax.reader.open_orbax`). ``consolidated*`` stands
+    behind all others; what training leaves (``optimizer.pt``), adapters, hidden files and other
+    directories are never read.
+
+    ``verify`` is when checksums are compared, those in the files and those that maxjax writes beside
+    them (``maxjax_digests.json``): "auto" when all of a tensor is read at once, and it takes less
+    than a tenth of the time; True whenever some of it is read, if need be by reading the rest, and a
+    warning says of which tensors there are none; False never.
+
+    A checkpoint that another process replaces meanwhile is opened again: the old one or the new one
+    is read, whole.
+
+    Raises:
+        CheckpointMissingError: Nothing there, or a directory without weights of a model.
+        CheckpointIncompleteError: A directory with an unfinished download and nothing else.
+        CheckpointFormatError: Another format, or a directory in which two could be meant.
+        CheckpointChangedError: It was replaced again and again.
+        UserInputError: An empty list.
+        CheckpointError: As for the readers of the formats and ``open_index``.
+
+    Example:
+        >>> open_checkpoint("no/such/directory")
+        Traceback (most recent call last):
+        maxjax.errors.CheckpointMissingError: no/such/directory: no such file
+    """
+    limits = in_force(limits)
+    if verify is not True and verify is not False and verify != "auto":
+        raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
+    paths = [path] if isinstance(path, str | bytes | os.PathLike) else path
+    paths = [os.fsdecode(one) for one in paths]
+    if not paths:
+        raise UserInputError("no path was given. Name a file or a directory of weights.")
+    table = _settled(paths, lambda: _open_all(paths, limits, verify))
+    if verify is True:
+        tell_unsummed(table)
+    return table
+
+
+def _settled(paths: list[str], open_once: Callable[[], TensorTable]) -> TensorTable:
+    """What is opened, once nothing of it was replaced while it was."""
+    end = time.monotonic() + SETTLING
+    while True:
+        before = list(map(_places, paths))
+        try:
+            table = open_once()
+        except CheckpointError:
+            # A file that is missing or does not fit may be of a checkpoint that is gone by now.
+            if list(map(_places, paths)) == before or time.monotonic() > end:
+                raise
+            time.sleep(_PAUSE)
+            continue
+        files = [*table.files, *table.indexes]
+        # Several files without an index: only by all names can it be told that they are one set.
+        is_sure = table.root is not None or list(map(_places, paths)) == before
+        # A file that was deleted since is whole; one in whose place there is another may have been
+        # held against the checksums of that. Of orbax most files are opened when they are read.
+        fine = (True,) if table.format == "orbax" else (True, None)
+        is_replaced = any(file.is_in_place() not in fine for file in files)
+        if not is_replaced and (is_sure or time.monotonic() > end):
+            return table
+        table.close()
+        if time.monotonic() > end:
+            raise replaced(paths[0])
+
+
+def _places(path: str) -> object:
+    """What is other after a checkpoint at ``path`` was replaced: which files have which names."""
+    try:
+        with os.scandir(path) as entries:
+            return os.stat(path).st_mtime_ns, sorted((one.name, one.inode()) for one in entries)
+    except (OSError, ValueError):  # a name that no file can have
+        files = path, os.path.join(os.path.dirname(path), DIGESTS)
+        return list(map(_identity, files))
+
+
+def _identity(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
+    if len(paths) == 1:
+        directory = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
+        table = _open_one(paths[0], limits, verify)
+    else:
+        directory = os.path.dirname(paths[0])
+        table = _merged(paths, limits, verify, last_wins=True)
+    table.verify = verify
+    try:
+        said = attach(table, limits=limits, compare=verify is not False)
+    except CheckpointError:
+        if verify is not False:
+            table.close()
+            raise
+        said = []
+    except BaseException:
+        table.close()
+        raise
+    if table.beside is None:
+        found = [record.beside for record in said if record.beside is not None]
+        weights, found = (table.root or table.files[0], found) if len(paths) == 1 else (None, [])
+        table.beside = Beside(directory or ".", weights, found)
+    return table
+
+
+def beside_of(path: str | os.PathLike[str]) -> Beside:
+    """What describes the weights in a directory, or those of a file, of which only that is wanted.
+
+    Nothing is said against weights that cannot be read; those of a GGUF file are not looked at.
+    """
+    shown = os.fsdecode(path)
+    directory = shown if os.path.isdir(shown) else os.path.dirname(shown) or "."
+    if not os.path.lexists(os.path.join(directory, DIGESTS)):
+        return Beside(directory)
+    weights = shown
+    with contextlib.suppress(CheckpointError):
+        if os.path.isdir(shown):
+            chosen = choose(shown, _listed(shown)[0])
+            weights = os.path.join(shown, chosen[0]) if len(chosen) == 1 else ""
+        if weights.endswith((".safetensors", ".safetensors.index.json")):
+            with open_checkpoint(shown, verify=False) as table:
+                assert table.beside is not None
+                return table.beside
+    return Beside(directory)
+
+
+def _open_one(path: str, limits: Limits, verify: Verify) -> TensorTable:
+    if os.path.isdir(path):
+        return _open_directory(path, limits, verify)
+    return _open_file(path, limits)
+
+
+def _open_file(path: str, limits: Limits) -> TensorTable:
+    if path.endswith(".json"):
+        return open_index(path, limits=limits)
+    return _reader(_format_of(path, limits))(path, limits=limits)
+
+
+def _format_of(path: str, limits: Limits) -> str:
+    """The format of a file: by its name, or by its first bytes where that says nothing."""
+    end = os.path.splitext(path)[1].lower()
+    if end in FORMATS:
+        return FORMATS[end]
+    if end in UNREADABLE and os.path.exists(path):
+        raise CheckpointFormatError(
+            f"{UNREADABLE[end]} is not a format that is read",
+            path=path,
+            expected=f"one of {', '.join(FORMATS)}",
+            found=f"a {end} file",
+            hint="Convert it to safetensors.",
+        )
+    file = open_regular(path)
+    try:
+        start = file.pread(0, min(file.size, SNIFF_BYTES))
+    finally:
+        file.close()
+    length = int.from_bytes(start[:8], "little")
+    if start[8:9] == b"{" and length <= min(file.size - 8, limits.header_bytes):
+        # Asked first: a header of 640 bytes has a length that looks like the start of a pickle.
+        return "safetensors"
+    what = sniff(start)
+    if what == "zip archive":
+        return "npz" if zip_kind(start).endswith("(NumPy .npz)") else "pytorch"
+    return _BY_CONTENT.get(what or "", "safetensors")
+
+
+def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool) -> TensorTable:
+    """One table of several checkpoints; equal names are refused unless the last one wins."""
+    files, indexes, metadata, formats = [], [], {}, set()
+    entries: dict[str, TensorEntry] = {}
+    try:
+        for path in paths:
+            table = _open_one(path, limits, verify)
+            first = len(files)
+            formats.add(table.format)
+            files.extend(table.files)
+            indexes.extend(table.indexes)
+            for name, entry in table.entries.items():
+                if name in entries and not last_wins:
+                    raise CheckpointFormatError(
+                        "two files of the directory hold a tensor of this name",
+                        path=path,
+                        tensor=name,
+                        found=f"also in {files[entries[name].file].path}",
+                        hint="Name the file you mean, or list them: the last one wins.",
+                    )
+                entries[name] = replace(entry, file=first + entry.file)
+            metadata.update(table.metadata)
+    except BaseException:
+        for file in [*files, *indexes]:
+            file.close()
+        raise
+    merged = TensorTable(" and ".join(sorted(formats)), files, entries, metadata)
+    merged.indexes = indexes
+    return merged
+
+
+# --- directories ------------------------------------------------------------------------------
+
+
+def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTable:
+    names, folders = _listed(directory)
+    if any(mark in names for mark in ORBAX_MARKS):
+        from .orbax.reader import open_orbax
+
+        return open_orbax(directory, limits=limits, verify=verify)
+    chosen = choose(directory, names)
+    if not chosen and is_orbax(directory):  # a root of steps, or one without marks of its own
+        from .orbax.reader import open_orbax
+
+        return open_orbax(directory, limits=limits, verify=verify)
+    left = leftovers(directory)
+    if not chosen and left:
+        raise CheckpointIncompleteError(
+            "the saving of a checkpoint began here and did not end, and no other is here",
+            path=directory,
+            found=some([os.path.basename(path) for path in left], 3),
+            hint="Save again: that removes what is left.",
+        )
+    if left:
+        _tell(directory, len(left))
+    if not chosen:
+        listed = sorted([*names, *(f"{folder}/" for folder in folders)])
+        raise nothing(directory, listed, _with_weights(directory, folders))
+    if rest := unread(names, chosen):
+        _say(directory, some(chosen, 3), some(rest, 3))
+    paths = [os.path.join(directory, name) for name in chosen]
+    if len(paths) == 1:
+        return _open_file(paths[0], limits)
+    return _merged(paths, limits, verify, last_wins=False)
+
+
+@lru_cache(1024)
+def _tell(directory: str, count: int) -> None:
+    what = f"{count} interrupted saves" if count > 1 else "an interrupted save"
+    _LOG.warning("%s: the checkpoint is whole; %s left files, which the next save removes",
+                 directory, what)  # fmt: skip
+
+
+@lru_cache(1024)  # once for a directory, not for each time it is opened
+def _say(directory: str, chosen: str, rest: str) -> None:
+    _LOG.info("%s: reading %s; not %s", directory, chosen, rest)
+
+
+def orbax_checkpoint(directory: PathLike) -> str | None:
+    """The directory of orbax's checkpoint that opening a directory gives; None if it gives another.
+
+    Of a root of steps it is the newest step, of one tree the step that it lies in: there, beside the
+    trees, lie the files that describe the model.
+
+    Raises:
+        CheckpointIncompleteError: There is none that was finished.
+        CheckpointError: The directory cannot be listed, or two checkpoints could be meant.
+
+    Example:
+        >>> orbax_checkpoint(".") is None
+        True
+    """
+    path = os.fsdecode(directory)
+    if not is_orbax(path):
+        return None
+    names, _ = _listed(path)
+    marked = any(mark in names for mark in ORBAX_MARKS)
+    return checkpoint_of(path) if marked or not choose(path, names) else None
+
+
+def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[str]]:
+    """The files and the directories in a directory, sorted, without the hidden ones."""
+    names: tuple[list[str], list[str]] = [], []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in islice(entries, limit):
+                # A hidden file is never meant: macOS leaves ._model.safetensors on foreign disks.
+                if not entry.name.startswith("."):
+                    names[_is_folder(entry)].append(entry.name)
+    except OSError as error:
+        raise os_error(error, directory, "listing the directory failed") from error
+    return sorted(names[0]), sorted(names[1])
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # A link that leads nowhere, or in circles, is none.
+    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir(follow_symlinks=False)
+
+
+def _with_weights(directory: str, folders: list[str]) -> list[str]:
+    """Of what lies up to two levels below a directory the directories that hold weights."""
+    found, queue = [], deque(folders)
+    for _ in range(_FOLDERS):
+        if not queue:
+            break
+        folder = queue.popleft()
+        try:
+            names, below = _listed(os.path.join(directory, folder), _FILES)
+        except CheckpointError:
+            continue
+        if any(map(is_weights, names)):
+            found.append(folder)
+        elif os.sep not in folder:  # snapshots/ of the Hugging Face cache has one for each version
+            queue.extend(os.path.join(folder, name) for name in below)
+    return found

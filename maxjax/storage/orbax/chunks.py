@@ -1,0 +1,217 @@
+"""Orbax's chunks: boxes of an array through tensorstore, into the parts that need them.
+
+A chunk is compressed by itself and decoded whole, so what several parts need of one is read once.
+How much is under way at a time is bounded for the process: tensorstore would read all at once.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import CheckpointChangedError, CheckpointFormatError
+from ..entry import Box, Coding, TensorEntry, Wanted, count, extents, within
+from ..files import OpenFile
+from .store import Store
+
+# What is asked of tensorstore at a time, or one chunk if that is more.
+BLOCK_BYTES = 8 << 20
+# Under way at once in this process, or two chunks: each takes as much again while it is decoded.
+FLIGHT_BYTES = 64 << 20
+_FLIGHT_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks(Coding):
+    """An array in chunks, each of which is read and decompressed whole, by tensorstore.
+
+    All parts that are wanted are read in one call, so that a chunk several need is read once.
+
+    Attributes:
+        store: The arrays of the tree.
+        driver: tensorstore's name of the format.
+        stored: Type of the values there; the entry's may be another of the same width.
+        chunk: Shape of what is decompressed at a time.
+        is_dense: Whether a chunk that is not there is an error.
+    """
+
+    store: Store
+    driver: str
+    stored: DType
+    chunk: tuple[int, ...]
+    is_dense: bool
+
+    is_divisible = False
+
+    def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
+        """See :class:`Coding`; gives the bytes of the values that were read."""
+        array = self.store.array(self.driver, entry.name, self.is_dense)
+        if (tuple(array.shape), array.dtype.numpy_dtype) != (entry.shape, self.stored.np):
+            raise CheckpointChangedError(
+                "the array is another than when the checkpoint was opened",
+                path=self.store.directory,
+                tensor=entry.name,
+                expected=f"{self.stored.name} {list(entry.shape)}",
+                found=f"{array.dtype.name} {list(array.shape)}",
+            )
+        parts = [(box, values.view(self.stored.np)) for box, values in parts]
+        pending: list[_Read] = []
+        total = 0
+        try:
+            for box, users in self._blocks(entry, parts):
+                nbytes = math.prod(self._covered(entry, box)) * self.stored.np.itemsize
+                while not _FLIGHT.try_take(nbytes, wait=not pending):
+                    pending.pop(0).finish()
+                pending.append(_Read(nbytes, box, users))
+                pending[-1].start(self.store, array, entry.name)
+                total += count(box) * self.stored.np.itemsize
+            while pending:
+                pending.pop(0).finish()
+        finally:
+            for one in pending:
+                one.drop()
+        self.store.check_unchanged(entry.name)
+        self._check_values(entry, parts)
+        return total
+
+    def _check_values(self, entry: TensorEntry, parts: Sequence[Wanted]) -> None:
+        """Another value than 0 or 1 would compute wrong results in silence."""
+        for _, values in parts if entry.dtype is DType.bool else ():
+            if values.size and (most := int(values.view(np.uint8).max())) > 1:
+                raise CheckpointFormatError(
+                    "data: a boolean must be 0 or 1",
+                    path=self.store.directory,
+                    tensor=entry.name,
+                    expected="0 or 1",
+                    found=most,
+                )
+
+    def _blocks(
+        self, entry: TensorEntry, parts: Sequence[Wanted]
+    ) -> Iterator[tuple[Box, list[Wanted]]]:
+        """What is read at a time, and the parts it goes to: boxes within blocks of whole chunks."""
+        block = _block(entry.shape, self.chunk, max(1, BLOCK_BYTES // self.stored.np.itemsize))
+        found: dict[tuple[int, ...], list[Wanted]] = {}
+        for part in parts:
+            ranges = [
+                range(start // step, -(-stop // step))
+                for (start, stop), step in zip(part[0], block, strict=True)
+            ]
+            for index in product(*ranges):
+                found.setdefault(index, []).append(part)
+        for index, users in sorted(found.items(), key=lambda pair: pair[0]):
+            whole = tuple((i * step, (i + 1) * step) for i, step in zip(index, block, strict=True))
+            shared = [_overlap(whole, box) for box, _ in users]
+            yield _around(shared), users
+
+    def _covered(self, entry: TensorEntry, box: Box) -> list[int]:
+        """The shape of all chunks that a box touches."""
+        return [
+            min(-(-stop // step) * step, size) - start // step * step
+            for (start, stop), step, size in zip(box, self.chunk, entry.shape, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class _Read:
+    """One box on its way to the parts that need it, straight into the array of a single one."""
+
+    nbytes: int
+    box: Box
+    users: list[Wanted]
+    memory: np.ndarray | None = None
+    wait: Callable[[], None] | None = None
+
+    def start(self, store: Store, array: Any, name: str) -> None:
+        box, into = self.users[0]
+        if len(self.users) == 1:
+            into = into[(*within(self.box, box), ...)]
+        else:
+            with store.wrapped(name):
+                into = self.memory = np.empty(extents(self.box), into.dtype)
+        self.wait = store.start(array, self.box, into, name)
+
+    def finish(self) -> None:
+        assert self.wait is not None
+        try:
+            self.wait()
+        finally:
+            self.drop()
+        if self.memory is None:
+            return
+        for box, into in self.users:
+            shared = _overlap(self.box, box)
+            into[(*within(shared, box), ...)] = self.memory[(*within(shared, self.box), ...)]
+
+    def drop(self) -> None:
+        """Gives back its share of what may be under way."""
+        _FLIGHT.give_back(self.nbytes)
+        self.nbytes = 0
+
+
+class _Flight:
+    """How many bytes are being read and decompressed in this process, by all threads."""
+
+    def __init__(self, limit: int, blocks: int):
+        self.limit, self.blocks = limit, blocks
+        self.nbytes = self.count = 0
+        self._changed = threading.Condition()
+
+    def try_take(self, nbytes: int, *, wait: bool) -> bool:
+        """Whether a block may start now; ``wait`` until it may."""
+        with self._changed:
+            while self.count >= self.blocks and self.nbytes + nbytes > self.limit:
+                if not wait:
+                    return False
+                self._changed.wait()
+            self.nbytes += nbytes
+            self.count += 1
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._changed:
+            self.nbytes -= nbytes
+            self.count -= 1
+            self._changed.notify_all()
+
+
+_FLIGHT = _Flight(FLIGHT_BYTES, _FLIGHT_BLOCKS)
+
+
+def _block(shape: Sequence[int], chunk: Sequence[int], limit: int) -> list[int]:
+    """The shape of blocks of whole chunks of about ``limit`` elements: long on the last axes.
+
+    Example:
+        >>> _block((100, 100), (10, 10), 3000), _block((100, 100), (50, 100), 10)
+        ([30, 100], [50, 100])
+    """
+    block = list(chunk)
+    for axis in reversed(range(len(shape))):
+        others = math.prod(block) // max(block[axis], 1)
+        fitting = max(1, limit // max(others * chunk[axis], 1))
+        block[axis] = min(
+            fitting * chunk[axis], max(-(-shape[axis] // chunk[axis]), 1) * chunk[axis]
+        )
+        if block[axis] < shape[axis]:
+            break
+    return block
+
+
+def _overlap(a: Box, b: Box) -> Box:
+    return tuple(
+        (max(start, first), min(stop, last))
+        for (start, stop), (first, last) in zip(a, b, strict=True)
+    )
+
+
+def _around(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of some."""
+    spans = zip(*boxes, strict=True)
+    return tuple((min(a for a, _ in span), max(b for _, b in span)) for span in spans)

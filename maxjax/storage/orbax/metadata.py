@@ -1,0 +1,266 @@
+"""What an orbax directory says of its trees: names, kinds of leaves, its own metadata.
+
+Three files of JSON, read strictly: ``_METADATA`` (the leaves), ``array_metadatas/process_*`` (which
+arrays are random keys), ``_strings.json`` (leaves that are text); and of a whole checkpoint
+``_CHECKPOINT_METADATA``. Format: orbax-checkpoint 0.4 to 0.12, ``_src/metadata``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import CheckpointFormatError, CheckpointIncompleteError
+from ..limits import Limits
+from ..strict_json import load_json
+
+TREE = "_METADATA"
+CHECKPOINT = "_CHECKPOINT_METADATA"
+STRINGS = "_strings.json"
+ARRAYS = "array_metadatas"
+
+# What orbax calls leaves that have no data.
+_EMPTY = {"None": "none", "Dict": "dict", "List": "list", "Tuple": "tuple",
+          "NamedTuple": "namedtuple"}  # fmt: skip
+_KINDS = {"jax.Array": "array", "np.ndarray": "array", "scalar": "scalar", "string": "string",
+          **_EMPTY}  # fmt: skip
+_KEYS = {1: "sequence", 2: "dict"}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of a tree that orbax saved.
+
+    Attributes:
+        name: Its keys joined by dots: the name of its tensor.
+        keys: The way to it: (key, "dict" or "sequence") for each level. Orbax does not tell a tuple
+            from a list, nor a field of a class from a key; of keys that were integers it has text.
+        kind: "array", "scalar" (a Python number; its tensor has no axes), "string", "none", and,
+            of a container without leaves, "dict", "list", "tuple" or "namedtuple".
+        write_shape: The shape of the pieces an array was written in, if that is known.
+        random_key: What a random key is made by ("threefry2x32"); its tensor is the key's data.
+    """
+
+    name: str
+    keys: tuple[tuple[str, str], ...]
+    kind: str
+    write_shape: tuple[int, ...] | None = None
+    random_key: str | None = None
+
+    @property
+    def has_tensor(self) -> bool:
+        """Whether it is read as a tensor."""
+        return self.kind in ("array", "scalar")
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The leaves of one tree, its texts (name → text), and what was saved with it beside them.
+
+    ``is_dense`` says that an array's data is all there, values of nothing but zeros too; before
+    orbax 0.6 they were left out.
+    """
+
+    directory: str
+    leaves: tuple[Leaf, ...]
+    strings: dict[str, str]
+    metadata: dict[str, str]
+    is_dense: bool
+
+
+def read_tree(directory: str, limits: Limits) -> Tree:
+    """The tree in ``directory``, which holds a ``_METADATA``; no data.
+
+    Raises:
+        CheckpointFormatError: It is not what orbax writes, or two leaves have one name.
+        CheckpointMissingError: A file that must be there is not.
+        CheckpointError: As for ``load_json``.
+    """
+    path = os.path.join(directory, TREE)
+    document = load_json(path, limits=limits)
+    _require(isinstance(document, dict), path, "the document", "an object", document)
+    listed = document.get("tree_metadata")
+    _require(isinstance(listed, dict), path, "tree_metadata", "an object", listed)
+    if len(listed) > limits.tensors:
+        raise limits.error("the tree has too many leaves", "tensors", len(listed), path=path)
+    random_keys = dict(_random_keys(directory, limits))
+    leaves: dict[str, Leaf] = {}
+    for title, entry in listed.items():
+        leaf = _leaf(path, title, entry, random_keys, limits)
+        if leaf.name in leaves:
+            raise CheckpointFormatError(
+                "two leaves have this name, and orbax wrote one over the other",
+                path=path,
+                tensor=leaf.name,
+                expected="each name once",
+                found=f"{_way(leaves[leaf.name])} and {_way(leaf)}",
+                hint="Save it again with other keys.",
+            )
+        leaves[leaf.name] = leaf
+    return Tree(
+        directory,
+        tuple(leaves.values()),
+        _strings(directory, leaves, limits),
+        texts(document.get("custom_metadata")),
+        document.get("store_array_data_equal_to_fill_value") is True,
+    )
+
+
+def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits: Limits) -> Leaf:
+    is_entry = isinstance(entry, dict)
+    _require(is_entry, path, "a leaf", "an object", entry, title)
+    keys = tuple(_keys(path, title, entry.get("key_metadata")))
+    name = ".".join(key for key, _ in keys)
+    if len(name.encode()) > limits.name_bytes:
+        length = len(name.encode())
+        raise limits.error(
+            "the tensor's name is too long", "name_bytes", length, path=path, tensor=name
+        )
+    # The title says the same once more. Python writes what is not ASCII differently over time.
+    written = str(tuple(key for key, _ in keys))
+    if written.isascii() and "\\" not in written:
+        _require(title == written, path, "the title of a leaf", written, title, name)
+    value = entry.get("value_metadata")
+    _require(isinstance(value, dict), path, "value_metadata", "an object", value, name)
+    kind, skipped = value.get("value_type"), value.get("skip_deserialize", False)
+    _require(isinstance(kind, str), path, "value_type", "text", kind, name)
+    _require(isinstance(skipped, bool), path, "skip_deserialize", "true or false", skipped, name)
+    _require(
+        not skipped or kind in _EMPTY,
+        path,
+        "value_type of a leaf without data",
+        f"one of {', '.join(_EMPTY)}",
+        kind,
+        name,
+    )
+    shape = value.get("write_shape")
+    if shape is not None:
+        is_shape = isinstance(shape, list) and all(map(_is_size, shape))
+        _require(is_shape, path, "write_shape", "a list of sizes", shape, name)
+        shape = tuple(shape)
+    # A class of the user's own has a handler of its own, which stores arrays all the same.
+    return Leaf(name, keys, _KINDS.get(kind, "array"), shape, random_keys.get(name))
+
+
+def _keys(path: str, title: str, entries: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise wrong(path, "key_metadata", "a list of objects", entries, title)
+    for one in entries:
+        key, kind = one.get("key"), one.get("key_type")
+        _require(isinstance(key, str), path, "key", "text", key, title)
+        is_kind = not isinstance(kind, bool) and isinstance(kind, int) and kind in _KEYS
+        _require(is_kind, path, "key_type", "1 or 2", kind, title)
+        if _KEYS[kind] == "sequence":
+            is_index = key.isascii() and key.isdecimal()
+            _require(is_index, path, "the key of a sequence", "a number", key, title)
+        yield key, _KEYS[kind]
+
+
+def _way(leaf: Leaf) -> str:
+    return "/".join(key for key, _ in leaf.keys)
+
+
+def _random_keys(directory: str, limits: Limits) -> Iterator[tuple[str, str]]:
+    """name → implementation of the arrays that are random keys."""
+    folder = os.path.join(directory, ARRAYS)
+    try:
+        files = sorted(os.listdir(folder))
+    except OSError:
+        return  # older versions did not write it, nor know random keys
+    for file in files:
+        path = os.path.join(folder, file)
+        document = load_json(path, limits=limits)
+        listed = document.get("array_metadatas") if isinstance(document, dict) else None
+        if not isinstance(listed, list):
+            raise wrong(path, "array_metadatas", "a list", listed)
+        for one in listed:
+            array = one.get("array_metadata") if isinstance(one, dict) else None
+            if not isinstance(array, dict):
+                raise wrong(path, "array_metadata", "an object", array)
+            name, more = array.get("param_name"), array.get("ext_metadata")
+            if not isinstance(name, str):
+                raise wrong(path, "param_name", "text", name)
+            kind = more.get("random_key_impl") if isinstance(more, dict) else None
+            if isinstance(kind, str):
+                yield name, kind
+
+
+def _strings(directory: str, leaves: dict[str, Leaf], limits: Limits) -> dict[str, str]:
+    wanted = [leaf.name for leaf in leaves.values() if leaf.kind == "string"]
+    if not wanted:
+        return {}
+    path = os.path.join(directory, STRINGS)
+    document = load_json(path, limits=limits)
+    _require(isinstance(document, dict), path, "the document", "an object", document)
+    for name in wanted:
+        text = document.get(name)
+        _require(isinstance(text, str), path, "the text of a leaf", "text", text, name)
+    return {name: document[name] for name in wanted}
+
+
+def read_checkpoint_metadata(directory: str, limits: Limits) -> dict[str, str]:
+    """What a user saved with a whole checkpoint (``custom_metadata``), as text.
+
+    Raises:
+        CheckpointIncompleteError: Its writing was begun and never committed.
+        CheckpointFormatError: It is not what orbax writes.
+        CheckpointError: As for ``load_json``.
+    """
+    path = os.path.join(directory, CHECKPOINT)
+    if not os.path.lexists(path):
+        return {}
+    document = load_json(path, limits=limits)
+    _require(isinstance(document, dict), path, "the document", "an object", document)
+    if document.get("init_timestamp_nsecs") and not document.get("commit_timestamp_nsecs"):
+        raise CheckpointIncompleteError(
+            "the checkpoint was never committed",
+            path=path,
+            expected="a commit_timestamp_nsecs",
+            found=document.get("commit_timestamp_nsecs"),
+        )
+    return texts(document.get("custom_metadata"))
+
+
+def texts(metadata: Any) -> dict[str, str]:
+    """Metadata of any form as text → text.
+
+    Example:
+        >>> texts({"a": "b", "c": [1]}), texts(3), texts(None)
+        ({'a': 'b', 'c': '[1]'}, {'custom_metadata': '3'}, {})
+    """
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        metadata = {"custom_metadata": metadata}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in metadata.items()
+    }
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _require(
+    holds: bool, path: str, what: str, expected: str, found: Any, tensor: str | None = None
+) -> None:
+    if not holds:
+        raise wrong(path, what, expected, found, tensor)
+
+
+def wrong(
+    path: str, what: str, expected: str, found: Any, tensor: str | None = None
+) -> CheckpointFormatError:
+    """The error for a field that is not what it should be."""
+    shown = repr(found) if isinstance(found, str | int | float | None) else type(found).__name__
+    return CheckpointFormatError(
+        f"{what} is not what it should be",
+        path=path,
+        tensor=tensor,
+        expected=expected,
+        found=shown,
+    )

@@ -1,0 +1,297 @@
+"""What a path into an orbax checkpoint means: a root of steps, a step, one of its trees.
+
+Orbax writes each step under a name of its own that marks it as unfinished, and renames it when all
+is there.
+
+    root/100/_CHECKPOINT_METADATA       a step
+    root/100/model/_METADATA            a tree ("item") of it
+    root/200.orbax-checkpoint-tmp/      a step that is being written, or was broken off
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointIncompleteError,
+    CheckpointMissingError,
+    some,
+)
+from ..files import os_error
+from .metadata import CHECKPOINT, TREE
+
+INDICATOR = "orbax.checkpoint"
+# Any of these in a directory makes it a checkpoint, or a tree of one.
+MARKS = (TREE, CHECKPOINT, INDICATOR)
+UNFINISHED = ".orbax-checkpoint-tmp"
+# What maxjax writes into (see storage.staging).
+_OWN = ".maxjax-", ".tmp"
+# What is opened of several trees when none is named.
+PREFERRED = ("model", "default", "state", "params")
+# A step may be called 100, 00000100 or step_100.
+_STEP = re.compile(r"(?:(.*)_)?(\d{1,18})", re.DOTALL | re.ASCII)
+# What orbax and flax wrote before there was a _METADATA.
+_LEGACY = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tree: ``directory``, the ``item`` it is of ``checkpoint`` ("" if it is that itself)."""
+
+    directory: str
+    checkpoint: str
+    item: str
+
+
+def is_orbax(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory is a tree, a step or a root of steps that orbax wrote, finished or not.
+
+    Example:
+        >>> is_orbax("no/such/directory")
+        False
+    """
+    path = os.fsdecode(path)
+    if not os.path.isdir(path):
+        return False
+    if _is_checkpoint(path) or is_unfinished(os.path.basename(os.path.abspath(path))):
+        return True
+    try:
+        return bool(_steps(path) or _unfinished(path))
+    except CheckpointError:
+        return False
+
+
+def steps(root: str | os.PathLike[str]) -> list[int]:
+    """The numbers of the complete steps in a directory, in their order.
+
+    Raises:
+        CheckpointMissingError, CheckpointAccessError: The directory is not there, or not to be read.
+        CheckpointFormatError: Steps of several runs lie together ("a_1" and "b_1").
+
+    Example:
+        >>> import tempfile
+        >>> root = tempfile.mkdtemp()
+        >>> for name in ("100", "9", "200.orbax-checkpoint-tmp"):
+        ...     os.makedirs(os.path.join(root, name))
+        ...     with open(os.path.join(root, name, "_METADATA"), "w") as file:
+        ...         _ = file.write("{}")
+        >>> steps(root)
+        [9, 100]
+    """
+    return sorted(_steps(os.fsdecode(root)))
+
+
+def orbax_items(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The trees of a checkpoint: name → directory, sorted; of a root of steps those of the newest.
+
+    A checkpoint that is itself a tree has one, called "". What else a checkpoint may hold (JSON,
+    metrics) is not listed.
+
+    Raises:
+        CheckpointMissingError: There is no checkpoint of orbax's.
+        CheckpointIncompleteError: It was never finished.
+    """
+    return _items(resolve(os.fsdecode(path)))
+
+
+def resolve(path: str) -> str:
+    """The directory of the checkpoint (or of the tree) that a path means.
+
+    Raises:
+        CheckpointMissingError: There is none.
+        CheckpointIncompleteError: There is one that was never finished, and no other.
+    """
+    _check_finished(path)
+    _listed(path)
+    if _is_checkpoint(path):
+        return path
+    found = _steps(path)
+    if found:
+        return os.path.join(path, found[max(found)])
+    if broken := _unfinished(path):
+        raise _incomplete(os.path.join(path, broken[-1]))
+    names = _listed(path)
+    if _LEGACY in names:
+        raise CheckpointFormatError(
+            "a checkpoint of orbax's or flax's in its old form (msgpack), which is not read",
+            path=os.path.join(path, _LEGACY),
+            expected=TREE,
+            found=_LEGACY,
+            hint="Restore it with the version of orbax that wrote it, and save it again.",
+        )
+    raise CheckpointMissingError(
+        "the directory holds no checkpoint of orbax's",
+        path=path,
+        expected=f"{TREE}, {CHECKPOINT} or directories of steps",
+        found=some(names, 5) or "an empty directory",
+    )
+
+
+def checkpoint_of(path: str) -> str:
+    """The directory of the checkpoint that a path means, or that the tree it means lies in.
+
+    Raises:
+        CheckpointMissingError, CheckpointIncompleteError: As for :func:`resolve`.
+    """
+    found = resolve(path)
+    is_tree = os.path.lexists(os.path.join(found, TREE))
+    return _place_of_tree(found).checkpoint if is_tree else found
+
+
+def locate(path: str, item: str | None) -> Place:
+    """The tree that a path and the name of an item mean.
+
+    Raises:
+        CheckpointFormatError: No item is named, there are several, and none has a usual name.
+        CheckpointMissingError, CheckpointIncompleteError: As for :func:`resolve`; no such item.
+    """
+    checkpoint = resolve(path)
+    found = _items(checkpoint)
+    if "" in found and item in (None, ""):
+        return _place_of_tree(checkpoint)
+    if item is None:
+        item = next((name for name in PREFERRED if name in found), None)
+        if item is None and len(found) == 1:
+            item = next(iter(found))
+    if item is None:
+        raise CheckpointFormatError(
+            "the checkpoint holds several trees",
+            path=checkpoint,
+            expected="the name of one",
+            found=some(list(found), 10),
+            hint="Name the one you mean: item=..., or its directory.",
+        )
+    if item not in found:
+        raise CheckpointMissingError(
+            "the checkpoint holds no tree of this name",
+            path=checkpoint,
+            expected=item,
+            found=some([name or "a single tree without a name" for name in found], 10),
+        )
+    return Place(found[item], checkpoint, item)
+
+
+def _place_of_tree(directory: str) -> Place:
+    """A directory with a ``_METADATA`` is a checkpoint by itself, or an item of the one above."""
+    above, name = os.path.split(os.path.abspath(directory))
+    marks = (CHECKPOINT, INDICATOR)
+    own = any(os.path.lexists(os.path.join(directory, mark)) for mark in marks)
+    if not own and any(os.path.lexists(os.path.join(above, mark)) for mark in marks):
+        return Place(directory, above, name)
+    return Place(directory, directory, "")
+
+
+def _items(checkpoint: str) -> dict[str, str]:
+    if os.path.lexists(os.path.join(checkpoint, TREE)):
+        return {"": checkpoint}
+    found = {name: os.path.join(checkpoint, name) for name in _listed(checkpoint)}
+    trees = {
+        name: path
+        for name, path in found.items()
+        if not is_unfinished(name) and os.path.lexists(os.path.join(path, TREE))
+    }
+    if not trees:
+        raise CheckpointMissingError(
+            "the checkpoint holds no tree",
+            path=checkpoint,
+            expected=f"a {TREE} in it, or in a directory of it",
+            found=some(list(found), 5),
+            hint=other_step(checkpoint),
+        )
+    return trees
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Whether a directory is a checkpoint or a tree: by its marks, or because trees lie in it."""
+    if any(os.path.lexists(os.path.join(path, mark)) for mark in MARKS):
+        return True
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    # A tree called 100 is taken for a step, in which nothing is lost.
+    return any(
+        not _STEP.fullmatch(name)
+        and not is_unfinished(name)
+        and os.path.lexists(os.path.join(path, name, TREE))
+        for name in names[:1000]
+    )
+
+
+def _steps(root: str) -> dict[int, str]:
+    """Number → name of the complete steps in a directory."""
+    found: dict[str, dict[int, str]] = {}
+    for name in _listed(root):
+        match = _STEP.fullmatch(name)
+        if match and _is_checkpoint(os.path.join(root, name)):
+            found.setdefault(match[1] or "", {})[int(match[2])] = name
+    if len(found) > 1:
+        raise CheckpointFormatError(
+            "the directory holds steps of several runs",
+            path=root,
+            expected="one",
+            found=some([next(iter(one.values())) for one in found.values()], 5),
+            hint="Name the step you mean.",
+        )
+    return next(iter(found.values()), {})
+
+
+def _unfinished(root: str) -> list[str]:
+    return [name for name in _listed(root) if is_unfinished(name)]
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a directory of that name is being written, or was broken off: by orbax or by maxjax.
+
+    Example:
+        >>> is_unfinished("7.orbax-checkpoint-tmp-1"), is_unfinished(".maxjax-0a-1-x.tmp")
+        (True, True)
+    """
+    return UNFINISHED in name or (name.startswith(_OWN[0]) and name.endswith(_OWN[1]))
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise os_error(error, directory, "listing the directory failed") from error
+    except ValueError:
+        raise CheckpointMissingError("a path cannot hold a NUL character", path=directory) from None
+
+
+def _check_finished(path: str) -> None:
+    """Refuses what orbax had not renamed yet: the checkpoint itself, or the item in it."""
+    head, name = os.path.split(os.path.abspath(path))
+    above = os.path.basename(head)
+    if (is_unfinished(name) or is_unfinished(above)) and os.path.isdir(path):
+        raise _incomplete(path if is_unfinished(name) else head)
+
+
+def _incomplete(path: str) -> CheckpointIncompleteError:
+    return CheckpointIncompleteError(
+        "the checkpoint is still being written, or its writing was broken off",
+        path=path,
+        expected="the name of a step",
+        found=os.path.basename(path),
+        hint=other_step(path),
+    )
+
+
+def other_step(path: str) -> str:
+    """What to do about a checkpoint that cannot be opened."""
+    root = os.path.dirname(os.path.abspath(path))
+    finished = os.path.abspath(path).split(UNFINISHED)[0]
+    if finished != os.path.abspath(path) and _is_checkpoint(finished):
+        return f"The checkpoint before it is complete: {finished}."
+    try:
+        found = _steps(root)
+    except CheckpointError:
+        found = {}
+    found = {step: name for step, name in found.items() if name != os.path.basename(path)}
+    if found:
+        return f"The last complete step beside it is {os.path.join(root, found[max(found)])}."
+    return "There is no complete step beside it."

@@ -1,0 +1,222 @@
+"""Orbax checkpoints: a directory of arrays is a table of tensors like any other.
+
+What the tree says (``_METADATA``), the description of every array and the list of its chunks are
+held against one another when it is opened; the chunks are read and decompressed by tensorstore.
+Neither orbax nor jax is needed. Format: orbax-checkpoint 0.4 to 0.12, with zarr 2 or zarr 3, with or
+without OCDBT.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...errors import (
+    CheckpointFormatError,
+    CheckpointIncompleteError,
+    CheckpointMissingError,
+    CheckpointUnsafeError,
+)
+from ..digests import DIRECTORY, NAME, read_digests
+from ..entry import Checksum, TensorEntry
+from ..files import open_regular
+from ..limits import Limits, in_force
+from ..save.beside import Beside
+from ..table import TensorTable, Verify
+from .chunks import Chunks
+from .maxjax_metadata import read_own
+from .metadata import TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
+from .paths import Place, locate, other_step
+from .paths import is_orbax as is_orbax
+from .paths import orbax_items as orbax_items
+from .paths import steps as steps
+from .store import Store
+from .zarr import DRIVERS, Description, check_chunks, check_write_shape, read_description
+
+# zstd cannot make more of a byte.
+_MOST_RATIO = 40_000
+_FREE_BYTES = 1 << 20
+
+
+def open_orbax(
+    path: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    limits: Limits | None = None,
+    verify: Verify = "auto",
+) -> TensorTable:
+    """Opens one tree of an orbax checkpoint: names, types and shapes of its arrays, no data.
+
+    ``path`` is a checkpoint (what ``ocp.save``, a Checkpointer or one step of a CheckpointManager
+    wrote), a directory of steps, of which the newest complete one is opened, or the directory of
+    one tree. ``item`` names a tree of several; by default the only one, or that called "model",
+    "default", "state" or "params". Tensors are named by their keys with dots between them; Python
+    numbers are tensors without axes; what has no data is in :func:`orbax_tree` alone. The table's
+    ``metadata`` is orbax's custom metadata, as text. ``verify`` is that of
+    :func:`maxjax.storage.open_checkpoint`.
+
+    Raises:
+        CheckpointMissingError: There is no checkpoint, no such tree; a file or chunk is missing.
+        CheckpointIncompleteError: Its writing was never finished; names the last step that was.
+        CheckpointFormatError: Another format; several trees; files that contradict one another.
+        CheckpointCorruptError: tensorstore's checksums do not match.
+        CheckpointUnsafeError: A name leads out of the directory.
+        CheckpointLimitError: More than ``limits`` allow.
+        CheckpointAccessError: A file may not be read.
+
+    Example:
+        >>> open_orbax("no/such/checkpoint")
+        Traceback (most recent call last):
+        maxjax.errors.CheckpointMissingError: no/such/checkpoint: no such file
+    """
+    limits = in_force(limits)
+    place, tree, metadata = _open_tree(os.fsdecode(path), item, limits)
+    own = read_own(metadata, place, limits)
+    store = Store(place.directory, limits)
+    file = open_regular(os.path.join(place.directory, TREE))
+    try:
+        arrays = _describe(store, tree, limits)
+        own.check_names({leaf.name for leaf, _ in arrays})
+        sums = {} if verify is False else _sums(place, limits)
+        entries: dict[str, TensorEntry] = {}
+        offset = 0
+        for leaf, found in arrays:
+            entry = own.applied(_entry(store, tree, leaf, found, offset))
+            entries[leaf.name] = replace(entry, checksum=_checksum(place, entry, sums))
+            offset += entry.nbytes
+        entries.update((entry.name, entry) for entry in own.empty)
+        _check_total(store, offset, limits)
+    except BaseException:
+        file.close()
+        raise
+    table = TensorTable("orbax", [file], entries, metadata)
+    table.verify = verify
+    table.beside = Beside(place.checkpoint, file)
+    return table
+
+
+def orbax_tree(
+    path: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    limits: Limits | None = None,
+) -> Tree:
+    """The leaves of a tree, empty ones and texts too, with the way to each: to rebuild a pytree.
+
+    ``path``, ``item`` and the errors are those of :func:`open_orbax`.
+    """
+    limits = in_force(limits)
+    return _open_tree(os.fsdecode(path), item, limits)[1]
+
+
+def _open_tree(path: str, item: str | None, limits: Limits) -> tuple[Place, Tree, dict[str, str]]:
+    place = locate(path, item)
+    try:
+        metadata = read_checkpoint_metadata(place.checkpoint, limits)
+    except CheckpointIncompleteError as error:
+        raise CheckpointIncompleteError(
+            error.problem,
+            path=error.path,
+            expected=error.expected,
+            found=error.found,
+            hint=other_step(place.checkpoint),
+        ) from None
+    tree = read_tree(place.directory, limits)
+    return place, tree, {**metadata, **tree.metadata}
+
+
+def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Description]]:
+    """The arrays of a tree, each held against its chunks."""
+    leaves = [leaf for leaf in tree.leaves if leaf.has_tensor]
+    if not store.is_ocdbt:
+        for leaf in leaves:
+            _check_inside(store, leaf)
+    chunks = _by_array(store.keys(), {leaf.name for leaf in leaves})
+    wanted, drivers = [], []
+    for leaf in leaves:
+        there = [kind for kind, end in DRIVERS.items() if end in chunks[leaf.name]]
+        if len(there) != 1:
+            raise CheckpointMissingError(
+                "the description of the array is not there",
+                path=store.directory,
+                tensor=leaf.name,
+                expected=f"one of {', '.join(DRIVERS.values())}",
+                found=" and ".join(there) or "neither",
+                hint="Fetch the checkpoint again, or open an earlier step.",
+            )
+        drivers.append(there[0])
+        wanted.append((leaf.name, _key(leaf.name, DRIVERS[there[0]])))
+    found = []
+    described = store.descriptions(wanted)
+    for leaf, driver, (path, source) in zip(leaves, drivers, described, strict=True):
+        array = read_description(driver, path, leaf.name, source, limits)
+        if leaf.write_shape is not None:
+            check_write_shape(array, leaf.write_shape, path, leaf.name)
+        check_chunks(array, chunks[leaf.name], path, leaf.name, tree.is_dense)
+        found.append((leaf, array))
+    return found
+
+
+def _key(name: str, end: str) -> str:
+    return f"{name}/{end}" if name else end
+
+
+def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
+    """Each array's keys, without its name in front."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for key in keys:
+        if "" in names:
+            found[""].add(key)
+        # A name may have slashes itself.
+        at = key.find("/")
+        while at >= 0:
+            if key[:at] in names:
+                found[key[:at]].add(key[at + 1 :])
+            at = key.find("/", at + 1)
+    return found
+
+
+def _check_inside(store: Store, leaf: Leaf) -> None:
+    """Refuses a name that is a path to elsewhere: each array is a directory of its name."""
+    parts = leaf.name.split("/")
+    if leaf.name and any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise CheckpointUnsafeError(
+            "the tensor's name leads out of the checkpoint's directory",
+            path=os.path.join(store.directory, TREE),
+            tensor=leaf.name,
+            expected="the name of a directory",
+            found=repr(leaf.name),
+        )
+
+
+def _check_total(store: Store, nbytes: int, limits: Limits) -> None:
+    most = _MOST_RATIO * store.nbytes + _FREE_BYTES
+    if nbytes > most:
+        raise CheckpointFormatError(
+            "the arrays are larger than anything their files could hold",
+            path=store.directory,
+            expected=f"at most {most} bytes of {store.nbytes} compressed ones",
+            found=f"{nbytes} bytes",
+        )
+
+
+def _entry(store: Store, tree: Tree, leaf: Leaf, found: Description, offset: int) -> TensorEntry:
+    coding = Chunks(store, found.driver, found.dtype, found.read_chunk, tree.is_dense)
+    return TensorEntry(leaf.name, found.dtype, found.shape, 0, offset, found.nbytes, coding)
+
+
+def _sums(place: Place, limits: Limits) -> dict[str, tuple[int, ...]]:
+    digests = read_digests(place.checkpoint, limits=limits)
+    return digests.of(DIRECTORY, 0) if digests else {}
+
+
+def _checksum(
+    place: Place, entry: TensorEntry, sums: dict[str, tuple[int, ...]]
+) -> Checksum | None:
+    name = f"{place.item}/{entry.name}" if place.item else entry.name
+    crcs = sums.get(name)
+    if not crcs:
+        return None
+    source = os.path.join(place.checkpoint, NAME)
+    return Checksum(name, 0, entry.nbytes, crcs[0], crcs[1:], source, of_values=True)

@@ -1,0 +1,416 @@
+"""The arrays of one orbax tree, through tensorstore: keys, descriptions, boxes of values.
+
+tensorstore is what orbax itself writes with, and is imported when the first of its directories
+is opened. It is given paths, never anything out of a file; each file was looked at before, since
+it would wait for a FIFO for ever and calls what may not be read missing. What it reports becomes
+an exception of ``maxjax.errors``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from ...errors import (
+    CheckpointAccessError,
+    CheckpointChangedError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMissingError,
+    CheckpointTruncatedError,
+    CheckpointUnsafeError,
+    OutOfMemoryError,
+)
+from ..entry import Box
+from ..files import os_error
+from ..limits import Limits
+
+# "value:ocdbt.process_0/:d/0123:0:99": what it is, directory, file, offset, length.
+_REFERENCE = re.compile(r"(\w+):([^:]*):([^:]*):(\d{1,19}):(\d{1,19})", re.ASCII)
+_PROCESS = re.compile(r"ocdbt\.process_(\d+)")
+_HINT = "Fetch the checkpoint again, or open an earlier step."
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node of the tree still to be looked at; its keys have ``prefix`` in front."""
+
+    location: str
+    prefix: bytes
+    height: int
+
+
+@dataclass
+class Database:
+    """The newest version of a database.
+
+    Attributes:
+        directory: Where it is.
+        sizes: Size of every file below, by its path from there.
+        dump: What tensorstore says of a node; of None, of the manifest.
+    """
+
+    directory: str
+    sizes: Mapping[str, int]
+    dump: Callable[[str | None], Any]
+    limits: Limits
+
+    def values(self) -> dict[str, bytes | None]:
+        """Key → value, or None where it lies in a file, which was seen to hold it.
+
+        Raises:
+            CheckpointMissingError, CheckpointTruncatedError: A file does not hold what it should.
+            CheckpointUnsafeError: A reference leads out of the directory.
+            CheckpointFormatError: The tree is none.
+            CheckpointLimitError: There are too many keys.
+        """
+        found: dict[str, bytes | None] = {}
+        versions = self.dump(None).get("versions")
+        if not versions:
+            raise self._broken("the database has no version")
+        root = versions[-1]["root"]
+        if "location" not in root:
+            return found
+        nodes, seen = [_Node(root["location"], b"", versions[-1]["root_height"])], set()
+        while nodes:
+            node = nodes.pop()
+            if node.location in seen:
+                raise self._broken("a node is in two places of the tree of keys")
+            seen.add(node.location)
+            self._check(node.location, None)
+            content = self.dump(node.location)
+            if content["height"] != node.height:
+                raise self._broken("a node is of another height than its place in the tree")
+            for entry in content["entries"]:
+                key = node.prefix + entry["key"]
+                if node.height:
+                    prefix = node.prefix + entry["subtree_common_prefix"]
+                    nodes.append(_Node(entry["location"], prefix, node.height - 1))
+                else:
+                    self._add(found, key, entry)
+        return found
+
+    def _add(self, found: dict[str, bytes | None], key: bytes, entry: dict[str, Any]) -> None:
+        try:
+            name = key.decode()
+        except UnicodeDecodeError as error:
+            raise self._broken(f"the key {key[:100]!r} is not UTF-8") from error
+        if "indirect_value" in entry:
+            self._check(entry["indirect_value"], name)
+        if len(found) >= 50 * self.limits.tensors:
+            problem = "the database has too many keys (50 for each tensor)"
+            raise self.limits.error(problem, "tensors", "more", path=self.directory)
+        value = entry.get("inline_value")
+        found[name] = None if value is None else bytes(value)
+
+    def _check(self, location: str, key: str | None) -> None:
+        """Holds a reference against the files; ``key`` is whose value it is of."""
+        match = _REFERENCE.fullmatch(location)
+        if not match:
+            raise self._broken(f"a reference cannot be read: {location}")
+        file = unquote(match[2]) + unquote(match[3])
+        where: dict[str, Any] = {"path": os.path.join(self.directory, file), "tensor": _owner(key)}
+        if file.startswith("/") or "\0" in file or ".." in file.split("/"):
+            raise CheckpointUnsafeError(
+                "a reference leads out of the checkpoint's directory",
+                path=self.directory,
+                tensor=where["tensor"],
+                expected="a file in the directory",
+                found=repr(file),
+            )
+        size = self.sizes.get(os.path.normpath(file))
+        if size is None:
+            raise missing(hint=_HINT, **where)
+        offset, length = int(match[4]), int(match[5])
+        if offset + length > size:
+            raise CheckpointTruncatedError(
+                "the file ends inside the data",
+                offset=min(offset, size),
+                expected=f"{offset + length} bytes",
+                found=f"{size} bytes",
+                hint=f"Incomplete copy? {_HINT}",
+                **where,
+            )
+
+    def _broken(self, problem: str) -> CheckpointFormatError:
+        return CheckpointFormatError(problem, path=self.directory, hint=_HINT)
+
+
+def _owner(key: str | None) -> str | None:
+    """The array whose chunk or description a key is of, as well as it can be told.
+
+    Example:
+        >>> _owner("layers.0.w/c/0/1"), _owner("layers.0.w/0.1")
+        ('layers.0.w', 'layers.0.w')
+    """
+    if key is None:
+        return None
+    return re.sub(r"/?(zarr\.json|\.zarray|c(/\d+)*|[\d.]+)\Z", "", key)
+
+
+def missing(*, path: str, tensor: str | None, hint: str = _HINT) -> CheckpointMissingError:
+    """The error for a file that is not there; says which process wrote it, if one of several."""
+    process = _PROCESS.search(path)
+    who = f"the part that process {process[1]} wrote is not there: " if process else ""
+    return CheckpointMissingError(f"{who}no such file", path=path, tensor=tensor, hint=hint)
+
+
+MANIFEST = "manifest.ocdbt"
+# The nodes of OCDBT's tree of keys; orbax gives it as much.
+_NODES_BYTES = 100_000_000
+_QUOTED = re.compile(r'"(/[^"]+)"')
+# A file's identity: it changes when anything is written to it.
+_Stamp = tuple[int, int, int, int]
+
+
+class Store:
+    """The arrays of one tree. Any number of threads may read at once.
+
+    Attributes: ``directory``, ``is_ocdbt`` (one database; otherwise a file for each chunk) and
+    ``nbytes`` (of all files).
+
+    Raises:
+        CheckpointFormatError: A FIFO, socket or device is among the files.
+        CheckpointAccessError: A file may not be read.
+        CheckpointLimitError: There are too many files.
+    """
+
+    def __init__(self, directory: str, limits: Limits):
+        self.directory = os.path.abspath(directory)
+        self.limits = limits
+        self._stamps = dict(_stamps(self.directory, limits))
+        self.nbytes = sum(stamp[0] for stamp in self._stamps.values())
+        self.is_ocdbt = MANIFEST in self._stamps
+        self._arrays: dict[tuple[str, str], Any] = {}
+        self._lock = threading.Lock()
+        with self.wrapped(None):
+            import tensorstore
+
+            self._ts = tensorstore
+            self._context = tensorstore.Context(
+                {
+                    # What is read is not kept: whoever asked for it has it.
+                    "cache_pool": {"total_bytes_limit": 0},
+                    "cache_pool#ocdbt": {"total_bytes_limit": _NODES_BYTES},
+                }
+            )
+            self._kvs = tensorstore.KvStore.open(self._place(), context=self._context).result()
+        self._values = self._read_values() if self.is_ocdbt else {}
+
+    def __reduce__(self):
+        raise TypeError("an open checkpoint cannot be copied or pickled; open the path again")
+
+    def _place(self, name: str = "") -> dict[str, Any]:
+        """Where tensorstore finds what is below a name."""
+        name = f"{name}/" if name else ""
+        if not self.is_ocdbt:
+            return {"driver": "file", "path": f"{self.directory}/{name}"}
+        base = {"driver": "file", "path": f"{self.directory}/"}
+        return {"driver": "ocdbt", "base": base, "path": name, "cache_pool": "cache_pool#ocdbt"}
+
+    def keys(self) -> list[str]:
+        """All keys: of the database, or the names of the files."""
+        return list(self._values if self.is_ocdbt else self._stamps)
+
+    def _read_values(self) -> dict[str, bytes | None]:
+        """Key → value of the database, or None where it lies in a file."""
+        base = {"driver": "file", "path": f"{self.directory}/"}
+        sizes = {file: stamp[0] for file, stamp in self._stamps.items()}
+        with self.wrapped(None):
+            files = self._ts.KvStore.open(base, context=self._context).result()
+
+            def dump(node: str | None) -> Any:
+                return self._ts.ocdbt.dump(files, node, context=self._context).result()
+
+            return Database(self.directory, sizes, dump, self.limits).values()
+
+    def descriptions(self, wanted: Sequence[tuple[str, str]]) -> Iterator[tuple[str, bytes | str]]:
+        """For each (tensor, key) the path to show and the bytes there, or the path of a file."""
+        if not self.is_ocdbt:
+            for _, key in wanted:
+                path = os.path.join(self.directory, key)
+                yield path, path
+            return
+        with self.wrapped(None):
+            # Asked for all at once; short ones lie with the keys.
+            futures = {key: self._kvs.read(key) for _, key in wanted if self._values[key] is None}
+        for tensor, key in wanted:
+            path, value = os.path.join(self.directory, key), self._values[key]
+            if value is None:
+                with self.wrapped(tensor):
+                    found = futures.pop(key).result()
+                if found.state != "value":
+                    raise missing(path=path, tensor=tensor)
+                value = bytes(found.value)
+            yield path, value
+
+    def array(self, driver: str, name: str, is_dense: bool) -> Any:
+        """The array ``name`` as tensorstore sees it, opened once."""
+        with self._lock:
+            if (driver, name) in self._arrays:
+                return self._arrays[driver, name]
+        spec = {
+            "driver": driver,
+            "kvstore": self._place(name),
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
+            # Otherwise what is missing would be zeros.
+            "fill_missing_data_reads": not is_dense,
+        }
+        with self.wrapped(name, opening=True):
+            array = self._ts.open(spec, open=True, read=True, context=self._context).result()
+        with self._lock:
+            return self._arrays.setdefault((driver, name), array)
+
+    def start(self, array: Any, box: Box, into: Any, name: str) -> Callable[[], None]:
+        """Begins to read a box into a NumPy array; calling what it gives waits for the end."""
+        with self.wrapped(name):
+            index = tuple(slice(start, stop) for start, stop in box)
+            future = self._ts.array(into).write(array[index] if index else array)
+
+        def finish() -> None:
+            with self.wrapped(name):
+                future.result()
+
+        return finish
+
+    # --- what can go wrong ---
+
+    def check_unchanged(self, name: str | None = None) -> None:
+        """Looks at the files again: all of a database, or those of one array.
+
+        Raises:
+            CheckpointMissingError: A file is gone: the step was deleted.
+            CheckpointAccessError: It may not be read any more.
+            CheckpointChangedError: It was written to.
+        """
+        below = "" if name is None or self.is_ocdbt else f"{name}/"
+        for file, stamp in self._stamps.items():
+            if not file.startswith(below) or (self.is_ocdbt and not _is_data(file)):
+                continue
+            path = os.path.join(self.directory, file)
+            try:
+                now = _stamp(os.stat(path))
+            except OSError as error:
+                raise os_error(error, path, "stat failed", tensor=name) from error
+            if now != stamp:
+                raise CheckpointChangedError(
+                    "the file changed while it was being read",
+                    path=path,
+                    tensor=name,
+                    expected=f"{stamp[0]} bytes, mtime {stamp[1]} ns, inode {stamp[2]}",
+                    found=f"{now[0]} bytes, mtime {now[1]} ns, inode {now[2]}",
+                    hint="Wait until nothing writes to it, then load again.",
+                )
+
+    @contextmanager
+    def wrapped(self, tensor: str | None, *, opening: bool = False) -> Iterator[None]:
+        """Makes what tensorstore raises an exception of ours."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except MemoryError as error:
+            raise OutOfMemoryError(self._text(tensor, "the host has no memory for it")) from error
+        except Exception as error:
+            self.check_unchanged(tensor)
+            raise self._error(str(error), tensor, opening) from error
+
+    def _error(self, message: str, tensor: str | None, opening: bool) -> Exception:
+        path = self._named(message) or self.directory
+        where: dict[str, Any] = {"path": path, "tensor": tensor}
+        if not os.path.lexists(path):
+            return missing(path=path, tensor=tensor)
+        short = re.sub(r"\s*\[[^\[]*='.*|\s*\[source locations=.*", "", message, flags=re.DOTALL)
+        problem = f"tensorstore cannot read it: {short[:300]}"
+        if "PERMISSION_DENIED" in message:
+            return CheckpointAccessError(problem, **where)
+        if "Too many open files" in message:
+            hint = "Too many files are open: raise `ulimit -n`."
+            return CheckpointError(problem, hint=hint, **where)
+        if message.startswith("RESOURCE_EXHAUSTED"):
+            return OutOfMemoryError(self._text(tensor, problem))
+        if message.startswith("NOT_FOUND") or "is missing" in message:
+            return CheckpointMissingError(problem, **where)
+        if "OUT_OF_RANGE" in message or "outside valid range" in message:
+            hint = "Incomplete copy, or cut while being read? Fetch the checkpoint again."
+            return CheckpointTruncatedError(problem, hint=hint, **where)
+        wrong = message.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED"))
+        if wrong or (opening and message.startswith("FAILED_PRECONDITION")):
+            return CheckpointFormatError(problem, **where)
+        hint = "It was damaged on its way or on the disk: fetch it again, or open an earlier step."
+        return CheckpointCorruptError(problem, hint=hint, **where)
+
+    def _text(self, tensor: str | None, problem: str) -> str:
+        named = f"tensor '{tensor}': " if tensor is not None else ""
+        return f"{self.directory}: {named}{problem}"
+
+    def _named(self, message: str) -> str | None:
+        """The file below the directory that a message is about, if it names one."""
+        for path in _QUOTED.findall(message):
+            path = os.path.normpath(path)
+            if path.startswith(self.directory + os.sep):
+                return path
+        return None
+
+
+def _is_data(file: str) -> bool:
+    return file == MANIFEST or f"{os.sep}d{os.sep}" in f"{os.sep}{file}"
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+def _stamps(directory: str, limits: Limits) -> Iterable[tuple[str, _Stamp]]:
+    """Every file below a directory, by its path from there; each may be read and is regular."""
+    folders, count = [""], 0
+    seen: set[tuple[int, int]] = set()  # links can lead in circles
+    while folders:
+        folder = folders.pop()
+        path = os.path.join(directory, folder)
+        try:
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            names = sorted(os.listdir(path))
+        except OSError as error:
+            raise os_error(error, path, "listing the directory failed") from error
+        count += len(names)
+        if count > 50 * limits.tensors:
+            problem = "the directory has too many files (50 for each tensor)"
+            raise limits.error(problem, "tensors", count, path=directory)
+        for name in names:
+            file = os.path.join(folder, name)
+            path = os.path.join(directory, file)
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                raise os_error(error, path, "stat failed") from error
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(file)
+                continue
+            _check_file(path, status)
+            yield file, _stamp(status)
+
+
+def _check_file(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointFormatError(
+            "not a regular file",
+            path=path,
+            expected="a regular file",
+            found="a FIFO, a socket or a device",
+            hint="Remove it from the checkpoint.",
+        )
+    if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise os_error(PermissionError(13, "Permission denied"), path, "opening failed")

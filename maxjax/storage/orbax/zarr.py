@@ -1,0 +1,267 @@
+"""The description of one array in zarr's two formats, as tensorstore reads them.
+
+Checked here before tensorstore sees it: what it says of sizes decides how much memory is asked
+for. Formats: zarr 2 (``.zarray``) and zarr 3 (``zarr.json``), the parts that orbax writes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMissingError
+from ..entry import UnknownType
+from ..limits import Limits
+from ..strict_json import load_json
+from .metadata import wrong
+
+# Format of the array → name of its description.
+DRIVERS = {"zarr3": "zarr.json", "zarr": ".zarray"}
+# NumPy and tensorstore agree up to here.
+_MOST_DIMENSIONS = 32
+_ZARR2 = re.compile(r"[<>|](?:[biuf]\d|c8|c16)")
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One array: type, shape, and how it is cut into chunks.
+
+    Attributes:
+        driver: tensorstore's name of the format.
+        chunk: Shape of what is stored under one key.
+        read_chunk: Shape of what is decompressed at a time, if less: part of a chunk.
+        prefix, separator: Of the keys: "c/0/1" of zarr 3, "0.1" of zarr 2.
+    """
+
+    driver: str
+    dtype: DType | Any
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    read_chunk: tuple[int, ...]
+    prefix: str
+    separator: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        itemsize = 0 if isinstance(self.dtype, UnknownType) else self.dtype.np.itemsize
+        return math.prod(self.shape) * itemsize
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """How many chunks there are along each axis."""
+        return tuple(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
+
+    def key(self, index: Sequence[int]) -> str:
+        """The key of a chunk, without the array's name.
+
+        Example:
+            >>> Description("zarr3", DType.int8, (4, 4), (2, 2), (2, 2), "c", "/").key((0, 1))
+            'c/0/1'
+        """
+        numbers = [self.prefix, *map(str, index)] if self.prefix else list(map(str, index))
+        return self.separator.join(numbers) or "0"
+
+
+def read_description(
+    driver: str, path: str, name: str, source: bytes | str, limits: Limits
+) -> Description:
+    """The description of the array ``name``: the path of a file, or its bytes, shown as ``path``.
+
+    Raises:
+        CheckpointFormatError: Not such a description, or one that tensorstore cannot follow.
+        CheckpointError: As for ``load_json``.
+    """
+    shown = path if isinstance(source, bytes) else None
+    value = load_json(source, limits=limits, name=shown)
+    _require(isinstance(value, dict), path, "the document", "an object", value, name)
+    found = (_zarr3 if driver == "zarr3" else _zarr2)(value, path, name)
+    _check_sizes(found, path, name, limits)
+    return found
+
+
+def _zarr2(value: dict[str, Any], path: str, name: str) -> Description:
+    version, filters = value.get("zarr_format"), value.get("filters")
+    _require(version == 2, path, "zarr_format", "2", version, name)
+    _require(filters is None, path, "filters", "null", filters, name)
+    shape, chunk = (_sizes(value.get(key), path, key, name) for key in ("shape", "chunks"))
+    separator = value.get("dimension_separator", ".")
+    _require(separator in (".", "/"), path, "dimension_separator", "'.' or '/'", separator, name)
+    dtype = _dtype(value.get("dtype"), path, "dtype", name)
+    return Description("zarr", dtype, shape, chunk, chunk, "", separator)
+
+
+def _zarr3(value: dict[str, Any], path: str, name: str) -> Description:
+    version, kind = value.get("zarr_format"), value.get("node_type")
+    _require(version == 3, path, "zarr_format", "3", version, name)
+    _require(kind == "array", path, "node_type", "'array'", kind, name)
+    grid, configuration = _named(value.get("chunk_grid"), path, "chunk_grid", name)
+    _require(grid == "regular", path, "chunk_grid", "'regular'", grid, name)
+    shape = _sizes(value.get("shape"), path, "shape", name)
+    chunk = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
+    encoding, options = _named(value.get("chunk_key_encoding"), path, "chunk_key_encoding", name)
+    known = encoding in ("default", "v2")
+    _require(known, path, "chunk_key_encoding", "'default' or 'v2'", encoding, name)
+    separator = options.get("separator", "/" if encoding == "default" else ".")
+    _require(separator in (".", "/"), path, "separator", "'.' or '/'", separator, name)
+    dtype = _dtype(value.get("data_type"), path, "data_type", name)
+    read = _inner(value.get("codecs"), path, name) or chunk
+    prefix = "c" if encoding == "default" else ""
+    return Description("zarr3", dtype, shape, chunk, read, prefix, separator)
+
+
+def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
+    """The shape of the chunks that lie together in one (a "shard"), if they do."""
+    _require(isinstance(codecs, list), path, "codecs", "a list", codecs, name)
+    found = None
+    for one in codecs:
+        codec, configuration = _named(one, path, "codecs", name)
+        if codec == "sharding_indexed":
+            found = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
+            inside = configuration.get("codecs")
+            _require(_inner(inside, path, name) is None, path, "codecs", "one level", "two", name)
+    return found
+
+
+def _named(value: Any, path: str, what: str, name: str) -> tuple[str, dict[str, Any]]:
+    """The name and the configuration of an extension."""
+    if isinstance(value, str):
+        return value, {}
+    _require(isinstance(value, dict), path, what, "an object", value, name)
+    title, configuration = value.get("name"), value.get("configuration", {})
+    _require(isinstance(title, str), path, f"{what}: name", "text", title, name)
+    is_object = isinstance(configuration, dict)
+    _require(is_object, path, f"{what}: configuration", "an object", configuration, name)
+    return title, configuration
+
+
+def _sizes(value: Any, path: str, what: str, name: str) -> tuple[int, ...]:
+    holds = isinstance(value, list) and len(value) <= _MOST_DIMENSIONS
+    holds = holds and all(type(size) is int and size >= 0 for size in value)
+    _require(holds, path, what, f"a list of up to {_MOST_DIMENSIONS} sizes", value, name)
+    return tuple(value)
+
+
+def _dtype(value: Any, path: str, what: str, name: str) -> Any:
+    try:
+        if isinstance(value, str) and _ZARR2.fullmatch(value):
+            return DType.from_numpy(np.dtype(value))
+        if isinstance(value, str) and value in DType.__members__:
+            return DType[value]
+    except (TypeError, ValueError):
+        pass
+    error = wrong(path, what, "a type that maxjax has", value, name)
+    if not isinstance(value, str):
+        raise error
+    return UnknownType(value[:80], error)
+
+
+def _check_sizes(found: Description, path: str, name: str, limits: Limits) -> None:
+    shape, chunk, read = found.shape, found.chunk, found.read_chunk
+    where: dict[str, Any] = {"path": path, "tensor": name}
+    same = len(shape) == len(chunk) == len(read)
+    _require(same, path, "the number of axes of a chunk", str(len(shape)), str(len(chunk)), name)
+    itemsize = 1 if isinstance(found.dtype, UnknownType) else found.dtype.np.itemsize
+    nbytes = itemsize * math.prod(size for size in shape if size)
+    if nbytes > limits.tensor_bytes:
+        raise limits.error("the tensor is too large", "tensor_bytes", nbytes, **where)
+    # A chunk is decoded whole, what lies outside the array too.
+    fits = all(0 < step <= max(size, 1) for size, step in zip(shape, chunk, strict=True))
+    fits = fits and all(
+        0 < step and size % step == 0 for size, step in zip(chunk, read, strict=True)
+    )
+    if not fits:
+        raise CheckpointFormatError(
+            "the chunks do not fit into the array",
+            expected=f"chunks of at most {list(shape)}",
+            found=f"{list(chunk)} in pieces of {list(read)}",
+            **where,
+        )
+
+
+def check_write_shape(found: Description, shape: tuple[int, ...], path: str, name: str) -> None:
+    """Holds an array against the shape of the pieces that the tree says it was written in.
+
+    Raises:
+        CheckpointFormatError: It is not made of whole pieces.
+    """
+    pairs = zip(found.shape, shape, strict=True) if len(shape) == len(found.shape) else [(1, 0)]
+    if not all(piece and size % piece == 0 for size, piece in pairs):
+        raise CheckpointFormatError(
+            "the array is not made of the pieces that it was written in",
+            path=path,
+            tensor=name,
+            expected=f"a multiple of {list(shape)}",
+            found=list(found.shape),
+            hint="One of the two files was damaged.",
+        )
+
+
+def check_chunks(
+    found: Description, keys: Iterable[str], path: str, name: str, is_dense: bool
+) -> None:
+    """Holds the chunks that are there (``keys``, without the array's name) against the shape.
+
+    Raises:
+        CheckpointMissingError: One is not there.
+        CheckpointCorruptError: There is one that the shape has no place for.
+    """
+    there = {index for key in keys if (index := _index(found, key)) is not None}
+    grid = found.grid
+    outside = [index for index in there if not all(map(int.__lt__, index, grid))]
+    if outside:
+        raise CheckpointCorruptError(
+            "there are chunks that the shape has no place for",
+            path=path,
+            tensor=name,
+            expected=f"a grid of {list(grid)} chunks",
+            found=found.key(min(outside)),
+        )
+    if is_dense and len(there) < math.prod(grid):
+        # Of one more than are there, one is not.
+        places = (_place(number, grid) for number in range(len(there) + 1))
+        absent = next(index for index in places if index not in there)
+        raise CheckpointMissingError(
+            f"{math.prod(grid) - len(there)} of the {math.prod(grid)} chunks are missing",
+            path=path,
+            tensor=name,
+            expected=f"chunk {found.key(absent)}",
+            hint="Fetch the checkpoint again, or open an earlier step.",
+        )
+
+
+def _place(number: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """The place of a chunk in the grid, by its number."""
+    index = []
+    for size in reversed(grid):
+        number, last = divmod(number, size)
+        index.append(last)
+    return tuple(reversed(index))
+
+
+def _index(found: Description, key: str) -> tuple[int, ...] | None:
+    """The place of a chunk in the grid, by its key; None for another key."""
+    if not found.shape:
+        return () if key == found.key(()) else None
+    numbers = key.split(found.separator)
+    if found.prefix:
+        if numbers[0] != found.prefix:
+            return None
+        numbers = numbers[1:]
+    plain = all(number.isascii() and number.isdecimal() for number in numbers)
+    if not plain or len(numbers) != len(found.shape) or any(len(one) > 18 for one in numbers):
+        return None
+    return tuple(map(int, numbers))
+
+
+def _require(
+    holds: bool, path: str, what: str, expected: str, found: Any, tensor: str | None
+) -> None:
+    if not holds:
+        raise wrong(path, what, expected, found, tensor)

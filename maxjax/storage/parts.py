@@ -1,0 +1,308 @@
+"""Rectangular parts of tensors, from the disk into the memory each belongs to.
+
+For sharded weights: every device's part is read into the memory that becomes that device's
+array. What several parts need is read once; what none needs is left on the disk. A tensor is
+cut into boxes that do not overlap: one that lies within a part goes straight into its memory,
+any other through a small scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..dtype import DType
+from .checksums import Sum, sum_of_parts, tapped
+from .entry import (
+    Box,
+    CodedJob,
+    Span,
+    TensorEntry,
+    check_bool,
+    coded_jobs,
+    count,
+    extents,
+    fill,
+    split,
+)
+from .files import OpenFile, aligned_empty, run_jobs
+from .table import BLOCK_BYTES, TensorTable
+
+# Scratch memory of one thread. It fits the cache of a core, so that the second copy is cheap;
+# with 64 KiB or 4 MiB the same read took up to half as long again.
+SCRATCH_BYTES = 1 << 20
+# From here on a run of bytes is worth a read of its own into its part, without the scratch.
+DIRECT_BYTES = 64 << 10
+# A shorter run costs more as a call than as bytes, so the hole beside it is read as well,
+# unless that hole is wider than HOLE_BYTES.
+SHORT_BYTES = 512
+HOLE_BYTES = 16 << 10
+
+
+class Part(NamedTuple):
+    """A rectangle of the tensor ``name``, and the memory for it.
+
+    ``region`` is (start, stop) on each axis of the logical shape. ``memory`` is uint8, in C
+    order, of exactly the region's bytes as an array; float4 takes one byte per value.
+    """
+
+    name: str
+    region: Box
+    memory: np.ndarray
+
+
+def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None = None) -> int:
+    """Fills the memory of every part; gives the number of bytes read from the files.
+
+    Parts may overlap, repeat, be empty, and be of any number of tensors. Takes at most 1 MiB
+    of scratch memory per thread, a tensor with a coding a few; ``threads`` is by default the number of cores,
+    at most 8. A run shorter than 512 bytes may be read together with what lies beside it.
+
+    Raises:
+        KeyError: There is no tensor of that name.
+        ValueError: A region outside the tensor's shape, or memory that is not for it.
+        CheckpointTruncatedError: The file is shorter than it was.
+        CheckpointChangedError: It was written to since it was opened.
+        CheckpointFormatError: A boolean that is neither 0 nor 1 among the bytes read.
+        CheckpointCorruptError: A checksum of the file is another than that of its bytes.
+        CheckpointError: The system reports an error, or the file is closed.
+
+    Example:
+        >>> import os, tempfile
+        >>> from maxjax.storage import aligned_empty, open_checkpoint
+        >>> header = b'{"w":{"dtype":"U8","shape":[2,3],"data_offsets":[0,6]}}'
+        >>> path = os.path.join(tempfile.mkdtemp(), "m.safetensors")
+        >>> with open(path, "wb") as f:
+        ...     _ = f.write(len(header).to_bytes(8, "little") + header + bytes(range(6)))
+        >>> left, right = aligned_empty(2), aligned_empty(4)
+        >>> with open_checkpoint(path) as table:
+        ...     read_parts(table, [Part("w", ((0, 2), (0, 1)), left),
+        ...                        Part("w", ((0, 2), (1, 3)), right)])
+        6
+        >>> left.tolist(), right.tolist()
+        ([0, 3], [1, 2, 4, 5])
+    """
+    targets: dict[str, list[_Target]] = {}
+    for part in parts:
+        targets.setdefault(part.name, []).append(_target(table.entries[part.name], part))
+    sums = table.checks.sums(table.entries[name] for name in targets)
+    jobs: list[_Job | CodedJob] = []
+    nbytes = 0
+    for name, wanted in targets.items():
+        entry, needed = table.entries[name], [t for t in wanted if t.array.size]
+        nbytes += sum(target.array.nbytes for target in needed)
+        one = sum_of_parts(entry, [target.region[:-1] for target in needed], sums)
+        if entry.coding is None:
+            jobs.extend(_plan(table.files[entry.file], entry, needed, one))
+        else:
+            regions = [(t.region[:-1], t.array.view(entry.dtype.np)[..., 0]) for t in needed]
+            if one:
+                one.parts.extend(regions)
+            jobs.extend(coded_jobs(tapped(table.files[entry.file], one), entry, regions))
+    jobs.sort(key=_place)
+    with table.reading():
+        read = sum(run_jobs(_execute, jobs, nbytes, threads))
+        table.checks.compare(sums, threads=threads)
+        for number in {table.entries[name].file for name in targets}:
+            table.files[number].check_unchanged()
+    return read
+
+
+def _place(job: _Job | CodedJob) -> Any:
+    return job.entry.file, job.entry.offset, job.box if type(job) is _Job else ()
+
+
+def _execute(job: _Job | CodedJob) -> int:
+    return job.run() if isinstance(job, CodedJob) else _read(job)
+
+
+# --- what is asked for ------------------------------------------------------------------------
+
+
+# Compared by identity: two parts of the same region are two targets.
+@dataclass(slots=True, eq=False)
+class _Target:
+    """A part made ready: the bytes of an item are the last axis of its region and its array."""
+
+    region: Box
+    array: np.ndarray
+
+    def covers(self, span: Span, axis: int) -> bool:
+        start, stop = self.region[axis]
+        return start <= span[0] and span[1] <= stop
+
+
+def _target(entry: TensorEntry, part: Part) -> _Target:
+    (name, region, memory), shape = part, entry.shape
+    region = (*region, (0, entry.dtype.np.itemsize))
+    problem = None
+    if len(part.region) != len(shape) or not all(
+        0 <= start <= stop <= size for (start, stop), size in zip(part.region, shape, strict=True)
+    ):
+        problem = f"the region {part.region} is not inside the shape {list(shape)}"
+    elif memory.dtype != np.uint8 or not (memory.flags.c_contiguous and memory.flags.writeable):
+        problem = f"the memory must be uint8, in C order and writable, not {memory.dtype}"
+    elif memory.size != count(region):
+        problem = f"region {part.region} takes {count(region)} bytes of memory, not {memory.size}"
+    if problem:
+        raise ValueError(f"tensor '{name}': {problem}")
+    # An empty array may have axes too long for NumPy; nothing will look at its shape.
+    return _Target(region, memory.reshape(extents(region)) if memory.size else memory)
+
+
+# --- planning: boxes that do not overlap, each with all the parts it touches -------------------
+
+
+@dataclass(slots=True)
+class _Job:
+    """Up to 16 MiB of the tensor that is ``whole``. With a ``target``, all within that part.
+
+    ``sum`` takes up what is read.
+    """
+
+    file: OpenFile
+    entry: TensorEntry
+    whole: Box
+    box: Box
+    target: _Target | None
+    others: list[_Target]
+    sum: Sum | None
+
+
+def _plan(
+    file: OpenFile, entry: TensorEntry, targets: list[_Target], sum: Sum | None
+) -> Iterator[_Job]:
+    whole = tuple((0, size) for size in (*entry.shape, entry.dtype.np.itemsize))
+    for large, target in _boxes(whole, targets, 0, 1) if targets else ():
+        others = [other for other in targets if other is not target]
+        for box in split(large, BLOCK_BYTES):
+            touched = [other for other in others if _overlap(box, box, other.region)]
+            yield _Job(file, entry, whole, box, target, touched, sum)
+
+
+def _boxes(
+    whole: Box, targets: list[_Target], axis: int, rows: int
+) -> list[tuple[Box, _Target | None]]:
+    """Boxes over the axes from ``axis`` on, and the part each lies within (None: by scratch).
+
+    ``rows`` is how often they are to be read: the indices chosen on the axes before.
+    """
+    rest = whole[axis:]
+    if all(one.region[axis:] == rest for one in targets):
+        return [(rest, targets[0])]
+    if all(one.region[axis + 1 :] == rest[1:] for one in targets):
+        stride = count(rest[1:])
+        found = [((span, *rest[1:]), one) for span, one in _runs(targets, axis, stride, rows)]
+    else:
+        found = []
+        for span in _cuts(targets, axis):
+            inside = [one for one in targets if one.covers(span, axis)]
+            below = _boxes(whole, inside, axis + 1, rows * (span[1] - span[0]))
+            found.extend(((span, *box), target) for box, target in below)
+    if rows > 1 and count(rest) <= HOLE_BYTES:
+        if any(_run(rest, box)[1] < SHORT_BYTES for box, _ in found):
+            return [(rest, None)]
+    return found
+
+
+def _cuts(targets: list[_Target], axis: int) -> list[Span]:
+    """The spans of ``axis`` between neighbouring borders of parts, without what no part needs."""
+    borders = sorted({border for one in targets for border in one.region[axis]})
+    return [span for span in pairwise(borders) if any(one.covers(span, axis) for one in targets)]
+
+
+def _runs(
+    targets: list[_Target], axis: int, stride: int, rows: int
+) -> list[tuple[Span, _Target | None]]:
+    """The spans to read of the last axis that is not taken whole by every part."""
+    groups: list[list[Span]] = []
+    for start, stop in _cuts(targets, axis):
+        if groups:
+            hole = stride * (start - groups[-1][-1][1])
+            shorter = stride * min(stop - start, groups[-1][-1][1] - groups[-1][0][0])
+            if hole < SHORT_BYTES or (shorter < SHORT_BYTES and hole <= HOLE_BYTES):
+                groups[-1].append((start, stop))
+                continue
+        groups.append([(start, stop)])
+    found = []
+    for group in groups:
+        start, stop = group[0][0], group[-1][1]
+        # Of a single row each piece is one read anyway.
+        direct = rows == 1 or stride * (stop - start) >= DIRECT_BYTES * len(group)
+        for span in group if direct else [(start, stop)]:
+            found.append((span, next((one for one in targets if one.covers(span, axis)), None)))
+    return found
+
+
+def _run(whole: Box, box: Box) -> tuple[int, int]:
+    """The first axis after which a box is whole, and how many bytes lie together from it on."""
+    axis = len(box) - 1
+    while axis and box[axis] == whole[axis]:
+        axis -= 1
+    return axis, count(box[axis:])
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def _read(job: _Job) -> int:
+    total = 0
+    limit = SCRATCH_BYTES if job.others or not job.target else BLOCK_BYTES
+    scratch = aligned_empty(0 if job.target else min(limit, count(job.box)))
+    for box in split(job.box, limit):
+        if job.target:
+            region, array = job.target.region, job.target.array
+        else:
+            region, array = box, scratch[: count(box)].reshape(extents(box))
+        total += _fill_box(job, box, array.reshape(-1), region)
+        for other in job.others:
+            if overlap := _overlap(box, region, other.region):
+                other.array[overlap[1]] = array[overlap[0]]
+    return total
+
+
+def _overlap(box: Box, region: Box, other: Box) -> tuple[tuple, tuple] | None:
+    """What a box shares with ``other``, as indices of arrays of ``region`` and of ``other``."""
+    here, there = [], []
+    for (start, stop), (base, _), (first, last) in zip(box, region, other, strict=True):
+        start, stop = max(start, first), min(stop, last)
+        if start >= stop:
+            return None
+        here.append(slice(start - base, stop - base))
+        there.append(slice(start - first, stop - first))
+    return tuple(here), tuple(there)
+
+
+def _fill_box(job: _Job, box: Box, memory: np.ndarray, region: Box) -> int:
+    """Reads a box into ``memory``, which holds ``region``; gives the number of bytes read."""
+    entry, view, total = job.entry, memoryview(memory), 0
+    axis, length = _run(job.whole, box)
+    places = _starts(box, region, axis)
+    for start, place in zip(_starts(box, job.whole, axis), places, strict=True):
+        run = view[place : place + length]
+        if job.sum is None:
+            fill(job.file, entry, start, run)
+        else:
+            job.sum.fill(entry, start, run)
+        total += length
+        if entry.dtype is DType.bool:
+            values = memory[place : place + length]
+            if job.sum is None:
+                check_bool(job.file, entry, start, values)
+            else:
+                job.sum.check_bool(entry, start, values)
+    return total
+
+
+def _starts(box: Box, region: Box, axis: int) -> Iterator[int]:
+    """The place, in bytes of ``region``, of each run of a box that is whole after ``axis``."""
+    places = []
+    for k, ((start, stop), (base, _)) in enumerate(zip(box, region, strict=True)):
+        stride = count(region[k + 1 :])
+        stop = stop if k < axis else start + 1
+        places.append(range((start - base) * stride, (stop - base) * stride, stride))
+    return map(sum, product(*places[: axis + 1]))

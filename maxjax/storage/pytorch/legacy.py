@@ -1,0 +1,180 @@
+"""PyTorch files from before version 1.6: pickles and storages one behind another.
+
+Three small pickles (a magic number, the version, facts of the system), that of the value, that of
+the list of keys, and for each key a count of 8 bytes and the storage. ``torch.save`` still
+writes this with ``_use_new_zipfile_serialization=False``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ...dtype import DType
+from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from ..entry import TensorEntry
+from ..files import OpenFile
+from ..limits import Limits
+from .names import WIDTHS, Storage, Tensor, find, persistent
+from .pickle_machine import Reader, shown
+from .pickles import read_pickle
+from .tensors import Entries, Stored
+from .tree import flatten
+
+MAGIC = 0x1950A86A20F9469CFC6C
+_VERSION = 1001
+# What is read of the file at first; most pickles of weights are shorter.
+_FIRST_BYTES = 1 << 20
+_REFETCH = "Incomplete download? Delete the file and fetch it again."
+
+
+def read_legacy(
+    file: OpenFile, number: int, limits: Limits
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """(entries, metadata) of an open file; ``number`` is its place in a set.
+
+    Raises:
+        CheckpointUnsafeError: A pickle asks for what no weights need.
+        CheckpointTruncatedError: The file ends inside a pickle or a storage.
+        CheckpointFormatError: Anything else that ``torch.save`` does not write.
+        CheckpointLimitError: More than ``limits`` allow.
+    """
+    most, wanted = limits.pickle_bytes, _FIRST_BYTES
+    while True:
+        data = file.pread(0, min(file.size, most, wanted))
+        legacy = _Legacy(file, number, limits, data)
+        try:
+            legacy.read()
+            return legacy.entries()
+        except CheckpointTruncatedError:
+            # It may be the end of what was read: once more with more of it.
+            if legacy.is_read or len(data) == file.size:
+                raise
+            if len(data) == most:
+                problem = "the pickles are longer than the limit"
+                raise limits.error(
+                    problem, "pickle_bytes", file.size, path=file.path, offset=most
+                ) from None
+            wanted *= 8
+
+
+class _Legacy:
+    """One reading of a file from ``data``, its first bytes. ``at`` is the next of them."""
+
+    def __init__(self, file: OpenFile, number: int, limits: Limits, data: bytes):
+        self.file = file
+        self.number = number
+        self.limits = limits
+        self.data = data
+        self.at = 0
+        self.storages: dict[str, Storage] = {}
+        self.is_read = False
+
+    def read(self) -> None:
+        """Reads the pickles."""
+        for what, expected in (("magic number", MAGIC), ("version of the format", _VERSION)):
+            value, place = self._plain()
+            if type(value) is not int or value != expected:
+                raise self._bad(what, place, expected, shown(value))
+        system, place = self._plain()
+        if type(system) is not dict:
+            raise self._bad("facts of the system", place, "a dict", shown(system))
+        place = self.at
+        value = self._pickle(find, self._persistent)
+        where = {"path": self.file.path, "offset": place, "nbytes": self.at - place}
+        self.found, self.metadata = flatten(value, limits=self.limits, **where)
+        self.keys, self.keys_at = self._plain()
+        if type(self.keys) is not list or not all(type(key) is str for key in self.keys):
+            found = shown(self.keys)
+            raise self._bad("keys of the storages", self.keys_at, "a list of texts", found)
+        self.is_read = True
+
+    def entries(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+        """(entries, metadata), once the pickles are read."""
+        layout = self._layout()
+        # They are little endian whatever the machine.
+        swap = sys.byteorder != "little"
+        entries = Entries(self.file.path, self.number, self.limits, layout.get, swap)
+        return {name: entries.entry(name, tensor) for name, tensor in self.found}, self.metadata
+
+    def _bad(
+        self, problem: str, place: int, expected: Any, found: Any, tensor: str | None = None
+    ) -> CheckpointError:
+        where = {"path": self.file.path, "offset": place, "tensor": tensor}
+        return CheckpointFormatError(problem, expected=expected, found=found, **where)
+
+    def _plain(self) -> tuple[Any, int]:
+        """A pickle in which nothing may be asked for, and its place."""
+        place = self.at
+        return self._pickle(lambda module, name: None, None), place
+
+    def _pickle(self, tokens: Any, persistent: Any) -> Any:
+        value, self.at = read_pickle(
+            self.data,
+            path=self.file.path,
+            offset=0,
+            limits=self.limits,
+            tokens=tokens,
+            persistent=persistent,
+            start=self.at,
+        )
+        return value
+
+    def _persistent(self, reader: Reader, identity: Any) -> Storage:
+        storage = persistent(reader, identity)
+        if type(storage.key) is str:
+            self.storages.setdefault(storage.key, storage)
+        return storage
+
+    # --- the storages behind the pickles ---
+
+    def _layout(self) -> dict[str, Stored]:
+        """key → where its storage lies; together they reach to the end of the file."""
+        users = {_key(tensor): name for name, tensor in reversed(self.found)}
+        layout: dict[str, Stored] = {}
+        at = self.at
+        for key in self.keys:
+            storage, tensor = self.storages.get(key), users.get(key)
+            if storage is None or key in layout:
+                problem = f"keys of the storages: '{key[:80]}'"
+                again = "again" if storage else "one that no tensor has"
+                raise self._bad(problem, self.keys_at, "each key once", again, tensor)
+            kind = storage.kind.value
+            width = kind.np.itemsize if type(kind) is DType else WIDTHS.get(storage.kind.name)
+            if width is None:
+                problem = "dtype: unknown or not supported"
+                expected, asked = "a type that JAX has arrays of", str(storage.kind)
+                raise self._bad(problem, storage.at, expected, asked, tensor)
+            layout[key] = self._storage(at, width, tensor)
+            at = layout[key].offset + layout[key].nbytes
+        if at != self.file.size:
+            problem = "bytes after the last storage belong to no tensor"
+            expected, size = f"a file of {at} bytes", f"{self.file.size} bytes"
+            raise self._bad(problem, at, expected, size)
+        return layout
+
+    def _storage(self, at: int, width: int, tensor: str | None) -> Stored:
+        """The storage whose count is at byte ``at``."""
+        start, size = at + 8, self.file.size
+        count = int.from_bytes(self.file.pread(at, 8), "little") if start <= size else 0
+        nbytes = count * width
+        if nbytes > self.limits.storage_bytes:
+            where = {"path": self.file.path, "offset": at, "tensor": tensor}
+            problem = "storage: too many bytes"
+            raise self.limits.error(problem, "storage_bytes", nbytes, **where)
+        if start + nbytes > size:
+            raise CheckpointTruncatedError(
+                "the file ends inside a storage",
+                path=self.file.path,
+                tensor=tensor,
+                offset=min(at, size),
+                expected=f"{8 + nbytes} bytes",
+                found=f"{max(size - at, 0)} bytes",
+                hint=_REFETCH,
+            )
+        return Stored(start, nbytes)
+
+
+def _key(tensor: Tensor) -> Any:
+    first = tensor.arguments[0] if tensor.arguments else None
+    return first.key if type(first) is Storage and type(first.key) is str else None

@@ -1,0 +1,217 @@
+"""The names that the pickle of a PyTorch file may ask for, and what they stand for.
+
+Those that ``torch.load`` takes by default (``weights_only``) and that weights are written with; a call
+of one becomes a record, which is looked at later. The format is what ``torch/_utils.py`` and
+``torch/serialization.py`` write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...dtype import DType
+from .pickle_machine import Reader, Token, shown
+
+
+# Not frozen, which would take four times as long to make: there may be 200,000.
+@dataclass(slots=True, eq=False)
+class Storage:
+    """What a persistent id says of a storage: class, key, and number of values of the class."""
+
+    kind: Token
+    key: Any
+    numel: Any
+    view: Any
+    at: int
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """A call that makes a tensor: the function, its arguments unchecked, and its place."""
+
+    function: Token
+    arguments: tuple
+    at: int
+
+
+# --- the table of names ------------------------------------------------------------------------
+
+
+def _tensor(reader: Reader, arguments: tuple, function: Token) -> Tensor:
+    reader.count_tensor()
+    return Tensor(function, arguments, reader.where(reader.op))
+
+
+def _rebuild(name: str, value: Any) -> Token:
+    # The token is the function's own, so it exists only after the lambda that gives it.
+    token = Token("torch._utils", name, value, lambda r, a: _tensor(r, a, token))
+    return token
+
+
+def _parameter(reader: Reader, arguments: tuple) -> Any:
+    """A parameter is its tensor."""
+    if not arguments or type(arguments[0]) is not Tensor:
+        found = arguments[0] if arguments else ()
+        raise reader.bad("the data of a parameter", "a tensor", shown(found))
+    return arguments[0]
+
+
+def _from_type(reader: Reader, arguments: tuple) -> Any:
+    """A tensor with attributes of Python is the tensor: (function, class, arguments, state)."""
+    function = arguments[0] if arguments else None
+    if type(function) is not Token or function.module != "torch._utils" or not function.reduce:
+        raise reader.bad("a tensor with attributes", "what makes a tensor", shown(function))
+    if len(arguments) != 4 or type(arguments[2]) is not tuple:
+        raise reader.bad("a tensor with attributes", "4 arguments", shown(arguments))
+    if type(arguments[1]) is not Token or arguments[1].value != "class":
+        raise reader.bad("the class of a tensor", "torch.Tensor", shown(arguments[1]))
+    return function.reduce(reader, arguments[2])
+
+
+def _ordered_dict(reader: Reader, arguments: tuple) -> dict:
+    """Empty, or of Python 2: with the list of its items."""
+    items = arguments[0] if arguments else []
+    if len(arguments) > 1 or type(items) is not list:
+        raise reader.bad("the arguments of OrderedDict", "none", shown(arguments))
+    result: dict = {}
+    for item in items:
+        if type(item) not in (list, tuple) or len(item) != 2:
+            raise reader.bad("an item of an OrderedDict", "a key and a value", shown(item))
+        reader.check_key(item[0])
+        result[item[0]] = item[1]
+    return result
+
+
+def _one(kind: type) -> Callable[[Reader, tuple], Any]:
+    """A call with one argument that stands for the argument: a size, a device, a set."""
+
+    def reduce(reader: Reader, arguments: tuple) -> Any:
+        if not arguments or type(arguments[0]) is not kind:
+            raise reader.bad("the argument of a call", kind.__name__, shown(arguments))
+        return arguments[0]
+
+    return reduce
+
+
+def _encode(reader: Reader, arguments: tuple) -> bytes:
+    """Bytes as protocol 2 writes them: text, of which every character is one byte."""
+    if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in ("latin1", "latin-1"):
+        try:
+            return arguments[0].encode("latin-1")
+        except UnicodeEncodeError:
+            pass
+    raise reader.bad("the arguments of encode", "bytes as latin1 text", shown(arguments))
+
+
+def _bytes(reader: Reader, arguments: tuple) -> bytes:
+    if arguments:
+        raise reader.bad("the arguments of bytes", "none", shown(arguments))
+    return b""
+
+
+_FLOATS = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+_DTYPES: dict[str, DType] = {
+    name: DType.of(name)
+    for name in f"float16 float32 float64 bfloat16 bool {_FLOATS} uint8 uint16 uint32 uint64"
+    " int8 int16 int32 int64 complex64 complex128".split()
+}
+_DTYPES["float4_e2m1fn_x2"] = DType.float4_e2m1fn
+# Other names for the same types, as torch has them.
+_DTYPES |= {"half": DType.float16, "float": DType.float32, "double": DType.float64}
+# Known, and no array of JAX.
+_NO_DTYPES = (
+    "complex32 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2"
+).split() + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+_CLASSES = {
+    "Double": DType.float64,
+    "Float": DType.float32,
+    "Half": DType.float16,
+    "BFloat16": DType.bfloat16,
+    "Long": DType.int64,
+    "Int": DType.int32,
+    "Short": DType.int16,
+    "Char": DType.int8,
+    "Byte": DType.uint8,
+    "Bool": DType.bool,
+    "ComplexFloat": DType.complex64,
+    "ComplexDouble": DType.complex128,
+    "Untyped": DType.uint8,
+}
+# Bytes of a value in the storages of types that JAX has no arrays of.
+WIDTHS = {
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QInt32Storage": 4,
+    "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}
+# Functions that make a tensor: where the arguments are, or which kind is not supported.
+VIEW = "a view"
+_FUNCTIONS: dict[str, str] = {
+    "_rebuild_tensor": VIEW,
+    "_rebuild_tensor_v2": VIEW,
+    "_rebuild_tensor_v3": VIEW,
+    "_rebuild_qtensor": "a quantised tensor",
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_meta_tensor_no_storage": "a tensor of the meta device, which has no data",
+    "_rebuild_wrapper_subclass": "a tensor of a subclass",
+    "_rebuild_device_tensor_from_numpy": "a tensor of another device's own kind",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of another device's own kind",
+}
+_SCHEMES = (
+    "per_tensor_affine per_channel_affine per_tensor_symmetric per_channel_symmetric"
+    " per_channel_affine_float_qparams"
+).split()
+_ALL = [
+    *(_rebuild(name, value) for name, value in _FUNCTIONS.items()),
+    Token("torch._utils", "_rebuild_parameter", None, _parameter),
+    Token("torch._utils", "_rebuild_parameter_with_state", None, _parameter),
+    Token("torch._tensor", "_rebuild_from_type_v2", None, _from_type),
+    Token("torch", "Tensor", "class"),
+    Token("torch.nn.parameter", "Parameter", "class"),
+    Token("torch", "Size", None, _one(tuple)),
+    Token("torch", "device", None, _one(str)),
+    Token("torch.serialization", "_get_layout", None, _one(str)),
+    Token("torch.storage", "UntypedStorage", DType.uint8),
+    Token("collections", "OrderedDict", None, _ordered_dict),
+    Token("_codecs", "encode", None, _encode),
+    *(Token(module, "set", None, _one(list)) for module in ("builtins", "__builtin__")),
+    *(Token(module, "bytes", None, _bytes) for module in ("builtins", "__builtin__")),
+    *(Token("torch", name, dtype) for name, dtype in _DTYPES.items()),
+    *(Token("torch", name) for name in (*_NO_DTYPES, *_SCHEMES)),
+]
+_TOKENS = {(token.module, token.name): token for token in _ALL}
+_STORAGE = re.compile(r"([A-Za-z0-9]{1,40})Storage")
+
+
+def find(module: str, name: str) -> Token | None:
+    """The token of a name that a file may ask for, or None.
+
+    A storage class that is unknown has a token too: what it is asked for is a tensor, and the error shall
+    say which.
+
+    Example:
+        >>> str(find("torch", "FloatStorage")), find("os", "system")
+        ('torch.FloatStorage', None)
+    """
+    token = _TOKENS.get((module, name))
+    if token is None and module in ("torch", "torch.cuda"):
+        if match := _STORAGE.fullmatch(name):
+            return Token(module, name, _CLASSES.get(match[1]))
+    return token
+
+
+def persistent(reader: Reader, identity: Any) -> Storage:
+    """The storage that a persistent id stands for: ("storage", class, key, location, numel)."""
+    if type(identity) is not tuple or len(identity) not in (5, 6):
+        raise reader.bad("a persistent id", "that of a storage", shown(identity))
+    word, kind, key, _, numel, *view = identity
+    if type(word) is not str or word != "storage":
+        raise reader.bad("a persistent id", "that of a storage", shown(word))
+    if type(kind) is not Token or not kind.name.endswith("Storage"):
+        raise reader.bad("the class of a storage", "a storage class", shown(kind))
+    return Storage(kind, key, numel, view[0] if view else None, reader.where(reader.op))

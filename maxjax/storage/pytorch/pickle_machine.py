@@ -1,0 +1,367 @@
+"""The machine that a pickle drives: data, stack, marks and memo, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointTruncatedError,
+    CheckpointUnsafeError,
+)
+from ..limits import Limits, of_digits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Token:
+    """A name that a pickle may ask for; it stands for itself and is never imported.
+
+    ``value`` is what it means to the format. ``reduce`` gives what a call of it stands for:
+    a function of ours, from the ``Reader`` and the arguments to a plain value.
+    """
+
+    module: str
+    name: str
+    value: Any = None
+    reduce: Callable[[Any, tuple], Any] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def shown(value: Any) -> str:
+    """A value of a pickle as short text, without looking into it.
+
+    Example:
+        >>> shown("a"), shown((1, (2, 3))), shown(None)
+        ("'a'", 'a tuple of 2', 'None')
+    """
+    if isinstance(value, dict | list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    if type(value) is int and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str | bytes):
+        return repr(value[:80]) + ("…" if len(value) > 80 else "")
+    if value is None or isinstance(value, int | float | Token):
+        return str(value)
+    return f"a {type(value).__name__}"
+
+
+# --- the size of a value -----------------------------------------------------------------------
+
+
+_CHILDREN: dict[type, Callable[[Any], Any]] = {dict: dict.values, list: iter, tuple: iter}
+
+
+class _Level:
+    """A container on the way down: ``values`` in it so far, and ``levels`` with its own."""
+
+    __slots__ = ("value", "rest", "values", "levels")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.rest = iter(_CHILDREN[type(value)](value))
+        self.values = self.levels = 1
+
+    def add(self, values: int, levels: int) -> None:
+        self.values += values
+        self.levels = max(self.levels, levels + 1)
+
+    def next(self, known: dict[int, tuple[int, int]]) -> Any:
+        """The next container in it that was not measured yet, or None."""
+        for child in self.rest:
+            if type(child) not in _CHILDREN:
+                self.values += 1
+            elif id(child) in known:
+                self.add(*known[id(child)])
+            else:
+                return child
+        return None
+
+
+def measure(value: Any, limits: Limits, over: Callable[[str, str, int], Exception]) -> None:
+    """Checks depth and size of a value as if each container were written out at each place.
+
+    ``over`` makes the error from the problem, the limit's name and the value.
+    """
+    items, depth = limits.pickle_items, limits.pickle_depth
+    known: dict[int, tuple[int, int]] = {}  # id → (values, levels)
+    path = [_Level(value)] if type(value) in _CHILDREN else []
+    inside = {id(value)}
+    while path:
+        level = path[-1]
+        child = level.next(known)
+        if level.values > items:
+            raise over("the pickle holds too many values", "pickle_items", level.values)
+        if child is not None:
+            if id(child) in inside or len(path) >= depth:
+                raise over("values too deep in one another", "pickle_depth", depth + 1)
+            inside.add(id(child))
+            path.append(_Level(child))
+            continue
+        if len(path) + level.levels - 1 > depth:
+            raise over("values too deep in one another", "pickle_depth", depth + 1)
+        path.pop()
+        inside.discard(id(level.value))
+        known[id(level.value)] = level.values, level.levels
+        if path:
+            path[-1].add(level.values, level.levels)
+
+
+_SAFE = "Nothing of the file was run. Use a safetensors version."
+# Types whose hash nobody can choose: many equal hashes would make a dict take forever.
+_KEYS = (str, int, bool, bytes, float, type(None))
+_HASH_MODULUS = 2**61 - 1
+# What torch.save writes for a tensor has up to 32 instructions, and 10 more for a parameter.
+_OF_A_TENSOR = 64
+# Numbers of so few bytes are read without a look at the limit of long ones.
+_SHORT_BYTES = 8
+# How much of the stack is looked at to say which tensor an error concerns.
+_LOOKED_AT = 64
+Find = Callable[[str, str], Token | None]
+
+
+class Reader:
+    """One pass over a pickle. ``at`` is the next byte, ``op`` that of the instruction being done.
+
+    ``stack`` holds what was built since the last mark, ``marks`` the stacks before it, and
+    ``tensors`` is how many were made so far.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        path: str,
+        offset: int | None,
+        limits: Limits,
+        tokens: Find,
+        persistent: Callable[[Reader, Any], Any] | None,
+        start: int,
+        packed_at: int,
+    ):
+        self.data = data
+        self.path = path
+        self.offset = offset
+        self.packed_at = packed_at
+        self.limits = limits
+        self.tokens = tokens
+        self.persistent = persistent
+        self.at = self.op = start
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.tensors = 0
+
+    # --- errors ---
+
+    def where(self, at: int) -> int:
+        """The place in the file of byte ``at`` of the data."""
+        return self.packed_at if self.offset is None else self.offset + at
+
+    def bad(self, problem: str, expected: str, found: str, key: Any = None) -> CheckpointError:
+        """For something that no writer writes; ``key`` is that of the tensor in its dict."""
+        return CheckpointFormatError(
+            problem,
+            path=self.path,
+            tensor=self._name(key),
+            offset=self.where(self.op),
+            expected=expected,
+            found=found,
+        )
+
+    def unsafe(self, problem: str, found: str) -> CheckpointError:
+        """For something that would run code."""
+        return CheckpointUnsafeError(
+            problem,
+            path=self.path,
+            tensor=self._name(),
+            offset=self.where(self.op),
+            expected="the names that tensors are written with",
+            found=found,
+            hint=_SAFE,
+        )
+
+    def short(self, wanted: int) -> CheckpointError:
+        """The data ends before ``wanted`` more bytes."""
+        there = len(self.data) - self.at
+        return CheckpointTruncatedError(
+            "the pickle ends inside an instruction" if wanted > 1 else "the pickle has no end",
+            path=self.path,
+            offset=self.where(self.at),
+            expected=f"{wanted} bytes",
+            found=f"{there} bytes",
+            hint="Incomplete download? Fetch it again.",
+        )
+
+    def over(
+        self, problem: str, option: str, value: int, fixed: str | None = None
+    ) -> CheckpointError:
+        """Over the limit ``option``; ``fixed`` says why raising it would not help."""
+        place, name = self.where(self.op), self._name()
+        more = {"path": self.path, "tensor": name, "offset": place}
+        return self.limits.error(problem, option, value, fixed=fixed, **more)
+
+    def _name(self, key: Any = None) -> str | None:
+        """The tensor being built, as far as the keys on the stack tell."""
+        keys: list[Any] = []
+        frames = [*self.marks[:_LOOKED_AT], self.stack]
+        for number, frame in enumerate(frames):
+            before = frames[number - 1][-1:] if number else []
+            if before and type(before[0]) is dict:  # the keys and values of SETITEMS
+                last = len(frame) - 1 - (len(frame) - 1) % 2
+                found = [k for k in frame[max(last - 2, 0) : last + 1 : 2] if type(k) is str][-1:]
+            else:  # a dict and its one key, for SETITEM
+                pairs = pairwise(frame[:_LOOKED_AT])
+                found = [key for held, key in pairs if type(held) is dict]
+            keys.extend(found)
+        return ".".join(k for k in [*keys, key] if type(k) is str) or None
+
+    def stranger(self, module: str, name: str) -> CheckpointError:
+        """For a name that is not in the table."""
+        asked = f"{module}.{name}"[:200]
+        return self.unsafe(f"the file asks for '{asked}', which no weights need", asked)
+
+    # --- bounds ---
+
+    def most_instructions(self) -> int:
+        """How many there may be, of the tensors made so far."""
+        return self.limits.pickle_instructions + _OF_A_TENSOR * self.tensors
+
+    def count_tensor(self) -> None:
+        """One more tensor."""
+        self.tensors += 1
+        if self.tensors > self.limits.tensors:
+            raise self.over("too many tensors", "tensors", self.tensors)
+
+    # --- operands ---
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes."""
+        begin, end = self.at, self.at + count
+        if end > len(self.data):
+            raise self.beyond(count)
+        self.at = end
+        return self.data[begin:end]
+
+    def beyond(self, count: int) -> CheckpointError:
+        """For ``count`` bytes that are not there: too many, or the data ends before."""
+        if count > self.limits.pickle_bytes:
+            return self.over("a value of the pickle is too long", "pickle_bytes", count)
+        return self.short(count)
+
+    def number(self, width: int) -> int:
+        """The next ``width`` bytes as an unsigned number."""
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        """The text up to the end of the line."""
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise self.short(len(self.data) - self.at + 1)
+        return self.text(self.take(end + 1 - self.at)[:-1])
+
+    def text(self, data: bytes) -> str:
+        """UTF-8 as text."""
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            found = f"byte {data[error.start]:02X}"
+            raise self.bad("text that is not UTF-8", "UTF-8", found) from None
+
+    def pop(self) -> Any:
+        """The top of the stack."""
+        if not self.stack:
+            raise self.bad("an instruction without its operand", "a value", "an empty stack")
+        return self.stack.pop()
+
+    def top(self, *kinds: type) -> Any:
+        """The top of the stack, which stays there; of one of ``kinds`` if there are any."""
+        self.stack.append(value := self.pop())
+        if kinds and type(value) not in kinds:
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise self.bad("an instruction on a value of another type", wanted, shown(value))
+        return value
+
+    def to_mark(self) -> list[Any]:
+        """What was built since the last mark."""
+        if not self.marks:
+            raise self.bad("an instruction without its mark", "a mark", "none")
+        values, self.stack = self.stack, self.marks.pop()
+        return values
+
+    def remember(self, slot: int) -> None:
+        """Puts the top of the stack into the memo."""
+        if slot >= self.most_instructions():  # each slot takes one
+            raise self.over("a slot of the memo", "pickle_instructions", slot)
+        self.memo[slot] = self.top()
+
+    def recall(self, slot: int) -> None:
+        """Pushes what is in the memo."""
+        if slot not in self.memo:
+            raise self.bad("a slot of the memo", "one that was filled", str(slot))
+        self.stack.append(self.memo[slot])
+
+    def insert(self, pairs: list[Any]) -> None:
+        """Keys and values in turn into the dict on top of the stack."""
+        target = self.stack[-1] if self.stack else None
+        if type(target) is not dict:
+            target = self.top(dict)
+        if len(pairs) % 2:
+            raise self.bad("keys and values of a dict", "pairs", f"{len(pairs)} values")
+        for key, value in zip(pairs[0::2], pairs[1::2], strict=True):
+            if type(key) is not str:
+                self.check_key(key)
+            if key in target:
+                raise self.bad("a key twice in one dict", "one value a key", shown(key), key)
+            target[key] = value
+
+    def check_key(self, key: Any) -> None:
+        """Refuses a key that a dict should not be asked to hash."""
+        if type(key) not in _KEYS:
+            raise self.bad("a key of a dict", "text or a number", shown(key))
+        if type(key) is int and abs(key) >= _HASH_MODULUS:
+            raise self.bad("a key of a dict", "a number below 2^61", shown(key))
+
+    def ask(self, module: Any, name: Any) -> None:
+        """Pushes the token of a name."""
+        if type(module) is not str or type(name) is not str:
+            asked = f"{shown(module)}, {shown(name)}"
+            raise self.unsafe("the file asks for a name that is none", asked)
+        token = self.tokens(module, name)
+        if token is None:
+            raise self.stranger(module, name)
+        self.stack.append(token)
+
+    def whole(self, data: bytes) -> int:
+        """A signed number of any length."""
+        if len(data) <= _SHORT_BYTES:
+            return int.from_bytes(data, "little", signed=True)
+        digits = len(data) * 2408 // 1000
+        if digits > self.limits.json_digits + 3:
+            raise self.over("a number has too many digits", "json_digits", digits)
+        return int.from_bytes(data, "little", signed=True)
+
+    def decimal(self) -> Any:
+        """A number as text: also ``00`` and ``01``, which are False and True."""
+        text = self.line()
+        if text in ("00", "01"):
+            return text == "01"
+        digits = text.removesuffix("L")
+        if len(digits) > self.limits.json_digits:
+            raise self._digits(len(digits))
+        plain = digits.removeprefix("-")
+        if not (plain.isascii() and plain.isdigit()):
+            raise self.bad("a number as text", "digits", shown(text))
+        try:
+            return int(digits)
+        except ValueError:  # the interpreter has a limit of its own
+            raise self._digits(len(plain)) from None
+
+    def _digits(self, count: int) -> CheckpointError:
+        """For a number as text that is too long."""
+        problem = "a number has too many digits"
+        return self.over(problem, "json_digits", count, of_digits(count))

@@ -1,0 +1,383 @@
+"""Pickles, read without being run: instructions in, plain values out, no calls.
+
+A pickle is a program that may import and call anything. This reader knows the instructions
+that ``torch.save`` writes (protocols 1 to 5) and gives plain data: a name that a pickle asks
+for becomes an inert :class:`Token` out of a list of the format's, a call becomes what the
+format's table says, and any other name is refused. Nothing is imported and nothing of the file
+is called. The instructions are those of Python's ``pickletools``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import CheckpointError
+from ..limits import Limits
+from ..strict_json import collector_paused
+from .pickle_machine import Find, Reader, Token, measure, shown
+
+# A number as text of up to so many bytes is read without a look at the limits of long ones.
+_SHORT_NUMBER = 20
+_UINT = struct.Struct("<I").unpack_from
+# Instructions that build an object of a class or of a registered extension.
+_OBJECTS = {
+    0x6F: "OBJ",
+    0x81: "NEWOBJ",
+    0x92: "NEWOBJ_EX",
+    0x82: "EXT1",
+    0x83: "EXT2",
+    0x84: "EXT4",
+}
+
+
+def read_pickle(
+    data: bytes,
+    *,
+    path: str,
+    offset: int | None,
+    limits: Limits,
+    tokens: Find,
+    persistent: Callable[[Reader, Any], Any] | None = None,
+    start: int = 0,
+    packed_at: int = 0,
+) -> tuple[Any, int]:
+    """The value of the pickle that begins at byte ``start`` of ``data``, and where it ends.
+
+    Dicts, lists, tuples and scalars are themselves; an OrderedDict is a dict, a set a list. No
+    container is inside itself, or deeper than ``limits.pickle_depth``, or stands in so many places
+    that writing all of them out would take more than ``limits.pickle_items``. Instructions are
+    counted against ``limits.pickle_instructions`` and the tensors that they make.
+
+    Args:
+        offset: Where ``data`` begins in the file, or None if it was compressed there, and
+            begins at ``packed_at``: messages then name that byte.
+        tokens: (module, name) → the token, or None if the name is refused.
+        persistent: What a persistent id stands for.
+
+    Raises:
+        CheckpointUnsafeError: It asks for another name, or builds an object of a class.
+        CheckpointTruncatedError: It ends before its end.
+        CheckpointFormatError: An unknown instruction, or one without its operands.
+        CheckpointLimitError: Longer, deeper or larger than ``limits`` allow.
+
+    Example:
+        >>> read_pickle(b"\\x80\\x02}U\\x01aK\\x07s.", path="m.pt", offset=0, limits=Limits(),
+        ...             tokens=lambda module, name: None)
+        ({'a': 7}, 10)
+        >>> read_pickle(b"cposix\\nsystem\\n.", path="m.pt", offset=0, limits=Limits(),
+        ...             tokens=lambda module, name: None)
+        Traceback (most recent call last):
+        maxjax.errors.CheckpointUnsafeError: m.pt: at byte 0: the file asks for 'posix.system',
+        which no weights need (expected ..., found posix.system). Nothing of the file was run...
+    """
+    reader = Reader(data, path, offset, limits, tokens, persistent, start, packed_at)
+    with collector_paused():
+        value = _run(reader)
+    measure(value, limits, reader.over)
+    return value, reader.at
+
+
+def _run(reader: Reader) -> Any:
+    """Follows the instructions up to STOP; gives the value left."""
+    data, end, done = reader.data, len(reader.data), 0
+    while (most := reader.most_instructions()) > done:
+        for _ in range(most - done):
+            reader.op = at = reader.at
+            if at >= end:
+                raise reader.short(1)
+            reader.at = at + 1
+            code = data[at]
+            if code == 0x2E:  # STOP
+                return reader.pop()
+            instruction = _INSTRUCTIONS.get(code)
+            if instruction is None:
+                raise _refused(reader, code)
+            instruction(reader)
+        done = most
+    problem = "the pickle has too many instructions for its tensors"
+    raise reader.over(problem, "pickle_instructions", done + 1)
+
+
+def _refused(reader: Reader, code: int) -> CheckpointError:
+    if code == 0x69:  # INST: its class is in its arguments
+        module, name = reader.line(), reader.line()
+        return reader.stranger(module, name)
+    if code in _OBJECTS:
+        what = _OBJECTS[code]
+        return reader.unsafe(f"the instruction {what} builds an object of a class", what)
+    return reader.bad("no instruction of a checkpoint", "an instruction", f"byte {code:02X}")
+
+
+# --- the instructions: code → what to do with the reader ---------------------------------------
+
+
+def _protocol(reader: Reader) -> None:
+    """PROTO."""
+    version = reader.number(1)
+    if version > 5:
+        raise reader.bad("the protocol of the pickle", "0 to 5", str(version))
+
+
+def _frame(reader: Reader) -> None:
+    """FRAME: its bytes must be there, and are read as if it were not."""
+    length = reader.number(8)
+    if length > len(reader.data) - reader.at:
+        raise reader.beyond(length)
+
+
+def _ask_stack(reader: Reader) -> None:
+    """STACK_GLOBAL."""
+    stack = reader.stack
+    name = stack.pop() if stack else None
+    module = stack.pop() if stack else None
+    reader.ask(module, name)
+
+
+def _reduce(reader: Reader) -> None:
+    """REDUCE: what the table says that the call stands for."""
+    arguments, callee = reader.pop(), reader.pop()
+    if type(callee) is not Token:
+        raise reader.bad("a call of what is no name", "a name", shown(callee))
+    if callee.reduce is None:
+        raise reader.unsafe(f"the file calls '{callee}', which no weights need", str(callee))
+    if type(arguments) is not tuple:
+        raise reader.bad(f"the arguments of {callee.name}", "a tuple", shown(arguments))
+    reader.stack.append(callee.reduce(reader, arguments))
+
+
+def _build(reader: Reader) -> None:
+    """BUILD: attributes, which only an OrderedDict may have; they are left out."""
+    state, built = reader.pop(), reader.top()
+    if type(built) is not dict or type(state) is not dict:
+        what = f"BUILD of {shown(built)} from {shown(state)}"
+        raise reader.unsafe("the instruction BUILD sets the state of an object", what)
+
+
+def _stored(reader: Reader) -> None:
+    """BINPERSID: something that is not in the pickle."""
+    if reader.persistent is None:
+        raise reader.bad("a persistent id", "none here", shown(reader.top()))
+    reader.stack.append(reader.persistent(reader, reader.pop()))
+
+
+def _push(make: Callable[[Reader], Any]) -> Callable[[Reader], None]:
+    return lambda reader: reader.stack.append(make(reader))
+
+
+# What a hostile pickle may have a million of goes without further calls as long as nothing is
+# wrong; the plain way below each has the error.
+
+
+def _put(reader: Reader) -> None:
+    """BINPUT."""
+    at = reader.at
+    if reader.stack and at < len(reader.data):
+        reader.memo[reader.data[at]] = reader.stack[-1]
+        reader.at = at + 1
+    else:
+        reader.remember(reader.number(1))
+
+
+def _put_long(reader: Reader) -> None:
+    """LONG_BINPUT."""
+    at = reader.at
+    if reader.stack and at + 4 <= len(reader.data):
+        slot = _UINT(reader.data, at)[0]
+        if slot in reader.memo or slot <= len(reader.memo):
+            reader.memo[slot] = reader.stack[-1]
+            reader.at = at + 4
+            return
+    reader.remember(reader.number(4))
+
+
+def _get_long(reader: Reader) -> None:
+    """LONG_BINGET."""
+    at, memo = reader.at, reader.memo
+    if at + 4 <= len(reader.data) and (slot := _UINT(reader.data, at)[0]) in memo:
+        reader.stack.append(memo[slot])
+        reader.at = at + 4
+    else:
+        reader.recall(reader.number(4))
+
+
+def _text(reader: Reader) -> None:
+    """BINUNICODE."""
+    at, data = reader.at + 4, reader.data
+    count = _UINT(data, at - 4)[0] if at <= len(data) else len(data)
+    if at + count <= len(data):
+        reader.at = at + count
+        reader.stack.append(reader.text(data[at : at + count]))
+    else:
+        reader.stack.append(reader.text(reader.take(reader.number(4))))
+
+
+def _memoize(reader: Reader) -> None:
+    """MEMOIZE."""
+    memo, stack = reader.memo, reader.stack
+    if stack:
+        memo[len(memo)] = stack[-1]
+    else:
+        reader.top()
+
+
+def _get(reader: Reader) -> None:
+    """BINGET."""
+    at, memo = reader.at, reader.memo
+    if at < len(reader.data) and (slot := reader.data[at]) in memo:
+        reader.stack.append(memo[slot])
+        reader.at = at + 1
+    else:
+        reader.recall(reader.number(1))
+
+
+def _byte(reader: Reader) -> None:
+    """BININT1."""
+    at = reader.at
+    if at < len(reader.data):
+        reader.stack.append(reader.data[at])
+        reader.at = at + 1
+    else:
+        reader.number(1)
+
+
+def _duplicate(reader: Reader) -> None:
+    """DUP."""
+    reader.stack.append(reader.top())
+
+
+def _line_number(reader: Reader) -> None:
+    """INT and LONG: a number as text."""
+    at = reader.at
+    end = reader.data.find(b"\n", at, at + _SHORT_NUMBER)
+    digits = reader.data[at:end].removesuffix(b"L") if end >= 0 else b""
+    if digits.isdigit() and digits[:1] != b"0":
+        reader.stack.append(int(digits))
+        reader.at = end + 1
+    else:
+        reader.stack.append(reader.decimal())
+
+
+def _mark(reader: Reader) -> None:
+    # One container is open for each mark, beside the arguments of calls.
+    if len(reader.marks) > reader.limits.pickle_depth + 16:
+        raise reader.over("values too deep in one another", "pickle_depth", len(reader.marks))
+    reader.marks.append(reader.stack)
+    reader.stack = []
+
+
+def _pack(count: int) -> Callable[[Reader], None]:
+    def pack(reader: Reader) -> None:
+        stack = reader.stack
+        if len(stack) < count:
+            raise reader.bad("an instruction without its operand", "a value", "an empty stack")
+        values = tuple(stack[-count:])
+        del stack[-count:]
+        stack.append(values)
+
+    return pack
+
+
+def _append(reader: Reader) -> None:
+    value = reader.pop()
+    if reader.stack and type(held := reader.stack[-1]) is list:
+        held.append(value)
+    else:
+        reader.top(list)
+
+
+def _tuple(reader: Reader) -> None:
+    values = tuple(reader.to_mark())  # before the stack is asked for: it is another one then
+    reader.stack.append(values)
+
+
+def _extend(reader: Reader) -> None:
+    values = reader.to_mark()
+    reader.top(list).extend(values)
+
+
+def _insert(reader: Reader) -> None:
+    """SETITEM."""
+    value, key, stack = reader.pop(), reader.pop(), reader.stack
+    if type(key) is str and stack and type(held := stack[-1]) is dict and key not in held:
+        held[key] = value
+    else:
+        reader.insert([key, value])
+
+
+def _insert_all(reader: Reader) -> None:
+    reader.insert(reader.to_mark())
+
+
+def _short(reader: Reader) -> bytes:
+    """Bytes behind a byte that counts them."""
+    at, data = reader.at, reader.data
+    end = at + 1 + data[at] if at < len(data) else at
+    if at < end <= len(data):
+        reader.at = end
+        return data[at + 1 : end]
+    return reader.take(reader.number(1))
+
+
+def _old_text(reader: Reader, data: bytes) -> Any:
+    """A string of Python 2: text if it is any, else bytes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+_INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
+    0x80: _protocol,
+    0x95: _frame,
+    # containers
+    ord("}"): _push(lambda r: {}),
+    ord("]"): _push(lambda r: []),
+    ord(")"): _push(lambda r: ()),
+    0x8F: _push(lambda r: []),  # EMPTY_SET
+    ord("("): _mark,
+    ord("t"): _tuple,
+    0x85: _pack(1),
+    0x86: _pack(2),
+    0x87: _pack(3),
+    ord("a"): _append,
+    ord("e"): _extend,
+    0x90: _extend,  # ADDITEMS
+    ord("s"): _insert,
+    ord("u"): _insert_all,
+    # the memo
+    ord("q"): _put,
+    ord("r"): _put_long,
+    0x94: _memoize,
+    ord("h"): _get,
+    ord("j"): _get_long,
+    ord("2"): _duplicate,
+    # scalars
+    ord("N"): _push(lambda r: None),
+    0x88: _push(lambda r: True),
+    0x89: _push(lambda r: False),
+    ord("K"): _byte,
+    ord("M"): _push(lambda r: r.number(2)),
+    ord("J"): _push(lambda r: int.from_bytes(r.take(4), "little", signed=True)),
+    0x8A: _push(lambda r: r.whole(_short(r))),
+    0x8B: _push(lambda r: r.whole(r.take(r.number(4)))),
+    ord("G"): _push(lambda r: struct.unpack(">d", r.take(8))[0]),
+    ord("I"): _line_number,
+    ord("L"): _line_number,
+    # text and bytes
+    0x8C: _push(lambda r: r.text(_short(r))),
+    ord("X"): _text,
+    0x8D: _push(lambda r: r.text(r.take(r.number(8)))),
+    ord("U"): _push(lambda r: _old_text(r, _short(r))),
+    ord("T"): _push(lambda r: _old_text(r, r.take(r.number(4)))),
+    ord("C"): _push(_short),
+    ord("B"): _push(lambda r: r.take(r.number(4))),
+    0x8E: _push(lambda r: r.take(r.number(8))),
+    # names and what is done with them
+    ord("c"): lambda r: r.ask(r.line(), r.line()),
+    0x93: _ask_stack,
+    ord("R"): _reduce,
+    ord("b"): _build,
+    ord("Q"): _stored,
+}

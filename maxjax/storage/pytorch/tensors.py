@@ -1,0 +1,359 @@
+"""The tensors of a PyTorch file: views of storages.
+
+Records that stand for the calls of ``torch.save`` become entries, each checked against the
+storage that it views, in Python integers, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...dtype import DType
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointTruncatedError,
+    CheckpointUnsafeError,
+)
+from ..entry import Checksum, Coding, Nibbles, Strided, TensorEntry, UnknownType
+from ..limits import Limits
+from .names import VIEW, Storage, Tensor
+from .pickle_machine import Token, shown
+
+# NumPy's own bound.
+MAX_DIMS = 64
+# What tensors may take whatever the size of their storages, before `expansion` is asked.
+_FREE_BYTES = 1 << 30
+_KEY = re.compile(r"[0-9A-Za-z_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where the ``nbytes`` bytes of a storage lie.
+
+    If they are compressed, ``packed_bytes`` lie there, and ``packed`` gives the coding of a tensor
+    from the number of bytes before it, its axes from the slowest to the fastest, and
+    whether its byte order is not this machine's.
+    """
+
+    offset: int
+    nbytes: int
+    checksum: Checksum | None = None
+    packed: Callable[[int, tuple[int, ...], bool], Coding] | None = None
+    packed_bytes: int = 0
+
+
+class Entries:
+    """Makes the entries of one file's tensors.
+
+    Args:
+        number: The place of the file in a set.
+        find: Where the storage of a key lies, or None if there is none.
+        swap: Whether the bytes of each value are in the order that is not this machine's.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        number: int,
+        limits: Limits,
+        find: Callable[[str], Stored | None],
+        swap: bool = False,
+    ):
+        self.path = path
+        self.number = number
+        self.limits = limits
+        self.find = find
+        self.swap = swap
+        self.storages: dict[str, tuple[Any, ...]] = {}
+        self.stored_bytes = self.tensor_bytes = 0
+
+    def entry(self, name: str, tensor: Tensor) -> TensorEntry:
+        """The entry of a tensor.
+
+        Raises:
+            CheckpointFormatError: A kind of tensor that has no array, or a view out of its storage.
+            CheckpointTruncatedError: The storage has fewer bytes than its tensors need.
+            CheckpointUnsafeError: A storage whose key leads elsewhere.
+            CheckpointLimitError: Sizes over the limits.
+        """
+        return _View(self, name, tensor).entry()
+
+
+class _View:
+    """One tensor being checked. Errors name it, the field, and the byte of its instruction."""
+
+    def __init__(self, all: Entries, name: str, tensor: Tensor):
+        self.all = all
+        self.tensor = tensor
+        self.place = {"path": all.path, "tensor": name, "offset": tensor.at}
+        self.name = name
+
+    def bad(self, problem: str, expected: Any, found: str) -> CheckpointFormatError:
+        return CheckpointFormatError(problem, expected=expected, found=found, **self.place)
+
+    def over(self, problem: str, option: str, value: int) -> CheckpointError:
+        return self.all.limits.error(problem, option, value, **self.place)
+
+    def entry(self) -> TensorEntry:
+        if self.tensor.function.value != VIEW:
+            return self._other()
+        storage, offset, sizes, strides, dtype = self._arguments()
+        if isinstance(dtype, UnknownType):
+            shape, stored = self._integers("size", sizes), self._found(storage)
+            place = self.all.number, stored.offset, stored.nbytes
+            return TensorEntry(self.name, dtype, shape, *place)
+        stored = self._stored(storage)
+        shape = self._integers("size", sizes)
+        steps = self._integers("stride", strides)
+        if type(offset) is not int or offset < 0:
+            raise self.bad("storage offset: not a place", "an integer >= 0", shown(offset))
+        if len(steps) != len(shape):
+            problem = "stride: not one for each dimension of the size"
+            raise self.bad(problem, f"{len(shape)} numbers", f"{len(steps)} numbers")
+        if len(shape) > MAX_DIMS:
+            raise self.bad("size: too many dimensions", f"<= {MAX_DIMS}", shown(len(shape)))
+        self._check_size(shape, dtype)
+        # An axis of one value has no neighbours.
+        steps = tuple(0 if n == 1 else step for n, step in zip(shape, steps, strict=True))
+        span = self._check_span(shape, steps, offset, dtype, stored)
+        self._check_expansion(shape, dtype)
+        return self._entry(stored, dtype, shape, steps, offset, span)
+
+    def _other(self) -> TensorEntry:
+        """A kind of tensor that has no array: its shape, where its call says it."""
+        kind = self.tensor.function.value
+        error = self.bad("not a plain tensor", "a tensor in a storage", kind)
+        arguments = self.tensor.arguments
+        inner = (item for one in arguments if type(one) is tuple for item in one)
+        for one in (*arguments, *inner):
+            if type(one) is tuple and all(type(size) is int and size >= 0 for size in one):
+                return TensorEntry(self.name, UnknownType(kind, error), one, self.all.number, 0, 0)
+        raise error
+
+    # --- the arguments ---
+
+    def _arguments(self) -> tuple[Storage, Any, Any, Any, Any]:
+        """(storage, offset in values, size, stride, dtype); the last three still unchecked."""
+        function, arguments = self.tensor.function, self.tensor.arguments
+        least, most = _ARITY[function.name]
+        if not least <= len(arguments) <= most:
+            problem, expected = f"the arguments of {function.name}", f"{least} to {most}"
+            raise self.bad(problem, expected, str(len(arguments)))
+        storage, offset, sizes, strides, *rest = arguments
+        if type(storage) is not Storage:
+            raise self.bad("storage: not one", "a storage", shown(storage))
+        kind = storage.kind
+        if function.name == "_rebuild_tensor_v3":
+            kind = rest.pop(2)
+        dtype = kind.value if type(kind) is Token else None
+        if type(dtype) is not DType or type(storage.kind.value) is not DType:
+            found = kind if type(dtype) is not DType else storage.kind
+            problem = "dtype: unknown or not supported"
+            error = self.bad(problem, "a type that JAX has arrays of", shown(found))
+            if type(found) is not Token:
+                raise error
+            dtype = UnknownType(found.name.removesuffix("Storage"), error)
+        if error := self._check_rest(rest):
+            dtype = UnknownType("a view that is computed", error)
+        return storage, offset, sizes, strides, dtype
+
+    def _check_rest(self, rest: list[Any]) -> CheckpointFormatError | None:
+        """(requires gradients, hooks, bits): the error if one of them changes the values."""
+        gradient, hooks, bits = (*rest, *(None, None, None)[len(rest) :])
+        if gradient not in (None, True, False) or type(gradient) is int:
+            raise self.bad("requires_grad: no boolean", "True or False", shown(gradient))
+        if hooks is not None and (type(hooks) is not dict or hooks):
+            raise self.bad("backward_hooks: not empty", "an empty dict", shown(hooks))
+        if bits is not None and type(bits) is not dict:
+            raise self.bad("metadata: not a dict", "a dict", shown(bits))
+        for key, value in (bits or {}).items():
+            if value is not False:
+                problem = "metadata: a view that is computed when it is read"
+                return self.bad(problem, "False", f"{shown(key)}: {shown(value)}")
+        return None
+
+    def _integers(self, field: str, values: Any) -> tuple[int, ...]:
+        if type(values) is not tuple:
+            raise self.bad(f"{field}: not a tuple", "a tuple of integers", shown(values))
+        for value in values:
+            # The exact type: True is an int to isinstance.
+            if type(value) is not int or value < 0:
+                raise self.bad(f"{field}: not a number of values", "an integer >= 0", shown(value))
+        return values
+
+    # --- the storage ---
+
+    def _stored(self, storage: Storage) -> Stored:
+        """Where the storage lies, once it has the size that the pickle says."""
+        numel, kind = storage.numel, storage.kind.value
+        if type(numel) is not int or numel < 0:
+            raise self.bad("storage numel: not a number of values", "an integer >= 0", shown(numel))
+        nbytes = numel * kind.np.itemsize
+        if nbytes > self.all.limits.storage_bytes:
+            raise self.over("storage numel: too many bytes", "storage_bytes", nbytes)
+        stored = self._found(storage)
+        self._check_stored(storage, stored, nbytes)
+        return self._part(storage, stored)
+
+    def _found(self, storage: Storage) -> Stored:
+        """Where the storage lies, if it is there."""
+        key = storage.key
+        if type(key) is not str:
+            raise self.bad("storage key: no text", "text", shown(key))
+        if not _KEY.fullmatch(key):
+            raise CheckpointUnsafeError(
+                "storage key: may not lead out of the directory of the storages",
+                expected="letters and digits",
+                found=f"'{key[:80]}'",
+                **self.place,
+            )
+        stored = self.all.find(key)
+        if stored is None:
+            problem = "storage: the file does not hold it"
+            raise self.bad(problem, f"storage '{key}'", "none of this key")
+        return stored
+
+    def _check_stored(self, storage: Storage, stored: Stored, nbytes: int) -> None:
+        key = storage.key
+        if stored.nbytes < nbytes:
+            raise CheckpointTruncatedError(
+                f"storage '{key}' is shorter than its number of values takes",
+                expected=f"{nbytes} bytes",
+                found=f"{stored.nbytes} bytes",
+                **{**self.place, "offset": stored.offset},
+            )
+        if stored.nbytes > nbytes:
+            problem = f"storage '{key}' is longer than its number of values takes"
+            raise self.bad(problem, f"{nbytes} bytes", f"{stored.nbytes} bytes")
+        if key not in self.all.storages:
+            self.all.stored_bytes += nbytes
+        says = (storage.kind.value, storage.numel)
+        if self.all.storages.setdefault(key, says) != says:
+            problem = f"storage '{key}' is another one in another tensor"
+            first = "{}, {} values".format(*self.all.storages[key])
+            raise self.bad(problem, first, "{}, {} values".format(*says))
+
+    def _part(self, storage: Storage, stored: Stored) -> Stored:
+        """The part of the storage that a view of it is, as files before 2018 have them."""
+        view = storage.view
+        if view is None:
+            return stored
+        if type(view) is not tuple or len(view) != 3:
+            raise self.bad("storage view: not a part of a storage", "3 values", shown(view))
+        start, size = self._integers("storage view", view[1:])
+        if start + size > storage.numel:
+            expected = f"at most {storage.numel} values"
+            raise self.bad("storage view: ends behind its storage", expected, str(start + size))
+        if stored.packed is not None:
+            raise self.bad("storage view: of a compressed storage", "a stored one", shown(view))
+        itemsize = storage.kind.value.np.itemsize
+        return Stored(stored.offset + start * itemsize, size * itemsize, stored.checksum)
+
+    # --- the view ---
+
+    def _check_size(self, shape: tuple[int, ...], dtype: DType) -> None:
+        if prod(shape) >= 2**63:
+            raise self.bad("size: too many values", "less than 2^63", shown(prod(shape)))
+        nbytes = prod(n or 1 for n in shape) * dtype.np.itemsize
+        if nbytes > self.all.limits.tensor_bytes:
+            problem = "size: the dimensions other than 0 are too large"
+            raise self.over(problem, "tensor_bytes", nbytes)
+
+    def _check_span(
+        self,
+        shape: tuple[int, ...],
+        steps: tuple[int, ...],
+        offset: int,
+        dtype: DType,
+        stored: Stored,
+    ) -> int:
+        """How many values lie from the first to the last of the view; they are in its storage."""
+        if 0 in shape:
+            return 0
+        span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        there = stored.nbytes // dtype.np.itemsize
+        if offset + span > there:
+            field = "storage offset" if offset >= there else "size and stride"
+            problem = f"{field}: the tensor ends behind its storage"
+            raise self.bad(problem, f"at most {there} values", shown(offset + span))
+        return span
+
+    def _check_expansion(self, shape: tuple[int, ...], dtype: DType) -> None:
+        """Tensors may share their storages and repeat values, but not without an end."""
+        self.all.tensor_bytes += prod(shape) * dtype.np.itemsize
+        times = self.all.limits.expansion
+        if self.all.tensor_bytes > times * self.all.stored_bytes + _FREE_BYTES:
+            found = f"{self.all.tensor_bytes} bytes of tensors in {self.all.stored_bytes}"
+            raise self.all.limits.error(
+                "size and stride: the tensors repeat the values of their storages too often",
+                "expansion",
+                found,
+                **self.place,
+            )
+
+    def _entry(
+        self,
+        stored: Stored,
+        dtype: DType,
+        shape: tuple[int, ...],
+        steps: tuple[int, ...],
+        offset: int,
+        span: int,
+    ) -> TensorEntry:
+        itemsize, number = dtype.np.itemsize, self.all.number
+        start, swap = offset * itemsize, self.all.swap and itemsize > 1
+        plain = _c_order(shape)
+        is_plain = steps == plain or not span
+        if dtype is DType.float4_e2m1fn:
+            return self._nibbles(stored, shape, start, is_plain)
+        if not span:
+            return TensorEntry(self.name, dtype, shape, number, stored.offset, 0)
+        if stored.packed is not None:
+            order = _order(shape, steps)
+            if order is None:
+                raise self.bad("stride: of a compressed storage", "values side by side", "others")
+            coding = stored.packed(start, order, swap)
+            place, nbytes = stored.offset, stored.packed_bytes
+        else:
+            coding = None if is_plain and not swap else Strided(steps, swap)
+            place, nbytes = stored.offset + start, span * itemsize
+        sum_of = stored.checksum
+        return TensorEntry(self.name, dtype, shape, number, place, nbytes, coding, checksum=sum_of)
+
+    def _nibbles(
+        self, stored: Stored, shape: tuple[int, ...], start: int, is_plain: bool
+    ) -> TensorEntry:
+        """Two values a byte; the size in the file counts bytes."""
+        if not shape or not is_plain or stored.packed is not None:
+            problem = "stride: of values of four bits"
+            raise self.bad(problem, "values side by side", "another order, or compressed")
+        shape, nbytes = (*shape[:-1], 2 * shape[-1]), prod(shape)
+        dtype, place, number = DType.float4_e2m1fn, stored.offset + start, self.all.number
+        sum_of = stored.checksum
+        return TensorEntry(
+            self.name, dtype, shape, number, place, nbytes, Nibbles(), checksum=sum_of
+        )
+
+
+_ARITY = {"_rebuild_tensor": (4, 4), "_rebuild_tensor_v2": (6, 7), "_rebuild_tensor_v3": (7, 8)}
+
+
+def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of values in C order, 0 on axes of one value."""
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(0 if size == 1 else step)
+        step *= size
+    return tuple(reversed(steps))
+
+
+def _order(shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The axes from the slowest to the fastest if the values lie side by side, else None."""
+    order = sorted(range(len(shape)), key=lambda axis: -steps[axis])
+    sorted_steps = tuple(steps[axis] for axis in order)
+    return tuple(order) if sorted_steps == _c_order(tuple(shape[k] for k in order)) else None

@@ -1,0 +1,1 @@
+"""safetensors files (https://huggingface.co/docs/safetensors): ``reader`` and ``writer``."""

@@ -1,0 +1,321 @@
+"""The safetensors format: 8 bytes of header length, a JSON header, the data.
+
+The whole header is validated in Python integers before anything is allocated, and nothing
+of the data is read. Names, types and order of the data are those of the file.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from ...dtype import DType
+from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from ..blocks import KEPT, layout_of
+from ..entry import Nibbles, TensorEntry, UnknownType
+from ..files import OpenFile, open_regular
+from ..limits import Limits, in_force
+from ..signatures import SNIFF_BYTES, foreign, sniff
+from ..strict_json import KeyPath, Text, collector_paused
+from ..table import TensorTable
+
+WHAT = "a safetensors file"
+# NumPy's own bound.
+MAX_DIMS = 64
+# A header length from here on is not a length: no header of a terabyte was ever written.
+_ABSURD = 1 << 40
+# In the format, but JAX has no arrays of them or would silently make them something else.
+_UNSUPPORTED = {"F6_E2M3", "F6_E3M2"}
+_DTYPES = {
+    d.safetensors: (d, d.size_in_bits)
+    for d in DType.__members__.values()
+    if d.safetensors and d.safetensors not in _UNSUPPORTED
+}
+_METADATA = "__metadata__"
+# The key of the metadata that says which tensors are blocks, and of what kind.
+ENCODINGS = "maxjax.encodings"
+_REFETCH = "Incomplete download? Delete the file and fetch it again."
+
+
+def open_safetensors(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits | None = None,
+) -> TensorTable:
+    """Opens one safetensors file: reads and validates its header, none of its data.
+
+    Raises:
+        CheckpointTruncatedError: The file is shorter than it declares.
+        CheckpointFormatError: Another kind of file, or a header that breaks the format.
+        CheckpointUnsafeError: A pickle.
+        CheckpointLimitError: More than ``limits`` allow.
+        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+    """
+    limits = in_force(limits)
+    file = open_regular(path)
+    try:
+        entries, metadata = read_header(file, 0, limits)
+    except BaseException:
+        file.close()
+        raise
+    return TensorTable("safetensors", [file], entries, metadata)
+
+
+def read_header(
+    file: OpenFile, number: int, limits: Limits
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """(entries in header order, metadata) of an open file; ``number`` is its place in a set."""
+    data = _header(file, limits)
+    text = Text(data, file.path, limits, 8, _tensor_of, CheckpointFormatError)
+    with collector_paused():
+        return _Header(file, number, limits, text).entries(text.parse())
+
+
+def _tensor_of(keys: KeyPath) -> str | None:
+    return None if keys[0] == _METADATA else str(keys[0])
+
+
+def _header(file: OpenFile, limits: Limits) -> bytes:
+    """The bytes of the JSON header; refuses a file that is something else, by what it is."""
+    start = file.pread(0, min(file.size, SNIFF_BYTES))
+    length = int.from_bytes(start[:8], "little")
+    if length > limits.header_bytes or start[8:9] not in (b"{", b""):
+        # A pickle's first bytes may also be a length, but never one that fits the file.
+        if length > file.size - 8 or sniff(start) != "pickle":
+            if error := foreign(file.path, start, WHAT):
+                raise error
+    _check_length(file, length, limits)
+    if start[8:9] != b"{":
+        raise CheckpointFormatError(
+            "header: must be a JSON object in UTF-8",
+            path=file.path,
+            offset=8,
+            expected="'{'",
+            found=repr(start[8 : 8 + min(length, 12)]),
+        )
+    return file.pread(8, length)
+
+
+def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
+    """Refuses a header length that is none, is over the limit, or is more than the file has."""
+    field, there = "header length", file.size - 8
+    if there < 0 or there < length <= min(limits.header_bytes, _ABSURD - 1):
+        offset, wanted, found = (8, length, there) if there >= 0 else (0, 8, file.size)
+        raise CheckpointTruncatedError(
+            f"the file ends inside the {'header' if there >= 0 else field}",
+            path=file.path,
+            offset=offset,
+            expected=f"{wanted} bytes",
+            found=f"{found} bytes",
+            hint=_REFETCH,
+        )
+    if length == 0 or length >= _ABSURD:
+        expected = f"a length between 2 and {there}"
+        raise CheckpointFormatError(
+            f"{field}: not {WHAT}", path=file.path, offset=0, expected=expected, found=length
+        )
+    if length > limits.header_bytes:
+        problem = f"{field} is over the limit"
+        raise limits.error(problem, "header_bytes", length, path=file.path, offset=0)
+
+
+class _Header:
+    """The checks of one parsed header. Errors name tensor, field and byte offset."""
+
+    def __init__(self, file: OpenFile, number: int, limits: Limits, text: Text):
+        self.file = file
+        self.number = number
+        self.limits = limits
+        self.text = text
+        self.data_start = 8 + len(text.data)
+        self.data_bytes = file.size - self.data_start
+
+    def entries(self, header: dict[str, Any]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+        metadata = self._metadata(header.pop(_METADATA, {}))
+        if len(header) > self.limits.tensors:
+            raise self.limits.error(
+                "header: too many tensors", "tensors", len(header), path=self.file.path
+            )
+        entries = {name: self._entry(name, spec) for name, spec in header.items()}
+        self._check_layout(entries)
+        for name, encoding in self._encodings(metadata).items():
+            entries[name] = self._packed(name, entries.get(name), encoding)
+        return entries, metadata
+
+    def _encodings(self, metadata: dict[str, str]) -> dict[str, Any]:
+        """Which tensors are quantised blocks: maxjax writes it into the metadata."""
+        if ENCODINGS not in metadata:
+            return {}
+        try:
+            data = metadata[ENCODINGS].encode()
+        except UnicodeEncodeError:
+            data = b""
+        found = Text(data, self.file.path, self.limits, cut=CheckpointFormatError).parse()
+        if type(found) is not dict:
+            raise self._bad(_METADATA, ENCODINGS, "not an object", "an object of names", found)
+        return found
+
+    def _packed(self, name: str, entry: TensorEntry | None, encoding: Any) -> TensorEntry:
+        block = layout_of(encoding).nbytes if encoding in KEPT else None
+        if entry is None or block is None:
+            problem, expected = "no such tensor", "a tensor of the file"
+            if entry is not None:
+                problem, expected = "an unknown encoding", f"one of {', '.join(KEPT)}"
+            raise self._bad(_METADATA, ENCODINGS, f"'{name}': {problem}", expected, encoding)
+        if entry.dtype is not DType.uint8 or not entry.shape or entry.shape[-1] % block:
+            problem = f"'{name}' is no {encoding}: its rows are not blocks of {block} bytes"
+            found = f"{entry.dtype.name} {_shown(list(entry.shape))}"
+            raise self._bad(_METADATA, ENCODINGS, problem, f"uint8 rows of {block} bytes", found)
+        return replace(entry, encoding=encoding)
+
+    def _bad(
+        self, name: str, field: str, problem: str, expected: Any, found: Any, hint: str = ""
+    ) -> CheckpointFormatError:
+        where = self.text.where((name, field))
+        problem = f"{field}: {problem}"
+        found = _shown(found)
+        return CheckpointFormatError(
+            problem, expected=expected, found=found, hint=hint or None, **where
+        )
+
+    def _metadata(self, value: Any) -> dict[str, str]:
+        if type(value) is not dict:
+            raise self._bad(_METADATA, _METADATA, "not an object", "an object of strings", value)
+        for key, item in value.items():
+            if type(item) is not str:
+                raise self._bad(_METADATA, key, "metadata is not a string", "a string", item)
+        return value
+
+    def _entry(self, name: str, spec: Any) -> TensorEntry:
+        # Four bytes are the most that UTF-8 takes for a character.
+        if 4 * len(name) > self.limits.name_bytes:
+            self._check_name(name)
+        if type(spec) is not dict:
+            raise self._bad(name, "entry", "not an object", "an object", spec)
+        for field in ("dtype", "shape", "data_offsets"):
+            if field not in spec:
+                found = ", ".join(spec)[:80] or "no field"
+                raise self._bad(name, field, "the field is missing", f"a field '{field}'", found)
+        dtype, bits = self._dtype(name, spec["dtype"])
+        shape = self._integers(name, "shape", spec["shape"])
+        offsets = self._integers(name, "data_offsets", spec["data_offsets"])
+        if len(shape) > MAX_DIMS:
+            raise self._bad(name, "shape", "too many dimensions", f"<= {MAX_DIMS}", len(shape))
+        if len(offsets) != 2:
+            raise self._bad(name, "data_offsets", "not begin and end", "2 numbers", len(offsets))
+        begin, end = offsets
+        self._check_size(name, bits, shape, begin, end)
+        coding = Nibbles() if dtype is DType.float4_e2m1fn else None
+        start = self.data_start + begin
+        return TensorEntry(name, dtype, shape, self.number, start, end - begin, coding)
+
+    def _check_name(self, name: str) -> None:
+        length = len(name.encode())
+        if length > self.limits.name_bytes:
+            where = self.text.where((name,))
+            raise self.limits.error("the tensor's name is too long", "name_bytes", length, **where)
+
+    def _dtype(self, name: str, value: Any) -> tuple[Any, int | None]:
+        """The type and its bits; these are None of one that there are no arrays of."""
+        known = _DTYPES.get(value) if type(value) is str else None
+        if known is not None:
+            return known
+        supported = f"one of {', '.join(map(str, _DTYPES))}"
+        if type(value) is not str:
+            raise self._bad(name, "dtype", "not a name", supported, value)
+        problem, hint = "unknown", ""
+        if value in _UNSUPPORTED:
+            problem, hint = "known but not supported", "Convert the tensor to another type."
+        error = self._bad(name, "dtype", problem, supported, value, hint)
+        return UnknownType(_shown(value), error), None
+
+    def _integers(self, name: str, field: str, value: Any) -> tuple[int, ...]:
+        if type(value) is not list:
+            raise self._bad(name, field, "not a list", "a list", value)
+        for item in value:
+            # The exact type: True is an int to isinstance.
+            if type(item) is not int or item < 0:
+                raise self._bad(name, field, "not a size", "an integer >= 0", item)
+        return tuple(value)
+
+    def _check_size(
+        self, name: str, bits: int | None, shape: tuple[int, ...], begin: int, end: int
+    ) -> None:
+        if begin > end:
+            raise self._bad(name, "data_offsets", "end before begin", f"an end >= {begin}", end)
+        if self.data_bytes < end < 2**63:
+            raise self._beyond_the_file(name, begin, end)
+        if bits is None:
+            return
+        elements, nonzero = 1, 1
+        for dim in shape:
+            elements *= dim
+            nonzero *= dim or 1
+        if elements * bits != 8 * (end - begin):
+            problem = f"shape {_shown(list(shape))} and the dtype take another number of bytes"
+            expected = _as_bytes(elements * bits)
+            raise self._bad(name, "data_offsets", problem, expected, f"{_shown(end - begin)} bytes")
+        nbytes = nonzero * bits // 8
+        if nbytes > self.limits.tensor_bytes:
+            problem = "shape: the dimensions other than 0 are too large"
+            where = self.text.where((name, "shape"))
+            raise self.limits.error(problem, "tensor_bytes", _shown(nbytes), **where)
+
+    def _beyond_the_file(self, name: str, begin: int, end: int) -> CheckpointError:
+        missing = end - self.data_bytes
+        return CheckpointTruncatedError(
+            f"data_offsets: the data ends at byte {self.data_start + end} but the file has "
+            f"{self.file.size} bytes ({missing} missing)",
+            path=self.file.path,
+            tensor=name,
+            offset=self.data_start + begin,
+            expected=f"{end - begin} bytes",
+            found=f"{max(self.data_bytes - begin, 0)} bytes",
+            hint=_REFETCH,
+        )
+
+    def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
+        """The data is covered without holes, overlaps or a rest."""
+        place, shared = self.data_start, 0
+        for entry in sorted(entries.values(), key=lambda e: (e.offset, e.nbytes)):
+            if entry.offset != place:
+                shared += self._check_begin(entry, place)
+                if shared > self.limits.shared_bytes:
+                    where = self.text.where((entry.name, "data_offsets"))
+                    problem = "data_offsets: the data is also another tensor's"
+                    raise self.limits.error(problem, "shared_bytes", shared, **where)
+            place = max(place, entry.offset + entry.nbytes)
+        if place != self.file.size:
+            raise CheckpointFormatError(
+                "bytes after the last tensor belong to no tensor",
+                path=self.file.path,
+                offset=place,
+                expected=f"a file of {place} bytes",
+                found=f"{self.file.size} bytes",
+                hint="Written by a downloader that had not finished? Fetch it again.",
+            )
+
+    def _check_begin(self, entry: TensorEntry, place: int) -> int:
+        """How many bytes of a tensor that begins before ``place`` other tensors have too."""
+        if entry.offset < place and entry.nbytes:
+            return min(place, entry.offset + entry.nbytes) - entry.offset
+        hole = entry.offset > place
+        problem = "bytes before it belong to no tensor" if hole else "lies inside another tensor"
+        begin = entry.offset - self.data_start
+        expected = f"a begin of {place - self.data_start}"
+        raise self._bad(entry.name, "data_offsets", problem, expected, begin)
+
+
+def _as_bytes(bits: int) -> str:
+    half = ".5" if bits % 8 else ""
+    return f"{_shown(bits // 8)}{half} bytes"
+
+
+def _shown(value: Any) -> str:
+    """A value out of the header as short text: a huge one shall not be printed whole."""
+    if isinstance(value, dict | list) and len(value) > 8:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} items"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)[:200]

@@ -1,0 +1,1 @@
+"""Zip archives, read with every length checked: ``directory``, ``deflate``, ``archive``."""

@@ -1,0 +1,152 @@
+"""Zip archives: their members, and the bytes of single ones.
+
+Stored members are read where they lie, compressed ones are inflated as they are read. Nothing
+is ever unpacked to the disk, and no member's name is ever a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import CheckpointCorruptError, CheckpointFormatError, CheckpointLimitError
+from ..crc32 import crc32
+from ..entry import Checksum
+from ..files import OpenFile
+from ..limits import Limits, in_force, raising
+from ..signatures import SNIFF_BYTES, foreign
+from .deflate import Deflated
+from .directory import DEFLATED as DEFLATED
+from .directory import STORED as STORED
+from .directory import Directory
+from .directory import Member as Member
+
+
+class Archive:
+    """The members of a zip archive by name, in the order of its directory; no data yet.
+
+    Attributes: ``file`` and ``members``. Errors of its methods name ``tensor_of(name)`` as the
+    tensor. ``has_all_crcs``: whether a CRC of 0 is one like any other; else it says that none
+    was computed, as PyTorch writes on demand.
+    """
+
+    def __init__(
+        self,
+        file: OpenFile,
+        members: dict[str, Member],
+        tensor_of: Callable[[str], str | None],
+        has_all_crcs: bool,
+    ):
+        self.file = file
+        self.members = members
+        self._tensor_of = tensor_of
+        self._has_all_crcs = has_all_crcs
+
+    def crc(self, member: Member) -> int | None:
+        """The CRC-32 of a member, or None when none was computed. That of no bytes is 0."""
+        return member.crc if member.crc or not member.size or self._has_all_crcs else None
+
+    def checksum(self, member: Member) -> Checksum | None:
+        """What TensorTable compares: for a stored member; the reading of others checks them."""
+        crc = self.crc(member)
+        if crc is None or member.method != STORED:
+            return None
+        return Checksum(member.name, member.offset, member.size, crc)
+
+    def deflated(self, member: Member) -> Deflated:
+        """A compressed member as a coding, in C order."""
+        return Deflated(member.name, member.size, self.crc(member))
+
+    def head(self, member: Member, nbytes: int) -> bytes:
+        """The first ``nbytes`` bytes of a member, or all if it has fewer; no checksum is compared.
+
+        Raises:
+            CheckpointCorruptError: They cannot be inflated.
+        """
+        nbytes, tensor = min(nbytes, member.size), self._tensor_of(member.name)
+        if member.method == STORED:
+            return self.file.pread(member.offset, nbytes, tensor=tensor)
+        pieces = self.deflated(member).pieces(
+            self.file, member.offset, member.compressed, tensor=tensor
+        )
+        found = b""
+        while len(found) < nbytes:
+            found += next(pieces, b"")  # ends with an error where the member is shorter
+        return found[:nbytes]
+
+    def read(self, member: Member, limit: int, option: str | None = None) -> bytes:
+        """All bytes of a small member; ``option`` is the field of Limits that ``limit`` is from.
+
+        Raises:
+            CheckpointLimitError: It has more than ``limit`` bytes; nothing was read.
+            CheckpointCorruptError: Its bytes are not those that were written.
+        """
+        where = {"path": self.file.path, "tensor": self._tensor_of(member.name)}
+        if member.size > limit:
+            raise CheckpointLimitError(
+                f"member '{member.name}' is too large",
+                expected=f"at most {limit} bytes",
+                found=f"{member.size} bytes",
+                offset=member.offset,
+                hint=raising(option) if option else None,
+                **where,
+            )
+        tensor, crc = where["tensor"], self.crc(member)
+        if member.method == DEFLATED:
+            coding, place = self.deflated(member), (member.offset, member.compressed)
+            return b"".join(coding.pieces(self.file, *place, tensor=tensor))
+        data = self.file.pread(member.offset, member.size, tensor=tensor)
+        if crc is not None and crc32(data) != crc:
+            raise CheckpointCorruptError(
+                f"the bytes of {member.name} are not those that were written",
+                offset=member.offset,
+                expected=f"CRC-32 {crc:08x}",
+                found=f"{crc32(data):08x}",
+                hint="The file was damaged on its way or on the disk: fetch it again.",
+                **where,
+            )
+        return data
+
+
+def read_directory(
+    file: OpenFile,
+    limits: Limits | None = None,
+    *,
+    what: str = "a zip archive",
+    tensor_of: Callable[[str], str | None] = lambda name: None,
+    has_all_crcs: bool = False,
+) -> Archive:
+    """Reads the list of members of an archive, and the header in front of each; no data.
+
+    ``what`` says in messages what the file should be; see ``Archive`` for the others.
+
+    Raises:
+        CheckpointTruncatedError: It ends before its end record.
+        CheckpointFormatError: Another kind of file; members that overlap, that are there twice,
+            encrypted, compressed with anything but deflate, or described in two ways; bytes
+            that belong to nothing, before, between and after them.
+        CheckpointUnsafeError: A pickle.
+        CheckpointLimitError: More than ``limits`` allow, or a member that would inflate to more
+            than ``member_ratio`` times its bytes and a MiB.
+
+    Example:
+        >>> import os, tempfile, zipfile
+        >>> from maxjax.storage import open_regular
+        >>> path = os.path.join(tempfile.mkdtemp(), "a.zip")
+        >>> with zipfile.ZipFile(path, "w") as z:
+        ...     z.writestr("w", b"abc")
+        >>> archive = read_directory(open_regular(path))
+        >>> archive.members["w"].size, archive.read(archive.members["w"], limit=10)
+        (3, b'abc')
+    """
+    limits = in_force(limits)
+    start = file.pread(0, min(file.size, SNIFF_BYTES))
+    if not start.startswith((b"PK\3\4", b"PK\5\6")) and not b"PK\3\4".startswith(start):
+        raise foreign(file.path, start, what) or CheckpointFormatError(
+            f"the file is not {what}",
+            path=file.path,
+            offset=0,
+            expected="'PK' and the bytes 3 and 4",
+            found=repr(start[:4]),
+        )
+    members = Directory(file, limits, tensor_of).members()
+    return Archive(file, members, tensor_of, has_all_crcs)

@@ -1,0 +1,200 @@
+"""Compressed members of an archive (deflate, RFC 1951), and tensors read through them.
+
+A member is inflated piece by piece, from its first byte to its last: what comes out has the
+length and the CRC-32 the archive names, or an error is raised.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from ..crc32 import crc32
+from ..entry import DECODED_BYTES, Box, Coding, TensorEntry, Wanted, count, extents, swapped, within
+from ..files import OpenFile, aligned_empty
+
+# What is read of the file at a time.
+COMPRESSED_BYTES = 256 << 10
+_REFETCH = "The file was damaged on its way or on the disk: fetch it again."
+
+
+@dataclass(frozen=True, slots=True)
+class Deflated(Coding):
+    """A tensor whose entry is a compressed member: all of it is inflated, whatever is wanted.
+
+    Attributes:
+        name: The member, for messages.
+        size: Its bytes when inflated.
+        crc: Their CRC-32, or None when nobody computed it.
+        skip: How many of them stand before the tensor's; those after it belong to nobody.
+        order: The axes from the slowest to the fastest in the file; None is C order. The
+            values lie close together.
+        swap: Whether the bytes of each value are in the order that is not this machine's.
+    """
+
+    name: str
+    size: int
+    crc: int | None
+    skip: int = 0
+    order: tuple[int, ...] | None = None
+    swap: bool = False
+
+    is_divisible = False
+
+    def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
+        """See :class:`Coding`. Takes 2 MiB of memory beside the arrays.
+
+        Raises:
+            CheckpointCorruptError: The bytes are not those that were written.
+            CheckpointFormatError: A boolean that is neither 0 nor 1.
+        """
+        order = range(len(entry.shape)) if self.order is None else self.order
+        shape = [entry.shape[axis] for axis in order]
+        wanted = [(tuple(box[axis] for axis in order), a.transpose(order)) for box, a in parts]
+        first = 0
+        for block in self._blocks(file, entry):
+            values, done = self._values(file, entry, first, block), 0
+            for box in boxes(shape, first, first + values.size):
+                piece = values[done : done + count(box)].reshape(extents(box))
+                for outer, array in wanted:
+                    if (common := overlap(box, outer)) is not None:
+                        array[(*within(common, outer), ...)] = piece[(*within(common, box), ...)]
+                done += count(box)
+            first += values.size
+        return entry.nbytes
+
+    def pieces(
+        self, file: OpenFile, offset: int, nbytes: int, *, tensor: str | None = None
+    ) -> Iterator[bytes]:
+        """What ``nbytes`` bytes of the file at ``offset`` inflate to, at most 1 MiB at a time.
+
+        Whoever stops before the end has nothing checked.
+
+        Raises:
+            CheckpointCorruptError: Not deflated data, of another length, or of another CRC-32.
+        """
+        inflater, total, crc = zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
+        place, end, data = offset, offset + nbytes, b""
+        while not inflater.eof:
+            if not data and place < end:
+                data = file.pread(place, min(COMPRESSED_BYTES, end - place), tensor=tensor)
+                place += len(data)
+            try:
+                # One more than is expected: too many shall be seen.
+                most = min(DECODED_BYTES, self.size - total + 1)
+                piece = inflater.decompress(data, most)
+            except zlib.error as error:
+                found = str(error).removeprefix("Error ")
+                raise self._corrupt(file, offset, tensor, "deflated data", found) from error
+            if not piece and not inflater.eof and place == end and not inflater.unconsumed_tail:
+                break
+            data = inflater.unconsumed_tail
+            total, crc = total + len(piece), crc32(piece, crc)
+            if total > self.size:
+                raise self._corrupt(file, offset, tensor, f"{self.size} bytes", "more")
+            if piece:
+                yield piece
+        rest = len(inflater.unused_data) + end - place
+        wrong = None
+        if not inflater.eof or total < self.size:
+            wrong = f"{self.size} bytes", f"{total} bytes"
+        elif rest:
+            wrong = f"{nbytes} bytes of deflated data", f"an end {rest} bytes before"
+        elif self.crc is not None and crc != self.crc:
+            wrong = f"CRC-32 {self.crc:08x}", f"{crc:08x}"
+        if wrong:
+            raise self._corrupt(file, offset, tensor, *wrong)
+
+    def _corrupt(
+        self, file: OpenFile, offset: int, tensor: str | None, expected: str, found: str
+    ) -> CheckpointError:
+        return CheckpointCorruptError(
+            f"the bytes of {self.name} are not those that were written",
+            path=file.path,
+            tensor=tensor,
+            offset=offset,
+            expected=expected,
+            found=found,
+            hint=_REFETCH,
+        )
+
+    def _blocks(self, file: OpenFile, entry: TensorEntry) -> Iterator[np.ndarray]:
+        """The tensor's bytes, whole values at a time, in memory that is used again."""
+        missing = prod(entry.shape) * entry.dtype.np.itemsize
+        block, used, skip = aligned_empty(min(DECODED_BYTES, missing)), 0, self.skip
+        for piece in self.pieces(file, entry.offset, entry.nbytes, tensor=entry.name):
+            rest = np.frombuffer(piece, np.uint8)[skip:]
+            skip = max(0, skip - len(piece))
+            # Nothing is missing any more: the pieces go on, for their checksum.
+            while missing and rest.size:
+                size = min(rest.size, missing, block.size - used)
+                block[used : used + size] = rest[:size]
+                rest, used, missing = rest[size:], used + size, missing - size
+                if used == block.size or not missing:
+                    yield block[:used]
+                    used = 0
+        if missing:  # the entry asks for more than the member has
+            expected = f"{missing} bytes more"
+            raise self._corrupt(file, entry.offset, entry.name, expected, f"{self.size} bytes")
+
+    def _values(
+        self, file: OpenFile, entry: TensorEntry, first: int, block: np.ndarray
+    ) -> np.ndarray:
+        if entry.dtype is DType.bool and block.max() > 1:
+            index = int((block > 1).argmax())
+            raise CheckpointFormatError(
+                f"data: a boolean must be 0 or 1, and value {first + index} in the file is not",
+                path=file.path,
+                tensor=entry.name,
+                offset=entry.offset,
+                expected="0 or 1",
+                found=int(block[index]),
+            )
+        dtype = entry.dtype.np
+        return (swapped(block, dtype) if self.swap else block).view(dtype)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that make up the values ``start`` to ``stop`` of an array in C order, in turn.
+
+    There are at most two for each axis.
+
+    Example:
+        >>> list(boxes((3, 4), 2, 9))
+        [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
+    """
+    while start < stop:
+        axis, row = len(shape), 1
+        while axis and start % (row * shape[axis - 1]) == 0:
+            if row * shape[axis - 1] > stop - start:
+                break
+            axis -= 1
+            row *= shape[axis]
+        box: list[tuple[int, int]] = [(0, size) for size in shape[axis:]]
+        rows, number = 1, start // row
+        if axis:
+            number, index = divmod(number, shape[axis - 1])
+            rows = min(shape[axis - 1] - index, (stop - start) // row)
+            box.insert(0, (index, index + rows))
+        for size in reversed(shape[: max(axis - 1, 0)]):
+            number, index = divmod(number, size)
+            box.insert(0, (index, index + 1))
+        yield tuple(box)
+        start += rows * row
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes share, or None.
+
+    Example:
+        >>> overlap(((0, 3),), ((2, 9),))
+        ((2, 3),)
+    """
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None

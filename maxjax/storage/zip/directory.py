@@ -1,0 +1,432 @@
+"""The list of the members of a zip archive, checked to the last byte.
+
+A list is understood in one way only: members from byte 0 on, one behind another, the central
+directory behind them, one end record behind that, and the end of the file. What this allows
+no two readers can take differently. Format: PKWARE's APPNOTE.TXT 6.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+from ...errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointTruncatedError,
+)
+from ..files import OpenFile
+from ..limits import Limits, raising
+
+_END = Struct("<4s4H2LH")
+_LOCATOR = Struct("<4sLQL")
+_END64 = Struct("<4sQ2H2L4Q")
+_SIGN, _SIGN64, _SIGN_LOCATOR = b"PK\5\6", b"PK\6\6", b"PK\6\7"
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+
+
+def read_end(file: OpenFile) -> tuple[int, int, int]:
+    """How many members there are; where the directory begins and where it ends.
+
+    Raises:
+        CheckpointTruncatedError: There is no end record, or not all of it.
+        CheckpointFormatError: There are two, it contradicts that of zip64 or itself, something
+            stands behind it, or the archive is on several disks.
+    """
+    base = file.size - min(file.size, _END.size + _MAX16)
+    tail = file.pread(base, file.size - base)
+    at = tail.rfind(_SIGN)
+    if at < 0 or len(tail) - at < _END.size:
+        raise _cut(file)
+    _check_single(file, tail, at, base)
+    _, *fields, comment = _END.unpack_from(tail, at)
+    end, rest = base + at, len(tail) - at - _END.size - comment
+    # In data that was cut the signature may stand by chance.
+    if rest < 0 or (rest > 0 and not _has_directory(fields[4] + fields[5], end)):
+        raise _cut(file)
+    if rest:
+        problem = "bytes after the end of the archive belong to nothing"
+        raise _bad(file, problem, file.size - rest, "the end of the file", f"{rest} bytes")
+    wide = _end64(file, end)
+    if wide:
+        _check_equal(file, end, fields, wide[1:])
+        end, *fields = wide
+    return _directory(file, base + at, end, fields)
+
+
+def _directory(file: OpenFile, at: int, end: int, fields: list[int]) -> tuple[int, int, int]:
+    """The result, of the fields of the end record at ``at``; the directory ends at ``end``."""
+    disk, first_disk, here, count, nbytes, start = fields
+    if disk or first_disk or here != count:
+        problem = "end record: a part of an archive on several disks"
+        found = f"disk {disk} of a directory on {first_disk}, {here} of {count} members"
+        raise _bad(file, problem, at, "disk 0, which has all members", found)
+    if start + nbytes != end:
+        problem = "end record: the directory does not end where this record begins"
+        found = f"{nbytes} bytes from byte {start}"
+        raise _bad(file, problem, at, f"an end at byte {end}", found)
+    return count, start, end
+
+
+def _bad(
+    file: OpenFile, problem: str, offset: int, expected: Any, found: Any
+) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        problem, path=file.path, offset=offset, expected=expected, found=found
+    )
+
+
+def _cut(file: OpenFile) -> CheckpointError:
+    return CheckpointTruncatedError(
+        "the file ends before the list of the archive's members",
+        path=file.path,
+        offset=file.size,
+        expected=f"an end record of {_END.size} bytes or more",
+        found="the end of the file",
+        hint="Incomplete download? Delete the file and fetch it again.",
+    )
+
+
+def _has_directory(directory_end: int, end: int) -> bool:
+    """Whether an end record at ``end`` is one: the directory, or zip64 records, are in front."""
+    return directory_end in (end, end - _END64.size - _LOCATOR.size) or directory_end >= _MAX32
+
+
+def _check_single(file: OpenFile, tail: bytes, at: int, base: int) -> None:
+    """No other end record, of which the last one is the comment."""
+    other = tail.rfind(_SIGN, 0, at + 3)
+    while other >= 0:
+        if int.from_bytes(tail[other + 20 : other + 22], "little") == len(tail) - other - 22:
+            problem = "two end records: which list of members is meant is unclear"
+            raise _bad(file, problem, base + other, "one", f"another at byte {base + at}")
+        other = tail.rfind(_SIGN, 0, other + 3)
+
+
+def _end64(file: OpenFile, end: int) -> tuple[int, ...] | None:
+    """Where the zip64 end record begins, and its fields; None when there is none."""
+    at = end - _LOCATOR.size
+    if at < _END64.size:
+        return None
+    sign, disk, start, disks = _LOCATOR.unpack(file.pread(at, _LOCATOR.size))
+    if sign != _SIGN_LOCATOR:
+        return None
+    if disk or disks > 1 or start > at - _END64.size:
+        found = f"disk {disk} of {disks}, byte {start}"
+        expected = f"disk 0 of 1, at most byte {at - _END64.size}"
+        raise _bad(file, "zip64 locator: no place in this file", at, expected, found)
+    sign, length, _, _, *fields = _END64.unpack(file.pread(start, _END64.size))
+    if sign != _SIGN64 or start + 12 + length != at:
+        problem = "zip64 end record: not what the locator behind it points to"
+        found = f"{sign!r} and a length of {length}"
+        raise _bad(file, problem, start, f"{_SIGN64!r} and {at - start - 12}", found)
+    return (start, *fields)
+
+
+def _check_equal(file: OpenFile, at: int, narrow: list[int], wide: tuple[int, ...]) -> None:
+    """The same in the end record and in that of zip64, where the first has room for it."""
+    for number, (here, there) in enumerate(zip(narrow, wide, strict=True)):
+        if here != there and here != (_MAX16 if number < 4 else _MAX32):
+            problem = "end record: not what the zip64 end record says"
+            raise _bad(file, problem, at, there, here)
+
+
+STORED, DEFLATED = 0, 8
+# What a member may inflate to whatever its ratio: zeros of this size harm nobody.
+FREE_BYTES = 1 << 20
+
+_CENTRAL = Struct("<4s6H3L5H2L")
+_LOCAL = Struct("<4s5H3L2H")
+_FIELD = Struct("<2H")
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+# Flags: encrypted (three ways) and patch data are refused; the name is UTF-8; sizes may
+# stand behind the data.
+_REFUSED, _UTF8, _DESCRIPTOR = 0x2061, 0x800, 0x8
+_MEANING = _REFUSED | _UTF8
+# Extra fields: 64-bit sizes, and a second name.
+_ZIP64, _UNICODE_NAME = 0x0001, 0x7075
+_NEWEST = 63
+# The characters of names that are not UTF-8; decoded here, as it imports the codec.
+_CP437 = bytes(range(256)).decode("cp437")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member: ``compressed`` bytes at ``offset`` that become ``size`` bytes.
+
+    ``method`` is STORED or DEFLATED; ``crc`` is the CRC-32 of the ``size`` bytes.
+    """
+
+    name: str
+    method: int
+    crc: int
+    compressed: int
+    size: int
+    offset: int
+
+
+@dataclass(slots=True)
+class _Record:
+    """What the central directory says of a member; ``at`` is where it says so."""
+
+    at: int
+    name: str
+    raw_name: bytes
+    flags: int
+    method: int
+    crc: int
+    compressed: int
+    size: int
+    header: int
+
+
+class Directory:
+    """The checks of one archive. Errors name member, field and byte offset.
+
+    ``tensor_of`` gives the tensor to name with a member.
+    """
+
+    def __init__(self, file: OpenFile, limits: Limits, tensor_of: Callable[[str], str | None]):
+        self.file = file
+        self.limits = limits
+        self.tensor_of = tensor_of
+
+    def members(self) -> dict[str, Member]:
+        """All of it: the members by name, in the order of the directory."""
+        records, start = self._records()
+        found: dict[str, Member] = {}
+        ordered = sorted(records.values(), key=lambda record: record.header)
+        ends = [record.header for record in ordered[1:]] + [start] * bool(ordered)
+        first = ordered[0].header if ordered else start
+        if first:
+            problem = "bytes before the first member belong to none"
+            raise self._bad(problem, 0, "a member or the directory at byte 0", f"at byte {first}")
+        for record, end in zip(ordered, ends, strict=True):
+            found[record.name] = self._member(record, end)
+        return {name: found[name] for name in records}
+
+    def _bad(
+        self, problem: str, offset: int, expected: Any, found: Any, record: _Record | None = None
+    ) -> CheckpointError:
+        return CheckpointFormatError(
+            f"member '{record.name}': {problem}" if record else problem,
+            path=self.file.path,
+            tensor=self.tensor_of(record.name) if record else None,
+            offset=min(offset, self.file.size),
+            expected=expected,
+            found=found,
+        )
+
+    # --- the directory ---
+
+    def _records(self) -> tuple[dict[str, _Record], int]:
+        count, start, end = read_end(self.file)
+        nbytes, where = end - start, {"path": self.file.path, "offset": start}
+        if count * _CENTRAL.size > nbytes:
+            problem = "end record: more members than the directory has bytes for"
+            raise self._bad(problem, end, f"at most {nbytes // _CENTRAL.size}", count)
+        if count > self.limits.tensors:
+            raise self.limits.error("directory: too many members", "tensors", count, **where)
+        if nbytes > self.limits.header_bytes:
+            raise self.limits.error("directory: too long", "header_bytes", nbytes, **where)
+        data, at = self.file.pread(start, nbytes), 0
+        records: dict[str, _Record] = {}
+        for _ in range(count):
+            record, length = self._record(data, at, start)
+            if record.name in records:
+                raise self._bad("is there twice", record.at, "one of each name", "two", record)
+            self._check_size(record)
+            records[record.name] = record
+            at += length
+        if at != nbytes:
+            problem = "directory: bytes after its last member"
+            raise self._bad(problem, start + at, f"{at} bytes", f"{nbytes} bytes")
+        return records, start
+
+    def _record(self, data: bytes, at: int, base: int) -> tuple[_Record, int]:
+        if len(data) - at < _CENTRAL.size or data[at : at + 4] != b"PK\1\2":
+            found = repr(data[at : at + 4])
+            raise self._bad("directory: no member here", base + at, "b'PK\\x01\\x02'", found)
+        (
+            _, _, version, flags, method, _, _, crc, compressed, size,
+            name_bytes, extra_bytes, comment_bytes, disk, _, _, header,
+        ) = _CENTRAL.unpack_from(data, at)  # fmt: skip
+        length = _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
+        behind = at + _CENTRAL.size + name_bytes
+        raw = data[at + _CENTRAL.size : behind]
+        if length > len(data) - at:
+            problem = "directory: a member's name and comment go beyond it"
+            raise self._bad(problem, base + at, f"at most {len(data) - at} bytes", length)
+        name = self._name(raw, flags, base + at)
+        record = _Record(base + at, name, raw, flags, method, crc, compressed, size, header)
+        extra = self._extra(data[behind : behind + extra_bytes], record)
+        record.size, record.compressed, record.header, disk = self._wide(
+            extra, record, ((size, 8), (compressed, 8), (header, 8), (disk, 4))
+        )
+        if disk:
+            raise self._bad("is on another disk", record.at, "disk 0", disk, record)
+        self._check_kind(record, version)
+        return record, length
+
+    def _name(self, raw: bytes, flags: int, at: int) -> str:
+        try:
+            utf8 = flags & _UTF8 or raw.isascii()
+            name = raw.decode() if utf8 else "".join(_CP437[byte] for byte in raw)
+        except UnicodeDecodeError:
+            found = repr(raw[:80])
+            raise self._bad("directory: a name is not UTF-8", at, "UTF-8", found) from None
+        if "\0" in name:  # some readers end it there
+            raise self._bad("directory: a name with a NUL", at, "no NUL", repr(name[:80]))
+        return name
+
+    def _extra(self, data: bytes, record: _Record) -> dict[int, bytes]:
+        """The extra fields that change what a member is."""
+        fields: dict[int, bytes] = {}
+        at, end = 4, len(data)
+        while at <= end:
+            kind, length = _FIELD.unpack_from(data, at - 4)
+            if length > end - at or (kind == _ZIP64 and kind in fields):
+                problem = "extra field: goes beyond its end, or is there twice"
+                found = f"{length} bytes of kind {kind:#06x}"
+                raise self._bad(problem, record.at, f"at most {end - at} bytes", found, record)
+            if kind in (_ZIP64, _UNICODE_NAME):
+                fields[kind] = data[at : at + length]
+            at += length + 4
+        second = fields.get(_UNICODE_NAME)
+        if second is not None and second[5:] != record.name.encode():
+            found = repr(second[5:85])
+            raise self._bad("has two names", record.at, repr(record.raw_name[:80]), found, record)
+        return fields
+
+    def _wide(
+        self, extra: dict[int, bytes], record: _Record, fields: tuple[tuple[int, int], ...]
+    ) -> list[int]:
+        """Fields of 32 (the last: 16) bits; those that are all ones stand in the zip64 field."""
+        data, found = extra.get(_ZIP64, b""), []
+        for value, width in fields:
+            if value == (_MAX32 if width == 8 else _MAX16):
+                if len(data) < width:
+                    problem = "a size of 64 bits is missing"
+                    raise self._bad(
+                        problem, record.at, f"{width} bytes", f"{len(data)} bytes", record
+                    )
+                value, data = int.from_bytes(data[:width], "little"), data[width:]
+            found.append(value)
+        return found
+
+    def _check_kind(self, record: _Record, version: int) -> None:
+        where = record.at
+        if record.flags & _REFUSED:
+            found = f"flags {record.flags:#06x}"
+            raise self._bad("is encrypted or a patch", where, "plain data", found, record)
+        if record.method not in (STORED, DEFLATED):
+            expected = f"{STORED} (stored) or {DEFLATED} (deflated)"
+            raise self._bad("compression method", where, expected, record.method, record)
+        if version & 0xFF > _NEWEST:
+            expected = f"at most {_NEWEST}"
+            raise self._bad("needs a newer version of zip", where, expected, version & 0xFF, record)
+
+    def _check_size(self, record: _Record) -> None:
+        """No member that becomes far more than it is, before anything else is believed of it."""
+        there = min(record.compressed, self.file.size)
+        where = {"tensor": self.tensor_of(record.name), "offset": record.at}
+        problem = f"member '{record.name}': size is over the limit"
+        check_ratio(problem, record.size, there, self.limits, path=self.file.path, **where)
+        if record.method == STORED and record.compressed != record.size:
+            expected = f"{record.size} bytes"
+            problem = "is stored as it is, but with another size"
+            raise self._bad(problem, record.at, expected, f"{record.compressed} bytes", record)
+
+    # --- the header in front of each member ---
+
+    def _member(self, record: _Record, end: int) -> Member:
+        """Checks what stands from the member's header to ``end``, where the next thing begins."""
+        at, length = record.header, _LOCAL.size + len(record.raw_name)
+        if at + length > end:
+            problem = "overlaps what comes after it"
+            raise self._bad(problem, at, f"{length} bytes for its header", f"{end - at}", record)
+        head = self.file.pread(at, length)
+        signature, _, flags, method, _, _, crc, compressed, size, name_bytes, extra = (
+            _LOCAL.unpack_from(head)
+        )
+        offset = at + length + extra
+        name = head[_LOCAL.size :] if name_bytes == len(record.raw_name) else None
+        if signature != b"PK\3\4" or name != record.raw_name:
+            found = repr(signature + head[_LOCAL.size :][:80])
+            expected = repr(b"PK\3\4" + record.raw_name[:80])
+            raise self._bad("its header is another's", at, expected, found, record)
+        if offset + record.compressed > end:
+            problem = "overlaps what comes after it"
+            found = f"{record.compressed} bytes from byte {offset}"
+            raise self._bad(problem, at, f"an end by byte {end}", found, record)
+        if _MAX32 in (size, compressed):
+            fields = self._extra(self.file.pread(at + length, extra), record)
+            size, compressed = self._wide(fields, record, ((size, 8), (compressed, 8)))
+        theirs = (flags & _MEANING, method, crc, compressed, size)
+        ours = (record.flags & _MEANING, record.method, record.crc)
+        ours = (*ours, record.compressed, record.size)
+        blank = (*ours[:2], 0, 0, 0)
+        if theirs != ours and not (flags & _DESCRIPTOR and _mixed(theirs, ours, blank)):
+            if (*theirs[:2], *theirs[3:]) == (*ours[:2], *ours[3:]):
+                raise self._differing(record, at, crc)
+            names = "(flags, method, CRC-32, compressed, size)"
+            problem = f"header and directory differ in {names}"
+            raise self._bad(problem, at, ours, theirs, record)
+        self._check_gap(record, flags, offset + record.compressed, end)
+        return Member(record.name, method, record.crc, record.compressed, record.size, offset)
+
+    def _differing(self, record: _Record, at: int, crc: int) -> CheckpointError:
+        """The error for two checksums of one member: one of them is damaged."""
+        return CheckpointCorruptError(
+            f"member '{record.name}': its checksum in the directory is another than beside its data",
+            path=self.file.path,
+            tensor=self.tensor_of(record.name),
+            offset=at,
+            expected=f"CRC-32 {record.crc:08x}",
+            found=f"{crc:08x}",
+            hint="The file was damaged on its way or on the disk: fetch it again.",
+        )
+
+    def _check_gap(self, record: _Record, flags: int, start: int, end: int) -> None:
+        """Between a member and what comes next there is nothing, or a data descriptor."""
+        gap = end - start
+        if not gap:
+            return
+        if flags & _DESCRIPTOR and gap in (12, 16, 20, 24):
+            data = self.file.pread(start, gap)
+            signed = gap in (16, 24) and data[:4] == b"PK\7\x08"
+            data = data[4:] if signed else data
+            width = (len(data) - 4) // 2
+            values = [data[:4], data[4 : 4 + width], data[4 + width :]]
+            found = tuple(int.from_bytes(value, "little") for value in values)
+            sizes = (record.compressed, record.size)
+            if (signed or gap in (12, 20)) and found[1:] == sizes:
+                if found[0] != record.crc:
+                    raise self._differing(record, start, found[0])
+                return
+        problem = "the bytes after it belong to nothing"
+        expected = f"the next member at byte {start}"
+        raise self._bad(problem, start, expected, f"at byte {end}", record)
+
+
+def _mixed(values: tuple[int, ...], *choices: tuple[int, ...]) -> bool:
+    return all(value in allowed for value, *allowed in zip(values, *choices, strict=True))
+
+
+# --- limits -----------------------------------------------------------------------------------
+
+
+def check_ratio(problem: str, size: int, there: int, limits: Limits, **where) -> None:
+    """Refuses ``size`` bytes that are to come out of ``there``, more than the limits allow."""
+    ratio = limits.member_ratio
+    if size > FREE_BYTES + ratio * there:
+        raise CheckpointLimitError(
+            problem,
+            expected=f"at most {ratio} times its {there} bytes, and {FREE_BYTES}",
+            found=f"{size} bytes",
+            hint=raising("member_ratio"),
+            **where,
+        )

@@ -1,0 +1,243 @@
+"""Every filter, test, method and variable that jinja gives a template, and what bounds it.
+
+Some make more than they get, by a width, a count or a repetition, or take longer than what they get
+is long; neither can be stopped once it runs, as it is one step of C. So each has a line here: a
+function of its arguments that gives a size which what it makes cannot exceed, or refuses. What has no
+line cannot be used, so that a later jinja brings nothing that nobody has looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable
+from typing import Any
+
+from jinja2.runtime import LoopContext
+from jinja2.utils import Cycler
+from markupsafe import Markup
+
+from .budget import TOO_MUCH, TooMuchError, budget
+
+Cap = Callable[..., int]
+
+
+def _least(*arguments: Any, **options: Any) -> int:
+    """No more than a few times what it gets, in a time that grows with it."""
+    return 0
+
+
+def _refused(*arguments: Any, **options: Any) -> int:
+    raise TooMuchError("it uses a function that no chat needs")
+
+
+def _numbers(*arguments: Any, **options: Any) -> int:
+    given = [*arguments, *options.values()]
+    return max((abs(item) for item in given if isinstance(item, int)), default=0)
+
+
+def _wide(value: Any, *arguments: Any, **options: Any) -> int:
+    """Where a number is a width or a count."""
+    return _numbers(*arguments, **options)
+
+
+def _few(most: int) -> Cap:
+    """Where a number or a text is used again and again: no more than ``most``."""
+
+    def cap(value: Any, *arguments: Any, **options: Any) -> int:
+        given = []
+        for item in [*arguments, *options.values()]:
+            given += item if isinstance(item, (list, tuple)) else [item]
+        lengths = [len(item) for item in given if isinstance(item, (str, bytes))]
+        return 0 if max([_numbers(*given), len(given), *lengths]) <= most else TOO_MUCH
+
+    return cap
+
+
+def _short(most: int, *others: str, few: int = 256) -> Cap:
+    """Where the time grows faster than the text: one of no more than ``most`` characters.
+
+    ``others`` are arguments whose size is of no consequence.
+    """
+
+    def cap(value: Any, *arguments: Any, **options: Any) -> int:
+        options = {name: item for name, item in options.items() if name not in others}
+        length = budget().weigh(value)[0]
+        return (
+            _few(few)(value, *arguments[len(others) :], **options) if length <= most else TOO_MUCH
+        )
+
+    return cap
+
+
+def _attribute(value: Any, *arguments: Any, **options: Any) -> int:
+    """Each comma of ``attribute`` is one more value for each item."""
+    given = [item for item in [*arguments, *options.values()] if isinstance(item, str)]
+    return 0 if max(map(len, given), default=0) <= 100 else TOO_MUCH
+
+
+def _sorted(items: Any, *arguments: Any, **options: Any) -> int:
+    """What is compared may be an attribute, or the default of one: the larger, the longer it takes."""
+    given = [*arguments, *options.values()]
+    budget().weigh(items)
+    if budget().opaque and any(isinstance(item, str) for item in given):
+        return TOO_MUCH
+    count = len(items) if hasattr(items, "__len__") else 1
+    return _attribute(items, *given) + budget().weigh(*given)[0] * count
+
+
+def _backwards(text: Any, sought: Any = None, *more: Any, **options: Any) -> int:
+    """Searches from the end are quadratic."""
+    sought = options.get("sep", sought)
+    if not isinstance(sought, (str, bytes)):
+        return 0
+    return 0 if len(text) * len(sought) <= 1 << 26 else TOO_MUCH
+
+
+def _replaced(text: Any, old: Any = "", new: Any = "", *more: Any, **options: Any) -> int:
+    text, old, new = str(text), str(options.get("old", old)), str(options.get("new", new))
+    return len(text) + text.count(old) * len(new)
+
+
+def _lined(text: Any, *arguments: Any, **options: Any) -> int:
+    given = [*arguments, *options.values()]
+    width = max([_numbers(*given), *(len(item) for item in given if isinstance(item, str))])
+    return len(str(text)) + (len(str(text).splitlines()) + 1) * width
+
+
+def _joined(between: Any, items: Any = ()) -> int:
+    return budget().weigh(items)[0] + len(items) * len(str(between))
+
+
+def _filter_joined(items: Any, d: Any = "", attribute: Any = None) -> int:
+    return _joined(d, items) if hasattr(items, "__len__") else 0
+
+
+def _number(value: Any, *arguments: Any, **options: Any) -> int:
+    """Where ``%`` or ``*`` of what should be a number would format or repeat a text."""
+    precision = _numbers(*arguments, **options)
+    if isinstance(value, (int, float)):
+        return 0 if precision <= 400 else TOO_MUCH
+    return 0 if not isinstance(value, (str, bytes, list, tuple)) else TOO_MUCH
+
+
+def _divided(value: Any, *arguments: Any, **options: Any) -> int:
+    return 0 if not isinstance(value, (str, bytes)) else TOO_MUCH
+
+
+def _parsed(value: Any, *arguments: Any, **options: Any) -> int:
+    """The digits of a number: Python's own limit may be off."""
+    return 0 if not isinstance(value, (str, bytes)) or len(value) <= 1 << 14 else TOO_MUCH
+
+
+def _summed(items: Any, attribute: Any = None, start: Any = 0) -> int:
+    return _attribute(items, attribute) if isinstance(start, (int, float)) else TOO_MUCH
+
+
+def _encoded(text: Any, encoding: Any = "utf-8", errors: Any = "strict") -> int:
+    plain = str(encoding).lower().replace("_", "-")
+    return 0 if re.fullmatch(r"utf-?(8|16|32)(-?(le|be))?|ascii|latin-?1", plain) else TOO_MUCH
+
+
+def _keys(keys: Any, *value: Any) -> int:
+    """Numbers can be chosen so that a dict of them takes the square of its size."""
+    return 0 if hasattr(keys, "__len__") and len(keys) <= 1000 else TOO_MUCH
+
+
+def percent_size(text: str, arguments: Any) -> int:
+    """No less than what ``%`` can make of a format and its arguments."""
+    if re.search(r"%[^%a-zA-Z]*\*", text):
+        return TOO_MUCH
+    return _fields(text, text.count("%"), arguments)
+
+
+def _formatted(text: Any, *arguments: Any, **options: Any) -> int:
+    """The same for ``str.format``; a width that is an argument is refused.
+
+    A field may be an attribute, which can be larger than what is weighed of its object.
+    """
+    parsed = [part for part in string.Formatter().parse(text) if part[1] is not None]
+    fields, specs = [part[1] or "" for part in parsed], [part[2] or "" for part in parsed]
+    size = len(text) + _fields(" ".join(specs), len(specs), [arguments, options])
+    if any("{" in spec for spec in specs) or (budget().opaque and any("." in f for f in fields)):
+        return TOO_MUCH
+    return size
+
+
+def _fields(text: str, fields: int, arguments: Any) -> int:
+    width = max((int(n[:9]) for n in re.findall(r"\d+", text)), default=0)
+    return len(text) + fields * (width + 16 + budget().weigh(arguments)[0])
+
+
+def _percent(value: Any, *arguments: Any, **options: Any) -> int:
+    return percent_size(str(value), [arguments, options])
+
+
+def _named(cap: Cap, names: str) -> dict[str, Cap]:
+    return dict.fromkeys(names.split(), cap)
+
+
+FILTERS = {
+    **_named(_least, "abs attr capitalize count d default dictsort e escape filesizeformat first float"
+             " forceescape items last length list lower map random reject rejectattr reverse safe"
+             " select selectattr string striptags title truncate upper urlencode wordcount xmlattr"),
+    **_named(_wide, "batch center slice"),
+    **_named(_attribute, "max min unique"),
+    **_named(_sorted, "groupby sort"),
+    "format": _percent, "indent": _lined, "int": _parsed, "join": _filter_joined, "pprint": _short(1 << 14),
+    "replace": _replaced, "round": _number, "sum": _summed, "tojson": _few(16), "trim": _few(100),
+    "urlize": _short(1 << 10), "wordwrap": _short(1 << 16, "width", few=16),
+}  # fmt: skip
+# Filters that use every item of what they get in one step: it is weighed as a list first.
+LISTED = frozenset({"groupby", "join", "sort", "urlencode"})
+
+TESTS = {
+    **_named(_least, "!= < <= == > >= boolean callable defined eq equalto escaped false filter float ge"
+             " greaterthan gt in integer iterable le lessthan lower lt mapping ne none number sameas"
+             " sequence string test true undefined upper"),
+    **_named(_divided, "divisibleby even odd"),
+}  # fmt: skip
+
+_TEXT = {
+    **_named(_least, "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit"
+             " isidentifier islower isnumeric isprintable isspace istitle isupper lower maketrans partition"
+             " removeprefix removesuffix split splitlines startswith swapcase title upper"),
+    **_named(_wide, "center ljust rjust zfill"),
+    **_named(_few(100), "lstrip rstrip strip"),
+    **_named(_backwards, "rfind rindex rpartition rsplit"),
+    **_named(_formatted, "format"), "encode": _encoded, "join": _joined, "replace": _replaced,
+    "format_map": lambda text, *arguments: _formatted(text, *arguments),
+    "expandtabs": lambda text, tabsize=8: len(text) + text.count("\t") * abs(tabsize),
+    "translate": _refused,
+}  # fmt: skip
+# By the type whose method it is. What writes into a value the sandbox has refused already.
+METHODS: dict[type, dict[str, Cap]] = {
+    str: _TEXT,
+    Markup: {**_TEXT, **_named(_least, "escape striptags unescape")},
+    bytes: {
+        **_named(_refused, "capitalize center expandtabs fromhex join ljust lower lstrip maketrans partition"
+                 " removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split"
+                 " splitlines strip swapcase title translate upper zfill"),
+        **_named(_least, "count endswith find hex index isalnum isalpha isascii isdigit islower isspace istitle"
+                 " isupper startswith"),
+        "decode": _encoded,
+    },
+    int: {
+        **_named(_least, "as_integer_ratio bit_count bit_length conjugate from_bytes is_integer"),
+        "to_bytes": _wide,
+    },
+    float: _named(_least, "as_integer_ratio conjugate from_number fromhex hex is_integer"),
+    complex: _named(_least, "conjugate from_number"),
+    list: {**_named(_least, "copy count index"),
+           **_named(_refused, "append clear extend insert pop remove reverse sort")},
+    tuple: _named(_least, "count index"),
+    dict: {**_named(_least, "copy get items keys values"), "fromkeys": _keys,
+           **_named(_refused, "clear pop popitem setdefault update")},
+    range: _named(_least, "count index"),
+    type({}.keys()): _named(_refused, "isdisjoint"),
+    type({}.items()): _named(_refused, "isdisjoint"),
+    type({}.values()): {},
+    LoopContext: _named(_least, "changed cycle"),
+    Cycler: _named(_least, "next reset"),
+}  # fmt: skip
+GLOBALS = frozenset({"cycler", "dict", "joiner", "namespace", "range"})

@@ -1,0 +1,70 @@
+"""Where the chat templates of a checkpoint directory are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointFormatError, CheckpointLimitError
+from ...storage.files import open_regular
+
+TEMPLATE_FILE = "chat_template.jinja"
+_MOST_BYTES = 1 << 20  # published ones have some thousands
+
+
+def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name; the one that has none is "default".
+
+    ``chat_template.jinja`` counts more than ``tokenizer_config.json``, where there is a text or a
+    list of them with names.
+
+    Raises:
+        CheckpointFormatError: A template is no text.
+        CheckpointLimitError: The file is too large for one.
+    """
+    found = listed_templates(settings, directory / "tokenizer_config.json")
+    file = directory / TEMPLATE_FILE
+    if file.exists():
+        found["default"] = _text(file)
+    return found
+
+
+def listed_templates(settings: Mapping[str, Any], file: Path | None = None) -> dict[str, str]:
+    """The chat templates in the content of a ``tokenizer_config.json``."""
+    given = settings.get("chat_template")
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        listed = [{"name": name, "template": text} for name, text in given.items()]
+    else:
+        listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    found = {}
+    for item in listed:
+        name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (0, 0)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise CheckpointFormatError(
+                "'chat_template' is no template",
+                path=file, expected="a string, or a list of objects with name and template",
+            )  # fmt: skip
+        found[name] = text
+    return found
+
+
+def _text(file: Path) -> str:
+    opened = open_regular(file)
+    try:
+        if opened.size > _MOST_BYTES:
+            raise CheckpointLimitError(
+                "the chat template is too long",
+                path=file, expected=f"at most {_MOST_BYTES} bytes", found=opened.size,
+            )  # fmt: skip
+        data = opened.pread(0, opened.size)
+    finally:
+        opened.close()
+    try:
+        return bytes(data).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointFormatError(
+            "the chat template is not UTF-8", path=file, offset=error.start
+        ) from None

@@ -1,0 +1,354 @@
+"""Jinja2's sandbox for templates out of files: same text, and an end to all they can do.
+
+The sandbox keeps a template from Python's insides, but not from running or growing without end:
+template_caps says what each filter, test and method can make, and template_budget how much is left.
+What has no function that could ask them (``~``, lists, slices, texts between the tags) becomes a
+filter that no template can name, in the template's tree, before jinja compiles it. Nothing of a
+template is evaluated while it is compiled. Imports jinja2, so it is imported only where a template
+is rendered.
+
+Source: ``_cached_compile_jinja_template`` of transformers, for what a chat template may use.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
+from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined, markup_join, str_join
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Joiner, Namespace
+from jinja2.visitor import NodeTransformer
+
+from . import caps as caps
+from .budget import INT_BITS, TOO_MUCH, TooMuchError, budget
+
+_TOKENS = 20_000  # of a template; published ones have some thousands
+_SOURCE = 1 << 20  # characters of Python that jinja makes of its tags
+_NAME, _DIGITS = 200, 4000
+_MADE, _JOINED = "=made", "=joined"  # names of filters that no template can write
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of templates: what transformers gives one, with a budget."""
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Tokens, _Generation, loopcontrols],
+            optimized=False,
+            finalize=_written,
+        )
+        self.filters["tojson"] = _tojson
+        self.filters = {
+            name: _guarded(name, self.filters[name], cap)
+            for name, cap in caps.FILTERS.items()
+            if name in self.filters
+        }
+        self.filters |= {_MADE: _made, _JOINED: _joined}
+        self.tests = {
+            name: _guarded(name, self.tests[name], cap)
+            for name, cap in caps.TESTS.items()
+            if name in self.tests
+        }
+        self.globals = {name: self.globals[name] for name in caps.GLOBALS}
+        self.globals |= {
+            "raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Names,
+        }  # fmt: skip
+        self._callable = {id(made) for made in self.globals.values()}
+
+    def compiled(self, text: str) -> jinja2.Template:
+        """The template of a text."""
+        if any(len(found[0]) > _DIGITS for found in re.finditer(r"0[xX][\da-fA-F_]+|[\d_]+", text)):
+            raise TooMuchError(f"it has a number of more than {_DIGITS} digits")
+        tree = _Counted().visit(self.parse(text))
+        source = self.compile(tree, raw=True)
+        if len(source) > _SOURCE + 2 * len(text):
+            raise TooMuchError("it is too long once it is compiled")
+        budget().check()
+        code = compile(source, "<template>", "exec")
+        return self.template_class.from_code(self, code, self.make_globals(None))
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """A block's, a macro's or the whole template's text."""
+        here, found, size = budget(), [], 0
+        for part in parts:
+            size += len(part)
+            here.allow(size)
+            found.append(part)
+        return here.spend("".join(found))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        here = budget()
+        here.weigh(left, right)
+        numbers = isinstance(left, int) and isinstance(right, int)
+        if operator == "**" and numbers:
+            here.allow(0 if left.bit_length() * abs(right) <= INT_BITS else TOO_MUCH)
+        elif operator == "*" and not numbers:
+            times, repeated = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(times, int):
+                here.allow(here.weigh(repeated)[0] * max(times, 0))
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            here.allow(caps.percent_size(str(left), right))
+        elif operator == "-" and not isinstance(left, (int, float)):
+            here.allow(TOO_MUCH if hasattr(left, "isdisjoint") else 0)
+        return here.spend(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        here = budget()
+        owner, cap = __self._asked(__obj)
+        options = {name: item for name, item in kwargs.items() if name not in _SCOPES}
+        if isinstance(owner, str) and args and _iterates(args[0]):
+            args = (list(args[0]), *args[1:])  # of str.join
+        here.weigh(args, options)
+        if cap is not None:
+            here.allow(cap(*(() if isinstance(owner, type) else (owner,)), *args, **options))
+        here.enter()
+        try:
+            return here.spend(super().call(__context, __obj, *args, **kwargs))
+        finally:
+            here.calls -= 1
+
+    def _asked(self, function: Any) -> tuple[Any, caps.Cap | None]:
+        """What a method belongs to, and its cap; None for what jinja or a template has made."""
+        if type(function) is FunctionType:  # jinja's own in the place of str.format
+            function = getattr(function, "__wrapped__", function)
+        if isinstance(function, (BuiltinMethodType, MethodType)):
+            owner, name = function.__self__, function.__name__
+            if type(owner) is _Generation:
+                return None, None
+            for kind in (owner if isinstance(owner, type) else type(owner)).__mro__:
+                if name in caps.METHODS.get(kind, ()):
+                    return owner, caps.METHODS[kind][name]
+            if owner is self.globals["dict"] and name == "fromkeys":
+                return dict, caps.METHODS[dict][name]
+        elif id(function) in self._callable or isinstance(function, _CALLABLE):
+            return None, None
+        name = str(getattr(function, "__name__", type(function).__name__))
+        raise jinja2.exceptions.SecurityError(f"a chat template cannot call {name[:40]!r}")
+
+
+_SCOPES = ("_loop_vars", "_block_vars")  # which jinja passes along
+_CALLABLE = (Macro, BlockReference, LoopContext, Joiner, Undefined)
+
+
+def _iterates(value: Any) -> bool:
+    return hasattr(type(value), "__next__")
+
+
+def _guarded(name: str, function: Callable[..., Any], cap: caps.Cap) -> Callable[..., Any]:
+    """A filter or test that looks at its arguments first, and whose result is counted."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context comes before the value
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        here, given = budget(), args[first:]
+        if name in caps.LISTED and given and _iterates(given[0]):
+            given = (list(given[0]), *given[1:])
+        if name == "join":
+            given, kwargs = _attributes(args[0].environment, *given, **kwargs), {}
+        here.weigh(given, kwargs)
+        here.allow(cap(*given, **kwargs))
+        made = function(*args[:first], *given, **kwargs)
+        return _Lazy(made) if isinstance(made, GeneratorType) else here.spend(made)
+
+    return guarded
+
+
+def _attributes(environment: Any, items: Any, d: Any = "", attribute: Any = None) -> list[Any]:
+    """The arguments of ``join`` without its ``attribute``: with what that gives of each item."""
+    if attribute is None:
+        return [items, d]
+    return [list(map(make_attrgetter(environment, attribute), items)), d]
+
+
+class _Lazy:
+    """What a filter gives one after another. Each is counted, and so is how many wait for others."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        here = budget()
+        here.enter()
+        try:
+            item = next(self._items)
+        finally:
+            here.calls -= 1
+        return here.spend(item) if type(item) in (list, str) else item
+
+
+# --- in the place of what has no function ---------------------------------------------------------
+
+
+@pass_context  # which also keeps it from being evaluated while a template is compiled
+def _made(context: Any, value: Any) -> Any:
+    """A list, a dict, a tuple or a slice."""
+    return budget().spend(value)
+
+
+@pass_context
+def _joined(context: Any, parts: tuple[Any, ...]) -> str:
+    """What ``~`` puts together."""
+    budget().weigh(parts)
+    return budget().spend((markup_join if context.eval_ctx.autoescape else str_join)(parts))
+
+
+@pass_context
+def _written(context: Any, value: Any) -> Any:
+    """What stands in the text for a value."""
+    if not isinstance(value, str):
+        budget().weigh(value)
+        value = str(value)
+    return budget().spend(value)
+
+
+class _Counted(NodeTransformer):
+    """Puts the filters above into a template's tree."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.Tuple(node.nodes, "load", lineno=node.lineno, environment=node.environment)
+        return _filtered(_JOINED, parts)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return _filtered(_MADE, self.generic_visit(node))
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return _filtered(_MADE, self.generic_visit(node))
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        short = node.ctx != "load" or all(isinstance(item, nodes.Const) for item in node.items)
+        return node if short else _filtered(_MADE, node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        """Texts between the tags are values: in a loop of a macro each turn keeps them."""
+        self.generic_visit(node)
+        node.nodes = [
+            nodes.MarkSafeIfAutoescape(
+                nodes.Const(part.data, lineno=part.lineno, environment=part.environment),
+                lineno=part.lineno, environment=part.environment,
+            )
+            if isinstance(part, nodes.TemplateData) else part
+            for part in node.nodes
+        ]  # fmt: skip
+        return node
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.Node) -> nodes.Node:
+        for option in node.find_all(nodes.Keyword):
+            if not isinstance(option.value, nodes.Const):
+                raise TooMuchError("what it says to autoescape is more than true or false")
+            break
+        return self.generic_visit(node)
+
+
+def _filtered(name: str, node: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(
+        node, name, [], [], None, None, lineno=node.lineno, environment=node.environment
+    )
+
+
+# --- what a chat template may use ---------------------------------------------------------------
+
+
+class _Tokens(Extension):
+    """Refuses a template of more tokens than jinja and Python compile in a moment."""
+
+    def filter_stream(self, stream: Any) -> Iterator[Any]:
+        for count, token in enumerate(stream):
+            if count % 256 == 0:
+                budget().check()
+            if count == _TOKENS:
+                raise TooMuchError(f"it has more than {_TOKENS} tokens")
+            if token.type == "name" and len(token.value) > _NAME:
+                raise TooMuchError(f"it has a name of more than {_NAME} characters")
+            yield token
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what a model said, for training; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """``dict`` without the attributes of a class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Names(Namespace):
+    """``namespace`` without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _Names._check(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Names._check(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return budget().spend(super().__repr__())
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name[:40]!r}")
+
+
+def _raise(message: Any) -> None:
+    raise jinja2.exceptions.TemplateError(str(message))
+
+
+def _now(format: str) -> str:
+    budget().allow(0 if len(format) <= 1000 and not re.search(r"%\W*\d", format) else TOO_MUCH)
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

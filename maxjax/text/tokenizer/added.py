@@ -1,0 +1,311 @@
+"""Added tokens: those that stand beside a tokenizer's own file, and the numbers they have.
+
+A token such as ``<think>`` may stand in ``tokenizer_config.json``, ``special_tokens_map.json`` or
+``added_tokens.json`` alone. Which file counts where they disagree is as in transformers 5. Unlike
+there, a number that is free in the vocabulary is kept where numbers before it are not used: the
+``tokenizers`` package numbers added tokens one after the other whatever a file says.
+
+Source: ``_from_pretrained`` in transformers' tokenization_utils_base.py and ``__init__`` in its
+tokenization_utils_tokenizers.py, version 5.23.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...errors import CheckpointFormatError, CheckpointLimitError, some
+
+_LOG = logging.getLogger("maxjax")
+
+SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+"""The names of special tokens in a ``tokenizer_config.json``."""
+CONFIG, MAP, LIST = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MOST_TOKENS = 1 << 18
+_MOST_BYTES = 4 << 20
+_MOST_NUMBER = 1 << 31
+
+
+@dataclass(frozen=True)
+class Added:
+    """A token that is looked for in the text itself; ``normalized`` None is what is usual."""
+
+    content: str
+    special: bool
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | None = None
+
+    def made(self) -> Any:
+        """As the ``tokenizers`` package has it."""
+        import tokenizers
+
+        normalized = not self.special if self.normalized is None else self.normalized
+        return tokenizers.AddedToken(
+            self.content, single_word=self.single_word, lstrip=self.lstrip, rstrip=self.rstrip,
+            normalized=normalized, special=self.special,
+        )  # fmt: skip
+
+
+@dataclass
+class Beside:
+    """What the files beside a tokenizer say of its tokens.
+
+    Attributes:
+        named: Special tokens by the names of a ``tokenizer_config.json``.
+        tokens: All that are to be added, in this order.
+        numbers: The numbers that the files give them.
+    """
+
+    named: dict[str, str] = field(default_factory=dict)
+    tokens: list[Added] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+
+def read_beside(
+    settings: Mapping[str, Any],
+    special_map: Mapping[str, Any],
+    listed: Mapping[str, Any],
+    own: Iterable[Mapping[str, Any]],
+    *,
+    directory: str | os.PathLike[str],
+    defaults: Mapping[str, str] | None = None,
+) -> Beside:
+    """The tokens that the files beside a tokenizer name.
+
+    Where ``tokenizer_config.json`` has an ``added_tokens_decoder`` it alone counts, but for special
+    tokens that it does not name. Else ``special_tokens_map.json`` counts more than it.
+
+    Args:
+        settings: The content of ``tokenizer_config.json``.
+        special_map: The content of ``special_tokens_map.json``.
+        listed: The content of ``added_tokens.json``: tokens and their numbers.
+        own: The "added_tokens" of ``tokenizer.json``.
+        directory: Where the files are, for messages.
+        defaults: Special tokens of the tokenizer's class.
+
+    Raises:
+        CheckpointFormatError: One of them says something that is no token; names file and key.
+        CheckpointLimitError: There are too many.
+    """
+    where = os.fspath(directory)
+    decoder: dict[int, Added] = {}
+    whole = "added_tokens_decoder" in settings
+    origin = os.path.join(where, CONFIG)
+    given: dict[str, tuple[Any, str]] = {k: (v, origin) for k, v in settings.items()}
+    origin = os.path.join(where, MAP)
+    _special(given)  # what another file replaces is to be sound as well
+    for key, value in special_map.items():
+        if value is not None and (not whole or settings.get(key) is None):
+            given[key] = (value, origin)
+    for key, value in (defaults or {}).items():
+        given.setdefault(key, (value, ""))
+    named, extra = _special(given)
+    if whole:
+        origin = os.path.join(where, CONFIG)
+        for number, token in _object(settings["added_tokens_decoder"], origin).items():
+            decoder[_number(number, token, origin)] = _token(token, "added_tokens_decoder", origin)
+    else:
+        origin = os.path.join(where, LIST)
+        special = {token.content for token in [*named.values(), *extra]}
+        for text, number in listed.items():
+            decoder[_number(number, text, origin)] = Added(text, text in special)
+    if not whole:
+        decoder |= {i["id"]: _token(i, "added_tokens", where) for i in own if _is_own(i)}
+    return _together(named, extra, decoder, {i["content"]: i for i in own if _is_own(i)})
+
+
+def _together(
+    named: dict[str, Added],
+    extra: list[Added],
+    decoder: dict[int, Added],
+    own: Mapping[str, Mapping[str, Any]],
+) -> Beside:
+    by_text = {token.content: token for token in decoder.values()}
+    named = {name: by_text.get(token.content, token) for name, token in named.items()}
+    # What was special once the package leaves out of texts, whatever it is told later.
+    special = {text for text, item in own.items() if item.get("special") is True}
+    special |= {token.content for token in named.values()}
+    tokens = [decoder[number] for number in sorted(decoder)]
+    known = {*own, *by_text}
+    for token in [*named.values(), *extra]:
+        if token.content not in known:
+            known.add(token.content)
+            tokens.append(token)
+    return Beside(
+        {name: token.content for name, token in named.items()},
+        [replace(t, special=t.special or t.content in special) for t in tokens if t.content],
+        {token.content: number for number, token in decoder.items()},
+    )
+
+
+def _special(given: Mapping[str, tuple[Any, str]]) -> tuple[dict[str, Added], list[Added]]:
+    """Special tokens by name, those of a model's own after the usual ones; and those without."""
+    named: dict[str, Added] = {}
+    own: dict[str, Added] = {}
+    for name in SPECIAL:
+        value, origin = given.get(name, (None, ""))
+        if value is not None:
+            named[name] = _token(value, name, origin)
+    for name, (value, origin) in given.items():
+        is_token = isinstance(value, str) or (isinstance(value, Mapping) and "content" in value)
+        if name.endswith("_token") and name not in SPECIAL and is_token:
+            own[name] = _token(value, name, origin)
+    extra: list[Added] = []
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        value, origin = given.get(key, (None, ""))
+        if isinstance(value, Mapping):
+            own |= {str(n): _token(token, key, origin) for n, token in value.items()}
+        elif isinstance(value, list):
+            _check_count(len(value), origin)
+            extra = [_token(token, key, origin) for token in value]
+        elif value is not None:
+            raise _wrong(key, "a list of tokens", value, origin)
+        if value:
+            break  # the older name counts where the newer has none
+    return {**named, **own}, extra
+
+
+def _token(value: Any, key: str, origin: str) -> Added:
+    """A token as a text, or an object with the text as "content"."""
+    if isinstance(value, str):
+        return Added(value, True, normalized=False)
+    if not isinstance(value, Mapping) or not isinstance(value.get("content"), str):
+        raise _wrong(key, "a text, or an object with a text as 'content'", value, origin)
+    flags = {name: value[name] for name in _FLAGS if value.get(name) is not None}
+    if wrong := [name for name, flag in flags.items() if type(flag) is not bool]:
+        raise _wrong(f"{key}.{wrong[0]}", "true or false", flags[wrong[0]], origin)
+    listed = key in ("added_tokens_decoder", "added_tokens")
+    return Added(value["content"], **{"special": not listed, **flags})
+
+
+def _is_own(item: Any) -> bool:
+    """Whether an entry of a ``tokenizer.json`` is one: the package says what is wrong with others."""
+    return (
+        isinstance(item, Mapping)
+        and isinstance(item.get("content"), str)
+        and type(item.get("id")) is int
+        and all(type(item.get(name, False)) is bool for name in _FLAGS)
+    )
+
+
+def _object(value: Any, origin: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong("added_tokens_decoder", "an object of tokens by number", value, origin)
+    _check_count(len(value), origin)
+    return value
+
+
+def _number(value: Any, token: Any, origin: str) -> int:
+    text = str(value)
+    is_number = type(value) in (int, str) and text.isascii() and text.isdigit() and len(text) < 11
+    if not is_number or int(text) >= _MOST_NUMBER:
+        raise _wrong(_short(token), "the number of a token", value, origin)
+    return int(text)
+
+
+def _wrong(key: str, expected: str, found: Any, origin: str) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"'{key}' is not a token", path=origin or None, expected=expected, found=_short(found)
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping) and isinstance(value.get("content"), str):
+        value = value["content"]
+    return type(value).__name__ if isinstance(value, (Mapping, list)) else repr(value)[:80]
+
+
+def _check_count(count: int, origin: str) -> None:
+    if count > _MOST_TOKENS:
+        raise CheckpointLimitError(
+            "there are too many added tokens", path=origin,
+            expected=f"at most {_MOST_TOKENS}", found=count,
+        )  # fmt: skip
+
+
+# --- into a tokenizer ---------------------------------------------------------------------------
+
+
+def check_size(beside: Beside, directory: Any) -> None:
+    """Refuses more tokens than an automaton of them may have.
+
+    Raises:
+        CheckpointLimitError: There are too many, or too long ones.
+    """
+    _check_count(len(beside.tokens), os.fspath(directory))
+    size = sum(len(token.content.encode("utf-8", "surrogatepass")) for token in beside.tokens)
+    if size > _MOST_BYTES:
+        raise CheckpointLimitError(
+            "the added tokens are too long together", path=directory,
+            expected=f"at most {_MOST_BYTES} bytes", found=f"{size} bytes",
+        )  # fmt: skip
+
+
+def with_numbers(
+    backend: Any, document: Mapping[str, Any], beside: Beside, path: Any
+) -> dict[str, Any] | None:
+    """The content of a ``tokenizer.json`` that gives tokens the numbers that the files say.
+
+    The vocabulary takes such tokens in: what stands in it is added under the number it has there.
+    A number is not given twice, and a token of the vocabulary keeps its own; both are told.
+
+    Args:
+        backend: The tokenizer of the document, with the tokens added.
+        document: The content.
+        beside: What the files beside it say.
+        path: Where the files are, for messages.
+
+    Returns:
+        None where all have their numbers, or nothing can be changed.
+    """
+    own = {i["content"]: i["id"] for i in document.get("added_tokens") or () if _is_own(i)}
+    given = {text: n for text, n in {**beside.numbers, **own}.items() if text}
+    every = [pair for pair in (*beside.numbers.items(), *own.items()) if pair[0]]
+    wanted = {text: n for text, n in every if backend.token_to_id(text) != n}
+    model = document.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    # Behind a gap the package would give the numbers of other tokens once more.
+    has_gaps = isinstance(vocab, Mapping) and max(vocab.values(), default=-1) >= len(vocab)
+    if not wanted and not has_gaps:
+        return None
+    if not isinstance(model, Mapping) or not isinstance(vocab, Mapping):
+        _tell(backend, wanted, path)
+        return None
+    inside = _numbered(vocab, given, [*own, *(token.content for token in beside.tokens)])
+    _tell(backend, {text: n for text, n in wanted.items() if inside.get(text) != n}, path)
+    if not inside or not (has_gaps or any(text in inside for text in wanted)):
+        return None
+    return {**document, "model": {**model, "vocab": {**vocab, **inside}}}
+
+
+def _numbered(
+    vocab: Mapping[str, int], given: Mapping[str, int], texts: list[str]
+) -> dict[str, int]:
+    """Numbers for the tokens that the vocabulary has not: those given if they are free."""
+    taken = set(vocab.values())
+    found: dict[str, int] = {}
+    for text, number in given.items():
+        if text not in vocab and number not in taken:
+            found[text] = number
+            taken.add(number)
+    after = max(taken, default=-1)
+    for text in dict.fromkeys(texts):
+        if text and text not in vocab and text not in found:
+            after += 1
+            found[text] = after
+    return found
+
+
+def _tell(backend: Any, wanted: Mapping[str, int], path: Any) -> None:
+    if wanted:
+        listed = [f"{text[:80]!r} ({number})" for text, number in wanted.items()]
+        _LOG.warning(
+            "%s: numbers of added tokens that other tokens have, or that their vocabulary has"
+            " otherwise, are not kept: %s", path, some(listed, 5),
+        )  # fmt: skip

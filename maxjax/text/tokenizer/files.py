@@ -1,0 +1,145 @@
+"""All files of a tokenizer in a directory → one tokenizer of the ``tokenizers`` package.
+
+Text is split and numbered as ``tokenizer.json`` says, or the older files where there is none; what
+is added to it stands in up to three more. Whoever opens, converts or writes a tokenizer reads it
+here, so that all of them see the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointFormatError, UserInputError
+from ...models.config import read_object
+from ...storage.limits import in_force
+from ...storage.strict_json import load_json, read_json_bytes
+from .added import CONFIG, LIST, MAP, Beside, check_size, read_beside, with_numbers
+from .limits import check_tokenizer
+from .vocab import Read, around, read_vocabulary
+
+FILE = "tokenizer.json"
+
+
+@dataclass
+class Files:
+    """The tokenizer of a directory.
+
+    Attributes:
+        backend: It, as the ``tokenizers`` package has it.
+        named: Special tokens by the names of a ``tokenizer_config.json``.
+        settings: The content of ``tokenizer_config.json``.
+        special_map: The content of ``special_tokens_map.json``.
+        document: The content of ``tokenizer.json``; None where ``backend`` is more than that.
+    """
+
+    backend: Any
+    named: dict[str, str]
+    settings: dict[str, Any]
+    special_map: dict[str, Any]
+    document: dict[str, Any] | None
+
+
+def read_tokenizer_files(directory: Path) -> Files | None:
+    """The tokenizer of a directory with all that its files add, or None where there is none.
+
+    Raises:
+        UnsupportedModelError: It is there in a format, or of a class, that is not read; names it.
+        CheckpointError: One of the files is missing, broken or over a limit; names it.
+    """
+    file = directory / FILE
+    settings = optional(directory / CONFIG)
+    if file.exists():
+        data = read_json_bytes(file, in_force())
+        # Strictly, as the package takes the last of equal keys.
+        document, text, made = load_json(data, name=str(file)), data.decode(), None
+    else:
+        made = read_vocabulary(directory, settings)
+        if made is None:
+            return None
+        document, text, file = made.document, json.dumps(made.document), made.file
+    check_tokenizer(document, file)
+    backend = backend_of(text, file)
+    special_map = optional(directory / MAP)
+    own = document.get("added_tokens") or [] if isinstance(document, dict) else []
+    beside = read_beside(
+        settings, special_map, optional(directory / LIST), own, directory=directory,
+        defaults=None if made is None else made.kind.special,
+    )  # fmt: skip
+    check_size(beside, directory)
+    more = _more(own, beside)
+    changed = _with_added(backend, document, beside, more, file)
+    if made is not None:
+        _put_around(changed, made, settings, beside)
+    same = made is None and changed is backend and not more
+    return Files(changed, beside.named, settings, special_map, document if same else None)
+
+
+def backend_of(text: str, path: Any) -> Any:
+    """The tokenizer of the content of a ``tokenizer.json``.
+
+    Raises:
+        CheckpointFormatError: It is none.
+    """
+    import tokenizers
+
+    try:
+        return guarded(tokenizers.Tokenizer.from_str, text)
+    except UserInputError as error:
+        raise CheckpointFormatError("not a tokenizer", path=path, found=error) from None
+
+
+def guarded(function: Any, *args: Any) -> Any:
+    """Calls into ``tokenizers``; whatever that raises becomes a UserInputError.
+
+    A panic of its compiled code derives from BaseException alone.
+    """
+    try:
+        return function(*args)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        text = str(error).splitlines() or [type(error).__name__]
+        raise UserInputError(f"the tokenizer failed: {text[0]}") from None
+
+
+def optional(file: Path) -> dict[str, Any]:
+    """The content of a JSON file with an object, empty where there is no such file."""
+    return read_object(file) if file.exists() else {}
+
+
+def _with_added(
+    backend: Any, document: Mapping[str, Any], beside: Beside, more: bool, path: Path
+) -> Any:
+    """The tokenizer with the tokens added: another one where only that gives them their numbers."""
+    tokens = [token.made() for token in beside.tokens] if more else []
+    guarded(backend.add_tokens, tokens)
+    changed = with_numbers(backend, document, beside, path)
+    if changed is None:
+        return backend
+    found = backend_of(json.dumps(changed), path)
+    guarded(found.add_tokens, tokens)
+    return found
+
+
+def _more(own: list[Any], beside: Beside) -> bool:
+    """Whether the files beside it change a tokenizer's own list of added tokens."""
+    there = {item.get("content"): item for item in own if isinstance(item, dict)}
+    for token in beside.tokens:
+        item = there.get(token.content)
+        made = token.made()
+        if item is None or any(
+            getattr(made, flag) != item.get(flag, False)
+            for flag in ("special", "lstrip", "rstrip", "single_word", "normalized")
+        ):
+            return True
+    return False
+
+
+def _put_around(backend: Any, made: Read, settings: Mapping[str, Any], beside: Beside) -> None:
+    processor = guarded(around, made.kind, settings, beside.named, backend.token_to_id)
+    if processor is not None:
+        backend.post_processor = processor

@@ -1,0 +1,194 @@
+"""The regular expressions of a ``tokenizer.json``: how long one may search, told by its form.
+
+Oniguruma, which runs them, tries every way to share a text among the loops of an expression: of
+loops inside loops there may be as many ways as subsets of the text. It gives up a match after ten
+million steps, but begins again at the next letter. No parser of Oniguruma's language is needed to
+see loops: groups, classes, escapes and what repeats them are enough.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ...errors import UserInputError
+
+# Published ones have up to two thousand characters, of which most are lists of letters.
+_LONGEST = 16_384
+# Loops after one another in one alternative; published ones have two.
+_MOST_LOOPS = 4
+# A count as high as this is as good as none.
+_HIGH = 64
+_QUANTIFIER = re.compile(r"([*+?]|\{(\d*)(,?)(\d*)\})[+?]?")
+# An escape with an argument, or any single character after the backslash.
+_ESCAPE = re.compile(
+    r"\\(?:[pPkgx]\{[^}]*\}|[kg]<[^>]*>|x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|.)", re.S
+)
+_OPEN = re.compile(r"\((\?(?:<?[=!]|#|<\w+>|>|~|[a-zA-Z-]*:|[a-zA-Z-]*\)))?")
+_ANCHORS = frozenset(("\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K"))
+
+
+@dataclass
+class _Part:
+    """What is known of an atom, an alternative or a group.
+
+    Attributes:
+        least: Whether something is matched for certain.
+        fixed: Whether something is matched that no loop can take over: a part not repeated.
+        loops: Loops without a bound that follow one another.
+        risky: Whether it may not be repeated: loops, and nothing fixed between two rounds.
+    """
+
+    least: bool = False
+    fixed: bool = False
+    loops: int = 0
+    risky: bool = False
+
+    def then(self, other: _Part) -> None:
+        self.least |= other.least
+        self.fixed |= other.fixed
+        self.loops += other.loops
+        self.risky = self.loops > 0 and not self.fixed
+
+    def otherwise(self, other: _Part) -> None:
+        self.least &= other.least
+        self.fixed &= other.fixed
+        self.loops = max(self.loops, other.loops)
+        self.risky |= other.risky
+
+
+def check_pattern(pattern: str) -> None:
+    """Refuses an expression whose time may grow with more than a power of a text's length.
+
+    What is no expression at all passes: the package that compiles it says so.
+
+    Raises:
+        UserInputError: Says why.
+
+    Example:
+        >>> check_pattern(r"[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}(?=(\\d{3})+(?!\\d))")
+        >>> check_pattern("(a+)+$")
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.UserInputError: a loop inside a loop: '(a+)+$'
+    """
+    if len(pattern) > _LONGEST:
+        raise UserInputError(f"it has {len(pattern)} characters, {_LONGEST} at most are read")
+    _read(pattern)
+
+
+def matches_something(pattern: str) -> bool:
+    """Whether each match has a character at least; False where that cannot be told.
+
+    Example:
+        >>> matches_something(" {2,}"), matches_something("a*"), matches_something("a|b?")
+        (True, False, False)
+    """
+    try:
+        return _read(pattern).least
+    except UserInputError:
+        return False
+
+
+def _read(pattern: str) -> _Part:
+    """The whole expression as one part."""
+    # Of each open group: what it is, its alternatives so far, the one that is being read.
+    open_groups: list[tuple[str, _Part | None, _Part]] = []
+    kind, done, here = "", None, _Part()
+    at = 0
+    while at < len(pattern):
+        letter = pattern[at]
+        if letter == "|":
+            done, here = _joined(done, here), _Part()
+            at += 1
+            continue
+        if letter == "(":
+            match = _OPEN.match(pattern, at)
+            assert match is not None  # a bracket alone is one
+            mark, at = match[1] or "", match.end()
+            if mark == "?#":
+                at = (pattern.find(")", at) + 1) or len(pattern)
+            elif not mark.endswith(")"):
+                open_groups.append((kind, done, here))
+                kind, done, here = mark, None, _Part()
+            continue
+        if letter == ")":
+            if not open_groups:
+                return _Part()  # none of Oniguruma's
+            atom = _joined(done, here)
+            if kind in ("?=", "?!", "?<=", "?<!"):
+                atom = _Part()
+            elif kind == "?>":
+                atom.loops, atom.risky = min(atom.loops, 1), False  # is not tried again
+            kind, done, here = open_groups.pop()
+            at += 1
+        elif letter == "[":
+            at, atom = _after_class(pattern, at), _Part(True, True)
+        elif letter == "\\":
+            match = _ESCAPE.match(pattern, at)
+            text = match[0] if match else "\\"
+            if text.startswith("\\g"):
+                raise UserInputError(f"an expression that calls itself: {_short(pattern)}")
+            at += len(text)
+            atom = _Part() if text in _ANCHORS or text.startswith("\\k") else _Part(True, True)
+            if text[1:].isdigit():  # what a group has matched, which may be nothing
+                atom = _Part()
+        else:
+            at += 1
+            atom = _Part() if letter in "^$" else _Part(True, True)
+        at = _repeated(pattern, at, atom)
+        here.then(atom)
+        if here.loops > _MOST_LOOPS:
+            raise UserInputError(f"more than {_MOST_LOOPS} loops in a row: {_short(pattern)}")
+    return _joined(done, here)
+
+
+def _joined(done: _Part | None, here: _Part) -> _Part:
+    if done is not None:
+        here.otherwise(done)
+    return here
+
+
+def _repeated(pattern: str, at: int, atom: _Part) -> int:
+    """Changes an atom to what its quantifiers make of it; where they end."""
+    while match := _QUANTIFIER.match(pattern, at):
+        text, low, comma, high = match[1], match[2], match[3], match[4]
+        if text == "{,}" or text == "{}":  # letters
+            return at
+        least = 1 if text == "+" else int(low[:9] or 0) if low else 0
+        most = int(high[:9]) if high else least if low and not comma else None
+        most = 1 if text == "?" else most
+        if most is None or most > _HIGH and most != least:
+            if atom.risky:
+                raise UserInputError(f"a loop inside a loop: {_short(pattern)}")
+            atom.loops = max(atom.loops, 1)
+            atom.fixed = False
+        elif most != least:
+            atom.fixed = False
+        atom.least &= least > 0
+        atom.risky = atom.loops > 0 and not atom.fixed
+        at = match.end()
+    return at
+
+
+def _after_class(pattern: str, at: int) -> int:
+    """Where a class of characters ends, one inside another included."""
+    depth = 0
+    while at < len(pattern):
+        letter = pattern[at]
+        if letter == "\\":
+            at += 1
+        elif letter == "[":
+            depth += 1
+            at += 1 if pattern.startswith("^", at + 1) else 0
+            at += 1 if pattern.startswith("]", at + 1) else 0  # is a letter there
+        elif letter == "]":
+            depth -= 1
+            if depth == 0:
+                return at + 1
+        at += 1
+    return at
+
+
+def _short(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 60 else pattern[:59] + "…")

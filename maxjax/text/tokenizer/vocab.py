@@ -1,0 +1,319 @@
+"""Tokenizers without a ``tokenizer.json``: ``vocab.json`` + ``merges.txt``, and ``vocab.txt``.
+
+Such files hold tokens alone. How a text is split and what stands around it is said by a class of
+transformers, which ``tokenizer_config.json`` or ``config.json`` names; here stands what these
+classes are, as the content of a ``tokenizer.json``.
+
+Sources: ``tokenization_gpt2.py``, ``_qwen2``, ``_gpt_neox``, ``_codegen``,
+``_roberta``, ``_bert`` and ``TOKENIZER_MAPPING_NAMES`` in transformers 5.23; ``read_file`` of the
+``tokenizers`` package's models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError, some
+from ...models.config import read_object
+from ...models.gguf.tokenizer.splits import SPLITTINGS
+from ...storage.files import open_regular
+from ...storage.limits import in_force
+
+VOCAB, MERGES, WORDS = "vocab.json", "merges.txt", "vocab.txt"
+# The files of tokenizers that are not read, each with what it is.
+_OTHERS = {
+    "tokenizer.model": "SentencePiece or tiktoken",
+    "spiece.model": "SentencePiece",
+    "sentencepiece.bpe.model": "SentencePiece",
+    "sentencepiece.model": "SentencePiece",
+    "spm.model": "SentencePiece",
+    "tiktoken.model": "tiktoken",
+    "qwen.tiktoken": "tiktoken",
+    "tekken.json": "Mistral's Tekken",
+    "vocab.bpe": "GPT-2's first format",
+}
+VOCABULARIES = (VOCAB, MERGES, WORDS, *_OTHERS)
+"""The files that hold a vocabulary where there is no ``tokenizer.json``."""
+
+_END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a class of transformers is.
+
+    Attributes:
+        parts: Settings → normalizer, pre_tokenizer, decoder.
+        special: Its special tokens by default.
+        around: What stands around a text: "bert", "roberta", or "flags" where the settings say
+            ``add_bos_token`` and ``add_eos_token``.
+        words: Whether its vocabulary is a list of words (WordPiece).
+    """
+
+    parts: Callable[[Mapping[str, Any]], dict[str, Any]]
+    special: Mapping[str, str]
+    around: str = "flags"
+    words: bool = False
+
+
+def _byte_level(normalizer: Any = None, name: str = "gpt-2") -> Callable[..., dict[str, Any]]:
+    """GPT-2's letters for bytes, behind one of the ways to split that llama.cpp has names for."""
+
+    def parts(settings: Mapping[str, Any]) -> dict[str, Any]:
+        split = SPLITTINGS[name].pre_tokenizer
+        if settings.get("add_prefix_space") is True:
+            steps = split["pretokenizers"] if split["type"] == "Sequence" else [split]
+            steps[-1]["add_prefix_space"] = True
+        decoder = {
+            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
+        }  # fmt: skip
+        return {"normalizer": normalizer, "pre_tokenizer": split, "decoder": decoder}
+
+    return parts
+
+
+def _bert(settings: Mapping[str, Any]) -> dict[str, Any]:
+    normalizer = {
+        "type": "BertNormalizer", "clean_text": True,
+        "handle_chinese_chars": settings.get("tokenize_chinese_chars", True) is not False,
+        "strip_accents": settings.get("strip_accents"),
+        "lowercase": settings.get("do_lower_case", True) is not False,
+    }  # fmt: skip
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    }
+
+
+def _named(text: str) -> dict[str, str]:
+    return {f"{name}_token": token for name, token in (item.split("=") for item in text.split())}
+
+
+_NFC = {"type": "NFC"}
+_GPT2 = Kind(_byte_level(), _named(f"unk={_END} bos={_END} eos={_END}"))
+_ROBERTA = Kind(
+    _byte_level(),
+    _named("bos=<s> eos=</s> unk=<unk> sep=</s> pad=<pad> cls=<s> mask=<mask>"),
+    "roberta",
+)
+_BERT = Kind(_bert, _named("unk=[UNK] sep=[SEP] pad=[PAD] cls=[CLS] mask=[MASK]"), "bert", True)
+_KINDS: dict[str, Kind] = {
+    "GPT2": _GPT2,
+    "CodeGen": _GPT2,
+    "GPTNeoX": Kind(_byte_level(_NFC), _named(f"unk={_END} bos={_END} eos={_END} pad=<|padding|>")),
+    "Qwen2": Kind(_byte_level(_NFC, "qwen2"), _named(f"unk={_END} eos={_END} pad={_END}")),
+    **dict.fromkeys("Roberta Bart Longformer LED".split(), _ROBERTA),
+    **dict.fromkeys(
+        "Bert DistilBert Electra MobileBert ConvBert SqueezeBert LayoutLM".split(), _BERT
+    ),
+}
+_OF_MODELS: dict[str, str] = {
+    **dict.fromkeys("gpt2 gpt_neo gptj codegen".split(), "GPT2"),
+    **dict.fromkeys("gpt_neox mamba mamba2".split(), "GPTNeoX"),
+    **dict.fromkeys("qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe".split(), "Qwen2"),
+    **dict.fromkeys("roberta bart longformer led".split(), "Roberta"),
+    **dict.fromkeys("bert distilbert electra mobilebert convbert".split(), "Bert"),
+}
+
+
+@dataclass
+class Read:
+    """A tokenizer made of such files: the content of a ``tokenizer.json``, and its class."""
+
+    document: dict[str, Any]
+    kind: Kind
+    file: Path
+    special: dict[str, str] = field(default_factory=dict)
+
+
+def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None:
+    """The tokenizer in a directory without a ``tokenizer.json``, None where there is nothing of one.
+
+    Args:
+        directory: Where the files are.
+        settings: The content of ``tokenizer_config.json``.
+
+    Raises:
+        UnsupportedModelError: There is a vocabulary of another format, or of a class that is not
+            known; names it.
+        CheckpointMissingError: One of two files is not there.
+        CheckpointFormatError: One is broken; names it.
+    """
+    words, pairs = directory / WORDS, directory / VOCAB
+    merges = directory / MERGES
+    if pairs.is_file() or merges.is_file():
+        kind = _kind(directory, settings, f"{VOCAB} and {MERGES}", words=False)
+        for file, other in ((pairs, MERGES), (merges, VOCAB)):
+            if not file.is_file():
+                raise CheckpointMissingError(
+                    f"is not there, which {other} beside it needs", path=file,
+                    hint=f"Fetch it as well, or write tokenizer.json. {_ALONE}",
+                )  # fmt: skip
+        model = _bpe(pairs, merges)
+        return Read(_document(model, kind.parts(settings)), kind, pairs)
+    if words.is_file():
+        kind = _kind(directory, settings, WORDS, words=True)
+        model = _wordpiece(words, settings, kind)
+        return Read(_document(model, kind.parts(settings)), kind, words)
+    for name, what in _OTHERS.items():
+        if (directory / name).is_file():
+            raise UnsupportedModelError(
+                f"{directory / name}: the tokenizer is there as {what} alone, which maxjax does not"
+                f" read: put the model's tokenizer.json beside it ({_WRITE}). {_ALONE}"
+            )
+    return None
+
+
+_WRITE = "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it"
+_ALONE = "To load the model without it: maxjax.load(…, tokenizer=False)."
+
+
+def _kind(directory: Path, settings: Mapping[str, Any], files: str, *, words: bool) -> Kind:
+    """What the files of a directory say that its tokenizer is."""
+    config = directory / "config.json"
+    model = read_object(config) if config.is_file() else {}
+    said = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    name = said.removesuffix("Fast").removesuffix("Tokenizer") if isinstance(said, str) else None
+    if name is None:
+        name = _OF_MODELS.get(str(model.get("model_type")))
+    found = _KINDS.get(name or "")
+    if found is None or found.words != words:
+        there = [f"{n}Tokenizer" for n, kind in _KINDS.items() if kind.words == words]
+        what = (
+            f"the class {str(said)[:80]!r}" if said else "no class that tokenizer_config.json names"
+        )
+        raise UnsupportedModelError(
+            f"{directory}: the tokenizer is there as {files}, of {what}; maxjax reads such files"
+            f" of {some(there, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
+        )
+    return found
+
+
+def _document(model: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], **parts,
+        "post_processor": None, "model": model,
+    }  # fmt: skip
+
+
+# --- the files ----------------------------------------------------------------------------------
+
+
+def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
+    vocab = read_object(pairs)
+    for token, number in vocab.items():
+        if type(number) is not int or not 0 <= number < 1 << 31:
+            raise CheckpointFormatError(
+                f"the token {token[:80]!r} has no number", path=pairs, found=str(number)[:80]
+            )
+    found = []
+    for number, line in enumerate(_lines(merges), 1):
+        if line.startswith("#version"):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2:
+            raise CheckpointFormatError(
+                f"line {number} is no merge",
+                path=merges,
+                expected="two tokens",
+                found=repr(line)[:80],
+            )
+        missing = [text for text in (*parts, "".join(parts)) if text not in vocab]
+        if missing:
+            raise CheckpointFormatError(
+                f"line {number} has a token that {VOCAB} has not", path=merges,
+                found=repr(missing[0])[:80], hint="The two files are not of the same tokenizer.",
+            )  # fmt: skip
+        found.append(parts)
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+        "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
+        "ignore_merges": False, "vocab": vocab, "merges": found,
+    }  # fmt: skip
+
+
+def _wordpiece(file: Path, settings: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    # Of a word that is there twice the package takes the later line.
+    vocab = {line.rstrip(): number for number, line in enumerate(_lines(file))}
+    unknown = settings.get("unk_token", kind.special["unk_token"])
+    unknown = unknown.get("content") if isinstance(unknown, Mapping) else unknown
+    return {
+        "type": "WordPiece", "unk_token": str(unknown), "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100, "vocab": vocab,
+    }  # fmt: skip
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text, which end with a line feed alone or a carriage return before it."""
+    file = open_regular(path)
+    try:
+        limits = in_force()
+        if file.size > limits.json_bytes:
+            raise limits.error("the file is too long", "json_bytes", file.size, path=path)
+        data = bytes(file.pread(0, file.size))
+        file.check_unchanged()
+    finally:
+        file.close()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointFormatError(
+            "the text is not UTF-8", path=path, offset=error.start
+        ) from None
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+# --- what stands around a text ------------------------------------------------------------------
+
+
+def around(kind: Kind, settings: Mapping[str, Any], special: Mapping[str, str], id_of: Any) -> Any:
+    """The post-processor of a class, as an object of the ``tokenizers`` package; None for none.
+
+    Args:
+        kind: The class.
+        settings: The content of ``tokenizer_config.json``.
+        special: Special tokens by name.
+        id_of: Token → number.
+    """
+    from tokenizers import processors
+
+    def marked(name: str) -> tuple[str, int]:
+        text = special[f"{name}_token"]
+        return text, id_of(text)
+
+    if kind.around == "roberta":
+        trim = settings.get("trim_offsets", True) is not False
+        prefix = settings.get("add_prefix_space") is True
+        return processors.RobertaProcessing(marked("sep"), marked("cls"), trim, prefix)
+    if kind.around == "bert":
+        cls, sep = marked("cls"), marked("sep")
+        pieces = _template([cls[0]], [sep[0]], [])
+        return processors.TemplateProcessing(*pieces, [cls, sep])
+    names = [n for n in ("bos", "eos") if settings.get(f"add_{n}_token") is True]
+    marks = {n: marked(n) for n in names if f"{n}_token" in special}
+    if not marks:
+        return None
+    before = [marks["bos"][0]] if "bos" in marks else []
+    after = [marks["eos"][0]] if "eos" in marks else []
+    return processors.TemplateProcessing(
+        *_template(before, after, before), list(dict.fromkeys(marks.values()))
+    )
+
+
+def _template(
+    before: list[str], after: list[str], second: list[str]
+) -> tuple[list[str], list[str]]:
+    """A text alone and a pair of them, with what stands before and after each."""
+
+    def one(sequence: str, segment: int, start: list[str]) -> list[str]:
+        return [f"{piece}:{segment}" for piece in (*start, f"${sequence}", *after)]
+
+    single = one("A", 0, before)
+    return single, [*single, *one("B", 1, second)]

@@ -1,0 +1,173 @@
+"""Figures of the layout: `python scripts/house.py [FOLDER]`.
+
+The longest chain of imports, files that only a sibling imports, names of classes that stand twice,
+private members of Weight that others use, attributes assigned from a higher floor, and lines of code.
+Facades (an `__init__` and what it passes on) and `TYPE_CHECKING` do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.house import House  # noqa: E402
+
+# A family, a format, a command or a path of MAX is a file of its own whoever imports it.
+KINDS = ("models/", "storage/blocks/", "cli/", "nn/norm/", "nn/attention/mask_config")
+
+
+def direct(house: House) -> dict[str, set[str]]:
+    """File -> the files that it names in its imports, not through a facade."""
+    graph: dict[str, set[str]] = {}
+    for file, edges in house.edges.items():
+        if file.endswith("__init__.py"):
+            continue
+        graph[file] = set()
+        for one, _ in edges:
+            stem = "/".join(one.module.split(".")[1:])
+            names = [f"{stem}/{one.name}.py".lstrip("/"), f"{stem}.py"]
+            found = next((name for name in names if name in house.trees), "")
+            if found and found != file and one.when != "types":
+                graph[file].add(found)
+    return graph
+
+
+def longest_chain(graph: dict[str, set[str]]) -> list[str]:
+    """The longest path through the imports."""
+
+    @cache
+    def length(file: str) -> int:
+        return 1 + max((length(other) for other in graph[file]), default=0)
+
+    chain = [max(graph, key=length)]
+    while graph[chain[-1]]:
+        chain.append(max(graph[chain[-1]], key=length))
+    return chain
+
+
+def lonely(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Files whose one importer is in the same folder, with it."""
+    importers = defaultdict(set)
+    for file, others in graph.items():
+        for other in others:
+            importers[other].add(file)
+    return sorted(
+        (file, next(iter(found)))
+        for file, found in importers.items()
+        if len(found) == 1
+        and Path(file).parent == Path(next(iter(found))).parent
+        and not file.startswith(KINDS)
+    )
+
+
+def classes_twice(house: House) -> list[str]:
+    """Names of classes that are defined at the top of more than one file."""
+    count = Counter(
+        node.name
+        for tree in house.trees.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    )
+    return sorted(name for name, number in count.items() if number > 1)
+
+
+def private_uses(house: House) -> Counter[str]:
+    """Private attributes of Weight that are used on something else than self, by file."""
+    private = set()
+    for file, tree in house.trees.items():
+        if file in ("graph/weight.py", "graph/weight/weight.py", "graph/weight/stored.py"):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and node.name in ("Weight", "Stored"):
+                    private |= {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
+                    private |= {
+                        n.attr for n in ast.walk(node)
+                        if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "self"
+                    }  # fmt: skip
+    private = {name for name in private if name.startswith("_") and not name.startswith("__")}
+    found: Counter[str] = Counter()
+    for file, tree in house.trees.items():
+        if not file.startswith("graph/weight"):
+            found[file] = sum(
+                isinstance(node, ast.Attribute)
+                and node.attr in private
+                and getattr(node.value, "id", "") not in ("self", "cls")
+                for node in ast.walk(tree)
+            )
+    return +found
+
+
+def slots(house: House) -> list[str]:
+    """Attributes of imported modules or classes that a file assigns when it is loaded."""
+    found = []
+    for file, tree in house.trees.items():
+        names = {
+            alias.asname or alias.name
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.level
+            for alias in node.names
+        }
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") in names:
+                    found.append(f"{file}:{node.lineno} {ast.unparse(target)}")
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                call = node.value.func
+                if isinstance(call, ast.Attribute) and getattr(call.value, "id", "") in names:
+                    found.append(f"{file}:{node.lineno} {ast.unparse(call)}")
+    return found
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code: not blank, no comment alone, no docstring."""
+    lines: set[int] = set()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type in (tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING):
+                lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def main(root: Path) -> None:
+    """Prints the figures of the package at `root`."""
+    house = House(root)
+    graph = direct(house)
+    chain = longest_chain(graph)
+    print(
+        f"{len(chain):6d}  files in the longest chain of imports (wanted: 18): {' > '.join(chain)}"
+    )
+    alone = lonely(graph)
+    print(
+        f"{len(alone):6d}  files that one sibling alone imports: {', '.join(file for file, _ in alone)}"
+    )
+    twice = classes_twice(house)
+    print(f"{len(twice):6d}  names of classes that stand twice (wanted: 5): {', '.join(twice)}")
+    uses = private_uses(house)
+    print(
+        f"{uses.total():6d}  uses of private members of Weight elsewhere (wanted: 0): {', '.join(uses)}"
+    )
+    found = slots(house)
+    print(f"{len(found):6d}  attributes assigned from another file: {', '.join(found)}")
+    long = [file for file in house.files if len((root / file).read_text().splitlines()) > 500]
+    print(f"{len(long):6d}  files over 500 lines (wanted: 0): {', '.join(long)}")
+    print(
+        f"{sum(code_lines(root / file) for file in house.files):6d}  lines of code in {len(house.files)} files"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "maxjax").resolve())

@@ -1,0 +1,89 @@
+"""CheckpointManager: which steps stay, and that errors come out."""
+
+import errno
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.checkpoint.orbax.checkpoint import save as saving
+from maxjax.checkpoint.orbax.manager import CheckpointManager
+from maxjax.errors import CheckpointSaveError, UserInputError
+
+from .worker import Net, filled, values
+
+
+def test_steps_that_stay(tmp_path):
+    with CheckpointManager(tmp_path / "run", max_to_keep=2, keep_every=4) as manager:
+        assert (manager.latest_step(), manager.all_steps()) == (None, [])
+        seen = []
+        for step in range(1, 10):
+            (manager.save if step % 2 else manager.save_async)(step, None, x=jnp.full(2, step))
+            manager.wait_until_finished()
+            seen.append(manager.all_steps())
+        assert seen[-4:] == [[4, 5, 6], [4, 6, 7], [4, 7, 8], [4, 8, 9]]
+        assert manager.latest_step() == 9
+        assert manager.restore(None, 4, x=np.zeros(2, np.int32))["x"].tolist() == [4, 4]
+
+
+def test_all_steps_stay_unless_told(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for _ in range(3):
+        manager.save(None, None, x=jnp.ones(2))
+    assert manager.all_steps() == [0, 1, 2]
+    manager.close()
+
+
+def test_a_model(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_async(5, filled(Net()), note="five")
+        model = Net(True)
+        assert manager.restore(model, note="") == {"note": "five"}
+    for name, value in values(model).items():
+        assert np.array_equal(model.state_dict()[name], value)
+
+
+def test_what_goes_wrong_comes_out_once(tmp_path, monkeypatch):
+    def fail(self):
+        raise OSError(errno.EIO, "no")
+
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, None, x=jnp.ones(2))
+    monkeypatch.setattr(saving.Writing, "wait", fail)
+    manager.save_async(2, None, x=jnp.ones(2))
+    with pytest.raises(CheckpointSaveError):
+        manager.save_async(3, None, x=jnp.ones(2))
+    manager.close()
+    monkeypatch.undo()
+    assert manager.save(3, None, x=jnp.ones(2)).name == "3"
+    assert manager.all_steps() == [1, 3]
+
+
+@pytest.mark.parametrize("number", [np.int64(40), np.uint8(40), jnp.int32(40)])
+def test_numbers_of_numpy_and_jax_are_steps(tmp_path, number):
+    with CheckpointManager(tmp_path, max_to_keep=number, keep_every=number) as manager:
+        assert manager.save(number, None, x=jnp.ones(2)).name == "40"
+        manager.save_async(number + 1, None, x=jnp.zeros(2))
+        manager.wait_until_finished()
+        assert manager.restore(None, number, x=np.zeros(2, np.float32))["x"].tolist() == [1, 1]
+        assert manager.all_steps() == [40, 41]
+        assert all(type(step) is int for step in manager.all_steps())
+
+
+@pytest.mark.fast("True", "1")
+@pytest.mark.parametrize("step", [True, np.True_, -1, np.int64(-1), 1.0, "1", np.ones(1, np.int32)])
+def test_what_is_no_number_of_a_step(tmp_path, step):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, None, x=jnp.ones(2))
+    for act in (manager.save, manager.save_async):
+        with pytest.raises(UserInputError, match=r"step is .*whole number, 0 or more"):
+            act(step, None, x=jnp.ones(2))
+    with pytest.raises(UserInputError, match=r"step is .*whole number, 0 or more"):
+        manager.restore(None, step, x=jnp.ones(2))
+    assert manager.all_steps() == [1]
+
+
+@pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"max_to_keep": True}, {"keep_every": 0}])
+def test_wrong_arguments(tmp_path, options):
+    with pytest.raises(UserInputError):
+        CheckpointManager(tmp_path, **options)

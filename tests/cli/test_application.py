@@ -1,0 +1,381 @@
+"""The command line as a user runs it: in a process of its own, by what it prints and returns."""
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+MAXJAX = [sys.executable, "-m", "maxjax"]
+LFS_POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db\n"
+    "size 90868376\n"
+)
+
+
+def maxjax(*arguments, stdin="", **kwargs):
+    return subprocess.run(
+        [*MAXJAX, *map(str, arguments)], input=stdin, capture_output=True, text=True, **kwargs
+    )
+
+
+def succeeds(*arguments, **kwargs):
+    done = maxjax(*arguments, **kwargs)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def fails(*arguments, code=1, **kwargs):
+    """stderr of a call that must fail properly: one line, no traceback, nothing on stdout."""
+    done = maxjax(*arguments, **kwargs)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    if code == 1:
+        assert done.stderr.startswith("maxjax: ") and done.stderr.count("\n") == 1, done.stderr
+        assert "unexpected" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def write_safetensors(path, tensors):
+    """`tensors`: name -> float32 array."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        raw = np.ascontiguousarray(array, np.float32).tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    arrays = {"a.weight": np.ones((2, 3)), "a.bias": np.zeros(2), "scale": np.ones(())}
+    return write_safetensors(tmp_path / "m.safetensors", arrays)
+
+
+@pytest.fixture
+def bare_model(minilm, tmp_path):
+    """The MiniLM directory without its tokenizer: configuration and weights only."""
+    for path in minilm.iterdir():
+        if path.is_dir() or path.name in {"config.json", "modules.json", "model.safetensors"}:
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+# --- the program --------------------------------------------------------------------------
+
+
+def test_help_names_the_commands():
+    out = succeeds("--help")
+    assert all(command in out for command in ("inspect", "embed", "env"))
+
+
+def test_help_does_not_import_jax():
+    code = (
+        "import sys\nfrom maxjax.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print('jax' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "False\n"
+
+
+def test_version():
+    assert succeeds("--version").startswith("maxjax 0.")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("nosuch",),
+        ("inspect",),
+        ("inspect", "--nosuch", "x"),
+        ("embed", "text"),
+        ("embed", "--model", "x", "--batch-size", "0", "text"),
+        ("embed", "--model", "x", "--dtype", "int8", "text"),
+    ],
+)
+def test_wrong_usage_is_2(arguments):
+    assert "usage: maxjax" in fails(*arguments, code=2)
+
+
+def test_debug_shows_the_traceback():
+    for arguments in (("--debug", "inspect", "nosuch"), ("inspect", "nosuch", "--debug")):
+        done = maxjax(*arguments)
+        assert done.returncode == 1 and done.stdout == ""
+        assert "Traceback" in done.stderr
+
+
+def test_interrupt_is_130():
+    code = (
+        "import sys\nfrom maxjax.cli import application as cli\n"
+        "def run(options): raise KeyboardInterrupt\n"
+        "cli.env = run\nsys.exit(cli.main(['env']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "maxjax: interrupted\n")
+
+
+def test_a_reader_that_goes_away_is_quiet(tmp_path):
+    many = {f"layers.{i}.weight": np.zeros(1) for i in range(5000)}
+    path = write_safetensors(tmp_path / "many.safetensors", many)
+    process = subprocess.Popen(
+        [*MAXJAX, "inspect", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 128 + signal.SIGPIPE
+
+
+def test_an_error_of_ours_is_named_unexpected():
+    code = (
+        "import sys\nfrom maxjax.cli import application as cli\n"
+        "def run(options): raise TypeError('two\\nlines')\n"
+        "cli.env = run\nsys.exit(cli.main(['env']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "maxjax: unexpected TypeError: two lines (--debug shows where)\n"
+
+
+# --- inspect ------------------------------------------------------------------------------
+
+
+def test_inspect_lists_every_tensor(checkpoint):
+    lines = succeeds("inspect", checkpoint).splitlines()
+    assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file"]
+    assert lines[1].split() == ["a.weight", "float32", "2x3", "24", "m.safetensors"]
+    assert lines[3].split()[2] == "scalar"
+    assert lines[-1].split() == ["all", "3", "9", "36"]
+
+
+def test_inspect_json(checkpoint):
+    found = json.loads(succeeds("inspect", checkpoint, "--json"))
+    assert found["format"] == "safetensors"
+    assert found["files"] == [{"path": str(checkpoint), "bytes": checkpoint.stat().st_size}]
+    assert found["tensors"][0] == {
+        "name": "a.weight",
+        "dtype": "float32",
+        "shape": [2, 3],
+        "bytes": 24,
+        "file": str(checkpoint),
+    }
+    assert found["totals"][-1] == {"dtype": "all", "tensors": 3, "values": 9, "bytes": 36}
+
+
+def test_inspect_reads_headers_only(minilm):
+    found = json.loads(succeeds("inspect", minilm, "--json"))
+    by_name = {tensor["name"]: tensor for tensor in found["tensors"]}
+    assert by_name["embeddings.word_embeddings.weight"]["shape"] == [30522, 384]
+    assert found["totals"][-1]["tensors"] == len(by_name) == 104
+
+
+def test_inspect_escapes_what_would_steer_a_terminal(tmp_path):
+    path = write_safetensors(tmp_path / "evil.safetensors", {"a\x1b[2Jb": np.zeros(1)})
+    out = succeeds("inspect", path)
+    assert "\x1b" not in out and "a\\x1b[2Jb" in out
+
+
+def test_inspect_an_empty_checkpoint(tmp_path):
+    path = write_safetensors(tmp_path / "none.safetensors", {})
+    assert succeeds("inspect", path).splitlines()[-1].split() == ["all", "0", "0", "0"]
+
+
+def test_inspect_wrong_path(tmp_path):
+    assert "absent.safetensors" in fails("inspect", tmp_path / "absent.safetensors")
+
+
+def test_inspect_lfs_pointer(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text(LFS_POINTER)
+    message = fails("inspect", path).lower()
+    assert "lfs" in message and str(path) in message
+
+
+def test_inspect_html_page(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("<!DOCTYPE html><html><body>404</body></html>")
+    assert "html" in fails("inspect", path).lower()
+
+
+def test_inspect_directory_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert str(tmp_path) in fails("inspect", tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_inspect_unreadable_file(checkpoint):
+    checkpoint.chmod(0)
+    assert "m.safetensors" in fails("inspect", checkpoint)
+
+
+# --- embed --------------------------------------------------------------------------------
+
+
+def _embeddings(out):
+    rows = [json.loads(line) for line in out.splitlines()]
+    return [row["text"] for row in rows], np.array([row["embedding"] for row in rows], np.float32)
+
+
+def test_embed_arguments_stdin_and_file_agree(minilm, tmp_path):
+    texts = ["A cat sleeps.", "Ünïcode — 猫"]
+    out = succeeds("embed", "--model", minilm, *texts)
+    named, rows = _embeddings(out)
+    assert named == texts and rows.shape == (2, 384)
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
+
+    path = tmp_path / "out.npy"
+    stdin = "\r\n".join(texts) + "\n"
+    assert succeeds("embed", "--model", minilm, "--output", path, stdin=stdin) == ""
+    np.testing.assert_array_equal(np.load(path), rows)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_embed_in_batches_gives_the_same(minilm):
+    texts = ["one", "two words", "and now three words"]
+    _, whole = _embeddings(succeeds("embed", "--model", minilm, *texts))
+    _, single = _embeddings(succeeds("embed", "--model", minilm, "--batch-size", 1, *texts))
+    np.testing.assert_allclose(single, whole, atol=2e-6)
+
+
+def test_embed_without_text(minilm):
+    assert "no text" in fails("embed", "--model", minilm, stdin="")
+
+
+def test_embed_text_that_is_not_utf8(minilm):
+    done = subprocess.run(
+        [*MAXJAX, "embed", "--model", str(minilm)], input=b"fine\n\xff\n", capture_output=True
+    )
+    assert done.returncode == 1 and done.stdout == b""
+    assert b"text 2 is not valid UTF-8" in done.stderr
+
+
+def test_embed_output_directory_is_checked_first(tmp_path):
+    path = tmp_path / "absent" / "out.npy"
+    assert str(path) in fails("embed", "--model", tmp_path, "--output", path, "text")
+
+
+def test_embed_output_is_a_directory(tmp_path):
+    assert "is a directory" in fails("embed", "--model", tmp_path, "--output", tmp_path, "text")
+
+
+def test_embed_text_too_long(minilm):
+    text = "word " * 1000
+    message = fails("embed", "--model", minilm, text)
+    assert "--truncate" in message
+    _, rows = _embeddings(succeeds("embed", "--model", minilm, "--truncate", text))
+    assert rows.shape == (1, 384)
+
+
+def test_embed_without_tokenizer(bare_model):
+    assert "tokenizer" in fails("embed", "--model", bare_model, "text")
+
+
+def test_embed_unknown_architecture(bare_model):
+    config = json.loads((bare_model / "config.json").read_text())
+    (bare_model / "config.json").unlink()
+    config |= {"architectures": ["NoSuchModel"], "model_type": "nosuch"}
+    (bare_model / "config.json").write_text(json.dumps(config))
+    message = fails("embed", "--model", bare_model, "text")
+    assert "nosuch" in message.lower() and "bert" in message.lower()
+
+
+def test_embed_wrong_path(tmp_path):
+    assert "absent" in fails("embed", "--model", tmp_path / "absent", "text")
+
+
+def test_embed_directory_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert str(tmp_path) in fails("embed", "--model", tmp_path, "text")
+
+
+# --- env ----------------------------------------------------------------------------------
+
+
+def test_env():
+    out = succeeds("env")
+    assert "jaxlib" in out and "cpu:0" in out
+
+
+def test_env_json():
+    found = json.loads(succeeds("env", "--json"))
+    assert found["versions"]["jax"] and found["devices"][0]["platform"] == "cpu"
+
+
+# --- verify, and formats ------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive(tmp_path):
+    path = tmp_path / "w.npz"
+    np.savez(path, a=np.arange(6, dtype=np.float32), b=np.ones((2, 3), np.int8))
+    return path
+
+
+def test_verify_says_what_it_looked_at(archive):
+    said = succeeds("verify", archive).strip()
+    assert said == "sound: npz, 2 tensors, 30 bytes, 1 files; 2 checksums agree"
+    found = json.loads(succeeds("verify", archive, "--json"))
+    assert found == {
+        "sound": True, "format": "npz", "tensors": 2, "nbytes": 30, "files": 1, "checksums": 2,
+        "digests": 0, "blobs": 0,
+    }  # fmt: skip
+
+
+def test_verify_of_what_maxjax_wrote(tmp_path, archive):
+    succeeds("convert", archive, tmp_path / "w.safetensors")
+    found = json.loads(succeeds("verify", tmp_path / "w.safetensors", "--json"))
+    assert (found["checksums"], found["digests"], found["blobs"]) == (2, 2, 0)
+    said = succeeds("verify", tmp_path / "w.safetensors")
+    assert said.endswith("2 checksums agree; the safetensors library lists the same tensors\n")
+    with open(tmp_path / "w.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x07")
+    assert "tensor 'b'" in fails("verify", tmp_path / "w.safetensors")
+
+
+def test_verify_of_a_format_without_checksums(minilm):
+    assert "it has no checksums" in succeeds("verify", minilm)
+
+
+def test_verify_finds_a_flipped_bit(archive):
+    content = bytearray(archive.read_bytes())
+    content[content.index(np.float32(5).tobytes())] ^= 1
+    archive.write_bytes(content)
+    error = fails("verify", archive)
+    assert "tensor 'a'" in error and "CRC-32" in error
+
+
+def test_inspect_of_a_gguf_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("a \x1b[31mname")
+    writer.add_token_list([f"t{i}" for i in range(40)])
+    writer.add_tensor("w", np.zeros((2, 36), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+    writer.add_tensor("v", np.zeros(3, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    said = succeeds("inspect", path)
+    assert "\x1b" not in said and "40 items: t0, t1, t2 …" in said
+    assert re.search(r"^w +Q4_0 +2x64 +72 ", said, re.MULTILINE)
+    found = json.loads(succeeds("inspect", path, "--json"))
+    assert found["format"] == "gguf" and found["metadata"]["general.architecture"] == "llama"
+    assert found["metadata"]["tokenizer.ggml.tokens"] == {"items": 40, "first": ["t0", "t1", "t2"]}
+    assert {row["dtype"]: row["values"] for row in found["totals"]} == {
+        "Q4_0": 128, "float32": 3, "all": 131,
+    }  # fmt: skip

@@ -1,0 +1,85 @@
+"""A machine with an accelerator that JAX does not use is told from one without."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from maxjax.cli import environment
+
+CPU = [{"id": 0, "platform": "cpu", "kind": "cpu", "memory": None}]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with nothing: no variable, no plugin, no program, no device file."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(environment, "PLUGINS", [])
+    signs = environment.accelerator_signs
+    monkeypatch.setattr(environment, "accelerator_signs", lambda: signs(dev=tmp_path))
+    return tmp_path
+
+
+def _nvidia_smi(folder, text, code=0):
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{text}'\nexit {code}\n")
+    program.chmod(0o755)
+
+
+def test_no_accelerator_no_warning(machine):
+    assert environment.cpu_fallback(CPU) is None
+
+
+def test_a_gpu_that_jax_does_not_use_is_reported(machine):
+    _nvidia_smi(machine, "GPU 0: NVIDIA H200 (UUID: GPU-1)\\n")
+    found = environment.cpu_fallback(CPU)
+    assert found is not None
+    assert "NVIDIA H200" in found and "maxjax[cuda]" in found
+
+
+def test_nvidia_smi_without_a_gpu_is_no_sign(machine):
+    _nvidia_smi(machine, "NVIDIA-SMI has failed", code=9)
+    assert environment.cpu_fallback(CPU) is None
+
+
+def test_a_device_file_is_a_sign(machine):
+    (machine / "nvidia0").touch()
+    assert str(machine / "nvidia0") in (environment.cpu_fallback(CPU) or "")
+
+
+def test_a_plugin_that_did_not_start_is_reported(machine, monkeypatch):
+    monkeypatch.setattr(environment, "PLUGINS", ["numpy"])  # a package that is installed
+    assert "did not start" in (environment.cpu_fallback(CPU) or "")
+
+
+def test_a_cpu_that_was_asked_for_is_no_fallback(machine, monkeypatch):
+    (machine / "nvidia0").touch()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert environment.cpu_fallback(CPU) is None
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert environment.cpu_fallback(CPU) is not None
+
+
+def test_a_gpu_in_use_is_no_fallback(machine):
+    (machine / "nvidia0").touch()
+    assert environment.cpu_fallback([*CPU, {"platform": "gpu"}]) is None
+
+
+def test_versions_name_what_is_missing(monkeypatch):
+    monkeypatch.setattr(environment, "PACKAGES", ["numpy", "no-such-package"])
+    found = environment.versions()
+    assert found["numpy"] and found["no-such-package"] is None
+
+
+def test_a_backend_that_does_not_start_is_a_problem_not_an_error():
+    code = "from maxjax.cli.environment import environment; print(environment()['problems'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"JAX_PLATFORMS": "no_such_platform"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "JAX has no device" in done.stdout

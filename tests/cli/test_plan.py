@@ -1,0 +1,82 @@
+"""`maxjax plan` as a user runs it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scripts.bench_plan import LLAMA_405B, shapes, write_sparse
+
+from .models import in_process
+from .test_application import fails, maxjax, succeeds, write_safetensors
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    write_sparse(directory, LLAMA_405B | {"num_hidden_layers": 2}, 3)
+    return directory
+
+
+def test_a_table(llama):
+    out = succeeds("plan", llama, "--mesh", "model=8,data=2")
+    assert out.startswith("mesh model=8, data=2 (16 devices); the model's own rules\n"), out[:120]
+    row = next(line for line in out.splitlines() if "gate_proj" in line).split()
+    assert row[:4] == ["model.layers.*.mlp.gate_proj.weight", "2", "bfloat16", "53248x16384"]
+    assert row[6:8] == [f"{2 * 2 * 53248 * 16384:,}", f"{2 * 2 * 53248 * 16384 // 8:,}"]
+
+
+def test_json_and_the_codes(llama):
+    arguments = ("plan", llama, "--mesh", "model=8", "--dtype", "bf16", "--json",
+                 "--batch", 2, "--length", 10)  # fmt: skip
+    found = json.loads(succeeds(*arguments))
+    assert found["fits"] is None and found["devices"] == 8
+    assert found["cache_bytes_per_device"] == 2 * 2 * 2 * 10 * 128 * 2
+    assert sum(kind["count"] for kind in found["kinds"]) == len(
+        shapes(LLAMA_405B | {"num_hidden_layers": 2})
+    )
+    assert json.loads(succeeds(*arguments, "--hbm", "80GB"))["fits"] is True
+    done = maxjax(*arguments, "--hbm", "1GiB")
+    assert (done.returncode, done.stderr) == (1, "")
+    small = json.loads(done.stdout)
+    assert small["fits"] is False and small["hbm"] == 1 << 30
+    assert small["suggestion"]["devices"] > 8
+    text = maxjax("plan", llama, "--hbm", "1GiB")
+    assert text.returncode == 1 and "what fits" in text.stdout
+
+
+def test_a_model_that_maxjax_has(minilm):
+    out = succeeds("plan", minilm, "--mesh", "model=4", "--dtype", "fp16")
+    assert "the model's own rules" in out and "float16" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--mesh", "8"), "model=8,data=2"),
+        (("--mesh", "model=0"), "positive"),
+        (("--mesh", "rows=8"), "'rows'"),
+        (("--hbm", "much"), "80GB or 16GiB"),
+        (("--dtype", "bf17"), "bf17"),
+        (("--batch", "1"), "length"),
+        (("--batch", "-1", "--length", "1"), "argument --batch: -1"),
+    ],
+)
+def test_wrong_usage_is_2(capsys, monkeypatch, llama, arguments, says):
+    code, out, err = in_process(capsys, monkeypatch, "plan", llama, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 2) and says in err
+
+
+def test_wrong_path(tmp_path):
+    assert "absent" in fails("plan", tmp_path / "absent")
+    assert str(tmp_path) in fails("plan", tmp_path)
+
+
+def test_a_cache_of_which_nothing_is_known(tmp_path):
+    path = write_safetensors(tmp_path / "m.safetensors", {"w": np.zeros((2, 2))})
+    assert "config.json" in fails("plan", path, "--batch", 1, "--length", 1)
+    assert "no config.json" in succeeds("plan", path)
+
+
+def test_help_names_the_command():
+    assert "plan" in succeeds("--help") and "--hbm" in succeeds("plan", "--help")

@@ -1,0 +1,157 @@
+"""Conversation: what each turn writes is what generate writes for the whole chat so far."""
+
+import json
+
+import pytest
+
+import maxjax
+from maxjax.engine.generate.batch import Decoding
+from maxjax.errors import UserInputError
+from tests.models import decoders
+from tests.models.decoders import one_character_each, ours
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}<assistant>"
+
+
+def characters(template=TEMPLATE):
+    return one_character_each(chat_template=template)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Mistral"])
+def model(request, tmp_path_factory):
+    place = tmp_path_factory.mktemp(request.param)
+    settings = {"sliding_window": 24} if request.param == "Mistral" else {}
+    decoders.oracle(request.param, place, **settings)
+    return ours(place)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """How many tokens each call of prefill reads."""
+    counts = []
+    prefill = Decoding.prefill
+
+    def counted(self):
+        counts.append(len(self._prompts[0]) - self._read)
+        return prefill(self)
+
+    monkeypatch.setattr(Decoding, "prefill", counted)
+    return counts
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 1.0, "repetition_penalty": 1.2}])
+def test_turns(model, read, values):
+    tokenizer = characters()
+    sampler = {"max_new_tokens": 12, "stop": "|", "chunk": 16, **values}
+    chat = maxjax.Conversation(model, tokenizer, **sampler)
+    for turn, text in enumerate(["Hello", "What?", "And_then?"]):
+        messages = [*chat.messages, {"role": "user", "content": text}]
+        found = "".join(chat.say(text))
+        assert chat.messages == [*messages, {"role": "assistant", "content": found}]
+        prompt = maxjax.apply_chat_template(tokenizer, messages)
+        if not values:  # each turn has a key of its own
+            assert maxjax.generate(model, tokenizer, prompt, **sampler) == found
+            del read[-1]
+        if turn:  # only what is new: the end of the answer, and what was said
+            assert read[-1] < len(prompt) / 2, (read, len(prompt))
+
+
+def test_an_answer_that_is_interrupted(model):
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=30, chunk=16)
+    pieces = chat.say("Hello")
+    begun = next(pieces) + next(pieces)
+    pieces.close()
+    assert chat.messages[-1] == {"role": "assistant", "content": begun}
+    found = "".join(chat.say("Go_on"))
+    messages = chat.messages[:-1]
+    prompt = maxjax.apply_chat_template(characters(), messages)
+    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30, chunk=16)
+
+
+def test_ctrl_c_in_a_dispatch(model, monkeypatch):
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=30, chunk=16)
+    pieces = chat.say("Hello")
+    next(pieces)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoding, "fetch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(pieces)
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+    prompt = maxjax.apply_chat_template(
+        characters(), [*chat.messages, {"role": "user", "content": "x"}]
+    )
+    found = "".join(chat.say("x"))
+    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30, chunk=16)
+
+
+def test_reset_and_save(model, tmp_path):
+    opening = [{"role": "system", "content": "Be_brief."}]
+    chat = maxjax.Conversation(model, characters(), opening, max_new_tokens=5, chunk=16)
+    first = "".join(chat.say("Hello"))
+    chat.save(tmp_path / "chat.json")
+    assert json.loads((tmp_path / "chat.json").read_text()) == chat.messages
+    chat.reset()
+    assert chat.messages == opening
+    assert "".join(chat.say("Hello")) == first
+
+
+def test_a_chat_that_becomes_too_long(model):
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=5, chunk=16)
+    "".join(chat.say("Hello"))
+    before = list(chat.messages)
+    with pytest.raises(UserInputError, match="context is 256"):
+        chat.say("x" * 250)
+    assert chat.messages == before  # and it goes on
+    assert len("".join(chat.say("Hi"))) == 5
+
+
+def test_room_is_made_by_the_oldest_turns(model, read):
+    """What is left out is gone from the prompt alone; the opening stays, and reset brings all back."""
+    opening = [{"role": "system", "content": "Be_brief."}]
+    chat = maxjax.Conversation(model, characters(), opening, max_new_tokens=5, chunk=16)
+    turns = [c * 40 for c in "abc"]
+    for text in turns:
+        assert chat.make_room(text) == 0
+        "".join(chat.say(text))
+    left_out = chat.make_room("e" * 40)
+    assert left_out > 0 and left_out % 2 == 0
+    assert chat.make_room("e" * 40) == 0  # done
+    found = "".join(chat.say("e" * 40))
+    asked = [*opening, *chat.messages[1 + left_out : -1]]
+    assert [m["content"] for m in asked if m["role"] == "user"] == [
+        *turns[left_out // 2 :],
+        "e" * 40,
+    ]
+    prompt = maxjax.apply_chat_template(characters(), asked)
+    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=5, chunk=16)
+    assert len(chat.messages) == 9
+    assert chat.make_room("f" * 300) == 0  # it does not fit by itself
+    with pytest.raises(UserInputError, match="context is 256"):
+        chat.say("f" * 300)
+    chat.reset()
+    assert chat.make_room("g") == 0 and chat.messages == opening
+
+
+def test_no_room_for_more_than_what_is_said(model):
+    """All turns go where an answer of the wanted length never fits."""
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=200, chunk=16)
+    "".join(chat.say("a"))
+    assert chat.make_room("x" * 200, 100) == 2
+    assert len("".join(chat.say("x" * 200))) > 0
+
+
+def test_variables_of_the_template(model):
+    template = "{{ effort }}{{ messages[0].content }}"
+    chat = maxjax.Conversation(
+        model, characters(template), max_new_tokens=5, chunk=16, template_kwargs={"effort": "low"}
+    )
+    found = "".join(chat.say("Hi"))
+    assert found == maxjax.generate(model, characters(), "lowHi", max_new_tokens=5, chunk=16)
+
+
+def test_no_template(model):
+    with pytest.raises(UserInputError, match="no chat template"):
+        maxjax.Conversation(model, characters(None))
+    refusing = "{{ raise_exception('only one message') }}"
+    with pytest.raises(UserInputError, match="only one message"):
+        maxjax.Conversation(model, characters(refusing))

@@ -1,0 +1,425 @@
+"""generate and stream: token for token what transformers writes, on any mesh, in any batch."""
+
+import gc
+import json
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax.engine.generate import batch as decoding
+from maxjax.engine.generate import programs as decode_programs
+from maxjax.engine.generate.batch import Decoding
+from maxjax.engine.generate.completion import Completion
+from maxjax.engine.sampling.draw import sample
+from maxjax.engine.sampling.settings import Sampling
+from maxjax.errors import UserInputError
+from tests.models import decoders
+from tests.models.decoders import ids_of, one_character_each, ours
+from tests.products import each_value
+
+PROMPTS = [ids_of(1, n, seed=n)[0].tolist() for n in (7, 1, 30, 18)]
+
+
+def characters(eos=()):
+    return one_character_each(eos_ids=eos)
+
+
+def text_of(ids):
+    return "".join(chr(33 + i) for i in ids)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def theirs(directory):
+    return decoders.oracle("Llama", directory)
+
+
+@pytest.fixture(scope="module")
+def model(theirs, directory):
+    return ours(directory)
+
+
+@pytest.fixture(scope="module")
+def expected(theirs):
+    """Of each prompt, what transformers writes, greedily."""
+    return [tuple(decoders.generated(theirs, [p], 64)[0].tolist()) for p in PROMPTS]
+
+
+# --- as transformers -------------------------------------------------------------------------
+
+
+@pytest.mark.fast("32-512", "1-16", "32-16", "3-512", "3-16", "1-512")
+@pytest.mark.parametrize("chunk", [512, 16])
+@pytest.mark.parametrize("batch_size", [32, 3, 1])
+def test_greedy(model, expected, chunk, batch_size):
+    found = maxjax.generate(
+        model, None, PROMPTS, max_new_tokens=64, chunk=chunk, batch_size=batch_size
+    )
+    assert [text.tokens for text in found] == expected
+    assert {text.finish_reason for text in found} == {"length"}
+    assert [list(text.prompt_tokens) for text in found] == PROMPTS
+
+
+FAMILIES = {
+    "Mistral": {"sliding_window": 12},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": 12},
+    "Gemma3Text": {"head_dim": 8, "sliding_window": 12, "num_hidden_layers": 7},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                 "head_dim": 8},
+    "GPT2": {},
+}  # fmt: skip
+
+
+@pytest.mark.fast("Mistral", "Mixtral")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, tmp_path):
+    kind = {"Gemma3Text": "Gemma3"}.get(family, family)
+    theirs = decoders.oracle(kind, tmp_path, **FAMILIES[family])
+    model = ours(tmp_path)
+    expected = [decoders.generated(theirs, [p], 40)[0].tolist() for p in PROMPTS[:3]]
+    found = maxjax.generate(model, None, PROMPTS[:3], max_new_tokens=40, chunk=16)
+    assert [list(text.tokens) for text in found] == expected
+
+
+def test_penalty(model, theirs):
+    import torch
+
+    prompt = PROMPTS[2]
+    with torch.no_grad():
+        expected = theirs.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=40, min_new_tokens=40,
+            repetition_penalty=1.5,
+        )[0, len(prompt) :]  # fmt: skip
+    found = maxjax.generate(model, None, prompt, max_new_tokens=40, repetition_penalty=1.5)
+    assert list(found.tokens) == expected.tolist()
+    plain = maxjax.generate(model, None, prompt, max_new_tokens=40)
+    assert plain.tokens != found.tokens
+
+
+def test_log_probabilities(model):
+    found = maxjax.generate(model, None, PROMPTS[:2], max_new_tokens=9, logprobs=3, temperature=1.0)
+    for prompt, text in zip(PROMPTS, found, strict=False):
+        ids = jnp.asarray([[*prompt, *text.tokens]], jnp.int32)
+        logits = jax.nn.log_softmax(decoders.call(model, ids)[0, len(prompt) - 1 : -1])
+        assert [entry.token for entry in text.logprobs] == list(text.tokens)
+        for entry, row in zip(text.logprobs, np.asarray(logits), strict=True):
+            np.testing.assert_allclose(entry.logprob, row[entry.token], atol=1e-4)
+            best = np.argsort(-row)[:3]
+            assert [token for token, _ in entry.top] == best.tolist()
+            np.testing.assert_allclose([value for _, value in entry.top], row[best], atol=1e-4)
+
+
+# --- the same, however it is run ---------------------------------------------------------------
+
+SAMPLED = {"temperature": 1.2, "top_k": 20, "max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def drawn(model):
+    return [text.tokens for text in maxjax.generate(model, None, PROMPTS, **SAMPLED)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "explicit"),
+    each_value(
+        [{"model": 4}, {"data": 2, "model": 2}, {"fsdp": 2, "model": 2}, {"data": 4}], [True, False]
+    ),
+)
+def test_the_same_key_on_a_mesh(directory, theirs, drawn, axes, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = maxjax.make_mesh(**axes, axis_types=kind)
+    model, _ = maxjax.load(directory, mesh=mesh, tokenizer=False)
+    found = maxjax.generate(model, None, PROMPTS, **SAMPLED)
+    assert [text.tokens for text in found] == drawn
+
+
+def test_the_same_key_in_another_batch(model, drawn):
+    found = maxjax.generate(model, None, PROMPTS, **SAMPLED, batch_size=1, chunk=16)
+    assert [text.tokens for text in found] == drawn
+    other = maxjax.generate(model, None, PROMPTS, **SAMPLED, key=jax.random.key(1))
+    assert [text.tokens for text in other] != drawn
+
+
+def test_a_stream_gives_the_same(model, expected):
+    tokenizer = characters()
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        pieces = maxjax.stream(model, tokenizer, prompt, max_new_tokens=64)
+        assert list(pieces) == list(text_of(tokens))
+        assert pieces.completion.tokens == tokens
+        assert pieces.completion == text_of(tokens)
+
+
+def test_a_cache_that_grows(model, expected, monkeypatch):
+    monkeypatch.setattr(decoding, "_ROOM", 1)
+    monkeypatch.setattr(decoding, "_LEAST_CAPACITY", 4)
+    found = maxjax.generate(model, None, PROMPTS, max_new_tokens=64)
+    assert [text.tokens for text in found] == expected
+
+
+def test_a_cache_of_int8(model, expected):
+    found = maxjax.generate(model, None, PROMPTS, max_new_tokens=64, cache_dtype="int8")
+    alike = [
+        a == b
+        for x, y in zip(found, expected, strict=True)
+        for a, b in zip(x.tokens[:4], y[:4], strict=True)
+    ]
+    assert np.mean(alike) > 0.8
+
+
+def test_texts_as_prompts(model, expected):
+    tokenizer = characters()
+    texts = [text_of(prompt) for prompt in PROMPTS]
+    found = maxjax.generate(model, tokenizer, texts, max_new_tokens=64)
+    assert found == [text_of(tokens) for tokens in expected]
+    one = maxjax.generate(model, tokenizer, texts[2], max_new_tokens=64)
+    assert isinstance(one, Completion) and one == found[2]
+    arrays = maxjax.generate(model, tokenizer, np.array([PROMPTS[0]] * 2), max_new_tokens=64)
+    assert arrays == [found[0]] * 2
+
+
+# --- where it ends -----------------------------------------------------------------------------
+
+
+def test_tokens_that_end_it(model, expected):
+    ends = (expected[0][9], expected[2][30])
+    found = maxjax.generate(model, characters(), PROMPTS, max_new_tokens=64, eos_ids=ends)
+    for text, tokens in zip(found, expected, strict=True):
+        where = min((tokens.index(end) for end in ends if end in tokens), default=None)
+        if where is None:
+            assert (text.tokens, text.finish_reason, text.stop) == (tokens, "length", None)
+        else:
+            assert text.tokens == tokens[: where + 1]
+            assert (text.finish_reason, text.stop) == ("stop", tokens[where])
+            assert text == text_of(tokens[:where])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_texts_that_end_it(model, expected, streamed):
+    whole = text_of(expected[2])
+    stop = whole[11:14]  # three tokens
+    where = whole.index(stop)
+    options = {"max_new_tokens": 64, "stop": ["never there", stop]}
+    if streamed:
+        pieces = maxjax.stream(model, characters(), PROMPTS[2], **options)
+        assert "".join(pieces) == whole[:where]
+        found = pieces.completion
+    else:
+        found = maxjax.generate(model, characters(), PROMPTS, **options)[2]
+    assert (found, found.finish_reason, found.stop) == (whole[:where], "stop", stop)
+    assert found.tokens == expected[2][: where + 3]
+
+
+def test_the_context_ends_it(model):
+    prompt = ids_of(1, 250)[0].tolist()  # of 256
+    found = maxjax.generate(model, None, prompt, max_new_tokens=64)
+    assert len(found.tokens) == 6 and found.finish_reason == "length"
+
+
+def test_the_files_of_a_checkpoint_are_heard(directory, theirs, expected, tmp_path):
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = {"eos_token_id": [expected[2][5], 95], "max_new_tokens": 20, "do_sample": True,
+                "temperature": 1e-4, "top_k": 3}  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    model, _ = maxjax.load(tmp_path)
+    assert model.generation.sampling.top_k == 3
+    found = maxjax.generate(model, None, PROMPTS[2])
+    where = expected[2].index(expected[2][5])
+    assert found.tokens == expected[2][: where + 1] and found.finish_reason == "stop"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot"} | settings))
+    assert len(maxjax.generate(model, None, PROMPTS[2], eos_ids=()).tokens) == 20
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"top_p": 7}))
+    with pytest.raises(maxjax.CheckpointError, match="generation_config.json.*top_p is 7"):
+        maxjax.load(tmp_path)
+
+
+# --- how it runs -------------------------------------------------------------------------------
+
+
+def test_how_much_is_compiled(theirs, directory):
+    """One program for each bucket of prompts, and one that decodes, however it is called."""
+    model = ours(directory)
+    before = decode_programs.prefill._cache_size(), decode_programs.decode._cache_size()
+
+    def compiled():
+        now = decode_programs.prefill._cache_size(), decode_programs.decode._cache_size()
+        return now[0] - before[0], now[1] - before[1]
+
+    values = {"max_new_tokens": 20, "logprobs": 7, "chunk": 32}  # as no other test has them
+    for length in (3, 9, 16, 12):
+        maxjax.generate(model, None, ids_of(1, length)[0], **values)
+        list(maxjax.stream(model, None, ids_of(1, length)[0], **values))
+    assert compiled() == (1, 1)
+    maxjax.generate(model, None, ids_of(1, 20)[0], **values)
+    assert compiled() == (2, 1)
+    maxjax.generate(model, None, ids_of(1, 43)[0], **values)  # 32 and 11: both are there
+    assert compiled() == (2, 1)
+    maxjax.generate(model, None, ids_of(2, 9), **values)
+    assert compiled() == (3, 2)
+
+
+def test_another_temperature_is_no_other_program(theirs, directory):
+    """Numbers of a Sampling are arguments; which of them are used is part of the program."""
+    model = ours(directory)
+    prompt = ids_of(1, 9)[0]
+    values = {"max_new_tokens": 20, "logprobs": 6, "key": jax.random.key(1)}
+
+    def write(**more):
+        before = decode_programs.decode._cache_size()
+        text = maxjax.generate(model, None, prompt, **values, **more)
+        return text.tokens, decode_programs.decode._cache_size() - before
+
+    hot = {"temperature": 1.5, "top_p": 0.99, "min_p": 0.001, "presence_penalty": 0.2}
+    cold = {"temperature": 0.01, "top_p": 0.3, "min_p": 0.5, "presence_penalty": -0.1}
+    first, compiled = write(**hot)
+    assert compiled == 1
+    second, compiled = write(**cold)
+    assert compiled == 0 and second != first
+    assert write(**hot) == (first, 0)
+    assert write(temperature=1.5)[1] == 1
+    for one in (hot, cold):  # as with the numbers in the program
+        logits = jnp.asarray(np.random.default_rng(3).normal(size=(2, 300)).astype(np.float32))
+        settings = Sampling(**{k: v for k, v in one.items() if k != "presence_penalty"})
+        there = sample(logits, jax.random.key(0), settings)
+        by = jax.jit(sample, static_argnums=2)
+        amounts = jax.tree.map(jnp.float32, settings.amounts)
+        here = by(logits, jax.random.key(0), settings.kind, amounts=amounts)
+        assert here.tokens.tolist() == there.tokens.tolist()
+
+
+def test_cache_is_used_in_place(model):
+    texts = Decoding(model, [PROMPTS[0]], [60])
+    texts.prefill()
+    before = texts.state.cache.keys.unsafe_buffer_pointer()
+    for _ in range(3):
+        texts.fetch(texts.decode(3))
+    assert texts.state.cache.keys.unsafe_buffer_pointer() == before
+
+
+class Interrupting:
+    """A tokenizer during whose work Ctrl-C is pressed."""
+
+    eos_ids = ()
+
+    def __init__(self, after):
+        self._backend, self.after = characters()._backend, after
+        self.decoder = self._backend.decoder
+
+    def encode(self, text):
+        return [3, 4, 5]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_interrupted(model, expected, monkeypatch, streamed):
+    """The cache is let go, and all goes on."""
+    held = []
+    fetch = Decoding.fetch
+
+    def interrupted(self, written):
+        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(self.state.cache))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoding, "fetch", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        if streamed:
+            list(maxjax.stream(model, None, PROMPTS[0], max_new_tokens=64))
+        else:
+            maxjax.generate(model, None, PROMPTS[0], max_new_tokens=64)
+    assert caught.value.__traceback__ is not None  # which holds the frames
+    gc.collect()
+    assert held and not any(ref() is not None for ref in held)
+    monkeypatch.setattr(Decoding, "fetch", fetch)
+    assert maxjax.generate(model, None, PROMPTS[0], max_new_tokens=64).tokens == expected[0]
+
+
+def test_a_stream_that_is_left(model):
+    pieces = maxjax.stream(model, characters(), PROMPTS[0], max_new_tokens=64)
+    first = [next(pieces) for _ in range(20)]  # several come of a dispatch by then
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._decoding.state.cache)]
+    pieces.close()
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
+    assert pieces.completion == "".join(first)
+    with pytest.raises(StopIteration):
+        next(pieces)
+
+
+# --- what cannot be ----------------------------------------------------------------------------
+
+
+@pytest.mark.fast(
+    "-options0-the prompt is empty",
+    "prompt5-options5-256 tokens, and the model's context is 256",
+    "prompt10-options10-max_new_tokens is 0",
+    "prompt15-options15-one key",
+)
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {"max_new_tokens": 3}, None),
+        ([[]], {}, r"prompts\[0\] is empty"),
+        ([[1], [2, 96]], {}, r"prompts\[1\] has the token id 96, which is not one of the 96"),
+        ([-1], {}, "token id -1"),
+        ([1] * 256, {}, "256 tokens, and the model's context is 256"),
+        ([1], {"temperature": -1}, "temperature is -1"),
+        ([1], {"temprature": 1}, "no argument 'temprature': did you mean temperature="),
+        ([1], {"sampling": maxjax.Sampling(), "top_k": 3}, "top_k belongs in"),
+        ([1], {"sampling": "hot"}, "maxjax.Sampling, not str"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([1], {"batch_size": True}, "batch_size is True"),
+        ([1], {"chunk": 100}, "a power of two"),
+        ([1], {"stop": ""}, "a stop string is empty"),
+        ([1], {"temperature": 1.0, "key": 3}, "key is one key of jax.random"),
+        ([1], {"temperature": 1.0, "key": jax.random.split(jax.random.key(0))}, "one key"),
+        ([1], {"logit_bias": {500: 1.0}}, "token 500"),
+    ],
+)  # fmt: skip
+def test_refused(model, prompt, options, says):
+    if says is None:
+        assert maxjax.generate(model, characters(), prompt, **options) == []
+        return
+    with pytest.raises(UserInputError, match=says):
+        maxjax.generate(model, characters(), prompt, **options)
+
+
+@pytest.mark.fast("abc", "prompt5")
+@pytest.mark.parametrize("prompt", [b"abc", {"a": 1}, 3, [1.5], [["a", "b"]], [None]])
+def test_no_prompt(model, prompt):
+    with pytest.raises(TypeError, match="text"):
+        maxjax.generate(model, characters(), prompt)
+
+
+def test_no_tokenizer_no_weights_no_language_model(directory, theirs, model):
+    with pytest.raises(UserInputError, match="no tokenizer"):
+        maxjax.generate(model, None, "Hi")
+    with pytest.raises(UserInputError, match="needs a tokenizer"):
+        maxjax.generate(model, None, [1], stop="x")
+    with pytest.raises(UserInputError, match="not loaded"):
+        maxjax.generate(maxjax.build(maxjax.load_weights(directory)), None, [1])
+    with pytest.raises(UserInputError, match="not a language model"):
+        maxjax.generate(maxjax.nn.Identity(), None, [1])
+
+
+def test_not_a_number(directory, theirs):
+    model = ours(directory)
+    stack = model.raw_state_dict()
+    name = next(n for n in stack if n.endswith("1.mlp.up_proj.weight"))
+    stack[name].value = jnp.asarray(stack[name].value).at[3, 4].set(jnp.nan)
+    with pytest.raises(FloatingPointError, match="after 0 tokens of the answer to prompt 0"):
+        maxjax.generate(model, None, PROMPTS[:2])
+    with pytest.raises(FloatingPointError, match="after 0 tokens"):
+        list(maxjax.stream(model, None, PROMPTS[0]))
+    found = maxjax.first_nan(model, PROMPTS[0])
+    assert found is not None and found.startswith("model.layers.1.mlp.up_proj, whose weight has 1")

@@ -1,0 +1,646 @@
+"""Sampling: the processors against transformers in float64, the draws against their definition."""
+
+import dataclasses
+import logging
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxjax.engine.sampling.draw import Sampled, check_logits, process_logits, sample
+from maxjax.engine.sampling.filters import candidate_count, edge_among, edge_of, largest
+from maxjax.engine.sampling.penalties import History
+from maxjax.engine.sampling.settings import Sampling, eos_token_ids
+from maxjax.errors import UserInputError
+from tests.products import fast_and_slow, pairwise
+
+V = 600
+INF = math.inf
+
+
+def random_logits(kind="random", batch=3, width=V, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((batch, width)) * 3
+    if kind == "ties":  # as bfloat16 logits have them: many equal ones
+        x = np.round(x * 2) / 2
+    if kind == "equal":
+        x = np.full_like(x, 2.5)
+    if kind == "few":  # only a few tokens are possible at all
+        x[:, 7:] = -INF
+        x[0, 3:] = -INF
+    if kind == "far":
+        x = x * 1e4
+    return x.astype(np.float32)
+
+
+# One program for each settings and shape, whichever test asks for it first.
+draw = jax.jit(sample, static_argnames=("settings", "vocab_size"))
+processed = jax.jit(process_logits, static_argnames=("settings", "vocab_size"))
+
+KINDS = ["random", "ties", "equal", "few", "far"]
+
+
+# --- the processors, against transformers ---------------------------------------------------
+
+
+def hf_scores(config, ids, logits):
+    """What transformers makes of the logits, in its own order, in float64."""
+    import torch
+    from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+
+    generation = GenerationConfig(**config)
+    defaults = GenerationConfig._get_default_generation_params()
+    generation.update(**defaults, defaults_only=True)
+    eos = generation.eos_token_id
+    generation._eos_token_tensor = None if eos is None else torch.tensor([eos]).flatten()
+    model = SimpleNamespace(
+        config=SimpleNamespace(is_encoder_decoder=False),
+        _merge_criteria_processor_list=lambda default, custom: default,
+    )
+    steps = GenerationMixin._get_logits_processor(model, generation, ids.shape[1])
+    assert isinstance(steps, LogitsProcessorList)
+    scores = torch.from_numpy(logits.astype(np.float64))
+    return steps(torch.from_numpy(ids), scores).numpy()
+
+
+def normal(scores):
+    scores = scores.astype(np.float64)
+    return scores - scores.max(axis=1, keepdims=True)
+
+
+def agree(found, expected, top_p=False):
+    """Equal; and of logits equal to the last that top-p keeps all are kept, not just some."""
+    found, expected = normal(np.asarray(found)), normal(expected)
+    kept = expected > -INF
+    if top_p:
+        edge = np.where(kept, found, 0).min(axis=1, keepdims=True)
+        np.testing.assert_array_equal(found > -INF, found >= edge)
+        assert (kept <= (found > -INF)).all()
+    else:
+        np.testing.assert_array_equal(found > -INF, kept)
+    np.testing.assert_allclose(found[kept], expected[kept], rtol=2e-6, atol=2e-6)
+
+
+CONFIGS = {
+    "default": {"do_sample": True},
+    "greedy": {"temperature": 0.5, "top_k": 3},
+    "temperature": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    "cold": {"do_sample": True, "temperature": 1e-3, "top_k": 0},
+    "hot": {"do_sample": True, "temperature": 1e3, "top_k": 0},
+    "top_k": {"do_sample": True, "top_k": 5},
+    "top_k 1": {"do_sample": True, "top_k": 1},
+    "top_k over V": {"do_sample": True, "top_k": 10 * V},
+    "top_p": {"do_sample": True, "top_p": 0.9, "top_k": 0},
+    "top_p 0": {"do_sample": True, "top_p": 0.0, "top_k": 0},
+    "top_p 1": {"do_sample": True, "top_p": 1.0, "top_k": 0},
+    "top_p tiny": {"do_sample": True, "top_p": 1e-6, "top_k": 0},
+    "min_p": {"do_sample": True, "min_p": 0.05, "top_k": 0},
+    "min_p 1": {"do_sample": True, "min_p": 1.0, "top_k": 0},
+    "min_p 0": {"do_sample": True, "min_p": 0.0, "top_k": 0},
+    "all three": {
+        "do_sample": True, "temperature": 1.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02
+    },
+    "repetition": {"repetition_penalty": 1.3},
+    "repetition under 1": {"repetition_penalty": 0.8, "do_sample": True, "top_p": 0.9},
+    "suppressed": {"suppress_tokens": [0, 3, 599]},
+    "bad words": {"bad_words_ids": [[4], [1], [9]], "eos_token_id": 9},
+    "bias": {"sequence_bias": [[[2], 5.0], [[5], -INF], [[6], -0.5]]},
+    "everything": {
+        "do_sample": True, "temperature": 0.6, "top_k": 30, "top_p": 0.95, "min_p": 0.01,
+        "repetition_penalty": 1.2, "suppress_tokens": [1, 2], "bad_words_ids": [[4]],
+        "sequence_bias": [[[6], 1.5], [[0], 3.0]],
+    },
+}  # fmt: skip
+
+
+def test_processors_are_those_of_transformers():
+    """Every configuration, on logits of every kind at once."""
+    logits = np.concatenate([random_logits(kind, batch=2) for kind in KINDS])
+    ids = np.random.default_rng(1).integers(0, 12, (len(logits), 9))
+    history = History.start(jnp.asarray(ids[:, :5]), V)
+    for step in range(5, 9):
+        history = history.add(jnp.asarray(ids[:, step], jnp.int32))
+    for name, config in CONFIGS.items():
+        settings = Sampling.from_generation_config(config)
+        found = processed(jnp.asarray(logits), settings, history=history)
+        assert found.dtype == jnp.float32
+        try:
+            agree(found, hf_scores(config, ids, logits), config.get("top_p", 1.0) < 1)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_presence_and_frequency_are_of_the_answer_only():
+    logits = random_logits()
+    history = History.start(jnp.array([[1, 2, 2]] * 3), V)
+    for token in (2, 5, 5, 5):
+        history = history.add(jnp.full(3, token, jnp.int32), jnp.array([True, True, False]))
+    settings = Sampling(presence_penalty=0.5, frequency_penalty=-0.25)
+    expected = logits.astype(np.float64)
+    expected[:2, 2] -= 0.5 - 0.25
+    expected[:2, 5] -= 0.5 - 3 * 0.25
+    agree(process_logits(jnp.asarray(logits), settings, history=history), expected)
+
+
+def test_history_leaves_out_padding_and_ids_that_are_no_token():
+    ids = jnp.array([[3, 1, 4, 0], [-1, 7, 2, 2]])
+    found = History.start(ids, 6, jnp.array([2, 4])).prompt
+    assert [np.flatnonzero(row).tolist() for row in found] == [[1, 3], [2]]
+    with pytest.raises(UserInputError, match=r"token ids \[B, T\], not of int32\[4\]"):
+        History.start(ids[0], 6)
+
+
+def test_extreme_temperatures_stay_numbers():
+    logits = jnp.asarray(random_logits("few"))
+    for temperature in (5e-324, 1e-20, 1e300):
+        values = processed(logits, Sampling(temperature=temperature))
+        assert not bool(jnp.isnan(values).any())
+        assert values.max(axis=1).tolist() == [0, 0, 0]
+    cold = draw(logits, jax.random.key(0), Sampling(temperature=1e-45))
+    assert cold.tokens.tolist() == jnp.argmax(logits, axis=1).tolist()
+
+
+# --- what is drawn --------------------------------------------------------------------------
+
+
+def gumbel(key, rows, position, width):
+    """The random numbers by their definition: key, row, position, token."""
+    out = []
+    for row in rows:
+        one = jax.random.fold_in(jax.random.fold_in(key, row), position)
+        folded = jax.vmap(jax.random.fold_in, (None, 0))(one, jnp.arange(width))
+        bits = np.asarray(jax.random.key_data(folded))[:, 0].astype(np.float64)
+        out.append(-np.log(-np.log1p(-(bits + 0.5) / 2**32)))
+    return np.stack(out)
+
+
+DRAWS = {
+    "temperature": Sampling(temperature=1.3),
+    "top_k": Sampling(temperature=1, top_k=20),
+    "top_k by halving": Sampling(temperature=2, top_k=2000),
+    "top_p": Sampling(temperature=0.5, top_p=0.9),
+    "top_p, flat": Sampling(temperature=9, top_p=0.9),  # more than the candidates hold
+    "top_p after top_k": Sampling(temperature=1, top_k=100, top_p=0.7),
+    "min_p": Sampling(temperature=1, min_p=0.1),
+    "min_p, flat": Sampling(temperature=5, min_p=1e-4),
+    "all three": Sampling(temperature=1.2, top_k=300, top_p=0.95, min_p=0.01),
+}
+
+
+@pytest.mark.fast("temperature", "top_p after top_k")
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_the_largest_of_logit_and_noise(name):
+    """Whichever way a filter takes: among a few candidates or through the whole vocabulary."""
+    key, width, settings = jax.random.key(5), 4000, DRAWS[name]
+    noise = gumbel(key, range(4), 11, width)
+    for kind in ("random", "ties", "few"):
+        logits = jnp.asarray(random_logits(kind, batch=4, width=width))
+        kept = np.asarray(processed(logits, settings))
+        found = draw(logits, key, settings, positions=11)
+        assert found.tokens.dtype == jnp.int32 and found.valid.tolist() == [True] * 4
+        assert found.tokens.tolist() == (kept + noise).argmax(axis=1).tolist(), kind
+
+
+@pytest.mark.parametrize(
+    ("p", "top_p", "keeps"),
+    [
+        # What stands before a token has to hold less than top-p, as in transformers: at exactly
+        # so much the next one goes.
+        ([0.5, 0.25, 0.25], 0.5, [0]),
+        ([0.5, 0.25, 0.125, 0.125], 0.75, [0, 1]),
+        ([0.5, 0.25, 0.125, 0.125], 0.5 + 2**-12, [0, 1]),
+        ([0.125, 0.5, 0.125, 0.25], 0.5 - 2**-12, [1]),
+    ],
+)
+def test_the_edge_of_top_p(p, top_p, keeps):
+    """Probabilities that are exact in binary, so that the edge is met to the last bit."""
+    weights = jnp.asarray(p, jnp.float32) / max(p)
+    values = jnp.log(weights)[None]
+    assert jnp.exp(values)[0].tolist() == weights.tolist()
+    settings = Sampling(temperature=1, top_p=top_p)
+    edges = {
+        "all": edge_of(values, settings, settings.amounts),
+        "candidates": edge_among(*largest(values, len(p))[:1], values, settings, settings.amounts)[
+            0
+        ],
+    }
+    for way, edge in edges.items():
+        assert np.flatnonzero(np.asarray(values >= edge)[0]).tolist() == keeps, way
+    config = {"do_sample": True, "top_k": 0, "top_p": top_p}
+    expected = hf_scores(config, np.zeros((1, 1), np.int64), np.asarray(values))
+    assert np.flatnonzero(np.isfinite(expected[0])).tolist() == keeps
+
+
+def test_both_ways_are_taken():
+    """The tests of draws mean something: some settings are too flat for the candidates."""
+    logits = jnp.asarray(random_logits(batch=4, width=4000))
+    for name, few in {
+        "top_p": True,
+        "top_p, flat": False,
+        "min_p": True,
+        "min_p, flat": False,
+    }.items():
+        settings = DRAWS[name]
+        values = jnp.log(jax.nn.softmax(logits / settings.temperature, axis=1))
+        values -= values.max(axis=1, keepdims=True)
+        found, _ = largest(values, candidate_count(settings, 4000))
+        assert edge_among(found, values, settings, settings.amounts)[1].tolist() == [few] * 4, name
+
+
+def test_wide_vocabularies_draw_the_same():
+    """There the largest logits are looked for by blocks."""
+    key, width = jax.random.key(6), 70_001
+    logits = random_logits("random", batch=2, width=width)
+    noise = gumbel(key, range(2), 0, width)
+    settings = Sampling(temperature=1, top_k=20)
+    kept = np.asarray(processed(jnp.asarray(logits), settings))
+    found = draw(jnp.asarray(logits), key, settings)
+    assert found.tokens.tolist() == (kept + noise).argmax(axis=1).tolist()
+
+
+@pytest.mark.fast("700-random", "70001-ties")
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "few"])
+@pytest.mark.parametrize("width", [700, 70_001])
+def test_largest_is_top_k(kind, width):
+    values = jnp.asarray(random_logits(kind, width=width))
+    expected = jax.lax.top_k(values, 40)
+    found, columns = largest(values, 40)
+    np.testing.assert_array_equal(found, expected[0])
+    np.testing.assert_array_equal(columns, expected[1])
+
+
+def test_frequencies_are_the_probabilities():
+    count, logits = 40_000, jnp.log(jnp.array([0.5, 0.3, 0.15, 0.04, 0.0099, 0.0001]))
+    settings = Sampling(temperature=0.8, top_p=0.999)
+    p = np.exp(np.asarray(processed(logits[None], settings)[0], np.float64))
+    p /= p.sum()
+    assert (p > 0).tolist() == [True] * 5 + [False]
+    batch = jnp.broadcast_to(logits, (count, 6))
+    ways = {
+        "rows": draw(batch, jax.random.key(1), settings),
+        "positions": sample(
+            batch, jax.random.key(2), settings, rows=jnp.zeros(count, jnp.int32),
+            positions=jnp.arange(count),
+        ),
+        "keys": draw(batch, jax.random.split(jax.random.key(3), count), settings),
+    }  # fmt: skip
+    for name, found in ways.items():
+        seen = np.bincount(np.asarray(found.tokens), minlength=6)
+        assert seen[5] == 0
+        deviation = (seen[:5] - count * p[:5]) / np.sqrt(count * p[:5])
+        assert (deviation**2).sum() < 23.5, name  # chance 1 in 10 000, and the keys are fixed
+
+
+def test_a_row_draws_the_same_in_any_batch():
+    logits, key = jnp.asarray(random_logits(batch=6)), jax.random.key(3)
+    settings = Sampling(temperature=1.5, top_k=30)
+    whole = draw(logits, key, settings, positions=jnp.arange(6)).tokens
+    order = jnp.array([4, 1, 3])
+    part = draw(logits[order], key, settings, rows=order, positions=order).tokens
+    assert part.tolist() == whole[order].tolist()
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, order)
+    own = draw(logits[order], keys, settings, positions=order).tokens
+    assert own.tolist() == part.tolist()
+    one = jax.jit(
+        jax.vmap(lambda x, k, i: sample(x[None], k[None], settings, positions=i).tokens[0])
+    )
+    assert one(logits[order], keys, order).tolist() == part.tolist()
+    equal = jnp.broadcast_to(logits[:1], (40, V))
+    settings = Sampling(temperature=1.5)
+    assert len(set(draw(equal, key, settings).tokens.tolist())) > 10
+    assert len({int(draw(equal[:1], key, settings, positions=i).tokens[0]) for i in range(9)}) > 3
+
+
+PLACED = {
+    "greedy": Sampling(logprobs=0),
+    "temperature": Sampling(temperature=1.5),
+    "filters": Sampling(temperature=1.5, top_k=40, top_p=0.9, logprobs=3),
+    "top_p": Sampling(temperature=3, top_p=0.95),
+}
+
+
+@pytest.mark.fast(
+    "filters-P('data', 'model')-AxisType.Auto", "filters-P('data', 'model')-AxisType.Explicit"
+)
+@pytest.mark.parametrize(
+    ("name", "spec", "kind"),
+    fast_and_slow(
+        [("filters", P("data", "model"), kind) for kind in (AxisType.Auto, AxisType.Explicit)],
+        pairwise(
+            PLACED,
+            [P("data", "model"), P(None, ("data", "model")), P("data"), P()],
+            [AxisType.Auto, AxisType.Explicit],
+        ),
+    ),
+    ids=str,
+)
+def test_meshes_and_padding_change_nothing(kind, name, spec):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    logits = random_logits(batch=4)
+    padded = np.concatenate([logits, np.full((4, 40), np.nan, np.float32)], axis=1)
+    padded[:, V] = INF
+    padded[:, V + 1] = 1e9
+    ids, key = jnp.array([[1, 2, 3]] * 4), jax.random.key(9)
+    settings = dataclasses.replace(
+        PLACED[name], repetition_penalty=1.5, banned=[5, 9], logit_bias={3: 1.0}
+    )
+    expected = draw(jnp.asarray(logits), key, settings, history=History.start(ids, V))
+    placed = jax.device_put(padded, NamedSharding(mesh, spec))
+    history = History.start(ids, V + 40)
+    found = draw(placed, key, settings, history=history, vocab_size=V)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.valid.tolist() == [True] * 4
+    if settings.logprobs is not None:
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5)
+    if settings.logprobs:
+        np.testing.assert_array_equal(found.top_tokens, expected.top_tokens)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_any_kind_of_key(impl):
+    logits = jnp.asarray(random_logits(batch=5))
+    key, settings = jax.random.key(4, impl=impl), Sampling(temperature=2)
+    whole = draw(logits, key, settings).tokens
+    part = draw(logits[3:], key, settings, rows=jnp.array([3, 4])).tokens
+    assert part.tolist() == whole[3:].tolist()
+    assert draw(logits, jax.random.key_data(key), settings).tokens.tolist() == whole.tolist()
+    assert whole.tolist() != draw(logits, jax.random.key(8, impl=impl), settings).tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_greedy_is_the_first_of_the_largest(dtype):
+    for kind in KINDS[:4]:
+        logits = jnp.asarray(random_logits(kind), dtype)
+        found = draw(logits)
+        np.testing.assert_array_equal(found.tokens, jnp.argmax(logits, axis=1))
+        assert found.logprobs is None and found.top_tokens is None
+    hot = draw(logits, jax.random.key(0), Sampling(temperature=1, top_k=1))
+    np.testing.assert_array_equal(hot.tokens, jnp.argmax(logits, axis=1))
+
+
+# --- log-probabilities ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_logprobs_are_of_the_model(dtype):
+    """Not of the processed logits, and without the padding of the vocabulary."""
+    import torch
+
+    logits = random_logits("ties").astype(dtype)
+    expected = torch.log_softmax(torch.from_numpy(logits.astype(np.float64))[:, :500], -1).numpy()
+    settings = Sampling(temperature=0.3, top_k=4, banned=[2], logit_bias={8: 4.0}, logprobs=5)
+    found = draw(jnp.asarray(logits), jax.random.key(0), settings, vocab_size=500)
+    chosen = np.take_along_axis(expected, np.asarray(found.tokens)[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(found.logprobs, chosen, rtol=1e-5)
+    order = np.argsort(-expected, axis=1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(found.top_tokens, order)
+    top = np.take_along_axis(expected, order, axis=1)
+    np.testing.assert_allclose(found.top_logprobs, top, rtol=1e-5)
+    assert found.top_tokens.dtype == jnp.int32 and found.logprobs.dtype == jnp.float32
+
+
+def test_more_logprobs_than_tokens():
+    found = draw(jnp.zeros((1, 4)), settings=Sampling(logprobs=9), vocab_size=3)
+    assert found.top_tokens.tolist() == [[0, 1, 2]]
+    none = draw(jnp.zeros((1, 4)), settings=Sampling(logprobs=0))
+    np.testing.assert_allclose(none.logprobs, [-math.log(4)], rtol=1e-6)
+    assert none.top_logprobs is None
+
+
+# --- what cannot be sampled from ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Sampling(), Sampling(temperature=1), Sampling(temperature=1, top_k=2, top_p=0.5)],
+    ids=["greedy", "temperature", "filters"],
+)
+def test_flag_of_rows_that_hold_no_distribution(settings):
+    logits = random_logits(batch=5)
+    logits[1, 3] = np.nan
+    logits[2, 0] = INF
+    logits[3] = -INF
+    found = draw(jnp.asarray(logits), jax.random.key(0), settings)
+    assert found.valid.tolist() == [True, False, False, False, True]
+    assert found.tokens[1:4].tolist() == [0, 0, 0]
+    alone = draw(jnp.asarray(logits[[0, 4]]), jax.random.key(0), settings, rows=jnp.array([0, 4]))
+    assert found.tokens[jnp.array([0, 4])].tolist() == alone.tokens.tolist()
+
+
+def test_everything_banned_is_flagged():
+    found = draw(jnp.zeros((1, 3)), settings=Sampling(banned=[0, 1, 2]))
+    assert found.valid.tolist() == [False]
+
+
+def test_check_logits():
+    logits = random_logits(batch=4)
+    check_logits(jnp.asarray(logits, jnp.bfloat16))
+    bad = logits.copy()
+    bad[1, [7, 9]] = np.nan
+    bad[3, 0] = np.nan
+    with pytest.raises(FloatingPointError, match=r"row 1: 2 of 600 are NaN, the first for token 7"
+                       r" \(also in rows 3\)"):  # fmt: skip
+        check_logits(jnp.asarray(bad))
+    check_logits(jnp.asarray(bad[:3]), vocab_size=7)
+    bad = logits.copy()
+    bad[2, 5] = INF
+    with pytest.raises(FloatingPointError, match="row 2: 1 of 600 are plus infinity"):
+        check_logits(jnp.asarray(bad))
+    bad[2] = -INF
+    with pytest.raises(FloatingPointError, match="row 2: all 600 are minus infinity"):
+        check_logits(jnp.asarray(bad))
+    with pytest.raises(UserInputError, match="under jit use Sampled.valid"):
+        jax.jit(check_logits)(jnp.asarray(bad))
+
+
+REFUSED = {
+    "rank": (lambda: sample(jnp.zeros(5)), r"\[B, V\] and a float dtype are wanted, not float32\[5\]"),
+    "dtype": (lambda: sample(jnp.zeros((1, 5), jnp.int32)), r"not int32\[1, 5\]"),
+    "empty": (lambda: sample(jnp.zeros((1, 0))), r"not float32\[1, 0\]"),
+    "vocab": (lambda: sample(jnp.zeros((1, 5)), vocab_size=6), "vocab_size is 6: from 1 to the 5"),
+    "no key": (lambda: sample(jnp.zeros((1, 5)), settings=Sampling(temperature=1)), "needs a key"),
+    "not a key": (
+        lambda: sample(jnp.zeros((1, 5)), jnp.zeros(2), Sampling(temperature=1)), "a key of jax.random"
+    ),
+    "keys": (
+        lambda: sample(jnp.zeros((1, 5)), jax.random.split(jax.random.key(0), 2), Sampling(temperature=1)),
+        r"shape \[2\]: \[\] or \[1\]",
+    ),
+    "keys and rows": (
+        lambda: sample(jnp.zeros((2, 5)), jax.random.split(jax.random.key(0), 2),
+                       Sampling(temperature=1), rows=jnp.arange(2)), "rows are for one key",
+    ),
+    "bias": (
+        lambda: sample(jnp.zeros((1, 5)), settings=Sampling(logit_bias={5: 1})),
+        "logit_bias names token 5: the vocabulary has 5 tokens",
+    ),
+    "banned": (
+        lambda: sample(jnp.zeros((1, 5)), settings=Sampling(banned=[4]), vocab_size=4),
+        "banned names token 4: the vocabulary has 4 tokens",
+    ),
+    "no history": (
+        lambda: sample(jnp.zeros((1, 5)), settings=Sampling(presence_penalty=1)), "tokens so far",
+    ),
+    "history": (
+        lambda: sample(jnp.zeros((1, 5)), settings=Sampling(presence_penalty=1),
+                       history=History.start(jnp.array([[1]]), 4)),
+        r"for logits \[1, 4\], these are \[1, 5\]",
+    ),
+}  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused():
+    for name, (call, message) in REFUSED.items():
+        with pytest.raises(UserInputError, match=message):
+            call()
+            pytest.fail(name)
+
+
+# --- the programs ---------------------------------------------------------------------------
+
+
+def program(settings, width=70_001):
+    run = jax.jit(lambda x, key: sample(x, key, settings))
+    return run.lower(jnp.zeros((2, width)), jax.random.key(0)).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Sampling(temperature=1, top_k=50, top_p=0.9), Sampling(temperature=1, top_p=0.9, logprobs=4)],
+    ids=["top_k", "top_p"],
+)
+@pytest.mark.parametrize("width", [50_001, 70_001])
+def test_no_vocabulary_is_sorted(settings, width):
+    text = program(settings, width)
+    sorts = [line for line in text.splitlines() if " sort(" in line]
+    assert not [line for line in sorts if str(width) in line]
+    assert "TopK" in text
+
+
+def test_greedy_draws_nothing():
+    text = program(Sampling())
+    assert not any(word in text for word in ("TopK", " while(", "exponential", " sort("))
+
+
+def test_equal_settings_are_one_program():
+    traced = []
+
+    @jax.jit
+    def plain(x):
+        return x
+
+    def choose(x, settings):
+        traced.append(settings)
+        return sample(x, settings=settings)
+
+    run = jax.jit(choose, static_argnames="settings")
+    for banned, bias in (([2, 1], {3: 1, 0: 2}), ((1, 2, 2), {0: 2.0, 3: 1.0})):
+        run(plain(jnp.zeros((1, 5))), settings=Sampling(banned=banned, logit_bias=bias))
+    assert len(traced) == 1
+    assert jax.tree.structure(Sampled(1, 2)) != jax.tree.structure(Sampled(1, 2, 3))
+
+
+def test_candidates_are_few():
+    assert candidate_count(Sampling(temperature=1, top_k=50), 10**6) < 100
+    assert candidate_count(Sampling(temperature=1, top_p=0.5), 10**6) < 1000
+    assert candidate_count(Sampling(temperature=1, top_k=50), 20) == 20
+
+
+# --- the settings ---------------------------------------------------------------------------
+
+WRONG = [
+    ("temperature", -0.1, "a number of at least 0"),
+    ("temperature", INF, "a number of at least 0"),
+    ("temperature", math.nan, "a number of at least 0"),
+    ("temperature", 10**400, "a number of at least 0"),
+    ("temperature", 10**5000, "a very large integer: a number of at least 0"),
+    ("temperature", "1", "a number of at least 0"),
+    ("temperature", True, "a number of at least 0"),
+    ("top_k", -1, "an integer of at least 0"),
+    ("top_k", 2.0, "an integer of at least 0"),
+    ("top_k", 2**31, "an integer of at least 0"),
+    ("top_p", 1.01, "a number from 0 to 1"),
+    ("top_p", None, "a number from 0 to 1"),
+    ("min_p", -1, "a number from 0 to 1"),
+    ("repetition_penalty", 0, "a number above 0"),
+    ("repetition_penalty", -1, "a number above 0"),
+    ("presence_penalty", 2.1, "a number from -2 to 2"),
+    ("frequency_penalty", -3, "a number from -2 to 2"),
+    ("logprobs", -1, "an integer of at least 0"),
+    ("logit_bias", {1: math.nan}, "for token 1 a number of float32"),
+    ("logit_bias", {1: INF}, "for token 1 a number of float32"),
+    ("logit_bias", {-1: 1.0}, "a token id from 0"),
+    ("logit_bias", {"1": 1.0}, "a token id from 0"),
+    ("logit_bias", [1, 2], "a table of token ids"),
+    ("logit_bias", 3, "a table of token ids"),
+    ("banned", [-1], "a token id from 0"),
+    ("banned", "12", "a list of token ids"),
+    ("banned", 5, "a list of token ids"),
+]
+
+
+def test_wrong_values_are_named():
+    for name, value, range_ in WRONG:
+        with pytest.raises(UserInputError) as caught:
+            Sampling(**{name: value})
+        message = str(caught.value)
+        assert message.startswith(f"{name} is ") and range_ in message, message
+        assert "\n" not in message and len(message) < 250
+
+
+def test_settings_are_values():
+    a = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), banned={4, 2}, logit_bias={7: 1})
+    assert a == dataclasses.replace(a) and hash(a) == hash(dataclasses.replace(a))
+    assert a.banned == (2, 4) and a.logit_bias == ((7, 1.0),)
+    assert type(a.temperature) is float and type(a.top_k) is int
+    assert dataclasses.replace(a, temperature=0).is_greedy
+    assert Sampling(top_k=5).is_filtered is False
+
+
+def test_generation_config_that_is_unsupported_is_named(caplog):
+    with caplog.at_level(logging.WARNING, "maxjax"):
+        Sampling.from_generation_config(
+            {"num_beams": 1, "no_repeat_ngram_size": None, "typical_p": 0.5, "max_length": 20,
+             "transformers_version": "5", "suppress_tokens": None, "unheard_of": [1]}
+        )  # fmt: skip
+        assert not caplog.records
+        settings = Sampling.from_generation_config(
+            {"do_sample": True, "num_beams": 4, "no_repeat_ngram_size": 3, "typical_p": 0.5,
+             "bad_words_ids": [[1, 2], [3, 3], [4]], "sequence_bias": [[[1, 2], 1.0]]}
+        )  # fmt: skip
+    (record,) = caplog.records
+    for name in ("num_beams", "no_repeat_ngram_size", "typical_p", "bad_words_ids of several"):
+        assert name in record.message
+    assert "sequence_bias of several" in record.message
+    assert settings.banned == (4,)
+
+
+@pytest.mark.fast("config0-do_sample is 'false': true or false", "config5-suppress_tokens is None")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"do_sample": "false"}, "do_sample is 'false': true or false"),
+        ({"do_sample": True, "temperature": "0.5"}, "temperature is '0.5'"),
+        ({"do_sample": True, "top_k": 5.5}, "top_k is 5.5"),
+        ({"bad_words_ids": [1]}, r"bad_words_ids is \[1\]: a list of lists"),
+        ({"bad_words_ids": {"a": 1}}, "bad_words_ids is"),
+        ({"suppress_tokens": [None]}, "suppress_tokens is None"),
+        ({"sequence_bias": [[1, 2.0]]}, r"sequence_bias is \[1, 2.0\]"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+        ({"eos_token_id": True}, "eos_token_id is True"),
+    ],
+)
+def test_generation_config_with_wrong_values(config, message):
+    with pytest.raises(UserInputError, match=message):
+        Sampling.from_generation_config(config)
+
+
+def test_eos_token_ids():
+    assert eos_token_ids({}) == eos_token_ids({"eos_token_id": None}) == ()
+    assert eos_token_ids({"eos_token_id": 2}) == (2,)
+    assert eos_token_ids({"eos_token_id": [5, 2, 5]}) == (2, 5)

@@ -1,0 +1,139 @@
+"""The imports of the package as data: which file imports which, by whichever facade it names it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Import(NamedTuple):
+    """One name that a file imports.
+
+    Attributes:
+        line: Where.
+        module, name: What is named; ``name`` is "" for a module as such.
+        when: "load" where it runs with the file, "call" inside functions, "types" under
+            ``TYPE_CHECKING``.
+    """
+
+    line: int
+    module: str
+    name: str
+    when: str
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[Import]:
+    """Each import in a file of ``package``, those inside functions as well."""
+    yield from _imports(tree, package, "load")
+
+
+def _imports(node: ast.AST, package: str, when: str) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(node.lineno, alias.name, "", when) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        if node.level:
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            module = ".".join([*parents, module] if module else parents)
+        yield from (Import(node.lineno, module, alias.name, when) for alias in node.names)
+    elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
+        if node.args and isinstance(node.args[0], ast.Constant):
+            yield Import(node.lineno, str(node.args[0].value), "", when)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and when == "load":
+        when = "call"
+    for field, value in ast.iter_fields(node):
+        typing = (
+            isinstance(node, ast.If)
+            and field == "body"
+            and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _imports(child, package, "types" if typing else when)
+
+
+def _called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+class House:
+    """The files of one package, and what they import of one another.
+
+    Attributes:
+        root: Its directory.
+        files: Names below it, with "/".
+        edges: File → [(import, file)]; the file is "" where there is none. A name that an
+            ``__init__`` only passes on counts as imported from where it is defined.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.trees = {
+            path.relative_to(root).as_posix(): ast.parse(path.read_text())
+            for path in sorted(root.rglob("*.py"))
+        }
+        self.files = list(self.trees)
+        self._imports = {file: list(self._own(file)) for file in self.files}
+        self._facades = {
+            file: {one.name: one for one in self._imports[file]}
+            for file in self.files
+            if file.endswith("__init__.py")
+        }
+        self.edges = {
+            file: [(one, self.target(one.module, one.name)) for one in found]
+            for file, found in self._imports.items()
+        }
+
+    def _own(self, file: str) -> Iterator[Import]:
+        package = ".".join([self.root.name, *Path(file).parts[:-1]])
+        for one in imports(self.trees[file], package):
+            if one.module.split(".")[0] == self.root.name:
+                yield one
+
+    def target(self, module: str, name: str) -> str:
+        """The file that ``from module import name`` reaches, "" if there is none."""
+        inner = "/".join(module.split(".")[1:])
+        for stem in ([f"{inner}/{name}".strip("/")] if name else []) + [inner]:
+            for file in (f"{stem}.py", f"{stem}/__init__.py".lstrip("/")):
+                if file in self.trees:
+                    passed = self._facade(file).get(name) if stem == inner else None
+                    return self.target(passed.module, name) if passed else file
+        return ""
+
+    def _facade(self, file: str) -> dict[str, Import]:
+        return self._facades.get(file, {})
+
+    def packages(self, file: str, target: str) -> Iterator[str]:
+        """The ``__init__`` files that importing ``target`` from ``file`` runs."""
+        parts = Path(target).parts[:-1]
+        for depth in range(len(parts) + 1):
+            folder = "/".join(parts[:depth])
+            init = f"{folder}/__init__.py".lstrip("/")
+            if (
+                not f"{Path(file).parent.as_posix()}/".startswith(f"{folder}/")
+                and init in self.trees
+            ):
+                yield init
+
+    def cycle(self) -> list[str]:
+        """One import cycle as a list of files that ends where it began, or an empty list."""
+        finished: set[str] = set()
+
+        def visit(file: str, path: list[str]) -> list[str]:
+            if file in path:
+                return [*path[path.index(file) :], file]
+            if file in finished or not file:
+                return []
+            for one, target in self.edges[file]:
+                if target != file and not self._passes(file, one):
+                    if found := visit(target, [*path, file]):
+                        return found
+            finished.add(file)
+            return []
+
+        return next((found for file in self.files if (found := visit(file, []))), [])
+
+    def _passes(self, file: str, one: Import) -> bool:
+        return file.endswith("__init__.py") and one.when == "types"

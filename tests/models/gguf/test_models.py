@@ -1,0 +1,161 @@
+"""GGUF files of small random models become Hugging Face's checkpoints again, of all architectures.
+
+Oracles: transformers runs what we made of a file and gives the logits of the model that the file
+was made of; where transformers reads GGUF itself, it finds the same values.
+"""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+gguf = pytest.importorskip("gguf")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # noqa: E402
+
+from maxjax.models.gguf import hf_config, hf_names  # noqa: E402
+from tests.models.gguf import files as files  # noqa: E402
+
+# What transformers 5 reads by itself, in the class it takes the architecture for.
+READ_BY_TRANSFORMERS = ["llama", "llama-tied", "qwen2", "qwen2moe", "qwen3", "qwen3moe"]
+READ_BY_TRANSFORMERS += ["gemma2", "gemma3", "gpt2"]
+
+
+@pytest.fixture(scope="module", params=list(files.CASES))
+def made(request, tmp_path_factory):
+    """(case, model, its tensors, path of its GGUF file)."""
+    directory = tmp_path_factory.mktemp("gguf")
+    model = files.model(request.param)
+    tensors = files.checkpoint(model, directory / "original")
+    path = files.write(directory / "model.gguf", request.param, model, tensors)
+    return request.param, model, tensors, path
+
+
+def opened(path):
+    """(configuration, tensors) as maxjax's tables have them."""
+    metadata, stored = files.read(path)
+    shapes = {name: values.shape for name, values in stored.items()}
+    config = hf_config(metadata, shapes, rope_freqs=stored.get("rope_freqs.weight"), path=path)
+    sources = hf_names(metadata["general.architecture"], shapes, metadata, path=path)
+    tensors = {name: source.layout.apply(stored[source.tensor]) for name, source in sources.items()}
+    return config, tensors, sources, stored
+
+
+def run(model, length=12):
+    ids = torch.tensor(np.random.default_rng(0).integers(3, 64, (2, length)))
+    with torch.no_grad():
+        out = model(ids)
+    return (out.logits if hasattr(out, "logits") else out.last_hidden_state).numpy()
+
+
+def close(case):
+    # 1 + w loses bits of w; all else is moved only.
+    rounded = case.startswith("gemma")
+    return {"rtol": 1e-4 if rounded else 0, "atol": 1e-5 if rounded else 0}
+
+
+@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
+def test_the_tensors_are_those_of_the_checkpoint(made):
+    case, _, original, path = made
+    _, tensors, _, _ = opened(path)
+    expected = {k: v for k, v in original.items() if not k.startswith("pooler.")}
+    assert sorted(tensors) == sorted(expected)
+    for name, values in expected.items():
+        tolerance = 2e-7 if case.startswith("gemma") and name.endswith("norm.weight") else 0
+        np.testing.assert_allclose(tensors[name], values, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
+def test_rows_and_change_give_what_apply_gives(made):
+    _, _, _, path = made
+    _, tensors, sources, stored = opened(path)
+    for name, source in sources.items():
+        values, layout = stored[source.tensor], source.layout
+        assert layout.shape(values.shape) == tensors[name].shape
+        if not layout.by_rows:
+            continue
+        wide = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values
+        shape = tensors[name].shape
+        count = int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
+        half = slice(count // 2, count)
+        part = layout.change(wide[layout.rows(count)[half]])
+        expected = tensors[name].reshape(count, *shape[-1:] * (len(shape) > 1))[half]
+        np.testing.assert_array_equal(part, expected, err_msg=name)
+
+
+@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
+def test_transformers_runs_what_we_made_of_the_file(made, tmp_path):
+    case, model, _, path = made
+    config, tensors, _, _ = opened(path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    contiguous = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
+    save_file(contiguous, tmp_path / "model.safetensors", {"format": "pt"})
+    kind = getattr(transformers, config["architectures"][0])
+    assert kind is type(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again, info = kind.from_pretrained(
+            tmp_path, output_loading_info=True, attn_implementation="eager"
+        )
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert all(key.startswith("pooler.") for key in info["missing_keys"])
+    np.testing.assert_allclose(run(again.eval()), run(model), **close(case))
+
+
+@pytest.mark.fast("llama", "qwen3moe")
+@pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_same_out_of_the_file(case, tmp_path):
+    model = files.model(case)
+    original = files.checkpoint(model, tmp_path / "original")
+    path = files.write(tmp_path / "model.gguf", case, model, original, squeezed=True)
+    oracle = files.model(case, seed=1)
+    # As from_pretrained(gguf_file=...) does, which wants another package for it.
+    state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=oracle)["tensors"]
+    left = oracle.load_state_dict(state, strict=False)
+    assert not left.unexpected_keys and set(left.missing_keys) <= {"lm_head.weight"}
+    assert ("lm_head.weight" in left.missing_keys) == model.config.tie_word_embeddings
+    found = files.checkpoint(oracle, tmp_path / "read")
+    _, tensors, _, _ = opened(path)
+    assert sorted(tensors) == sorted(found)
+    for name, values in found.items():
+        np.testing.assert_array_equal(tensors[name], values, err_msg=name)
+
+
+SHARED = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+SHARED += (
+    "intermediate_size max_position_embeddings rms_norm_eps head_dim tie_word_embeddings".split()
+)
+SHARED += "num_experts num_experts_per_tok n_embd n_layer n_head layer_norm_epsilon".split()
+
+
+@pytest.mark.fast("llama", "qwen3moe")
+@pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_same_settings(case, tmp_path):
+    model = files.model(case)
+    original = files.checkpoint(model, tmp_path / "original")
+    path = files.write(tmp_path / "model.gguf", case, model, original)
+    config = opened(path)[0]
+    oracle = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).to_dict()
+    assert config["model_type"] == oracle["model_type"]
+    compared = [key for key in SHARED if key in config and oracle.get(key) is not None]
+    assert len(compared) >= 5
+    for key in compared:
+        if key == "head_dim" and case in ("qwen2", "qwen2moe", "qwen3"):
+            continue  # transformers leaves it at a default
+        assert config[key] == pytest.approx(oracle[key], rel=1e-7), key
+
+
+@pytest.mark.parametrize("case", ["qwen3moe", "qwen2moe"])
+def test_experts_with_gate_and_up_in_one_tensor(case, tmp_path):
+    model = files.model(case)
+    original = files.checkpoint(model, tmp_path / "original")
+    path = files.write(tmp_path / "model.gguf", case, model, original, fused=True)
+    _, tensors, sources, _ = opened(path)
+    assert any(source.tensor.endswith("ffn_gate_up_exps.weight") for source in sources.values())
+    assert sorted(tensors) == sorted(original)
+    for name, values in original.items():
+        np.testing.assert_array_equal(tensors[name], values, err_msg=name)

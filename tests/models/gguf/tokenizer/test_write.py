@@ -1,0 +1,346 @@
+"""Tokenizers on their way into a GGUF file: what is written, and that it comes back.
+
+That llama.cpp finds the same tokens is in test_gguf_write_llama_cpp.
+"""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
+from maxjax.graph.weights import load_weights
+from maxjax.models.gguf import chat_template, gguf_tokenizer_metadata, tokenizer_json
+from maxjax.storage.gguf.writer import gguf_pieces
+
+gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
+files = pytest.importorskip("tests.models.gguf.tokenizer.tokenizer_files")
+
+KEY = "tokenizer.ggml."
+TYPES = gguf.TokenType
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return files.byte_level("gpt2")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return files.sentencepiece()
+
+
+def through(path, metadata):
+    """The metadata as it is read out of a file."""
+    path.write_bytes(b"".join(gguf_pieces({"general.architecture": "llama", **metadata}, [])))
+    return load_weights(path).metadata
+
+
+# --- BERT's -------------------------------------------------------------------------------------
+
+
+def test_berts_comes_back_without_its_json(minilm, tmp_path):
+    data = json.loads((minilm / "tokenizer.json").read_text())
+    settings = json.loads((minilm / "tokenizer_config.json").read_text())
+    metadata = gguf_tokenizer_metadata(data, settings, keep_json=False)
+    made = tokenizer_json(through(tmp_path / "m.gguf", metadata))
+    assert made["model"]["vocab"] == data["model"]["vocab"]
+    for key in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        assert made[key] == data[key], key
+    specials = lambda tokens: {(t["id"], t["content"], t["special"]) for t in tokens}
+    assert specials(made["added_tokens"]) == specials(data["added_tokens"])
+
+
+def test_berts_is_what_the_converter_writes(minilm, tmp_path):
+    """gguf's own search for special tokens; tokens as in test_gguf_tokenizer."""
+    data = json.loads((minilm / "tokenizer.json").read_text())
+    settings = json.loads((minilm / "tokenizer_config.json").read_text())
+    found = gguf_tokenizer_metadata(data, settings)
+    tokens = found[KEY + "tokens"]
+    assert len(tokens) == 30522 and tokens[2000:2003] == ["▁to", "▁was", "▁he"]
+    pieces = [t for t in data["model"]["vocab"] if t.startswith("##")]
+    assert "##" + tokens[data["model"]["vocab"][pieces[5]]] == pieces[5]
+    ids = gguf.SpecialVocab(minilm, n_vocab=len(tokens)).special_token_ids
+    names = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "bos": "bos"}
+    assert names.keys() <= ids.keys()
+    for key, name in names.items():
+        assert found[f"{KEY}{name}_token_id"] == ids[key]
+    control = {i for i, kind in enumerate(found[KEY + "token_type"]) if kind == TYPES.CONTROL}
+    assert control == {0, 100, 101, 102, 103}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"normalizer": None}, "BERT's normalizer"),
+        ({"normalizer": {"type": "Lowercase"}}, "BERT's normalizer"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "BERT's normalizer"),
+        ({"normalizer": {"type": "BertNormalizer", "clean_text": False}}, "'clean_text'"),
+        ({"model": {"type": "Unigram", "vocab": {}}}, "type 'Unigram'"),
+        ({"model": {"type": "WordLevel", "vocab": {}}}, "type 'WordLevel'"),
+        ({"model": {"vocab": {}}}, "type NoneType"),
+    ],
+)
+def test_kinds_that_llama_cpp_has_not(minilm, change, says):
+    data = json.loads((minilm / "tokenizer.json").read_text())
+    with pytest.raises(NotImplementedError, match=says):
+        gguf_tokenizer_metadata({**data, **change})
+
+
+# --- GPT-2's ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", files.BYTE_LEVEL)
+def test_the_way_of_splitting_has_a_name(name):
+    data = files.byte_level(name)
+    found = gguf_tokenizer_metadata(data)
+    assert (found[KEY + "model"], found[KEY + "pre"]) == ("gpt2", files.BYTE_LEVEL[name][2])
+    assert found[KEY + "merges"] == [
+        " ".join(pair) if isinstance(pair, list) else pair for pair in data["model"]["merges"]
+    ]
+    vocab = data["model"]["vocab"]
+    assert all(found[KEY + "tokens"][index] == text for text, index in vocab.items())
+
+
+def test_types_and_special_tokens(gpt2):
+    settings = {
+        "bos_token": "<|begin|>", "eos_token": {"content": "<|end|>", "special": True},
+        "pad_token": "nowhere", "unk_token": None,
+    }  # fmt: skip
+    config = {"pad_token_id": 5, "eos_token_id": 9, "bos_token_id": 10**6}
+    found = gguf_tokenizer_metadata(gpt2, settings, config, vocab_size=512)
+    ids = {key: value for key, value in found.items() if key.endswith("_id")}
+    assert ids == {
+        KEY + "bos_token_id": 0, KEY + "eos_token_id": 1, KEY + "padding_token_id": 5
+    }  # fmt: skip
+    types = found[KEY + "token_type"]
+    assert types.dtype == np.int32 and len(types) == len(found[KEY + "tokens"]) == 512
+    assert [types[i] for i in (0, 1, 2, 500, 501, 511)] == [
+        TYPES.CONTROL, TYPES.CONTROL, TYPES.NORMAL, TYPES.USER_DEFINED, TYPES.UNUSED, TYPES.UNUSED
+    ]  # fmt: skip
+    assert found[KEY + "tokens"][500:502] == ["<user>", "[PAD501]"]
+    assert "bos_token_id" not in str(gguf_tokenizer_metadata(gpt2, None, {"bos_token_id": 10**6}))
+
+
+def test_the_tokens_around_a_text():
+    data, settings = files.byte_level("llama3"), {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    flags = lambda found: (found[KEY + "add_bos_token"], found[KEY + "add_eos_token"])
+    assert flags(gguf_tokenizer_metadata(data, settings)) == (True, False)
+    assert flags(gguf_tokenizer_metadata(data)) == (False, False)  # nobody says which
+    said = {**settings, "add_bos_token": False, "add_eos_token": True}
+    assert flags(gguf_tokenizer_metadata(data, said)) == (False, True)
+    inner = data["post_processor"]
+    data["post_processor"] = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, inner]}
+    assert flags(gguf_tokenizer_metadata(data, settings)) == (True, False)
+
+
+def test_special_tokens_are_those_that_gguf_finds(tmp_path):
+    """gguf's SpecialVocab, out of the same files."""
+    data, settings = files.byte_level("llama3"), {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    config = {"pad_token_id": 7, "eos_token_id": [3, 4]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    oracle = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=501)
+    found = gguf_tokenizer_metadata(data, settings, config)
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    assert {names[key]: index for key, index in oracle.special_token_ids.items()} == {
+        name: found[f"{KEY}{name}_token_id"] for name in names.values()
+    }
+    assert oracle.merges == found[KEY + "merges"]
+    assert oracle.add_special_token == {"bos": found[KEY + "add_bos_token"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer 'Lowercase'"),
+        ({"pre_tokenizer": None}, "split by nothing"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "split by Whitespace"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "ByteLevel"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "ByteLevel"),
+    ],
+)
+def test_ways_of_splitting_without_a_name(gpt2, change, says):
+    with pytest.raises(NotImplementedError, match=says):
+        gguf_tokenizer_metadata({**gpt2, **change})
+
+
+def test_another_pattern_has_no_name():
+    data = files.byte_level("qwen2")
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] += "|x"
+    with pytest.raises(NotImplementedError, match="split by"):
+        gguf_tokenizer_metadata(data)
+    data = files.byte_level("qwen2")
+    data["model"]["ignore_merges"] = True
+    with pytest.raises(NotImplementedError, match="ignore_merges is True"):
+        gguf_tokenizer_metadata(data)
+    data = files.byte_level("qwen2")
+    data["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "MergedWithNext"
+    with pytest.raises(NotImplementedError, match="split by"):
+        gguf_tokenizer_metadata(data)
+
+
+# --- Llama's ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("metaspace", [True, False])
+def test_llamas(prefix, metaspace):
+    data = files.sentencepiece(prefix, metaspace)
+    found = gguf_tokenizer_metadata(data, {"unk_token": "<unk>"})
+    assert found[KEY + "model"] == "llama" and found[KEY + "add_space_prefix"] is prefix
+    types, tokens = found[KEY + "token_type"], found[KEY + "tokens"]
+    assert [TYPES(kind).name for kind in types[:4]] == ["UNKNOWN", "CONTROL", "CONTROL", "BYTE"]
+    assert sum(kind == TYPES.BYTE for kind in types) == 256 and tokens[258] == "<0xFF>"
+    scores = found[KEY + "scores"]
+    assert scores.dtype == np.float32
+    made = [left + right for left, right in data["model"]["merges"]]
+    ranked = [scores[tokens.index(text)] for text in dict.fromkeys(made)]
+    assert len(ranked) > 300 and ranked == sorted(ranked, reverse=True)
+    assert max(scores[i] for i, t in enumerate(tokens) if t not in made) < min(ranked)
+
+
+def test_pieces_of_the_users_are_looked_for_in_the_text(llama):
+    data = copy.deepcopy(llama)
+    data["added_tokens"].append({"id": 700, "content": "▁▁x", "special": False})
+    found = gguf_tokenizer_metadata(data)
+    assert found[KEY + "tokens"][700] == "  x"
+    assert found[KEY + "token_type"][700] == TYPES.USER_DEFINED
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"normalizer": None}, "leaves spaces"),
+        ({"normalizer": {"type": "NFKC"}}, "normalizer 'NFKC'"),
+        ({"normalizer": {"type": "Prepend", "prepend": "_"}}, "normalizer 'Prepend'"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "split by 'Whitespace'"),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_"}}, "split by 'Metaspace'"),
+    ],
+)
+def test_llamas_that_llama_cpp_has_not(llama, change, says):
+    with pytest.raises(NotImplementedError, match=says):
+        gguf_tokenizer_metadata({**llama, **change})
+
+
+# --- all kinds ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_whole_file_comes_back(name, request, tmp_path):
+    data = request.getfixturevalue(name)
+    found = through(tmp_path / "m.gguf", gguf_tokenizer_metadata(data))
+    assert tokenizer_json(found) == data
+    made = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(found)))
+    oracle = tokenizers.Tokenizer.from_str(json.dumps(data))
+    for text in files.TEXTS:
+        assert made.encode(text).ids == oracle.encode(text).ids
+    without = gguf_tokenizer_metadata(data, keep_json=False)
+    assert "tokenizer.huggingface.json" not in without
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1, "a": 2}', "3", "\udcff", "{" * 10**5])
+def test_a_kept_file_that_is_none(text):
+    data = {KEY + "model": "gpt2", "tokenizer.huggingface.json": text}
+    with pytest.raises(CheckpointError, match=r"m\.gguf.*tokenizer.huggingface.json"):
+        tokenizer_json(data, path="m.gguf")
+
+
+def test_without_a_tokenizer_the_file_says_so():
+    found = gguf_tokenizer_metadata(None, None, {"bos_token_id": 3, "pad_token_id": None})
+    assert found == {KEY + "model": "none", KEY + "bos_token_id": 3}
+
+
+def test_chat_templates(gpt2, tmp_path):
+    one = gguf_tokenizer_metadata(gpt2, {"chat_template": "a"})
+    assert chat_template(one) == "a" and chat_template(gguf_tokenizer_metadata(gpt2)) is None
+    assert chat_template(gguf_tokenizer_metadata(gpt2, {}, chat_template="b")) == "b"
+    texts = {"default": "d", "tool_use": "t", "rag": "r"}
+    several = {"chat_template": [{"name": k, "template": v} for k, v in texts.items()]}
+    found = through(tmp_path / "m.gguf", gguf_tokenizer_metadata(gpt2, several))
+    assert {name: chat_template(found, name) for name in texts} == texts
+    writer = gguf.GGUFWriter(tmp_path / "w.gguf", "llama")
+    writer.add_chat_template(several["chat_template"])
+    theirs = {k: v.value for k, v in writer.kv_data[0].items() if "chat" in k}
+    ours = {k: v for k, v in found.items() if "chat" in k}
+    assert {k: sorted(v) for k, v in ours.items()} == {k: sorted(v) for k, v in theirs.items()}
+
+
+def test_more_tokens_than_rows(gpt2):
+    with pytest.raises(CheckpointMismatchError, match="at most 500, found 501"):
+        gguf_tokenizer_metadata(gpt2, vocab_size=500)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": 3}, "'model'"),
+        ({"added_tokens": {}}, "'added_tokens'"),
+        ({"added_tokens": [3]}, "'added_tokens'"),
+        ({"added_tokens": [{"id": 9}]}, "'content'"),
+        ({"added_tokens": [{"content": "new", "id": 3}]}, "two for 3"),
+        ({"added_tokens": [{"content": "new", "id": 10**8}]}, "numbers that fit"),
+        ({"added_tokens": [{"content": "a", "id": 3}]}, "number [0-9]+ for 'a'"),
+        ({"vocab": []}, "'vocab'"),
+        ({"vocab": {"a": "b"}}, "a number for each token"),
+        ({"vocab": {"a": -1}}, "a number for each token"),
+        ({"vocab": {"a": 2**40}}, "a number for each token"),
+        ({"vocab": {"a": True}}, "a number for each token"),
+        ({"merges": None}, "'merges'"),
+        ({"merges": ["a b c"]}, "pairs of tokens"),
+        ({"merges": [["a"]]}, "pairs of tokens"),
+        ({"merges": [[1, 2]]}, "pairs of tokens"),
+    ],
+)
+def test_files_that_are_no_tokenizer(gpt2, change, says):
+    data = copy.deepcopy(gpt2)
+    for key, value in change.items():
+        (data["model"] if key in data["model"] else data)[key] = value
+    with pytest.raises(CheckpointFormatError, match=says) as info:
+        gguf_tokenizer_metadata(data, path="tokenizer.json")
+    assert str(info.value).startswith("tokenizer.json: ")
+
+
+ANY = st.none() | st.booleans() | st.integers(-2, 9) | st.text(max_size=4)
+ANY |= st.lists(ANY, max_size=3) | st.dictionaries(
+    st.sampled_from(["type", "pattern", "single", "processors", "normalizers", "content", "id"]),
+    ANY,
+    max_size=3,
+)
+
+
+@given(
+    st.sampled_from(["gpt2", "llama", "bert"]),
+    st.dictionaries(
+        st.sampled_from(
+            ["normalizer", "pre_tokenizer", "post_processor", "added_tokens", "model.vocab",
+             "model.merges", "model.type", "model.unk_token", "model.continuing_subword_prefix"]
+        ), ANY, max_size=2,
+    ),
+    st.dictionaries(
+        st.sampled_from(["bos_token", "eos_token", "add_bos_token", "chat_template"]), ANY, max_size=2
+    ),
+)  # fmt: skip
+def test_whatever_a_file_says_only_our_errors_leave(kind, change, settings):
+    data = {
+        "gpt2": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+                 "pre_tokenizer": {"type": "ByteLevel"}},
+        "llama": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "byte_fallback": True},
+                  "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}},
+        "bert": {"model": {"type": "WordPiece", "vocab": {"a": 0}},
+                 "normalizer": {"type": "BertNormalizer"},
+                 "pre_tokenizer": {"type": "BertPreTokenizer"}},
+    }[kind]  # fmt: skip
+    for key, value in change.items():
+        where, _, name = key.rpartition(".")
+        (data[where] if where else data)[name] = value
+    try:
+        found = gguf_tokenizer_metadata(data, settings, {"bos_token_id": 0})
+        b"".join(gguf_pieces(found, []))
+    except (CheckpointError, NotImplementedError) as error:
+        assert "\n" not in str(error)

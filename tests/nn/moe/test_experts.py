@@ -1,0 +1,138 @@
+"""The sum over chosen experts: in blocks, sorted and one by one, against a loop in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.kernels import QuantArray, StackSlice
+from maxjax.nn.moe import experts as module
+from maxjax.nn.moe.experts import ExpertWeights, mixture
+from maxjax.storage.blocks import encode
+
+E, F = 6, 10
+
+
+def experts_of(count, seed=0, e=E, f=F):
+    rng = np.random.default_rng(seed)
+    make = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    return [ExpertWeights(make(f, e), make(f, e), make(e, f)) for _ in range(count)]
+
+
+def tokens_of(n, count, k, seed=1, e=E):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, e)).astype(np.float32)
+    chosen = np.stack([rng.permutation(count)[:k] for _ in range(n)]).astype(np.int32)
+    return x, chosen, rng.uniform(size=(n, k)).astype(np.float32)
+
+
+def in_float64(x, chosen, shares, experts):
+    out = np.zeros(x.shape)
+    for i, token in enumerate(x.astype(np.float64)):
+        for number, share in zip(chosen[i], shares[i], strict=True):
+            gate, up, down = (np.asarray(w, np.float64) for w in experts[number])
+            g = gate @ token
+            out[i] += share * (down @ (g / (1 + np.exp(-g)) * (up @ token)))
+    return out
+
+
+@pytest.mark.fast("1-5-2-_in_blocks", "7-3-3-_one_by_one")
+@pytest.mark.parametrize(
+    "run", [module._in_blocks, module._sorted, module._one_by_one], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize(("n", "count", "k"), [(1, 5, 2), (7, 3, 3), (40, 4, 2)])
+def test_three_ways_to_the_same_sum(run, n, count, k):
+    given, experts = tokens_of(n, count, k), experts_of(count)
+    found = jax.jit(functools.partial(run, "silu"))(*given, experts)
+    np.testing.assert_allclose(found, in_float64(*given, experts), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [2, 6, 33, 300])
+def test_blocks_of_every_size_and_experts_that_have_all_or_nothing(n):
+    experts, (x, chosen, shares) = experts_of(4), tokens_of(n, 4, 2)
+    run = jax.jit(functools.partial(mixture, kind="silu"))
+    for numbers in (chosen, np.full_like(chosen, 0), np.full_like(chosen, 3)):
+        found = run(x, numbers, shares, experts)
+        expected = in_float64(x, numbers, shares, experts)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_block():
+    assert [module._block_rows(rows, 8) for rows in (1, 8, 9, 16, 128, 10_000)] == [
+        1,
+        1,
+        2,
+        4,
+        32,
+        64,
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 50])
+def test_experts_that_nobody_chose_are_not_run(n):
+    given, experts = tokens_of(n, 3, 2), experts_of(3)
+    broken = [np.full_like(w, np.nan) for w in experts[0]]
+    found = mixture(*given, [*experts, ExpertWeights(*broken)], "silu")
+    np.testing.assert_allclose(found, in_float64(*given, experts), rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_does_not_depend_on_the_others():
+    experts, (x, chosen, shares) = experts_of(4), tokens_of(50, 4, 2)
+    found = mixture(x, chosen, shares, experts, "silu")
+    x[20:], chosen[20:] = np.nan, 1
+    again = mixture(x, chosen, shares, experts, "silu")
+    np.testing.assert_allclose(again[:20], found[:20], rtol=1e-6, atol=1e-6)
+    assert np.isnan(again[20:]).all()
+
+
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 40])
+def test_derivatives_are_those_of_all_experts_over_all_tokens(n):
+    x, chosen, shares = tokens_of(n, 4, 2)
+    experts = experts_of(4)
+    loss = lambda run: lambda x, s, e: jnp.sum(jnp.sin(run("silu", x, chosen, s, e)))
+    named = lambda kind, *given: mixture(*given, kind)
+    found, expected, other = (
+        jax.tree.leaves(jax.jit(jax.grad(loss(run), (0, 1, 2)))(x, shares, experts))
+        for run in (named, module._one_by_one, module._sorted)
+    )
+    assert len(found) == 14
+    for a, b, c in zip(found, expected, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(a, c, rtol=1e-3, atol=1e-4)
+    along = lambda x: named("silu", x, chosen, shares, experts)
+    _, tangent = jax.jvp(along, (x,), (np.ones_like(x),))
+    step = (np.asarray(along(x + 1e-2)) - np.asarray(along(x - 1e-2))) / 2e-2
+    np.testing.assert_allclose(tangent, step, rtol=0.02, atol=0.02)
+
+
+def test_vmap():
+    given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(9, 4, 2)], experts_of(4)
+    found = jax.vmap(lambda *a: mixture(*a, experts, "silu"))(*given)
+    for i in range(2):
+        expected = in_float64(*(a[i] for a in given), experts)
+        np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_slices_of_stacks_and_packed_weights():
+    x, chosen, shares = tokens_of(9, 2, 1, e=32)
+    experts = experts_of(2, e=32, f=64)
+    stacked = [ExpertWeights(*(StackSlice(jnp.stack([w, w * 0]), 0) for w in e)) for e in experts]
+    expected = in_float64(x, chosen, shares, experts)
+    found = jax.jit(functools.partial(mixture, kind="silu"))(x, chosen, shares, stacked)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    packed = [ExpertWeights(*(QuantArray(encode("Q8_0", w), "Q8_0") for w in e)) for e in experts]
+    decoded = [ExpertWeights(*map(jnp.asarray, e)) for e in packed]
+    found, same = (mixture(x, chosen, shares, e, "silu") for e in (packed, decoded))
+    np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_of_different_types():
+    x, chosen, shares = tokens_of(5, 2, 1)
+    half = [ExpertWeights(e.gate.astype(jnp.bfloat16), e.up, e.down) for e in experts_of(2)]
+    expected = in_float64(x, chosen, shares, half)
+    for run in (module._in_blocks, module._sorted):
+        found = run("silu", x, chosen, shares, half)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)

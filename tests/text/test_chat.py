@@ -1,0 +1,393 @@
+"""Chats as text and tokens against transformers; templates that fail, loop and grow."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from maxjax.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    UserInputError,
+)
+from maxjax.models.gguf import gguf_tokenizer_metadata
+from maxjax.text.chat import apply_chat_template, chat_tokens
+from maxjax.text.template.render import render
+from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
+from tests.text import chat_templates
+
+files = pytest.importorskip("tests.models.gguf.tokenizer.tokenizer_files")
+transformers = pytest.importorskip("transformers")
+
+SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chat")
+    (path / "tokenizer.json").write_text(json.dumps(files.byte_level("llama3")))
+    settings = {
+        **SPECIAL,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<user>",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(directory):
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return load_tokenizer(directory)
+
+
+USER = {"role": "user", "content": '  Was ist 37 + 48? 🙂 "quoted" <b> '}
+ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n85. "}
+SYSTEM = {"role": "system", "content": "Be brief.\n"}
+CALL = {
+    "role": "assistant", "content": "",
+    "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"é": [1, None]}}}],
+}  # fmt: skip
+RESULT = {"role": "tool", "content": "42", "name": "f", "tool_call_id": "abcdefghi"}
+CHATS = {
+    "one": [USER],
+    "two turns": [USER, ANSWER, USER],
+    "system": [SYSTEM, USER, ANSWER, USER],
+    "tools": [USER, CALL, RESULT, {"role": "assistant", "content": "It is 42."}, USER],
+    "thought": [USER, {"role": "assistant", "content": "85", "thinking": "hm"}],
+    "twice the user": [USER, USER],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": " a "}, {"type": "image"}]}],
+    "empty content": [{"role": "user", "content": ""}],
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "Gibt 42 <é>",
+     "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}},
+]  # fmt: skip
+OPTIONS = [
+    {},
+    {"add_generation_prompt": False},
+    {"tools": TOOLS, "documents": [{"title": "T", "text": "x"}]},
+    {"enable_thinking": False, "date_string": "1 Jan 2026", "extra": {"a": (1, 2.5)}},
+]
+
+
+def theirs(oracle, messages, template, tokenize=False, **options):
+    options = {"add_generation_prompt": True, **options}
+    return oracle.apply_chat_template(
+        messages, chat_template=template, tokenize=tokenize, **options
+    )
+
+
+@pytest.mark.fast("ChatML", "Mistral")
+@pytest.mark.parametrize("name", chat_templates.ALL)
+def test_prompts_are_those_of_transformers(name, tokenizer, oracle):
+    template, compared = chat_templates.ALL[name], 0
+    for messages in CHATS.values():
+        for options in OPTIONS:
+            try:
+                expected = theirs(oracle, messages, template, **options)
+            except Exception as error:  # the template does not take such messages
+                last = (str(error).splitlines() or [""])[-1]
+                with pytest.raises(UserInputError) as info:
+                    apply_chat_template(tokenizer, messages, chat_template=template, **options)
+                assert last[:40] in str(info.value)
+                continue
+            found = apply_chat_template(tokenizer, messages, chat_template=template, **options)
+            assert found == expected
+            compared += 1
+    assert compared >= 12
+
+
+def test_tokens_are_those_of_transformers_and_begin_once(tokenizer, oracle):
+    for template in (chat_templates.LLAMA3, chat_templates.CHATML, chat_templates.GEMMA):
+        found = chat_tokens(tokenizer, CHATS["two turns"], chat_template=template)
+        expected = theirs(oracle, CHATS["two turns"], template, tokenize=True, return_dict=False)
+        assert found == expected
+    assert found[0] == tokenizer.bos_id and found.count(tokenizer.bos_id) == 1
+    assert tokenizer.encode("x")[0] == tokenizer.bos_id  # which it puts before other texts
+
+
+# --- where templates are ------------------------------------------------------------------------
+
+
+def with_template(directory, tmp_path, stored=None, jinja=None):
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    if stored is not None:
+        settings["chat_template"] = stored
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if jinja is not None:
+        (tmp_path / "chat_template.jinja").write_bytes(jinja)
+    return load_tokenizer(tmp_path)
+
+
+NAMED = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+
+
+@pytest.mark.fast(
+    "s-None-expected0",
+    "None-None-expected5",
+    "s-j\\xc3\\xa9-expected1",
+    "stored2-None-expected2",
+    "stored3-j-expected3",
+    "None-j-expected4",
+)
+@pytest.mark.parametrize(
+    ("stored", "jinja", "expected"),
+    [
+        ("s", None, {"default": "s"}),
+        ("s", "jé".encode(), {"default": "jé"}),
+        (NAMED, None, {"default": "d", "tool_use": "t"}),
+        (NAMED, b"j", {"default": "j", "tool_use": "t"}),
+        (None, b"j", {"default": "j"}),
+        (None, None, {}),
+    ],
+)
+def test_the_file_counts_more_than_the_settings(directory, tmp_path, stored, jinja, expected):
+    found = with_template(directory, tmp_path, stored, jinja)
+    assert found.chat_templates == expected and found.chat_template == expected.get("default")
+    for name, text in found.files().items():
+        (tmp_path / name).write_text(text)
+    again = load_tokenizer(tmp_path)
+    assert again.chat_templates == expected and again.special_tokens == found.special_tokens
+
+
+def test_which_of_several(directory, tmp_path, oracle):
+    found = with_template(directory, tmp_path, NAMED)
+    use = lambda **options: apply_chat_template(found, [USER], **options)
+    assert (use(), use(tools=TOOLS), use(chat_template="tool_use"), use(chat_template="own")) == (
+        "d", "t", "t", "own"
+    )  # fmt: skip
+    found.chat_templates.pop("default")
+    with pytest.raises(UserInputError, match="which chat template.*tool_use"):
+        use()
+
+
+def test_out_of_a_gguf_file():
+    data = files.byte_level("llama3")
+    settings = {
+        **SPECIAL,
+        "chat_template": [{**NAMED[0], "template": "{{ bos_token }}hi"}, NAMED[1]],
+    }
+    for keep in (True, False):
+        found = gguf_tokenizer(gguf_tokenizer_metadata(data, settings, keep_json=keep))
+        assert found.chat_templates == {"default": "{{ bos_token }}hi", "tool_use": "t"}
+        assert chat_tokens(found, [USER]) == [0, *found.encode("hi", special=False)]
+        assert found.special_tokens == SPECIAL and found.bos_id == 0 and found.eos_ids == (1,)
+
+
+def test_special_tokens_of_a_directory(tokenizer, oracle):
+    assert tokenizer.special_tokens == oracle.special_tokens_map
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (oracle.bos_token_id, (oracle.eos_token_id,))
+
+
+def test_a_special_token_may_be_an_object(directory, tmp_path):
+    with_template(directory, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"bos_token": None, "eos_token": {"content": "<|end|>", "lstrip": False}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"cls_token": "<|begin|>"}))
+    found = load_tokenizer(tmp_path)
+    assert (found.bos_id, found.eos_ids) == (None, (1,))
+    assert found.special_tokens == {
+        "eos_token": "<|end|>", "pad_token": "<user>", "cls_token": "<|begin|>"
+    }  # fmt: skip
+
+
+@pytest.mark.fast(
+    "3-None-CheckpointFormatError",
+    "None-jinja5-CheckpointLimitError",
+    "stored1-None-CheckpointFormatError",
+    "stored2-None-CheckpointFormatError",
+    "stored3-None-CheckpointFormatError",
+    "None-\\xff\\xfe-CheckpointFormatError",
+)
+@pytest.mark.parametrize(
+    ("stored", "jinja", "error"),
+    [
+        (3, None, CheckpointFormatError),
+        ([3], None, CheckpointFormatError),
+        ([{"name": "a"}], None, CheckpointFormatError),
+        ([{"name": 1, "template": "x"}], None, CheckpointFormatError),
+        (None, b"\xff\xfe", CheckpointFormatError),
+        (None, b"a" * (2 << 20), CheckpointLimitError),
+    ],
+)
+def test_templates_that_are_none(directory, tmp_path, stored, jinja, error):
+    with pytest.raises(error, match="chat_template|chat template"):
+        with_template(directory, tmp_path, stored, jinja)
+
+
+def test_a_directory_instead_of_the_template(directory, tmp_path):
+    (tmp_path / "chat_template.jinja").mkdir()
+    with pytest.raises(CheckpointError, match="chat_template.jinja"):
+        with_template(directory, tmp_path)
+
+
+# --- what a user may do wrong -------------------------------------------------------------------
+
+
+def test_a_model_without_a_template(tokenizer):
+    with pytest.raises(UserInputError, match="no chat template"):
+        apply_chat_template(tokenizer, [USER])
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user"}, ["hello"], [3], 3])
+def test_messages_that_are_none(tokenizer, messages):
+    with pytest.raises(TypeError):
+        apply_chat_template(tokenizer, messages, chat_template="x")
+
+
+def test_a_chat_without_messages(tokenizer):
+    with pytest.raises(UserInputError, match="at least one message"):
+        apply_chat_template(tokenizer, [], chat_template="x")
+
+
+def test_tools_that_are_none(tokenizer):
+    with pytest.raises(TypeError, match=r"tools\[0\] is a function"):
+        apply_chat_template(tokenizer, [USER], tools=[lambda: 0], chat_template="x")
+    with pytest.raises(UserInputError, match="continue_final_message"):
+        apply_chat_template(tokenizer, [USER], continue_final_message=True, chat_template="x")
+
+
+def test_a_message_in_itself(tokenizer):
+    message = {"role": "user"}
+    message["content"] = [message]
+    with pytest.raises(UserInputError, match="in itself"):
+        apply_chat_template(tokenizer, [message], chat_template="{{ messages }}")
+
+
+def test_objects_reach_no_template_and_messages_are_not_changed(tokenizer):
+    class Text(str):
+        def secret(self):
+            raise AssertionError
+
+    messages = [{"role": "user", "content": Text("hi"), "image": object(), "thinking": "x"}]
+    before = dict(messages[0])
+    look = "{{ messages[0].content.secret is defined }} {{ messages[0].image }} {{ messages[0].reasoning_content }}"
+    assert apply_chat_template(tokenizer, messages, chat_template=look) == "False <object> x"
+    assert messages[0] == before
+
+
+# --- templates that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.fast(
+    "{{ raise_exception('only two\\nroles') }}-the chat template says: only two roles",
+    "{{ 'a' + 1 }}-TypeError",
+    "{% include 'x' %}-TypeError|not",
+)
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('only two\nroles') }}", "the chat template says: only two roles"),
+        ("{% if %}", "mistake in line 1"),
+        ("\n\n{% for x in %}", "mistake in line 3"),
+        ("{{ a.b.c }}", "needs what is not there"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 'a' + 1 }}", "TypeError"),
+        ("{{ [].append(1) }}", "unsafe|not safe"),
+        ("{{ ''.__class__ }}{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ namespace(_x=1) }}", "_x"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "_x"),
+        ("{% include 'x' %}", "TypeError|not"),
+        ("{{ x|nosuch }}", "mistake in line 1"),
+        ("{{ (" * 3000 + "1" + ") }}" * 3000, "mistake|too much|failed"),
+        ("x" * (2 << 20), "most"),
+    ],
+)
+def test_a_template_that_fails_says_why(template, says):
+    with pytest.raises(UserInputError, match=says) as info:
+        render(template, {})
+    assert "\n" not in str(info.value) and len(str(info.value)) < 600
+
+
+TWICE = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}{{ ns.s|length }}"
+MACRO = "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}"
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a range": "{% for a in range(10**9) %}{% endfor %}",
+    "macros": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "macros, wide": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursive loops": "{% for x in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+    "times": "{{ 'a' * 10**10 }}",
+    "times, other way": "{{ 10**10 * [1] }}",
+    "powers": "{{ 9 ** (9 ** 9) }}",
+    "products": "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "plus": TWICE.replace("STEP", "ns.s + ns.s"),
+    "tilde": TWICE.replace("STEP", "ns.s ~ ns.s"),
+    "join": TWICE.replace("STEP", "[ns.s, ns.s]|join(ns.s)"),
+    "method join": TWICE.replace("STEP", "ns.s.join([ns.s, ns.s])"),
+    "replace": TWICE.replace("STEP", "ns.s|replace('a', ns.s)"),
+    "method replace": TWICE.replace("STEP", "ns.s.replace('a', ns.s)"),
+    "format": TWICE.replace("STEP", "'%s%s'|format(ns.s, ns.s)"),
+    "percent": TWICE.replace("STEP", "'%s%s' % (ns.s, ns.s)"),
+    "method format": TWICE.replace("STEP", "'{0}{0}'.format(ns.s)"),
+    "lists in lists": TWICE.replace("STEP", "[ns.s, ns.s]"),
+    "tuples in tuples": TWICE.replace("STEP", "(ns.s, ns.s)"),
+    "dicts in dicts": TWICE.replace("STEP", "{1: ns.s, 2: ns.s}"),
+    "dict calls": TWICE.replace("STEP", "dict(a=ns.s, b=ns.s)"),
+    "deep": "{% set ns = namespace(s=[]) %}{% for i in range(9999) %}{% set ns.s = [ns.s] %}{% endfor %}{{ ns.s }}",
+    "macro text": MACRO + TWICE.replace("STEP", "f(ns.s)"),
+    "block text": "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set t %}{{ ns.s }}{{ ns.s }}{% endset %}"
+    "{% set ns.s = t %}{% endfor %}",
+    "output": "{% set s = 'x' * 1000000 %}{% for i in range(99999) %}{{ s }}{% endfor %}",
+    "slices": "{% set s = 'x' * 4000000 %}" + "{% set a = s[1:] %}" * 900,
+    "center": "{{ 'a'|center(10**10) }}",
+    "method center": "{{ 'a'.center(10**10) }}",
+    "zfill": "{{ 'a'.zfill(10**10) }}",
+    "expandtabs": "{{ ('\t' * 1000).expandtabs(10**7) }}",
+    "indent": "{{ ('a\n' * 100000)|indent(10**6) }}",
+    "format width": "{{ '%09999999999d' % 1 }}",
+    "format star": "{{ '%*d' % (10**10, 1) }}",
+    "method format width": "{{ '{:9999999999}'.format(1) }}",
+    "method format width by argument": "{{ '{:{}}'.format(1, 10**10) }}",
+    "filter format width": "{{ '%9999999999d'|format(1) }}",
+    "to_bytes": "{{ (1).to_bytes(10**10, 'big') }}",
+    "json indent": "{{ [[1]]|tojson(indent=10**10) }}",
+    "batch": "{{ [1]|batch(10**10, 'x')|list }}",
+    "map": "{{ range(99999)|map('center', 1000000)|list }}",
+    "sum": "{{ [[1]]|sum(start=[]) }}",
+    "translate": "{{ 'aaa'.translate({97: 'b' * 1000000}) }}",
+    "wordwrap": "{{ ('a ' * 100000)|wordwrap(1, wrapstring='x' * 100000) }}",
+}  # fmt: skip
+
+
+@pytest.mark.fast(
+    "loops",
+    "times",
+    "tilde",
+    "format",
+    "dicts in dicts",
+    "output",
+    "expandtabs",
+    "method format width by argument",
+    "map",
+)
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_end_is_ended(name):
+    trace, start = sys.gettrace(), time.monotonic()
+    with pytest.raises(UserInputError, match="too much|OverflowError|failed"):
+        render(ENDLESS[name], {})
+    # Not how fast it is, but that it ends: what these ask for would take days.
+    assert time.monotonic() - start < 60 and sys.gettrace() is trace
+
+
+def test_after_one_that_was_ended_others_run():
+    with pytest.raises(UserInputError):
+        render(ENDLESS["output"], {})
+    assert render("{{ 'a' * 1000 }}", {}) == "a" * 1000
+
+
+def test_long_chats_are_no_endless_ones(tokenizer, oracle):
+    messages = [USER, ANSWER] * 200 + [{"role": "user", "content": "long " * 1_000_000}]
+    for template in (chat_templates.QWEN3, chat_templates.LLAMA3):
+        found = apply_chat_template(tokenizer, messages, chat_template=template)
+        assert found == theirs(oracle, messages, template)

@@ -1,0 +1,407 @@
+"""A tokenizer.json that multiplies: refused by its size; what is published passes."""
+
+import base64
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxjax.engine.generate.defaults import read_defaults
+from maxjax.errors import CheckpointError, CheckpointLimitError, UserInputError
+from maxjax.models.gguf.tokenizer.splits import SPLITTINGS
+from maxjax.text.tokenizer.limits import check_tokenizer
+from maxjax.text.tokenizer.patterns import check_pattern, matches_something
+from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
+from tests.models.gguf.tokenizer.tokenizer_files import BYTE_LEVEL, byte_level, sentencepiece
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+AA = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+MARK = {"SpecialToken": {"id": "x", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def document(**parts):
+    usual = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    return {"version": "1.0", "truncation": None, "padding": None, **dict.fromkeys(usual),
+            "added_tokens": [], "model": BPE, **parts}  # fmt: skip
+
+
+def replace(old, new):
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+def sequence(part, steps):
+    inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders",
+             "post_processor": "processors"}[part]  # fmt: skip
+    return {part: {"type": "Sequence", inner: steps}}
+
+
+def regex(pattern, part="pre_tokenizer"):
+    if part == "pre_tokenizer":
+        more = {"type": "Split", "behavior": "Isolated", "invert": False}
+    else:
+        more = {"type": "Replace", "content": " "}
+    return {part: {"pattern": {"Regex": pattern}, **more}}
+
+
+def template(pieces, ids=1, count=1):
+    special = {"x": {"id": "x", "ids": [0] * ids, "tokens": ["a"] * ids}}
+    step = {
+        "type": "TemplateProcessing",
+        "single": pieces,
+        "pair": [TEXT],
+        "special_tokens": special,
+    }
+    return sequence("post_processor", [step] * count) if count > 1 else {"post_processor": step}
+
+
+def unigram(pieces):
+    return {
+        "model": {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [["<unk>", 0.0], *([p, -1.0] for p in pieces)],
+        }
+    }
+
+
+def wordpiece(**more):
+    return {"model": {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##",
+                      "max_input_chars_per_word": 100, "vocab": {"a": 0}, **more}}  # fmt: skip
+
+
+def token(i, content, special=True):
+    return {"id": i, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": not special, "special": special}  # fmt: skip
+
+
+def charsmap(longest):
+    """A table of SentencePiece's with no way to it, and one entry."""
+    blob = (4).to_bytes(4, "little") + bytes(4) + longest.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
+
+
+def nested(step, depth):
+    for _ in range(depth):
+        step = {"type": "Sequence", "normalizers": [step, step]}
+    return {"normalizer": step}
+
+
+HOSTILE = {
+    "replaces": sequence("normalizer", [AA] * 30),
+    "replaces_nested": nested(AA, 5),
+    "replaces_by_regex": sequence("normalizer", [{**AA, "pattern": {"Regex": "a"}}] * 10),
+    "replaces_of_nothing": sequence(
+        "normalizer", [{**AA, "pattern": {"Regex": "b*"}, "content": "b"}] * 10
+    ),
+    "one_long_replace": {"normalizer": {**AA, "content": "a" * 1000}},
+    "what_unicode_takes_apart": sequence(
+        "normalizer",
+        [{**AA, "pattern": {"String": "\u0644"}, "content": "\ufdfa"}, {"type": "NFKC"}] * 6,
+    ),
+    "prepends": sequence("normalizer", [{"type": "Prepend", "prepend": "a"}] * 20),
+    "charsmap": sequence("normalizer", [charsmap("a" * 600)]),
+    "bytes_of_bytes": sequence("pre_tokenizer", [BYTES] * 20),
+    "normalizer_times_pre_tokenizer": sequence("normalizer", [AA] * 8)
+    | sequence("pre_tokenizer", [BYTES] * 2),
+    "metaspaces": sequence(
+        "pre_tokenizer",
+        [
+            {"type": "Metaspace", "replacement": chr(i), "prepend_scheme": "always"}
+            for i in range(65, 90)
+        ],
+    ),
+    "decoder": sequence("decoder", [AA] * 30),
+    "decoder_suffix": sequence("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 30),
+    "steps": sequence("normalizer", [{"type": "Lowercase"}] * 100_000),
+    "step_texts": sequence(
+        "normalizer", [{**AA, "content": "", "pattern": {"String": "b" * 200_000}}] * 6
+    ),
+    "template": template([MARK] * 100_000 + [TEXT], ids=1000),
+    "template_text_twice": template([TEXT] * 1000),
+    "template_chain": template([TEXT, TEXT], count=30),
+    "template_of_one_piece": template([MARK, TEXT], ids=1_000_000),
+    "loops": regex("(a+)+$"),
+    "loops_in_a_normalizer": regex("(?:a*b?)*c", "normalizer"),
+    "loops_deep": regex("((((a+))))+$"),
+    "loops_counted": regex("(?:a{0,5000}){0,5000}b"),
+    "loops_in_a_look": regex("b(?=(a+)+c)"),
+    "loops_in_a_row": regex("a*a*a*a*a*[cd]"),
+    "calls_itself": regex(r"(?<x>a\g<x>?b?)"),
+    "long_regex": regex("|".join(f"w{i}" for i in range(10_000))),
+    "long_word": wordpiece(max_input_chars_per_word=10**9),
+    "long_prefix": wordpiece(continuing_subword_prefix="#" * 1_000_000),
+    "long_suffix": {"model": {**BPE, "end_of_word_suffix": "x" * 1_000_000}},
+    "long_piece": unigram(["a" * 1_000_000]),
+    "long_pieces": unigram([f"{i}" + "x" * 1000 for i in range(5000)]),
+    "many_tokens": {"model": {**BPE, "vocab": {f"t{i}": i for i in range((1 << 20) + 1)}}},
+    "many_added": {"added_tokens": [token(i, f"<{i}>") for i in range((1 << 18) + 1)]},
+    "long_added": {"added_tokens": [token(i, f"<{i}>" + "x" * 5000) for i in range(1000)]},
+    "long_added_normalized": sequence("normalizer", [AA] * 8)
+    | {"added_tokens": [token(i, f"<{i}>" + "a" * 500, False) for i in range(100)]},
+}
+
+
+@pytest.mark.fast(
+    "replaces",
+    "what_unicode_takes_apart",
+    "metaspaces",
+    "template",
+    "loops_in_a_normalizer",
+    "calls_itself",
+    "long_piece",
+    "long_added_normalized",
+)
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files_are_refused(tmp_path, case):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document(**HOSTILE[case])))
+    with pytest.raises(CheckpointLimitError) as caught:
+        load_tokenizer(tmp_path)
+    error = caught.value
+    assert error.path == str(tmp_path / "tokenizer.json") and "tokenizer=False" in error.hint
+    assert "\n" not in str(error) and len(str(error)) < 600
+
+
+def test_a_tokenizer_in_a_gguf_file_is_bounded_as_well():
+    text = json.dumps(document(**HOSTILE["replaces"]))
+    with pytest.raises(CheckpointLimitError):
+        gguf_tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.huggingface.json": text})
+
+
+MEASURE = """
+import os, resource, sys, time
+import tokenizers
+from maxjax.text.tokenizer.tokenizer import load_tokenizer
+from maxjax.errors import CheckpointLimitError
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+for path in sys.argv[1:]:
+    if not os.fork():
+        before, began = peak(), time.process_time()
+        try:
+            load_tokenizer(path)
+        except CheckpointLimitError:
+            print(path, time.process_time() - began, peak() - before, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.slow
+def test_refusal_takes_a_second_and_200_megabytes(tmp_path):
+    """Each in a process of its own, whose time and memory are its alone; 20 MB of JSON take longer."""
+    sizes = {}
+    for case, parts in HOSTILE.items():
+        (tmp_path / case).mkdir()
+        text = json.dumps(document(**parts))
+        (tmp_path / case / "tokenizer.json").write_text(text)
+        sizes[str(tmp_path / case)] = len(text)
+    run = [sys.executable, "-c", MEASURE, *sizes]
+    found = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    lines = [line.split() for line in found.stdout.splitlines()]
+    assert len(lines) == len(HOSTILE), found.stderr[-500:]
+    for path, seconds, megabytes in lines:
+        assert float(seconds) < (1 if sizes[path] < 10 << 20 else 5), (path, seconds)
+        assert float(megabytes) < max(200, 20 * sizes[path] / 1e6), (path, megabytes)
+
+
+# --- beside it ------------------------------------------------------------------------------------
+
+BESIDE = {
+    "tokenizer_config.json": {"additional_special_tokens": [f"<{i}>" for i in range(300_000)]},
+    "special_tokens_map.json": {"additional_special_tokens": [f"<{i}>" for i in range(300_000)]},
+    "added_tokens.json": {f"<{i}>": i for i in range(300_000)},
+}
+LONG = {
+    "tokenizer_config.json": {"extra_special_tokens": ["x" * 5_000_000]},
+    "special_tokens_map.json": {"eos_token": "x" * 5_000_000},
+    "added_tokens.json": {"x" * 5_000_000: 3},
+}
+
+
+@pytest.mark.fast(
+    "tokenizer_config.json-many",
+    "added_tokens.json-long",
+    "tokenizer_config.json-long",
+    "special_tokens_map.json-many",
+    "special_tokens_map.json-long",
+    "added_tokens.json-many",
+)
+@pytest.mark.parametrize("content", [BESIDE, LONG], ids=["many", "long"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_hostile_files_beside_it(tmp_path, name, content):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document()))
+    (tmp_path / name).write_text(json.dumps(content[name]))
+    with pytest.raises(CheckpointLimitError):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stops", [["x" * (1 << 17)], [f"{i}" for i in range(100_000)]], ids=["long", "many"]
+)
+def test_hostile_stop_strings(tmp_path, stops):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": stops}))
+    with pytest.raises(CheckpointError, match="stop_strings"):
+        read_defaults(tmp_path)
+
+
+# --- what is published ----------------------------------------------------------------------------
+
+NFKC_LONGEST = (
+    "\u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647 \u0648\u0633\u0644\u0645"
+)
+SPACES = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+WORD = {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True}
+QUOTES = [{"type": "Replace", "pattern": {"String": s}, "content": '"'} for s in ("``", "''")]
+SIGNS = {
+    "½": " 1/2",
+    "…": "...",
+    "©": "(c)",
+    "®": "(r)",
+    "€": " euro ",
+    "£": " pound ",
+    "™": "(tm)",
+    "\u0622": "\u0627",
+}
+PUBLISHED = {
+    "xlm-roberta": sequence("normalizer", [charsmap(NFKC_LONGEST), SPACES])
+    | sequence("pre_tokenizer", [{"type": "WhitespaceSplit"}, WORD]),
+    "albert": sequence(
+        "normalizer",
+        [
+            *QUOTES,
+            {"type": "NFKD"},
+            {"type": "StripAccents"},
+            {"type": "Lowercase"},
+            charsmap(NFKC_LONGEST),
+            SPACES,
+        ],
+    )
+    | {"pre_tokenizer": WORD},
+    "t5": {"normalizer": charsmap(NFKC_LONGEST), "pre_tokenizer": WORD},
+    "gemma": {"normalizer": replace(" ", "▁")},
+    "llama": sequence("normalizer", [{"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")]),
+    "clip": sequence(
+        "normalizer",
+        [
+            {"type": "NFC"},
+            {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+            {"type": "Lowercase"},
+        ],
+    )
+    | sequence(
+        "pre_tokenizer",
+        [
+            {
+                "type": "Split",
+                "pattern": {"Regex": r"'s|'t|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"},
+                "behavior": "Removed",
+                "invert": True,
+            },
+            {**BYTES, "add_prefix_space": True},
+        ],
+    ),
+    "letters": sequence(
+        "normalizer", [replace(chr(i), f"({chr(i - 0x500)})") for i in range(0x600, 0x700)]
+    ),
+    "signs": sequence("normalizer", [replace(*pair) for pair in SIGNS.items()]),
+    "whisper": template([*[MARK] * 4, TEXT, MARK]),
+    "speech": {"added_tokens": [token(3 + i, f"<|speech_{i}|>") for i in range(65_536)]},
+    "words": wordpiece(max_input_chars_per_word=200),
+}
+PATTERNS = [
+    *sorted({pattern for kind in SPLITTINGS.values() for pattern in kind.patterns}),
+    r"(?=(\d{3})+(?!\d))", r"^(\d|\d\d)(?=(\d{3})*\b)", r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))", r"(?<=\d)(?=(?:\d{3})+\b)",
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{M}&&[^\p{Han}]]+(?i:'s|'t)?",
+    r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>|\*|\$|\%[0-9]{2}|[0-9])",
+    r"(?:\p{L}\p{M}*)+", r"[A-Z][a-z]*", r"(?>a+)+", "(?#comment(a+)+)a", "[](a+)+]x", r"\(a+\)+",
+]  # fmt: skip
+
+
+@pytest.mark.fast("xlm-roberta", "clip", "words")
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_published_ones_pass(case):
+    check_tokenizer(document(**PUBLISHED[case]))
+
+
+def test_those_that_are_trained_here_pass():
+    for name in BYTE_LEVEL:
+        check_tokenizer(byte_level(name))
+    check_tokenizer(sentencepiece())
+
+
+@pytest.mark.fast(
+    " ?[^(\\\\s|.,!?\\u2026\\u3002\\uff0c\\u3001\\u0964\\u06d4\\u060c)]+",
+    "pattern5",
+    "[\\\\r\\\\n]",
+    "\\\\p{N}",
+    "pattern20",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    "(?:\\\\p{L}\\\\p{M}*)+",
+    "\\\\(a+\\\\)+",
+)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_published_patterns_pass(pattern):
+    check_pattern(pattern)
+
+
+@pytest.mark.fast("(", "\\\\", "*")
+@pytest.mark.parametrize(
+    "pattern", ["(", ")", "a)", "[", "[a", "\\", "a{", "a{,}", "(?", "(?<", "*", "", "{5}"]
+)
+def test_what_is_no_pattern_is_left_to_others(pattern):
+    check_pattern(pattern)
+
+
+def test_patterns_with_and_without_empty_matches():
+    some = [r"\s+", " {2,}", "[^x]", "(ab|c)+", r"\p{L}+", "(?i:a)b*", "a(?=b)"]
+    none = ["a?", "(?=a)", "(a|)", "^", r"\b", "a*", "a|b?", r"(a?)\1", "a{0,3}", ""]
+    assert all(map(matches_something, some)) and not any(map(matches_something, none))
+
+
+@pytest.mark.fast(
+    "normalizer-None",
+    "normalizer-value5",
+    "pre_tokenizer-value3",
+    "post_processor-3",
+    "post_processor-value6",
+    "decoder-value4",
+    "model-x",
+    "added_tokens-None",
+    "added_tokens-value5",
+)
+@pytest.mark.parametrize(
+    "value", [None, 3, "x", [], [3], {"type": 3}, {"type": "Sequence", "normalizers": 3}]
+)
+@pytest.mark.parametrize(
+    "part", ["normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens"]
+)
+def test_what_is_broken_is_left_to_the_package(tmp_path, part, value):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document(**{part: value})))
+    try:
+        load_tokenizer(tmp_path)
+    except CheckpointError as error:
+        assert not isinstance(error, CheckpointLimitError)
+
+
+def test_a_text_grows_no_further_than_its_file_says(tmp_path):
+    """Just under the bound: it loads, and a text takes what was counted."""
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(document(**sequence("normalizer", [AA] * 9)))
+    )
+    began = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(load_tokenizer(tmp_path).encode("a" * 100)) == 100 * 512
+    assert time.perf_counter() - began < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_oniguruma_gives_up_by_itself(tmp_path):
+    """What is no loop in a loop by its form, and is one: an error, and not a night."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document(**regex("(?:a|[ab])*[cd]"))))
+    with pytest.raises(UserInputError, match="retry-limit"):
+        load_tokenizer(tmp_path).encode("a" * 40 + "bec")

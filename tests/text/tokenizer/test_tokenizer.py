@@ -1,0 +1,424 @@
+"""The tokenizer against transformers, and every way its files can be broken."""
+
+import copy
+import json
+import multiprocessing
+import pickle
+import shutil
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax.engine.hub import find_model
+from maxjax.errors import (
+    CheckpointAccessError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMissingError,
+    UserInputError,
+)
+from maxjax.text.stream import TextStream
+from maxjax.text.tokenizer.tokenizer import load_tokenizer
+from tests.oracles.sentences import ODD, sentences
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm):
+    return load_tokenizer(minilm)
+
+
+@pytest.fixture
+def directory(minilm, tmp_path):
+    """A copy of MiniLM's tokenizer files that a test may break."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(minilm / name, tmp_path)
+    return tmp_path
+
+
+def change(file, **fields):
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, **fields}))
+
+
+# --- what it does ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_length", [None, 256, 7])
+def test_as_transformers_has_it(minilm, tokenizer, max_length):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(minilm)
+    texts = sentences(60, longest=300)
+    expected = oracle(texts, truncation=max_length is not None, max_length=max_length)
+    found = tokenizer.tokens(texts, max_length=max_length)
+    assert [row.ids for row in found] == expected["input_ids"]
+    assert [row.type_ids for row in found] == expected["token_type_ids"]
+
+
+def test_a_batch_is_int32_and_padded_to_the_longest(minilm, tokenizer):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(minilm)
+    expected = oracle(ODD, padding=True, return_tensors="np")
+    batch = tokenizer.batch(ODD)
+    for name in ("input_ids", "attention_mask", "token_type_ids"):
+        found = getattr(batch, name)
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, expected[name])
+
+
+def test_truncation_is_not_remembered(tokenizer):
+    text = "one two three four five six seven"
+    assert len(tokenizer.encode(text)) == 9
+    short = tokenizer.tokens([text], max_length=5)[0].ids
+    assert len(short) == 5 and short[-1] == tokenizer.encode("")[-1]  # the closing [SEP] is kept
+    assert len(tokenizer.encode(text)) == 9
+
+
+def test_truncation_in_one_thread_does_not_reach_another(tokenizer):
+    text = " ".join(["word"] * 50)
+    run = lambda i: len(tokenizer.tokens([text], max_length=10 if i % 2 else None)[0].ids)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(200))) == [52, 10] * 100
+
+
+def test_padding_and_truncation_in_the_file_are_not_applied(directory):
+    file = json.loads((directory / "tokenizer.json").read_text())
+    assert file["truncation"]["max_length"] == 128 and file["padding"]["strategy"] == {"Fixed": 128}
+    assert len(load_tokenizer(directory).encode("a " * 200)) == 202
+    assert len(load_tokenizer(directory).encode("a")) == 3
+
+
+def test_decode(tokenizer):
+    ids = tokenizer.encode("Hello, world!")
+    assert tokenizer.decode(ids) == "hello, world!"
+    assert tokenizer.decode(np.array(ids), skip_special=False) == "[CLS] hello, world! [SEP]"
+
+
+def test_pad_makes_masked_places(tokenizer):
+    batch = tokenizer.pad(tokenizer.tokens(["a", "a b"]), length=6, count=3)
+    assert batch.input_ids.shape == (3, 6)
+    np.testing.assert_array_equal(batch.attention_mask.sum(1), [3, 4, 0])
+    assert (batch.input_ids[batch.attention_mask == 0] == tokenizer.pad_id).all()
+
+
+def test_attributes(tokenizer):
+    assert (tokenizer.pad_id, tokenizer.max_length, tokenizer.vocab_size) == (0, 512, 30522)
+
+
+def test_no_texts(tokenizer):
+    assert tokenizer.tokens([]) == []
+    assert tokenizer.batch([]).input_ids.shape == (0, 0)
+
+
+# --- copies ---------------------------------------------------------------------------------
+
+SENTENCES = ["Hello, world!", "a " * 300, "", "naïve café", "[MASK] x [SEP]", "🙂 don't"]
+
+
+COPIES = {
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "pickle_2": lambda t: pickle.loads(pickle.dumps(t, protocol=2)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def same(one, other):
+    """Everything that a tokenizer does and says."""
+    for text in SENTENCES:
+        for special in (True, False):
+            ids = one.encode(text, special=special)
+            assert other.encode(text, special=special) == ids
+            for skip in (True, False):
+                assert other.decode(ids, skip_special=skip) == one.decode(ids, skip_special=skip)
+    assert other.tokens(SENTENCES, max_length=9) == one.tokens(SENTENCES, max_length=9)
+    for a, b in zip(one.batch(SENTENCES), other.batch(SENTENCES), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert other.files() == one.files() and repr(other) == repr(one)
+    names = "pad_id max_length vocab_size chat_templates special_tokens eos_ids bos_id cleans_up"
+    for name in (*names.split(), "chat_template"):
+        assert getattr(other, name) == getattr(one, name), name
+
+
+@pytest.mark.fast("minilm-pickle", "tiny-pickle_2", "settings-copy")
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["minilm", "tiny", "settings"])
+def test_a_copy_is_the_same(minilm, directory, kind, way):
+    if kind == "settings":
+        change(
+            directory / "tokenizer_config.json", clean_up_tokenization_spaces=True,
+            split_special_tokens=True, extra_special_tokens=["<think>"],
+            chat_template="{{ messages }}",
+        )  # fmt: skip
+    path = {"minilm": minilm, "tiny": find_model("tiny"), "settings": directory}[kind]
+    before = load_tokenizer(path)
+    after = COPIES[way](before)
+    same(before, after)
+    same(before, COPIES[way](after))
+
+
+def test_a_copy_of_a_tokenizer_of_a_gguf_file(tmp_path):
+    from maxjax.checkpoint import convert
+
+    convert(find_model("tiny"), tmp_path / "m.gguf")
+    before = maxjax.load(tmp_path / "m.gguf")[1]
+    for way in COPIES.values():
+        same(before, way(before))
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_do_not_disturb_each_other(tokenizer, way):
+    """A shallow copy shares what is set for the time of a call, and so the lock."""
+    copied, text = COPIES[way](tokenizer), " ".join(["word"] * 50)
+    run = lambda i: len(
+        (tokenizer, copied)[i % 2].tokens([text], max_length=10 if i % 2 else None)[0].ids
+    )
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(200))) == [52, 10] * 100
+
+
+def test_a_spawned_process_takes_it_along(tokenizer):
+    texts = ["Hello, world!", "a b c"]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(tokenizer.tokens, texts).result() == tokenizer.tokens(texts)
+
+
+def test_workers_of_a_torch_data_loader(tokenizer):
+    data = pytest.importorskip("torch.utils.data")
+    loader = data.DataLoader(
+        SENTENCES, batch_size=3, num_workers=1, collate_fn=tokenizer.tokens,
+        multiprocessing_context="spawn",
+    )  # fmt: skip
+    assert [row for batch in loader for row in batch] == tokenizer.tokens(SENTENCES)
+
+
+# --- settings of decoding and encoding ------------------------------------------------------
+
+SPACED = [
+    "I am . You are ? No ! a , b",
+    "it ' s n't 'm 's 've 're",
+    "do not",
+    " '",
+    "x '  ' y",
+    "can n't",
+    ". ? ' ' n 't",
+]
+
+
+@pytest.mark.fast("True-True", "False-False")
+@pytest.mark.parametrize("value", [True, False, None, "absent"])
+@pytest.mark.parametrize("cleanup", [True, False])
+def test_clean_up_tokenization_spaces(directory, value, cleanup):
+    transformers = pytest.importorskip("transformers")
+    change(
+        directory / "tokenizer.json",
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": cleanup},
+    )
+    more = {} if value == "absent" else {"clean_up_tokenization_spaces": value}
+    change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **more)
+    oracle = transformers.AutoTokenizer.from_pretrained(directory)
+    found = load_tokenizer(directory)
+    for text in SPACED:
+        ids = found.encode(text)
+        for skip in (True, False):
+            expected = oracle.decode(ids, skip_special_tokens=skip)
+            assert found.decode(ids, skip_special=skip) == expected
+            stream = TextStream(found, skip_special=skip)
+            assert "".join([*map(stream.push, ids), stream.flush()]) == expected
+    ids = found.encode(SPACED[0], special=False)
+    assert found.decode(ids).endswith("a, b" if cleanup or value is True else "a , b")
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_spaces_of_byte_pairs_are_meant(tmp_path, forced):
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(find_model("tiny"), tmp_path / "tiny")
+    name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    change(
+        tmp_path / "tiny" / "tokenizer_config.json",
+        clean_up_tokenization_spaces=True,
+        **{name: forced},
+    )
+    found = load_tokenizer(tmp_path / "tiny")
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    ids = found.encode("one , two .")
+    assert found.decode(ids) == oracle.decode(ids) == ("one, two." if forced else "one , two .")
+    stream = TextStream(found)
+    assert "".join([*map(stream.push, ids), stream.flush()]) == found.decode(ids)
+
+
+def test_split_special_tokens(directory):
+    transformers = pytest.importorskip("transformers")
+    change(directory / "tokenizer_config.json", split_special_tokens=True)
+    oracle, found = transformers.AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    assert found.encode("a [MASK] b") == oracle("a [MASK] b")["input_ids"]
+    assert len(found.encode("a [MASK] b")) == 7
+
+
+# --- the files ------------------------------------------------------------------------------
+
+
+def test_none_when_the_directory_has_none(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_file_stands_for_its_directory(directory):
+    assert load_tokenizer(directory / "tokenizer.json").vocab_size == 30522
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointMissingError, match="nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_the_padding_token_comes_from_the_first_file_that_names_one(directory):
+    """As in transformers: the map, unless tokenizer_config.json lists all its tokens itself."""
+    assert load_tokenizer(directory).pad_id == 0
+    change(directory / "tokenizer_config.json", pad_token={"content": "[MASK]", "lstrip": False})
+    assert load_tokenizer(directory).pad_id == 0
+    change(directory / "tokenizer_config.json", added_tokens_decoder={})
+    assert load_tokenizer(directory).pad_id == 103
+    change(directory / "tokenizer_config.json", pad_token=None)
+    change(directory / "special_tokens_map.json", pad_token="[UNK]")
+    assert load_tokenizer(directory).pad_id == 100
+    (directory / "special_tokens_map.json").unlink()
+    change(directory / "tokenizer.json", padding={
+        "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 7, "pad_type_id": 0, "pad_token": "x",
+    })  # fmt: skip
+    assert load_tokenizer(directory).pad_id == 7
+    change(directory / "tokenizer.json", padding=None)
+    assert load_tokenizer(directory).pad_id == 0
+
+
+@pytest.mark.parametrize(
+    "value, expected", [(128, 128), (int(1e30), None), (1e30, None), (None, None), (64.0, 64)]
+)
+def test_the_longest_sequence(directory, value, expected):
+    change(directory / "tokenizer_config.json", model_max_length=value)
+    assert load_tokenizer(directory).max_length == expected
+
+
+@pytest.mark.fast("128", "-1")
+@pytest.mark.parametrize("value", ["128", [128], {}, True, 0, -1])
+def test_a_length_that_is_none(directory, value):
+    change(directory / "tokenizer_config.json", model_max_length=value)
+    with pytest.raises(CheckpointFormatError, match="model_max_length") as caught:
+        load_tokenizer(directory)
+    assert caught.value.path.endswith("tokenizer_config.json")
+
+
+@pytest.mark.parametrize("value", [3, ["[PAD]"], {"content": 3}])
+def test_a_padding_token_that_is_none(directory, value):
+    change(directory / "special_tokens_map.json", pad_token=value)
+    change(directory / "tokenizer_config.json", pad_token=None)
+    with pytest.raises(CheckpointFormatError, match="pad_token"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.fast(
+    "-tokenizer.json",
+    "{-special_tokens_map.json",
+    "null-tokenizer_config.json",
+    '{"a": 1, "a": 2}-tokenizer.json',
+    "\\xff\\xfe-special_tokens_map.json",
+    "content8-tokenizer_config.json",
+    "content10-tokenizer.json",
+    "version https://git-lfs.github.com/spec/v1\\noid sha256:00\\nsize 1\\n-special_tokens_map.json",
+)
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[1, 2]", b"null", b"3", b'{"a": 1, "a": 2}', b"\xff\xfe", b"\x89PNG",
+        b"[" * 50_000, b'{"a":' * 50_000, b'{"version": ' + b"9" * 10_000 + b"}",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+    ],
+)  # fmt: skip
+def test_broken_files_are_named(directory, name, content):
+    (directory / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(directory)
+    assert caught.value.path == str(directory / name)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
+
+
+@pytest.mark.fast("fields0", "fields5")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": None}, {"model": {"type": "Nonsense"}}, {"model": []}, {"version": "99.0"},
+        {"normalizer": {"type": "Nonsense"}}, {"added_tokens": [{"id": -1}]}, {"added_tokens": 3},
+        {"model": {"type": "WordPiece", "vocab": {"a": "b"}}}, {"post_processor": "x"},
+        {"truncation": {"max_length": -5}},
+    ],
+)  # fmt: skip
+def test_json_that_is_no_tokenizer(directory, fields):
+    change(directory / "tokenizer.json", **fields)
+    with pytest.raises(CheckpointFormatError, match="not a tokenizer") as caught:
+        load_tokenizer(directory)
+    assert caught.value.path.endswith("tokenizer.json")
+
+
+@pytest.mark.fast("0", "5", "10", "15", "20", "25", "30", "35")
+@pytest.mark.parametrize("seed", range(40))
+def test_cut_and_altered_files_never_raise_anything_else(directory, seed):
+    rng = np.random.default_rng(seed)
+    file = directory / "tokenizer.json"
+    content = bytearray(file.read_bytes())
+    if seed % 2:
+        del content[int(rng.integers(len(content))) :]
+    else:
+        for at in rng.integers(0, 4000, 3):
+            content[at] = int(rng.integers(256))
+    file.write_bytes(bytes(content))
+    try:
+        load_tokenizer(directory)
+    except CheckpointError as error:
+        assert error.path == str(file)
+
+
+def test_a_directory_in_place_of_a_file(directory):
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointFormatError, match="directory"):
+        load_tokenizer(directory)
+
+
+def test_a_file_that_may_not_be_read(directory, monkeypatch):
+    import os
+
+    real = os.open
+
+    def refuse(path, *args, **kwargs):  # root may read everything
+        if str(path).endswith("tokenizer.json"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointAccessError, match="tokenizer.json"):
+        load_tokenizer(directory)
+
+
+# --- the texts ------------------------------------------------------------------------------
+
+
+@pytest.mark.fast("one text", "texts5")
+@pytest.mark.parametrize("texts", ["one text", b"bytes", [b"bytes"], ["a", None], [3], [["a"]]])
+def test_what_is_not_a_list_of_str(tokenizer, texts):
+    with pytest.raises(TypeError, match="text"):
+        tokenizer.tokens(texts)
+
+
+def test_text_that_is_no_unicode(tokenizer):
+    with pytest.raises(UserInputError, match=r"texts\[1\].*surrogate"):
+        tokenizer.tokens(["fine", "bad \ud800"])
+
+
+@pytest.mark.parametrize("max_length", [0, 1, 2, -1])
+def test_no_room_for_a_token(tokenizer, max_length):
+    with pytest.raises(UserInputError, match="max_length"):
+        tokenizer.tokens(["a"], max_length=max_length)
