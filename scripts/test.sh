@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Sets up the environment where that is not done yet, then runs all tests, the slow ones as
-# well, in two processes. Arguments go to pytest: scripts/test.sh -x tests/storage
+# Sets up the environment where that is not done yet, then runs the default set of tests in two
+# processes. Its last line says how many tests it left out, and why: campaigns take long and are
+# for `.ci/full`. Arguments go to pytest: scripts/test.sh -x tests/storage
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
-exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" -m "" "$@"
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadscope -m "not campaign" "$@"

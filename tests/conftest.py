@@ -8,8 +8,10 @@ import itertools
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEVICES = 8
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def _on_gpu(config: pytest.Config) -> bool:
@@ -33,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _on_gpu(config):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["MAXJAX_COMPILE_CACHE"] = "0"  # the user's cache is not the tests' to fill
+    # The user's cache is not the tests' to fill: they have one of their own, child processes as well.
+    os.environ.setdefault("MAXJAX_COMPILE_CACHE", str(ROOT / ".compile-cache"))
     if not ALL:
         # Most of the time goes into compiling programs that run once, a third of it into LLVM's
         # passes. As users have it compile the doctests, the notebooks, `python -m
@@ -47,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     properties.register()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    from maxjax.graph import compile_cache
+
+    compile_cache.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
@@ -86,6 +93,19 @@ def strict_jax() -> Iterator[None]:
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """One last line that says what was left out, and why."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ")
+        for report in terminalreporter.getreports("skipped")
+    )
+    left = len(terminalreporter.getreports("deselected"))
+    parts = [f"{count} skipped ({reason})" for reason, count in reasons.most_common()]
+    if left:
+        parts.insert(0, f"{left} not chosen by -m '{config.option.markexpr}' (.ci/full runs all)")
+    terminalreporter.write_line("left out: " + ("; ".join(parts) or "nothing"))
 
 
 @pytest.fixture(autouse=True)

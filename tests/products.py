@@ -77,6 +77,19 @@ def fast_and_slow(fast: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ..
     return [*(pytest.param(*case) for case in first), *marked]
 
 
+def campaign_but(count: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a test of which the default set has the first few, and a campaign all.
+
+    Example:
+        >>> [len(case.marks) for case in campaign_but(1, [(0,), (1,), (2,)])]
+        [0, 1, 1]
+    """
+    return [
+        pytest.param(*case, marks=[pytest.mark.campaign] if number >= count else [])
+        for number, case in enumerate(cases)
+    ]
+
+
 def some(cases: Iterable[Any], count: int) -> list[Any]:
     """So many of a list of cases, spread evenly over it.
 

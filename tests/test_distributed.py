@@ -339,6 +339,7 @@ def test_one_process_compares_nothing():
 # --- the end of a peer --------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("scenario", ["gather", "compute", "sleep"])
@@ -377,6 +378,7 @@ def test_a_peer_dies_in_a_collective(tmp_path, scenario):
     assert message.startswith(f"{scenario}: process 1 is gone or does not answer (UNKNOWN: Gloo ")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_frozen_peer(tmp_path):
     """Its connections stay open, as when a network fails: only the heartbeat tells."""
@@ -388,6 +390,7 @@ def test_a_frozen_peer(tmp_path):
         assert "stopped sending heartbeats" in both[0].log()
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_peer_with_an_error_of_its_own(tmp_path):
     """It waits for the others while it ends, so that shutdown_timeout is the bound."""

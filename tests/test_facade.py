@@ -74,7 +74,8 @@ def test_lazy_packages_are_what_type_checkers_see(package):
         else:
             assert getattr(module, name) is import_module(f"{package}.{name}"), name
         assert name in dir(module)
-    (table,) = (n for n in ast.walk(tree) if isinstance(n, ast.Dict))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    (table,) = (n.args[1] for n in calls if getattr(n.func, "id", "") == "_attributes")
     listed = {name for text in table.values for name in ast.literal_eval(text).split()}
     assert listed == {name for _, name in names}
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nosuch'"):

@@ -211,6 +211,7 @@ def test_rows_hold_the_turns_one_after_the_other(tiny):
     assert row[1, : len(asked) + 1].tolist() == [0] * len(asked) + [1]
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_the_script_runs(tmp_path):
     """A few steps, from text to a directory that loads; that the loss falls."""

@@ -44,6 +44,7 @@ def test_the_page_of_formats_runs(gguf_file):
     assert names["data"].logical_shape == [384, 384] and names["data"].shape == [384, 408]
 
 
+@pytest.mark.campaign
 def test_the_page_of_checkpoints_runs(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_blocks(ROOT / "docs" / "checkpoints.md", path=str(minilm))
@@ -52,6 +53,7 @@ def test_the_page_of_checkpoints_runs(minilm, tmp_path, monkeypatch):
     assert all((np.asarray(model[f"layers.{name}"]) == body[name]).all() for name in body)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("page", ["compile-once", "export", "placement", "generate"])
 def test_the_docs_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ def test_ended_at_random(server, kind, how):
     assert row.trials == 3 and not row.problems
 
 
-@pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.campaign)])
 def test_killed_at_calls(server, kind, monkeypatch):
     killed = kill_saves._killed_at
     monkeypatch.setattr(  # one in thirteen of the calls

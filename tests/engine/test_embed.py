@@ -46,6 +46,7 @@ def cosines(a, b):
 # --- accuracy -------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_every_length_as_torch_has_it(minilm, loaded):
     pytest.importorskip("torch")

@@ -209,6 +209,7 @@ def test_levels_share_no_functions(built):
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_clang_takes_the_handlers_for_arm(tmp_path):
     flags = ["-Wall", "-Wextra", "-Werror"]
@@ -216,6 +217,7 @@ def test_clang_takes_the_handlers_for_arm(tmp_path):
     assert (tmp_path / "handlers.o").read_bytes()[18] == 183  # EM_AARCH64
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["neon", "portable"])
 def test_levels_for_arm_in_an_emulator(level):

@@ -63,6 +63,7 @@ def test_random_products():
     assert not wrong, "\n".join([*wrong, table(worst)])
 
 
+@pytest.mark.campaign
 @slow
 def test_many_random_products():
     """Ten thousand of them: ``scripts/kernel_accuracy.py``."""

@@ -30,7 +30,7 @@ from maxjax.errors import (
 from maxjax.graph.weights import load_weights
 from maxjax.storage.blocks import decode, encode
 from tests.models.gguf import files as gguf_files
-from tests.products import some
+from tests.products import campaign_but
 from tests.storage.orbax import corpus as orbax_corpus
 from tests.storage.orbax.corpus import quiet
 
@@ -931,10 +931,10 @@ print(peak() - start)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options"),
-    some([
+    campaign_but(1, [
         ("o.safetensors", {}), ("o.gguf", {}), ("out", {"max_shard_size": "150MB"}),
         ("o.safetensors", {"dtype": "f16"}), ("o.gguf", {"quantize": "q4_k"}), ("o.gguf", {"quantize": "q8_0"}),
-    ], 3),
+    ]),
 )  # fmt: skip
 def test_memory_of_600_megabytes(target, options, wide, tmp_path):
     """In a process of its own, after a small one of the same kind: at most 200 MB more."""

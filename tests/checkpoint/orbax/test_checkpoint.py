@@ -21,9 +21,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import maxjax
 from maxjax import nn
+from maxjax.checkpoint.orbax import save as saving
 from maxjax.checkpoint.orbax.arrays import unstacked
 from maxjax.checkpoint.orbax.checkpoint import restore, save, save_async
-from maxjax.checkpoint.orbax import save as saving
 from maxjax.errors import (
     CheckpointAccessError,
     CheckpointBusyError,

@@ -190,6 +190,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_refusal_takes_a_second_and_200_megabytes(tmp_path):
     """Each in a process of its own, whose time and memory are its alone; 20 MB of JSON take longer."""
