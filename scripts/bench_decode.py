@@ -45,7 +45,7 @@ import tokenizers
 
 import maxjax
 from maxjax.cli.bench import weight_bytes
-from maxjax.engine.generate.batch import Decoding, bucket
+from maxjax.engine.generate.batch import Batch, bucket
 from maxjax.kernels import decode_attention, matmul, native, product
 
 attention_module = sys.modules["maxjax.kernels.decode_attention"]
@@ -90,7 +90,7 @@ class Ours:
         prompts = np.random.default_rng(0).integers(3, 1000, (row.batch, length)).tolist()
         # The room of the whole context is made at once.
         self.most = (row.prompt or row.context) + 64
-        self.texts = Decoding(
+        self.texts = Batch(
             model, prompts, [self.most] * row.batch,
             chunk=bucket(row.prompt or 8), cache_dtype=CACHES[row.kind],
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..columns import columns
 from ..errors import UserInputError
-from .model import Opened, model_arguments, open_model
+from .model import LoadedModel, model_arguments, open_model
 from .options import positive
 from .terminal import stoppable
 
@@ -66,7 +66,7 @@ def bench(options: argparse.Namespace) -> Iterable[str]:
     return [json.dumps(document, indent=1)] if options.json else _table(document)
 
 
-def _about(options: argparse.Namespace, opened: Opened) -> dict[str, Any]:
+def _about(options: argparse.Namespace, opened: LoadedModel) -> dict[str, Any]:
     from ..kernels import native
 
     devices = _devices(opened.model)
@@ -125,18 +125,18 @@ def _run(
     """
     import numpy as np
 
-    from ..engine.generate.batch import Decoding
-    from ..engine.generate.programs import MOST
+    from ..engine.generate.batch import Batch
+    from ..engine.generate.programs import MAX_STEPS
 
     size, prompt = model.config.vocab_size, options.prompt
     ids = np.random.default_rng(0).integers(0, size, (batch, prompt)).tolist()
     limits = [prompt + options.new] * batch
-    decoding = Decoding(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
+    decoding = Batch(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
     try:
         times = [_seconds(decoding.prefill)]
         left = (only or options.new) - 1
         while left > 0:
-            count = min(left, most or MOST)
+            count = min(left, most or MAX_STEPS)
             times.append(_seconds(lambda n=count: decoding.fetch(decoding.decode(n))))
             left -= count
         used = _cache_bytes(decoding.state.cache, prompt + options.new // 2)

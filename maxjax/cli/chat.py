@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import UserInputError
 from .answer import Answer, nan_error, say, show, stats, tokens
 from .model import (
-    Opened,
+    LoadedModel,
     chosen_seed,
     key_of,
     model_arguments,
@@ -67,7 +67,12 @@ class _Chat:
     """The loop. ``opening`` is what stays when it begins anew, ``later`` what does not."""
 
     def __init__(
-        self, options: argparse.Namespace, opened: Opened, values: Any, opening: Any, later: Any
+        self,
+        options: argparse.Namespace,
+        opened: LoadedModel,
+        values: Any,
+        opening: Any,
+        later: Any,
     ):
         from ..engine.generate.conversation import Conversation
         from ..engine.generate.defaults import GenerationDefaults, chosen_sampling

@@ -77,7 +77,7 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
                        help="name the layer that first makes a NaN")  # fmt: skip
 
 
-class Opened(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model, its tokenizer, and the seconds it took to load them."""
 
     model: Any
@@ -85,7 +85,7 @@ class Opened(NamedTuple):
     seconds: float
 
 
-def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened:
+def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> LoadedModel:
     """Loads the model of the options, a language model. A terminal shows that it does.
 
     Args:
@@ -119,7 +119,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Opened
             f"{options.model} has no tokenizer: beside the weights there is no tokenizer.json, and"
             " neither vocab.json with merges.txt nor vocab.txt"
         )
-    return Opened(model, found, time.perf_counter() - began)
+    return LoadedModel(model, found, time.perf_counter() - began)
 
 
 def _mesh(text: str) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """One kind of block: how many weights it holds, in how many bytes, and what they are."""
 
     elements: int
@@ -58,7 +58,7 @@ def decode(encoding: str, blocks: Any) -> jax.Array:
     return values.reshape(*lead, count * layout.elements)
 
 
-def layout_of(encoding: str) -> Layout:
+def layout_of(encoding: str) -> BlockLayout:
     """The layout of an encoding by its name; NotImplementedError for one that stays not packed."""
     if encoding not in LAYOUTS:
         raise NotImplementedError(
@@ -167,10 +167,10 @@ def _power(e: jax.Array) -> jax.Array:
 
 
 LAYOUTS = {
-    "Q4_0": Layout(32, 18, _q4_0),
-    "Q8_0": Layout(32, 34, _q8_0),
-    "Q4_K": Layout(256, 144, _q4_k),
-    "Q5_K": Layout(256, 176, _q5_k),
-    "Q6_K": Layout(256, 210, _q6_k),
-    "MXFP4": Layout(32, 17, _mxfp4),
+    "Q4_0": BlockLayout(32, 18, _q4_0),
+    "Q8_0": BlockLayout(32, 34, _q8_0),
+    "Q4_K": BlockLayout(256, 144, _q4_k),
+    "Q5_K": BlockLayout(256, 176, _q5_k),
+    "Q6_K": BlockLayout(256, 210, _q6_k),
+    "MXFP4": BlockLayout(32, 17, _mxfp4),
 }

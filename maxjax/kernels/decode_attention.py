@@ -27,7 +27,7 @@ from .product import FLOATS
 _SCALES = 9
 
 
-class _Static(NamedTuple):
+class _Options(NamedTuple):
     scale: float
     window: int  # 0: none
     cap: float  # 0: none
@@ -102,7 +102,7 @@ def decode_attention(
             f"rope is (cos, sin), each [{batch}, pairs] with at most {width // 2} pairs; "
             f"not {cos.shape} and {sin.shape}"
         )
-    static = _Static(
+    static = _Options(
         1 / math.sqrt(width) if scale is None else float(scale),
         sliding_window or 0, float(soft_cap or 0), bool(interleaved), bool(rotating),
     )  # fmt: skip
@@ -160,7 +160,7 @@ def _check(
         raise ValueError(f"sliding_window={window} and soft_cap={cap} are positive, or None")
 
 
-def _run(static: _Static, *operands: Any) -> Any:
+def _run(static: _Options, *operands: Any) -> Any:
     eight_bits = len(operands) > _SCALES
     if (
         not all(a.dtype in FLOATS for a in operands[: 3 if eight_bits else 5])
@@ -178,7 +178,7 @@ def _run(static: _Static, *operands: Any) -> Any:
 
 
 def definition(
-    static: _Static,
+    static: _Options,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -234,7 +234,7 @@ def _read(caches: list[jax.Array], layer: jax.Array, of_layers: bool) -> list[ja
     return [restored(n, scale) for n, scale in zip(caches[:2], caches[2:], strict=True)]
 
 
-def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Static) -> jax.Array:
+def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Options) -> jax.Array:
     pairs = cos.shape[-1]
     if not pairs:
         return x
@@ -251,11 +251,11 @@ def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Static) -> ja
 # -- as an operation of JAX
 
 
-def _types(static: _Static, q: Any, *rest: Any) -> list[Any]:
+def _types(static: _Options, q: Any, *rest: Any) -> list[Any]:
     return [q, rest[2], rest[3], *rest[_SCALES - 1 :]]
 
 
-def _kernel(static: _Static, *operands: Any) -> Any:
+def _kernel(static: _Options, *operands: Any) -> Any:
     q, _, _, keys, values, *_ = operands
     batch, kv_heads, group, width = q.shape
     flat = q.reshape(batch, kv_heads * group, width)

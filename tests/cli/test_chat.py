@@ -14,7 +14,7 @@ import pytest
 
 import maxjax
 from maxjax.cli import answer as cli_answer
-from maxjax.engine.generate.batch import Decoding
+from maxjax.engine.generate.batch import Batch
 
 from .models import in_process, write_model
 
@@ -162,7 +162,7 @@ def test_bytes_that_are_no_text(chat, said):
 
 def test_an_interrupt_before_the_first_word_takes_the_turn_back(chat, said, monkeypatch):
     (answer,) = said("hi")
-    calls, prefill = [], Decoding.prefill
+    calls, prefill = [], Batch.prefill
 
     def interrupted(self):
         calls.append(self)
@@ -170,7 +170,7 @@ def test_an_interrupt_before_the_first_word_takes_the_turn_back(chat, said, monk
             raise KeyboardInterrupt
         return prefill(self)
 
-    monkeypatch.setattr(Decoding, "prefill", interrupted)
+    monkeypatch.setattr(Batch, "prefill", interrupted)
     assert chat(stdin="never said\nhi\n") == (0, f"{answer}\n", "(interrupted)\n")
 
 

@@ -18,14 +18,14 @@ from ...nn.kv_cache.cache import KVCache
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
 from ..sampling.settings import GREEDY, Amounts, Sampling
-from .programs import MOST, Choice, Places, State, Written, decode, prefill
+from .programs import MAX_STEPS, SamplerArgs, Shardings, State, Tokens, decode, prefill
 
 _LEAST_PREFILL, _LEAST_CAPACITY = 16, 64
 # What is made room for at first: a text that may become longer grows into it.
 _ROOM = 1024
 
 
-class Decoding:
+class Batch:
     """A batch of texts that a model goes on with.
 
     Args:
@@ -44,7 +44,7 @@ class Decoding:
         >>> from maxjax.models import Llama, LlamaConfig
         >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
-        >>> texts = Decoding(model, [[1, 2, 3], [4]], [8, 4])
+        >>> texts = Batch(model, [[1, 2, 3], [4]], [8, 4])
         >>> texts.prefill().counts.tolist()
         [1, 1]
         >>> texts.fetch(texts.decode(5)).counts.tolist()
@@ -76,7 +76,7 @@ class Decoding:
         batch = len(self._prompts)
         # Numbers are arguments: for another temperature there is no other program.
         self._kind = sampling.kind
-        self._choice = Choice(
+        self._sampler = SamplerArgs(
             eos=self._put(_padded_ids(eos_ids)),
             key=None if sampling.is_greedy else self._put(_one_key(key)),
             amounts=Amounts(*map(self._put, map(np.float32, sampling.amounts))),
@@ -98,11 +98,11 @@ class Decoding:
             first=self._blank(batch),
             history=self._history(),
         )
-        self._places = self._places_of(self.state)
+        self._shardings = self._shardings_of(self.state)
 
     # --- what is done ------------------------------------------------------------------------
 
-    def prefill(self) -> Written:
+    def prefill(self) -> Tokens:
         """Reads what of the prompts has not been read, and writes the first token of each answer.
 
         Returns:
@@ -114,32 +114,32 @@ class Decoding:
             width = min(self.chunk, bucket(longest - start, _LEAST_PREFILL))
             part, counts = _piece(self._prompts, start, width)
             self.state = prefill(
-                self.model, self.state, part, counts, self._choice,
-                settings=self._kind, places=self._places,
+                self.model, self.state, part, counts, self._sampler,
+                settings=self._kind, shardings=self._shardings,
             )  # fmt: skip
             start += width
         self._read = longest
         state = self.state
         first = jax.tree.map(lambda a: np.asarray(a)[:, None], state.first)
         counts = (np.asarray(lengths) > 0).astype(np.int32)
-        return Written(first.tokens, counts, np.asarray(state.done), np.asarray(state.bad), first)
+        return Tokens(first.tokens, counts, np.asarray(state.done), np.asarray(state.bad), first)
 
-    def decode(self, count: int = MOST) -> Written:
+    def decode(self, count: int = MAX_STEPS) -> Tokens:
         """Starts to write up to ``count`` tokens of each text; :meth:`fetch` waits for them."""
-        if not 0 < count <= MOST:
-            raise UserInputError(f"{count} tokens at once: from 1 to {MOST}")
+        if not 0 < count <= MAX_STEPS:
+            raise UserInputError(f"{count} tokens at once: from 1 to {MAX_STEPS}")
         self._used = min(self._used + count, max(self._limits))
         self._make_room()
         # Always from a device: for a number of the host there would be another program.
         if count not in self._numbers:
             self._numbers[count] = self._put(np.int32(count))
         self.state, written = decode(
-            self.model, self.state, self._numbers[count], self._choice,
-            settings=self._kind, places=self._places,
+            self.model, self.state, self._numbers[count], self._sampler,
+            settings=self._kind, shardings=self._shardings,
         )  # fmt: skip
         return written
 
-    def fetch(self, written: Written) -> Written:
+    def fetch(self, written: Tokens) -> Tokens:
         """The same on the host."""
         return jax.device_get(written)
 
@@ -152,7 +152,7 @@ class Decoding:
         """Goes on with another text instead of the only one there is, from where they part.
 
         Returns:
-            False if that needs tokens the cache no longer has: make a new Decoding.
+            False if that needs tokens the cache no longer has: make a new Batch.
         """
         held = int(np.asarray(self.state.cache.lengths)[0])
         before, kept = self._prompts[0], 0
@@ -164,7 +164,7 @@ class Decoding:
         self._prompts, self._limits = [list(prompt)], [int(limit)]
         self._read, self._used = kept, len(prompt)
         if not self.sampling.is_greedy:
-            self._choice = self._choice._replace(key=self._put(_one_key(key)))
+            self._sampler = self._sampler._replace(key=self._put(_one_key(key)))
         self.state = self.state._replace(
             cache=cache, done=self._put(np.zeros(1, bool)), bad=self._put(np.zeros(1, bool)),
             prompts=self._put(np.array([len(prompt)], np.int32)),
@@ -187,7 +187,7 @@ class Decoding:
     def _put(self, array: Any) -> jax.Array:
         return jax.device_put(array, self._home)
 
-    def _places_of(self, state: State) -> Places:
+    def _shardings_of(self, state: State) -> Shardings:
         if not isinstance(self._home, NamedSharding):
             return None
         return tuple(leaf.sharding for leaf in jax.tree.leaves(state))
@@ -202,7 +202,7 @@ class Decoding:
         if self._used > cache.capacity:
             grown = _committed(cache.grow(self._capacity(self._used)))
             self.state = self.state._replace(cache=grown)
-            self._places = self._places_of(self.state)
+            self._shardings = self._shardings_of(self.state)
 
     def _blank(self, batch: int) -> Sampled:
         count = self.sampling.logprobs

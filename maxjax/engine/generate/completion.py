@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...text.stream import StopStrings, TextStream
-from .programs import Written
+from .programs import Tokens
 
 
 class TokenLogprob(NamedTuple):
@@ -63,7 +63,7 @@ class Completion(str):
         return made
 
 
-class Growing:
+class PartialCompletion:
     """An answer while it is written: tokens in, text out.
 
     Args:
@@ -89,11 +89,11 @@ class Growing:
         self.done = False
         self._stop: int | str | None = None
 
-    def take(self, written: Written, row: int) -> str:
+    def take(self, written: Tokens, row: int) -> str:
         """Takes a row of what was written, up to what ends the answer; the text that is certain."""
         return "".join(self.pieces(written, row))
 
-    def pieces(self, written: Written, row: int) -> Iterator[str]:
+    def pieces(self, written: Tokens, row: int) -> Iterator[str]:
         """As :meth:`take`, a token at a time: what is not asked for is not taken."""
         # The last token of a row whose logits were no numbers is none.
         for i in range(int(written.counts[row]) - bool(written.bad[row])):
@@ -143,7 +143,7 @@ class Growing:
         )  # fmt: skip
 
 
-def _logprob(written: Written, row: int, i: int) -> TokenLogprob:
+def _logprob(written: Tokens, row: int, i: int) -> TokenLogprob:
     found = written.sampled
     assert found.logprobs is not None
     top: tuple[tuple[int, float], ...] = ()

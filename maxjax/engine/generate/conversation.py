@@ -18,8 +18,8 @@ from ...storage.save.durable import replace_file, require_writable
 from ...text.chat import chat_tokens
 from ...text.tokenizer.tokenizer import check_unicode
 from ..sampling.settings import Sampling
-from .batch import Decoding
-from .completion import Growing
+from .batch import Batch
+from .completion import PartialCompletion
 from .request import Request
 from .texts import Stream
 
@@ -77,7 +77,7 @@ class Conversation:
         self._key = jax.random.key(0) if key is None else key
         self._chunk, self._cache_dtype = chunk, cache_dtype
         self._turns = 0
-        self._decoding: Decoding | None = None
+        self._decoding: Batch | None = None
         self._speaking: Callable[[], Stream | None] = lambda: None
         self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
         self._opening = list(self.messages)
@@ -110,7 +110,7 @@ class Conversation:
         if decoding is None or not decoding.resume(prompt, limit, key):
             decoding = self._request.decoding(prompt, key, self._chunk, self._cache_dtype)
 
-        def ended(growing: Growing, whole: bool) -> None:
+        def ended(growing: PartialCompletion, whole: bool) -> None:
             if growing.tokens:
                 answer = {"role": "assistant", "content": str(growing.completion())}
                 self.messages += [*said, answer]

@@ -1,6 +1,6 @@
 """The two programs that write texts, and what they keep on the devices.
 
-``prefill`` reads a piece of the prompts, padded to a bucket; ``decode`` writes up to ``MOST``
+``prefill`` reads a piece of the prompts, padded to a bucket; ``decode`` writes up to ``MAX_STEPS``
 tokens of every text in one dispatch, as many as it is told at run time, so that there is one
 program whether tokens are streamed or not. Both take the state and give it back in place.
 
@@ -21,7 +21,7 @@ from ..sampling.draw import Sampled, sample
 from ..sampling.penalties import History
 from ..sampling.settings import Amounts, Sampling
 
-MOST = 32
+MAX_STEPS = 32
 """The most tokens of a text that one dispatch writes."""
 
 
@@ -50,11 +50,11 @@ class State(NamedTuple):
     history: History | None
 
 
-class Written(NamedTuple):
+class Tokens(NamedTuple):
     """What one dispatch wrote. Arrays of the host, or of devices that still compute.
 
     Attributes:
-        tokens: ``[B, MOST]``; of each row the first ``counts``.
+        tokens: ``[B, MAX_STEPS]``; of each row the first ``counts``.
         counts: ``[B]``.
         done, bad: As in State.
         sampled: Log-probabilities, with an axis of tokens after that of texts.
@@ -67,7 +67,7 @@ class Written(NamedTuple):
     sampled: Sampled
 
 
-class Choice(NamedTuple):
+class SamplerArgs(NamedTuple):
     """By what the next token is chosen, and a text ends: arguments of the programs. A pytree.
 
     Attributes:
@@ -81,48 +81,49 @@ class Choice(NamedTuple):
     amounts: Amounts
 
 
-Places = tuple[NamedSharding, ...] | None
+Shardings = tuple[NamedSharding, ...] | None
 
 
-@partial(jax.jit, static_argnames=("settings", "places"), donate_argnums=1)
+@partial(jax.jit, static_argnames=("settings", "shardings"), donate_argnums=1)
 def prefill(
     model: Any,
     state: State,
     ids: jax.Array,
     counts: jax.Array,
-    choice: Choice,
+    sampler: SamplerArgs,
     *,
     settings: Sampling,
-    places: Places,
+    shardings: Shardings,
 ) -> State:
     """Reads ``ids`` ``[B, T]``; of texts whose prompt ends here the first token is chosen."""
     logits, cache = model(ids, state.cache, lengths=counts, last=True)
-    ends = (counts > 0) & (_whole(cache.lengths, places) == state.prompts)
+    ends = (counts > 0) & (_replicated(cache.lengths, shardings) == state.prompts)
     state = state._replace(cache=cache)
-    state, sampled = _chosen(state, logits, ends, choice, settings, places)
+    state, sampled = _choose(state, logits, ends, sampler, settings, shardings)
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(ends if new.ndim == 1 else ends[:, None], new, old)
 
-    return _settled(state._replace(first=jax.tree.map(pick, sampled, state.first)), places)
+    return _resharded(state._replace(first=jax.tree.map(pick, sampled, state.first)), shardings)
 
 
-@partial(jax.jit, static_argnames=("settings", "places"), donate_argnums=1)
+@partial(jax.jit, static_argnames=("settings", "shardings"), donate_argnums=1)
 def decode(
     model: Any,
     state: State,
     steps: jax.Array,
-    choice: Choice,
+    sampler: SamplerArgs,
     *,
     settings: Sampling,
-    places: Places,
-) -> tuple[State, Written]:
+    shardings: Shardings,
+) -> tuple[State, Tokens]:
     """Writes one token after the other, until all texts are done or ``steps`` are."""
     batch = state.last.shape[0]
     room = jax.tree.map(
-        lambda a: _whole(jnp.zeros((batch, MOST, *a.shape[1:]), a.dtype), places), state.first
+        lambda a: _replicated(jnp.zeros((batch, MAX_STEPS, *a.shape[1:]), a.dtype), shardings),
+        state.first,
     )
-    counts = _whole(jnp.zeros(batch, jnp.int32), places)
+    counts = _replicated(jnp.zeros(batch, jnp.int32), shardings)
 
     def more(carry: Any) -> jax.Array:
         i, state, _, _ = carry
@@ -135,34 +136,34 @@ def decode(
             state.last[:, None], state.cache, lengths=going.astype(jnp.int32), last=True
         )
         state = state._replace(cache=cache)
-        state, sampled = _chosen(state, logits, going, choice, settings, places)
-        state = _settled(state, places)
+        state, sampled = _choose(state, logits, going, sampler, settings, shardings)
+        state = _resharded(state, shardings)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
         return i + 1, state, jax.tree.map(put, room, sampled), counts + going.astype(jnp.int32)
 
-    start = (_whole(jnp.int32(0), places), state, room, counts)
+    start = (_replicated(jnp.int32(0), shardings), state, room, counts)
     _, state, room, counts = jax.lax.while_loop(more, step, start)
-    return state, Written(room.tokens, counts, state.done, state.bad, room)
+    return state, Tokens(room.tokens, counts, state.done, state.bad, room)
 
 
-def _chosen(
+def _choose(
     state: State,
     logits: jax.Array,
     which: jax.Array,
-    choice: Choice,
+    sampler: SamplerArgs,
     settings: Sampling,
-    places: Places,
+    shardings: Shardings,
 ) -> tuple[State, Sampled]:
     """The next token of some of the texts, and what it means for them."""
-    lengths = _whole(state.cache.lengths, places)
-    rows = state.rows if choice.key is not None else None
+    lengths = _replicated(state.cache.lengths, shardings)
+    rows = state.rows if sampler.key is not None else None
     found = sample(
-        logits, choice.key, settings,
-        amounts=choice.amounts, history=state.history, rows=rows, positions=lengths,
+        logits, sampler.key, settings,
+        amounts=sampler.amounts, history=state.history, rows=rows, positions=lengths,
     )  # fmt: skip
-    found = jax.tree.map(lambda a: _whole(a, places), found)
+    found = jax.tree.map(lambda a: _replicated(a, shardings), found)
     tokens = jnp.where(which, found.tokens, state.last)
-    ended = jnp.any(tokens[:, None] == choice.eos[None, :], axis=1) | (lengths + 1 >= state.limits)
+    ended = jnp.any(tokens[:, None] == sampler.eos[None, :], axis=1) | (lengths + 1 >= state.limits)
     history = state.history
     if history is not None:
         history = history.add(tokens, which)
@@ -175,23 +176,25 @@ def _chosen(
     return state, found._replace(tokens=tokens)
 
 
-def _whole(array: jax.Array, places: Places) -> jax.Array:
+def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
     """On a mesh: whole on every device."""
-    if places is None:
+    if shardings is None:
         return array
-    return _placed(array, NamedSharding(places[0].mesh, PartitionSpec()))
+    return _with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
 
 
-def _settled(state: State, places: Places) -> State:
+def _resharded(state: State, shardings: Shardings) -> State:
     """On a mesh: where it was, so that the next call finds what this one was compiled for."""
-    if places is None:
+    if shardings is None:
         return state
     leaves, structure = jax.tree.flatten(state)
-    placed = [_placed(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+    placed = [
+        _with_sharding(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
     return jax.tree.unflatten(structure, placed)
 
 
-def _placed(array: jax.Array, place: NamedSharding) -> jax.Array:
-    if AxisType.Explicit in place.mesh.axis_types:
-        return jax.sharding.reshard(array, place)
-    return jax.lax.with_sharding_constraint(array, place)
+def _with_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(array, sharding)
+    return jax.lax.with_sharding_constraint(array, sharding)

@@ -13,8 +13,8 @@ import numpy as np
 from ...errors import UserInputError
 from ...text.tokenizer.tokenizer import check_unicode
 from ..sampling.settings import Sampling, eos_token_ids
-from .batch import Decoding, check_model
-from .completion import Growing
+from .batch import Batch, check_model
+from .completion import PartialCompletion
 from .defaults import GenerationDefaults, chosen_sampling
 
 _MAX_NEW_TOKENS = 256
@@ -54,7 +54,7 @@ class Request:
         if max_new_tokens is None:
             max_new_tokens = defaults.max_new_tokens or _MAX_NEW_TOKENS
         self.max_new_tokens = positive("max_new_tokens", max_new_tokens)
-        Growing(None, (), (), self.stops)  # refuses what is no stop text
+        PartialCompletion(None, (), (), self.stops)  # refuses what is no stop text
 
     def tokens(self, prompt: Any, index: int, single: bool) -> list[int]:
         """The ids of a prompt's tokens."""
@@ -89,11 +89,11 @@ class Request:
         """How many tokens a text may have."""
         return min(len(prompt) + self.max_new_tokens, self.model.max_length)
 
-    def growing(self, prompt: Sequence[int]) -> Growing:
-        return Growing(self.tokenizer, prompt, self.eos_ids, self.stops)
+    def growing(self, prompt: Sequence[int]) -> PartialCompletion:
+        return PartialCompletion(self.tokenizer, prompt, self.eos_ids, self.stops)
 
-    def decoding(self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any) -> Decoding:
-        return Decoding(
+    def decoding(self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any) -> Batch:
+        return Batch(
             self.model, [prompt], [self.limit(prompt)], sampling=self.sampling,
             eos_ids=self.eos_ids, key=key, chunk=chunk, cache_dtype=cache_dtype,
         )  # fmt: skip

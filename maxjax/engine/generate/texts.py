@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from ..sampling.settings import Sampling
-from .batch import Decoding
-from .completion import Completion, Growing
-from .programs import MOST, Written
+from .batch import Batch
+from .completion import Completion, PartialCompletion
+from .programs import MAX_STEPS, Tokens
 from .request import Request, listed, positive
 
 # A dispatch is to last no longer: for so long Ctrl-C waits, and texts that ended are not noticed.
@@ -99,7 +99,7 @@ def _batch(
     cache_dtype: Any,
 ) -> list[Completion]:
     prompts = [rows[i] for i in members]
-    decoding = Decoding(
+    decoding = Batch(
         request.model, [*prompts, *[[]] * blanks],
         [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
         sampling=request.sampling, eos_ids=request.eos_ids, key=key,
@@ -123,7 +123,7 @@ def _batch(
     return [text.completion() for text in texts]
 
 
-def _dispatches(decoding: Decoding) -> Iterator[Written]:
+def _dispatches(decoding: Batch) -> Iterator[Tokens]:
     """What one dispatch after the other writes, each of as many tokens as is quick enough."""
     yield decoding.prefill()
     count = 4
@@ -131,7 +131,7 @@ def _dispatches(decoding: Decoding) -> Iterator[Written]:
         began = time.perf_counter()
         yield decoding.fetch(decoding.decode(count))
         if time.perf_counter() - began < _DISPATCH_S / 2:
-            count = min(2 * count, MOST)
+            count = min(2 * count, MAX_STEPS)
 
 
 class Stream(Iterator[str]):
@@ -144,9 +144,9 @@ class Stream(Iterator[str]):
     def __init__(
         self,
         request: Request,
-        decoding: Decoding,
+        decoding: Batch,
         prompt: Sequence[int],
-        ended: Callable[[Growing, bool], None] | None = None,
+        ended: Callable[[PartialCompletion, bool], None] | None = None,
     ):
         self._decoding, self._growing = decoding, request.growing(prompt)
         # It refers to this object nowhere: who drops a stream lets go of its cache at once.
@@ -169,7 +169,9 @@ class Stream(Iterator[str]):
 
 
 def _pieces(
-    decoding: Decoding, growing: Growing, ended: Callable[[Growing, bool], None] | None
+    decoding: Batch,
+    growing: PartialCompletion,
+    ended: Callable[[PartialCompletion, bool], None] | None,
 ) -> Generator[str, None, None]:
     """An empty piece, and those of :func:`_texts`; sees to the end, whatever it is."""
     whole = False
@@ -187,7 +189,7 @@ def _pieces(
             ended(growing, whole)
 
 
-def _texts(decoding: Decoding, growing: Growing) -> Iterator[str]:
+def _texts(decoding: Batch, growing: PartialCompletion) -> Iterator[str]:
     written = decoding.prefill()
     piece = growing.take(written, 0)
     check_written(written, [growing], [0])
@@ -198,7 +200,7 @@ def _texts(decoding: Decoding, growing: Growing) -> Iterator[str]:
     while coming is not None:
         written = decoding.fetch(coming)
         if time.perf_counter() - began < _STREAM_S:
-            count = min(2 * count, MOST)
+            count = min(2 * count, MAX_STEPS)
         # While the host makes text of these tokens, the devices write the next.
         began = time.perf_counter()
         coming = None if written.done[0] else decoding.decode(count)
@@ -249,7 +251,9 @@ def stream(
     return Stream(request, request.decoding(ids, key, chunk, cache_dtype), ids)
 
 
-def check_written(written: Written, texts: Sequence[Growing], numbers: Sequence[int]) -> None:
+def check_written(
+    written: Tokens, texts: Sequence[PartialCompletion], numbers: Sequence[int]
+) -> None:
     """Refuses texts that could not be gone on with, and were not ended before.
 
     Args:

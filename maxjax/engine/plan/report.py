@@ -28,7 +28,7 @@ from .footprint import UNKNOWN, Footprint, Held, cache_bytes, of_checkpoint, of_
 
 
 @dataclass(frozen=True)
-class Kind:
+class WeightKind:
     """Tensors that differ only in the numbers of their names.
 
     Attributes:
@@ -85,7 +85,7 @@ class Plan:
         mesh: Size of each axis; empty for one device.
         bytes_per_device: Of weights.
         total_bytes: One copy of all weights.
-        kinds: One :class:`Kind` for tensors that differ only in numbers.
+        kinds: One :class:`WeightKind` for tensors that differ only in numbers.
         largest: (name, bytes) of the ten largest tensors.
         replicated: Those kinds that every device of several has whole, the largest first.
         cache_bytes_per_device: Of keys and values for ``batch`` sequences of ``length`` tokens.
@@ -100,9 +100,9 @@ class Plan:
     mesh: dict[str, int]
     bytes_per_device: int
     total_bytes: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[WeightKind, ...]
     largest: tuple[tuple[str, int], ...]
-    replicated: tuple[Kind, ...]
+    replicated: tuple[WeightKind, ...]
     cache_bytes_per_device: int
     basis: str
     hbm: int | None = None
@@ -277,7 +277,7 @@ def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
     )  # fmt: skip
 
 
-def _kinds(held: list[Held]) -> list[Kind]:
+def _kinds(held: list[Held]) -> list[WeightKind]:
     rows: dict[tuple[Any, ...], list[int]] = {}
     for one in held:
         spec = str(tuple(one.spec))
@@ -287,7 +287,7 @@ def _kinds(held: list[Held]) -> list[Kind]:
         for i, value in enumerate((1, one.nbytes, one.nbytes_per_device)):
             sums[i] += count * value
     return [
-        Kind(name, count, dtype, shape, spec, whole, part, why)
+        WeightKind(name, count, dtype, shape, spec, whole, part, why)
         for (name, dtype, shape, spec, why), (count, whole, part) in rows.items()
     ]
 

@@ -15,7 +15,7 @@ from ..renaming import Function, Origin, Renaming
 from .variables import Target
 
 
-class _Piece(NamedTuple):
+class _Part(NamedTuple):
     """A Variable that is a tensor of the checkpoint, or one of its parts.
 
     Attributes:
@@ -30,7 +30,7 @@ class _Piece(NamedTuple):
 def written(targets: Mapping[str, Target], renaming: Renaming) -> dict[str, Any]:
     """The arrays by name; see ``nnx.tensors``."""
     found: dict[str, Any] = {}
-    pieces: dict[str, dict[int, _Piece]] = {}  # by name, then by part
+    pieces: dict[str, dict[int, _Part]] = {}  # by name, then by part
     for target in targets.values():
         value = target.value
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -62,20 +62,20 @@ def _changed(target: Target, change: Function | None, value: Any) -> Any:
     return change.back(value)
 
 
-def _pieces(target: Target, origin: Origin, change: Layout) -> Iterator[tuple[str, _Piece]]:
+def _pieces(target: Target, origin: Origin, change: Layout) -> Iterator[tuple[str, _Part]]:
     """(name, piece) of each tensor that a Variable is, or is a part of."""
     if len(change.axes) != len(target.shape):
         raise UserInputError(
             f"'{target.name}' has {len(target.shape)} axes: '{change}' is not for it"
         )
     if change.stacks is None or origin.number is None:
-        yield origin.name, _Piece(target, change)
+        yield origin.name, _Part(target, change)
         return
     for number in range(target.shape[change.stacks]):
-        yield origin.number(number), _Piece(target, change, number)
+        yield origin.number(number), _Part(target, change, number)
 
 
-def _whole(name: str, parts: Mapping[int, _Piece]) -> Any:
+def _whole(name: str, parts: Mapping[int, _Part]) -> Any:
     """The tensor, of all its parts."""
     pieces = [parts[place] for place in sorted(parts)]
     first = pieces[0]

@@ -41,7 +41,7 @@ def run_until(work: Callable[[], T], seconds: float, warn: Callable[[], None] = 
         >>> run_until(lambda: 6 * 7, seconds=1)
         42
     """
-    job = _Job(work, warn)
+    job = _Work(work, warn)
     try:
         job.thread.start()
         if not job.ended(seconds):
@@ -52,7 +52,7 @@ def run_until(work: Callable[[], T], seconds: float, warn: Callable[[], None] = 
     return job.result()
 
 
-class _Job(Generic[T]):
+class _Work(Generic[T]):
     """The work, its thread, and whether exceptions may be posted to it."""
 
     def __init__(self, work: Callable[[], T], warn: Callable[[], None]) -> None:

@@ -53,7 +53,7 @@ class Added:
 
 
 @dataclass
-class Beside:
+class TokenFiles:
     """What the files beside a tokenizer say of its tokens.
 
     Attributes:
@@ -75,7 +75,7 @@ def read_beside(
     *,
     directory: str | os.PathLike[str],
     defaults: Mapping[str, str] | None = None,
-) -> Beside:
+) -> TokenFiles:
     """The tokens that the files beside a tokenizer name.
 
     Where ``tokenizer_config.json`` has an ``added_tokens_decoder`` it alone counts, but for special
@@ -125,7 +125,7 @@ def _together(
     extra: list[Added],
     decoder: dict[int, Added],
     own: Mapping[str, Mapping[str, Any]],
-) -> Beside:
+) -> TokenFiles:
     by_text = {token.content: token for token in decoder.values()}
     named = {name: by_text.get(token.content, token) for name, token in named.items()}
     # What was special once the package leaves out of texts, whatever it is told later.
@@ -137,7 +137,7 @@ def _together(
         if token.content not in known:
             known.add(token.content)
             tokens.append(token)
-    return Beside(
+    return TokenFiles(
         {name: token.content for name, token in named.items()},
         [replace(t, special=t.special or t.content in special) for t in tokens if t.content],
         {token.content: number for number, token in decoder.items()},
@@ -232,7 +232,7 @@ def _check_count(count: int, origin: str) -> None:
 # --- into a tokenizer ---------------------------------------------------------------------------
 
 
-def check_size(beside: Beside, directory: Any) -> None:
+def check_size(beside: TokenFiles, directory: Any) -> None:
     """Refuses more tokens than an automaton of them may have.
 
     Raises:
@@ -248,7 +248,7 @@ def check_size(beside: Beside, directory: Any) -> None:
 
 
 def with_numbers(
-    backend: Any, document: Mapping[str, Any], beside: Beside, path: Any
+    backend: Any, document: Mapping[str, Any], beside: TokenFiles, path: Any
 ) -> dict[str, Any] | None:
     """The content of a ``tokenizer.json`` that gives tokens the numbers that the files say.
 

@@ -17,7 +17,7 @@ from ...errors import CheckpointFormatError, UserInputError
 from ...models.config import read_object
 from ...storage.limits import in_force
 from ...storage.strict_json import load_json, read_json_bytes
-from .added import CONFIG, LIST, MAP, Beside, check_size, read_beside, with_numbers
+from .added import CONFIG, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
 from .vocab import Read, around, read_vocabulary
 
@@ -112,7 +112,7 @@ def optional(file: Path) -> dict[str, Any]:
 
 
 def _with_added(
-    backend: Any, document: Mapping[str, Any], beside: Beside, more: bool, path: Path
+    backend: Any, document: Mapping[str, Any], beside: TokenFiles, more: bool, path: Path
 ) -> Any:
     """The tokenizer with the tokens added: another one where only that gives them their numbers."""
     tokens = [token.made() for token in beside.tokens] if more else []
@@ -125,7 +125,7 @@ def _with_added(
     return found
 
 
-def _more(own: list[Any], beside: Beside) -> bool:
+def _more(own: list[Any], beside: TokenFiles) -> bool:
     """Whether the files beside it change a tokenizer's own list of added tokens."""
     there = {item.get("content"): item for item in own if isinstance(item, dict)}
     for token in beside.tokens:
@@ -139,7 +139,7 @@ def _more(own: list[Any], beside: Beside) -> bool:
     return False
 
 
-def _put_around(backend: Any, made: Read, settings: Mapping[str, Any], beside: Beside) -> None:
+def _put_around(backend: Any, made: Read, settings: Mapping[str, Any], beside: TokenFiles) -> None:
     processor = guarded(around, made.kind, settings, beside.named, backend.token_to_id)
     if processor is not None:
         backend.post_processor = processor

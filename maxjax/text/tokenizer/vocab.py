@@ -42,7 +42,7 @@ _END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Kind:
+class TokenizerClass:
     """What a class of transformers is.
 
     Attributes:
@@ -94,18 +94,24 @@ def _named(text: str) -> dict[str, str]:
 
 
 _NFC = {"type": "NFC"}
-_GPT2 = Kind(_byte_level(), _named(f"unk={_END} bos={_END} eos={_END}"))
-_ROBERTA = Kind(
+_GPT2 = TokenizerClass(_byte_level(), _named(f"unk={_END} bos={_END} eos={_END}"))
+_ROBERTA = TokenizerClass(
     _byte_level(),
     _named("bos=<s> eos=</s> unk=<unk> sep=</s> pad=<pad> cls=<s> mask=<mask>"),
     "roberta",
 )
-_BERT = Kind(_bert, _named("unk=[UNK] sep=[SEP] pad=[PAD] cls=[CLS] mask=[MASK]"), "bert", True)
-_KINDS: dict[str, Kind] = {
+_BERT = TokenizerClass(
+    _bert, _named("unk=[UNK] sep=[SEP] pad=[PAD] cls=[CLS] mask=[MASK]"), "bert", True
+)
+_KINDS: dict[str, TokenizerClass] = {
     "GPT2": _GPT2,
     "CodeGen": _GPT2,
-    "GPTNeoX": Kind(_byte_level(_NFC), _named(f"unk={_END} bos={_END} eos={_END} pad=<|padding|>")),
-    "Qwen2": Kind(_byte_level(_NFC, "qwen2"), _named(f"unk={_END} eos={_END} pad={_END}")),
+    "GPTNeoX": TokenizerClass(
+        _byte_level(_NFC), _named(f"unk={_END} bos={_END} eos={_END} pad=<|padding|>")
+    ),
+    "Qwen2": TokenizerClass(
+        _byte_level(_NFC, "qwen2"), _named(f"unk={_END} eos={_END} pad={_END}")
+    ),
     **dict.fromkeys("Roberta Bart Longformer LED".split(), _ROBERTA),
     **dict.fromkeys(
         "Bert DistilBert Electra MobileBert ConvBert SqueezeBert LayoutLM".split(), _BERT
@@ -125,7 +131,7 @@ class Read:
     """A tokenizer made of such files: the content of a ``tokenizer.json``, and its class."""
 
     document: dict[str, Any]
-    kind: Kind
+    kind: TokenizerClass
     file: Path
     special: dict[str, str] = field(default_factory=dict)
 
@@ -172,7 +178,9 @@ _WRITE = "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…) 
 _ALONE = "To load the model without it: maxjax.load(…, tokenizer=False)."
 
 
-def _kind(directory: Path, settings: Mapping[str, Any], files: str, *, words: bool) -> Kind:
+def _kind(
+    directory: Path, settings: Mapping[str, Any], files: str, *, words: bool
+) -> TokenizerClass:
     """What the files of a directory say that its tokenizer is."""
     config = directory / "config.json"
     model = read_object(config) if config.is_file() else {}
@@ -236,7 +244,7 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _wordpiece(file: Path, settings: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def _wordpiece(file: Path, settings: Mapping[str, Any], kind: TokenizerClass) -> dict[str, Any]:
     # Of a word that is there twice the package takes the later line.
     vocab = {line.rstrip(): number for number, line in enumerate(_lines(file))}
     unknown = settings.get("unk_token", kind.special["unk_token"])
@@ -273,7 +281,9 @@ def _lines(path: Path) -> list[str]:
 # --- what stands around a text ------------------------------------------------------------------
 
 
-def around(kind: Kind, settings: Mapping[str, Any], special: Mapping[str, str], id_of: Any) -> Any:
+def around(
+    kind: TokenizerClass, settings: Mapping[str, Any], special: Mapping[str, str], id_of: Any
+) -> Any:
     """The post-processor of a class, as an object of the ``tokenizers`` package; None for none.
 
     Args:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import maxjax
-from maxjax.engine.generate.batch import Decoding
+from maxjax.engine.generate.batch import Batch
 from maxjax.errors import UserInputError
 from tests.models import decoders
 from tests.models.decoders import one_character_each, ours
@@ -29,13 +29,13 @@ def model(request, tmp_path_factory):
 def read(monkeypatch):
     """How many tokens each call of prefill reads."""
     counts = []
-    prefill = Decoding.prefill
+    prefill = Batch.prefill
 
     def counted(self):
         counts.append(len(self._prompts[0]) - self._read)
         return prefill(self)
 
-    monkeypatch.setattr(Decoding, "prefill", counted)
+    monkeypatch.setattr(Batch, "prefill", counted)
     return counts
 
 
@@ -73,7 +73,7 @@ def test_ctrl_c_in_a_dispatch(model, monkeypatch):
     pieces = chat.say("Hello")
     next(pieces)
     with monkeypatch.context() as patch:
-        patch.setattr(Decoding, "fetch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Batch, "fetch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(pieces)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]

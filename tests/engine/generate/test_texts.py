@@ -12,7 +12,7 @@ import pytest
 import maxjax
 from maxjax.engine.generate import batch as decoding
 from maxjax.engine.generate import programs as decode_programs
-from maxjax.engine.generate.batch import Decoding
+from maxjax.engine.generate.batch import Batch
 from maxjax.engine.generate.completion import Completion
 from maxjax.engine.sampling.draw import sample
 from maxjax.engine.sampling.settings import Sampling
@@ -299,7 +299,7 @@ def test_another_temperature_is_no_other_program(theirs, directory):
 
 
 def test_cache_is_used_in_place(model):
-    texts = Decoding(model, [PROMPTS[0]], [60])
+    texts = Batch(model, [PROMPTS[0]], [60])
     texts.prefill()
     before = texts.state.cache.keys.unsafe_buffer_pointer()
     for _ in range(3):
@@ -324,13 +324,13 @@ class Interrupting:
 def test_interrupted(model, expected, monkeypatch, streamed):
     """The cache is let go, and all goes on."""
     held = []
-    fetch = Decoding.fetch
+    fetch = Batch.fetch
 
     def interrupted(self, written):
         held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(self.state.cache))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Decoding, "fetch", interrupted)
+    monkeypatch.setattr(Batch, "fetch", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         if streamed:
             list(maxjax.stream(model, None, PROMPTS[0], max_new_tokens=64))
@@ -339,7 +339,7 @@ def test_interrupted(model, expected, monkeypatch, streamed):
     assert caught.value.__traceback__ is not None  # which holds the frames
     gc.collect()
     assert held and not any(ref() is not None for ref in held)
-    monkeypatch.setattr(Decoding, "fetch", fetch)
+    monkeypatch.setattr(Batch, "fetch", fetch)
     assert maxjax.generate(model, None, PROMPTS[0], max_new_tokens=64).tokens == expected[0]
 
 
