@@ -94,3 +94,28 @@ def test_importing_it_imports_neither_jax_nor_anything_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for heavy in ("jax", "tokenizers", "orbax", "flax", "torch"):
         assert f"'{heavy}'" not in done.stdout
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_names_stay_what_they_are_in_whatever_order_files_are_imported(reverse):
+    """A submodule of the same name, imported later, would take the place of a function."""
+    code = f"""
+import importlib, pkgutil
+import maxjax
+names = sorted(m.name for m in pkgutil.walk_packages(maxjax.__path__, "maxjax."))
+before = {{name: getattr(maxjax, name) for name in maxjax.__all__}}
+packages = [name for name in names if importlib.util.find_spec(name).submodule_search_locations]
+shown = {{package: getattr(importlib.import_module(package), "__all__", None) for package in packages}}
+kept = {{(p, n): getattr(importlib.import_module(p), n) for p, all_ in shown.items() for n in all_ or ()}}
+for name in sorted(names, reverse={reverse}):
+    if name != "maxjax.__main__":
+        importlib.import_module(name)
+assert all(getattr(maxjax, name) is value for name, value in before.items())
+wrong = [key for key, value in kept.items() if getattr(importlib.import_module(key[0]), key[1]) is not value]
+assert not wrong, wrong
+print(len(names), len(kept))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files, kept = map(int, done.stdout.split())
+    assert files > 250 and kept > 100

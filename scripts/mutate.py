@@ -1,0 +1,230 @@
+"""Draws mutants of the package and runs the tests on each: do they notice?
+
+    python scripts/mutate.py --count 200 --seed 1 --json before.json
+    python scripts/mutate.py --again before.json --json after.json    # those that were killed
+    python scripts/mutate.py --show 20                                # which ones, without running
+
+A mutant has one small mistake: a comparison, a constant, an operator, a condition turned round, a
+flush or rename left out or exchanged with the statement after it. It is made in a copy of the
+package, and the tests of that file run first (the mirrored file or folder), then with ``--wide`` the
+whole default set. Killed means that a test failed or did not end in time. Prints the survivors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPARE = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Mod: "//"}
+# Calls whose order decides whether a save can be lost.
+DURABLE = {"fsync", "flush", "flush_directory", "rename", "replace", "link", "unlink", "sync"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: the characters from ``start`` to ``end`` of a file become ``text``."""
+
+    file: str
+    line: int
+    kind: str
+    start: int
+    end: int
+    text: str
+    was: str
+
+    def source(self, code: str) -> str:
+        """The file's code with the mistake in it."""
+        if code[self.start : self.end] != self.was:
+            raise ValueError(f"{self.file}:{self.line} has changed since the mutant was drawn")
+        return code[: self.start] + self.text + code[self.end :]
+
+
+def mutants(file: Path) -> Iterator[Mutant]:
+    """Every mutant of one file."""
+    code = file.read_text()
+    name = file.relative_to(ROOT).as_posix()
+    starts = [0]
+    for line in code.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    lines = code.splitlines()
+
+    def offset(line: int, column: int) -> int:
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    def span(node: ast.AST) -> tuple[int, int]:
+        return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)  # pyright: ignore
+
+    def made(kind: str, node: ast.AST, start: int, end: int, text: str) -> Mutant:
+        return Mutant(name, node.lineno, kind, start, end, text, code[start:end])  # pyright: ignore
+
+    for node in _running(ast.parse(code)):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARE:
+            left, right = span(node.left)[1], span(node.comparators[0])[0]
+            yield made("comparison", node, left, right, f" {COMPARE[type(node.ops[0])]} ")
+        elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+            between = code[span(node.left)[1] : span(node.right)[0]]
+            if "(" not in between and ")" not in between:
+                yield made(
+                    "arithmetic",
+                    node,
+                    span(node.left)[1],
+                    span(node.right)[0],
+                    f" {ARITHMETIC[type(node.op)]} ",
+                )
+        elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+            text = str(not node.value) if isinstance(node.value, bool) else str(node.value + 1)
+            yield made("constant", node, *span(node), text)
+        elif isinstance(node, ast.If):
+            start, end = span(node.test)
+            yield made("condition", node, start, end, f"not ({code[start:end]})")
+        bodies = [getattr(node, part, None) for part in ("body", "orelse", "finalbody")]
+        for body in (found for found in bodies if isinstance(found, list)):
+            for first, second in itertools.pairwise(body):
+                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Call):
+                    called = first.value.func
+                    if getattr(called, "attr", getattr(called, "id", "")) in DURABLE:
+                        (a, b), (c, d) = span(first), span(second)
+                        yield made("left out", first, a, b, "pass")
+                        yield made("exchanged", first, a, d, code[c:d] + code[b:c] + code[a:b])
+
+
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that are run: not those of annotations and of ``TYPE_CHECKING``."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns", "decorator_list") or (
+            isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test)
+        ):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
+                yield child
+                yield from _running(child)
+
+
+def tests_of(file: str) -> list[str]:
+    """The tests that mirror a file of the package: its own, else those of its folder."""
+    inner = Path(file).relative_to("maxjax")
+    own = ROOT / "tests" / inner.parent / f"test_{inner.name}"
+    folder = ROOT / "tests" / inner.parent
+    while not folder.is_dir() or not any(folder.rglob("test_*.py")):
+        folder = folder.parent
+    found = [own] if own.exists() else []
+    if folder != ROOT / "tests":
+        found.append(folder)
+    else:
+        found += sorted(folder.glob("test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in found]
+
+
+def killed(mutant: Mutant, seconds: float, wide: bool) -> bool:
+    """Whether a test fails on it."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
+        copy = Path(place) / "checkout"
+        shutil.copytree(
+            ROOT, copy, symlinks=True,
+            ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".compile-cache", "build"),
+        )  # fmt: skip
+        path = copy / mutant.file
+        path.write_text(mutant.source(path.read_text()))
+        environment = os.environ | {
+            "PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1",
+            "MAXJAX_COMPILE_CACHE": str(ROOT / ".compile-cache"),
+        }  # fmt: skip
+        for tests in [tests_of(mutant.file), *([[]] if wide else [])]:
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-m",
+                "not campaign",
+                "-p",
+                "no:cacheprovider",
+                *tests,
+            ]
+            try:
+                done = subprocess.run(
+                    command, cwd=copy, env=environment, capture_output=True, timeout=seconds
+                )
+            except subprocess.TimeoutExpired:
+                return True
+            if done.returncode not in (0, 5):
+                return True
+    return False
+
+
+def main() -> int:
+    """Draws, runs, prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--under", default="maxjax", help="only files below this folder")
+    parser.add_argument(
+        "--seconds", type=float, default=900.0, help="a test run that takes longer has noticed"
+    )
+    parser.add_argument("--wide", action="store_true", help="ask the whole default set as well")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE", help="write what became of each")
+    parser.add_argument("--again", metavar="FILE", help="those that were killed in an earlier run")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print so many and end")
+    options = parser.parse_args()
+    if options.again:
+        drawn = [
+            Mutant(**one["mutant"])
+            for one in json.loads(Path(options.again).read_text())
+            if one["killed"]
+        ]
+    else:
+        files = sorted((ROOT / options.under).rglob("*.py"))
+        every = [one for file in files if file.name != "__init__.py" for one in mutants(file)]
+        drawn = random.Random(options.seed).sample(
+            every, min(options.show or options.count, len(every))
+        )
+        print(f"seed {options.seed}: {len(drawn)} of {len(every)} mutants")
+    if options.show:
+        for one in drawn:
+            print(
+                f"{one.file}:{one.line} {one.kind}: {one.was.strip()[:40]!r} -> {one.text.strip()[:40]!r}"
+            )
+        return 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(lambda one: killed(one, options.seconds, options.wide), drawn))
+    for one, dead in zip(drawn, results, strict=True):
+        if not dead:
+            print(
+                f"survived: {one.file}:{one.line} {one.kind}: {one.was.strip()!r} -> {one.text.strip()!r}"
+            )
+    print(
+        f"{sum(results)} of {len(drawn)} killed ({100 * sum(results) / max(1, len(drawn)):.1f} %)"
+    )
+    if options.json:
+        found = [
+            {"mutant": asdict(one), "killed": dead}
+            for one, dead in zip(drawn, results, strict=True)
+        ]
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
