@@ -1,6 +1,7 @@
 """One comparison for all ops: against torch or NumPy, in every way an op can be called."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,17 @@ def check(op, oracle, *arrays, rtol=1e-5, atol=1e-6, grad=True):
     results = listed(op(*map(TensorValue, plain)))
     assert all(isinstance(r, TensorValue) for r in results)
     near(results)
-    near(listed(jax.jit(op)(*plain)))
-    if grad:
-        _check_gradients(op, tensors, outputs, plain, want, rtol, atol)
+    slopes = _gradients(tensors, outputs, want) if grad else None
+    # One program for the results and the gradients: compiling is what these tests take time for.
+    results, got = jax.jit(lambda *xs: (listed(op(*xs)), slopes.ours(op, xs) if slopes else ()))(
+        *plain
+    )
+    near(results)
+    for g, e in zip(got, slopes.expected if slopes else (), strict=True):
+        zero = np.zeros(g.shape, np.float32)
+        np.testing.assert_allclose(
+            g, zero if e is None else e.numpy(), rtol=10 * rtol, atol=10 * atol
+        )
 
 
 def _near(results, want, rtol, atol):
@@ -53,7 +62,28 @@ def _near(results, want, rtol, atol):
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol)
 
 
-def _check_gradients(op, tensors, outputs, plain, want, rtol, atol):
+class Slopes(NamedTuple):
+    """Gradients of a weighted sum of an op's results: what torch has, and how JAX gets them."""
+
+    expected: tuple[Any, ...]
+    floats: list[int]
+    factors: list[np.ndarray]
+
+    def ours(self, op, args):
+        def loss(values):
+            given = list(args)
+            for i, value in zip(self.floats, values, strict=True):
+                given[i] = value
+            return sum(
+                jnp.sum(o * f)
+                for o, f in zip(listed(op(*given)), self.factors, strict=True)
+                if jnp.issubdtype(o.dtype, jnp.floating)
+            )
+
+        return jax.grad(loss)([args[i] for i in self.floats])
+
+
+def _gradients(tensors, outputs, want) -> Slopes:
     floats = [i for i, t in enumerate(tensors) if t.requires_grad]
     factors = [normal(*w.shape, seed=7 + i) for i, w in enumerate(want)]
     pairs = [
@@ -62,23 +92,7 @@ def _check_gradients(op, tensors, outputs, plain, want, rtol, atol):
     assert floats and pairs, "nothing to differentiate: grad=False"
     loss = sum((o * f).sum() for o, f in pairs)
     expected = torch.autograd.grad(loss, [tensors[i] for i in floats], allow_unused=True)
-
-    def our_loss(values):
-        args = list(plain)
-        for i, value in zip(floats, values, strict=True):
-            args[i] = value
-        return sum(
-            jnp.sum(o * f)
-            for o, f in zip(listed(op(*args)), factors, strict=True)
-            if jnp.issubdtype(o.dtype, jnp.floating)
-        )
-
-    got = jax.jit(jax.grad(our_loss))([plain[i] for i in floats])
-    for g, e in zip(got, expected, strict=True):
-        zero = np.zeros(g.shape, np.float32)
-        np.testing.assert_allclose(
-            g, zero if e is None else e.numpy(), rtol=10 * rtol, atol=10 * atol
-        )
+    return Slopes(expected, floats, factors)
 
 
 def check_numpy(op, oracle, *arrays, grad=True, **options):
