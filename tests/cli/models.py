@@ -2,10 +2,12 @@
 
 import io
 import json
+import subprocess
 import sys
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.numpy
 import tokenizers
 
@@ -70,6 +72,24 @@ def write_model(
         found = {"eos_token": "<end>"} | ({"chat_template": template} if template else {})
         (directory / "tokenizer_config.json").write_text(json.dumps(found))
     return directory
+
+
+def here(*arguments: Any, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """``maxjax`` in this process, as `subprocess.run` would give it: no start of Python, no import of JAX.
+
+    Each command has at least one test that runs it in a process of its own.
+    """
+    files = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    given = io.TextIOWrapper(io.BytesIO(stdin.encode("utf-8", "surrogateescape")))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, file in zip(("stdin", "stdout", "stderr"), (given, *files), strict=True):
+            patch.setattr(sys, name, file)
+        try:
+            code: Any = cli.main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code
+    texts = [file.buffer.getvalue().decode() for file in files]  # pyright: ignore
+    return subprocess.CompletedProcess(arguments, code or 0, *texts)
 
 
 def in_process(capsys, monkeypatch, *arguments, stdin="") -> tuple[Any, str, str]:

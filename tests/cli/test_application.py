@@ -12,6 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
+from .models import here
+
 MAXJAX = [sys.executable, "-m", "maxjax"]
 LFS_POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
@@ -26,15 +28,16 @@ def maxjax(*arguments, stdin="", **kwargs):
     )
 
 
-def succeeds(*arguments, **kwargs):
-    done = maxjax(*arguments, **kwargs)
+def succeeds(*arguments, run=here, **kwargs):
+    """stdout of a call that must succeed. ``run=maxjax`` gives it a process of its own."""
+    done = (maxjax if kwargs.keys() - {"stdin"} else run)(*arguments, **kwargs)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def fails(*arguments, code=1, **kwargs):
+def fails(*arguments, code=1, run=here, **kwargs):
     """stderr of a call that must fail properly: one line, no traceback, nothing on stdout."""
-    done = maxjax(*arguments, **kwargs)
+    done = (maxjax if kwargs.keys() - {"stdin"} else run)(*arguments, **kwargs)
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
     if code == 1:
@@ -75,7 +78,7 @@ def bare_model(minilm, tmp_path):
 
 
 def test_help_names_the_commands():
-    out = succeeds("--help")
+    out = succeeds("--help", run=maxjax)
     assert all(command in out for command in ("inspect", "embed", "env"))
 
 
@@ -90,7 +93,7 @@ def test_help_does_not_import_jax():
 
 
 def test_version():
-    assert succeeds("--version").startswith("maxjax 0.")
+    assert succeeds("--version", run=maxjax).startswith("maxjax 0.")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_an_error_of_ours_is_named_unexpected():
 
 
 def test_inspect_lists_every_tensor(checkpoint):
-    lines = succeeds("inspect", checkpoint).splitlines()
+    lines = succeeds("inspect", checkpoint, run=maxjax).splitlines()
     assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file"]
     assert lines[1].split() == ["a.weight", "float32", "2x3", "24", "m.safetensors"]
     assert lines[3].split()[2] == "scalar"
@@ -232,7 +235,7 @@ def _embeddings(out):
 
 def test_embed_arguments_stdin_and_file_agree(minilm, tmp_path):
     texts = ["A cat sleeps.", "Ünïcode — 猫"]
-    out = succeeds("embed", "--model", minilm, *texts)
+    out = succeeds("embed", "--model", minilm, *texts, run=maxjax)
     named, rows = _embeddings(out)
     assert named == texts and rows.shape == (2, 384)
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
@@ -306,7 +309,7 @@ def test_embed_directory_without_weights(tmp_path):
 
 
 def test_env():
-    out = succeeds("env")
+    out = succeeds("env", run=maxjax)
     assert "jaxlib" in out and "cpu:0" in out
 
 
@@ -326,7 +329,7 @@ def archive(tmp_path):
 
 
 def test_verify_says_what_it_looked_at(archive):
-    said = succeeds("verify", archive).strip()
+    said = succeeds("verify", archive, run=maxjax).strip()
     assert said == "sound: npz, 2 tensors, 30 bytes, 1 files; 2 checksums agree"
     found = json.loads(succeeds("verify", archive, "--json"))
     assert found == {

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.bench_plan import LLAMA_405B, shapes, write_sparse
 
-from .models import in_process
+from .models import here, in_process
 from .test_application import fails, maxjax, succeeds, write_safetensors
 
 
@@ -19,7 +19,7 @@ def llama(tmp_path_factory):
 
 
 def test_a_table(llama):
-    out = succeeds("plan", llama, "--mesh", "model=8,data=2")
+    out = succeeds("plan", llama, "--mesh", "model=8,data=2", run=maxjax)
     assert out.startswith("mesh model=8, data=2 (16 devices); the model's own rules\n"), out[:120]
     row = next(line for line in out.splitlines() if "gate_proj" in line).split()
     assert row[:4] == ["model.layers.*.mlp.gate_proj.weight", "2", "bfloat16", "53248x16384"]
@@ -36,7 +36,7 @@ def test_json_and_the_codes(llama):
         shapes(LLAMA_405B | {"num_hidden_layers": 2})
     )
     assert json.loads(succeeds(*arguments, "--hbm", "80GB"))["fits"] is True
-    done = maxjax(*arguments, "--hbm", "1GiB")
+    done = here(*arguments, "--hbm", "1GiB")
     assert (done.returncode, done.stderr) == (1, "")
     small = json.loads(done.stdout)
     assert small["fits"] is False and small["hbm"] == 1 << 30
