@@ -19,13 +19,13 @@ def absent(module: str, reasons: Mapping[str, str]) -> Callable[[str], NoReturn]
     Example:
         >>> absent("maxjax.nn", {"Signals": "XLA inserts the communication"})("Signals")
         Traceback (most recent call last):
-        ImportError: maxjax.nn has no Signals, as MAX has: XLA inserts the communication
+        ImportError: maxjax.nn has no Signals, which MAX has: XLA inserts the communication
     """
     known = {name: reason for names, reason in reasons.items() for name in names.split()}
 
     def __getattr__(name: str) -> NoReturn:
         if name in known:
-            raise ImportError(f"{module} has no {name}, as MAX has: {known[name]}", name=module)
+            raise ImportError(f"{module} has no {name}, which MAX has: {known[name]}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return __getattr__

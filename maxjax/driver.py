@@ -380,7 +380,7 @@ class Buffer:
     def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
         """A DLPack capsule on this memory; for bfloat16 and float8, on a copy made by JAX.
 
-        BufferError for dtypes of less than 8 bits, which libraries pack differently in DLPack.
+        BufferError for dtypes of less than 8 bits, for which DLPack has no common representation.
         """
         if self._array.dtype.type.__module__ == "numpy":
             return self._array.__dlpack__(stream=stream, **kwargs)

@@ -181,9 +181,7 @@ class DType(Enum):
         if type(dtype).__module__ == "torch":
             return _from_text(str(dtype))
         if dtype is None or dtype is int or dtype is float:
-            raise TypeError(
-                f"{dtype!r} is not an element type. Write, for example, DType.float32."
-            )
+            raise TypeError(f"{dtype!r} is not an element type. Write, for example, DType.float32.")
         held = getattr(dtype, "dtype", None)
         if isinstance(held, cls | np.dtype) or type(held).__module__ == "torch":
             return cls.of(held)
