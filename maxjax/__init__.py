@@ -1,10 +1,10 @@
-"""maxjax: open any checkpoint lazily, place it on any mesh, compile it once, run it.
+"""maxjax: open any checkpoint lazily, shard it over any mesh, compile it once, run it.
 
-Modular MAX's module and weight system as a functional JAX library. MAX's import paths
-are ours: ``from max.graph import Weight`` becomes ``from maxjax.graph import Weight``.
+It is Modular MAX's module and weight system as a functional JAX library, with MAX's import paths:
+``from max.graph import Weight`` becomes ``from maxjax.graph import Weight``.
 
-Names are imported when they are first used, so that ``maxjax inspect`` and ``--help``
-need not wait for JAX.
+Names are imported when they are first used, so that ``maxjax inspect`` and ``--help`` do not
+import JAX.
 """
 
 import importlib as _importlib
@@ -58,7 +58,8 @@ if _TYPE_CHECKING:
     from .text.chat import apply_chat_template as apply_chat_template
     from .text.tokenizer.tokenizer import load_tokenizer as load_tokenizer
 
-# Where each name lives; None is a submodule. tests/test_facade.py holds it to the list above.
+# The module of each name; None for a submodule. tests/test_facade.py compares it with the imports
+# above.
 _HOMES: dict[str, str | None] = {
     **dict.fromkeys(
         ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "models", "nn")

@@ -1,4 +1,4 @@
-"""``python -m maxjax`` is ``maxjax``."""
+"""``python -m maxjax``: the same as the command ``maxjax``."""
 
 import sys
 

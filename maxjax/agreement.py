@@ -1,8 +1,8 @@
-"""What several processes are about to run, compared before they run it.
+"""Comparison of the programs that several processes are about to run, before they run them.
 
-Collectives of different programs wait for each other until JAX ends both processes, half a minute
-later, and neither learns why. Digests travel through the key-value store of JAX's coordination
-service, not through collectives, which would be the first to hang.
+If processes run different programs, their collectives wait for each other until JAX ends the
+processes half a minute later, without a reason. Digests are exchanged through the key-value store
+of JAX's coordination service, not through collectives, which would hang.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from .errors import PeerLostError, ProgramMismatchError, UserInputError
 
-# Settings that choose what XLA makes of the same code. Where it dumps and what it logs is each
-# process's own matter.
+# Settings that affect how XLA compiles the same code. Dump folders and logging may differ between
+# processes.
 _SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
     "jax_threefry_partitionable", "jax_use_shardy_partitioner", "jax_disable_jit",
@@ -29,10 +29,10 @@ _SETTINGS = (
 )  # fmt: skip
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 _OWN_FLAGS = re.compile(r"--xla_(?:dump|hlo_profile|force_host_platform_device_count)\S*")
-# What a lowered program has of this process alone: where a callback lies in its memory.
+# The address of a callback in a lowered program, which differs between processes.
 _ADDRESS = re.compile(r'backend_config = "\d{6,}"')
 _SHOWN = 60
-_SLICE_MS = 500  # Ctrl-C is answered between two
+_SLICE_MS = 500  # length of one wait; Ctrl-C takes effect between two of them
 _PATIENCE = 300
 
 
@@ -43,30 +43,30 @@ def same_program(
     timeout: int = _PATIENCE,
     **parts: Any,
 ) -> None:
-    """Compares what the processes are about to run, before they run it; each of them calls it.
+    """Check that all processes are about to run the same program. Each process must call it.
 
-    Processes that run different programs wait for each other's collectives until JAX ends them,
-    half a minute later, and neither learns why. Here each sends a digest of every part to the
-    coordinator, and all get the same answer. maxjax calls it itself before the first call of a
+    Processes that run different programs wait for each other's collectives until JAX ends them
+    half a minute later, without a reason. Here each process sends a digest of every part to the
+    first one, and all get the same answer. maxjax itself calls it before the first call of a
     compiled Graph (``Module.compile``, ``InferenceSession.load``) on devices of several processes.
 
-    Compared are, besides ``name`` and ``parts``: the versions of jax, jaxlib and maxjax, maxjax's own
-    code, and what chooses how XLA compiles (``XLA_FLAGS``, x64, the precision of matmuls …).
+    Besides ``name`` and ``parts`` it compares the versions of jax and jaxlib, maxjax's own code, and
+    the settings that affect how XLA compiles (``XLA_FLAGS``, x64, the precision of matmuls …).
 
     Args:
-        name: Of what is to be run, for the message.
-        processes: Those that take part; None is all of them.
-        timeout: Whole seconds to wait for processes that have not come here.
-        parts: What must be equal, by name: text, bytes, a Path (the file's content), what
-            ``jax.jit(f).lower(…)`` gives, or what ``json`` can write.
+        name: name of the program, for the message.
+        processes: ids of the processes that take part; None for all of them.
+        timeout: whole seconds to wait for the other processes.
+        parts: values that must be equal, by name: text, bytes, a Path (for the file's content),
+            the result of ``jax.jit(f).lower(…)``, or a value that ``json`` can write.
 
     In a program of one process nothing is compared.
 
     Raises:
-        ProgramMismatchError: In every process: which part differs, and where. Nothing was run: all
-            can end in good order.
-        PeerLostError: A process does not come here in time.
-        TypeError: A part is nothing of the above.
+        ProgramMismatchError: a part differs; every process raises it and names part and
+            processes. Nothing was run, so all processes can exit normally.
+        PeerLostError: a process did not call it in time.
+        TypeError: a part is of none of these types.
 
     Example:
         >>> import jax
@@ -89,14 +89,14 @@ def same_program(
 def agreed(
     run: Callable[..., Any], name: str, program: Callable[[], str], shardings: Iterable[Any]
 ) -> Callable[..., Any]:
-    """``run``, which before its first call is compared with the other processes' programs.
+    """``run`` with a comparison of the processes' programs before its first call.
 
     Args:
-        run: A compiled program.
-        name: As in :func:`same_program`.
-        program: Gives its text.
-        shardings: Where its arrays lie: with devices of one process alone, ``run`` itself
-            comes back, and calls of it cost nothing more.
+        run: compiled program.
+        name: name of the program, as in :func:`same_program`.
+        program: function that returns the program's text.
+        shardings: shardings of the program's arrays. If all their devices belong to one process,
+            ``run`` itself is returned, without overhead.
     """
     import jax
 
@@ -117,13 +117,15 @@ def agreed(
 
 
 def as_first(name: str, answer: Callable[[], str], *, timeout: int = 60) -> str:
-    """What process 0 answers to a question that the processes ask themselves.
+    """The value that process 0 computes, shared with all processes that call this function.
 
-    Who asks alone gets an answer too: its own, after so many seconds without that of process 0.
+    A process that does not get it from process 0 in time computes it itself.
 
     Args:
-        name: The question; what the answer depends on is part of it.
-        answer: Finds one. Called in process 0, and where nobody else answers.
+        name: name of the value; it must contain everything that the value depends on.
+        answer: function that computes the value; it is called in process 0, and in a process that
+            got no answer.
+        timeout: seconds to wait for process 0.
 
     Example:
         >>> as_first("tied", lambda: "yes")
@@ -133,7 +135,7 @@ def as_first(name: str, answer: Callable[[], str], *, timeout: int = 60) -> str:
     if world is None:
         return answer()
     client, me, _ = world
-    # The answer may be another one the next time.
+    # The number distinguishes repeated calls, whose answers may differ.
     key = f"maxjax/asked/{name}/{next(_asked.setdefault(name, itertools.count()))}"
     if me == 0:
         found = answer()
@@ -148,16 +150,16 @@ def as_first(name: str, answer: Callable[[], str], *, timeout: int = 60) -> str:
 
 
 _asked: dict[str, Iterator[int]] = {}
-_turns: dict[tuple[int, ...], Iterator[int]] = {}  # by members: how often they compared
+_turns: dict[tuple[int, ...], Iterator[int]] = {}  # number of comparisons so far, by members
 
 
 def _coordinator() -> tuple[Any, int, int] | None:
-    """The client of JAX's coordination service, this process's id and how many there are."""
+    """The client of JAX's coordination service, this process's id, and the number of processes."""
     import jax
 
     if not jax.distributed.is_initialized():
         return None
-    from jax._src.distributed import global_state  # JAX shows the service nowhere else
+    from jax._src.distributed import global_state  # JAX has no public name for the service
 
     if global_state.client is None or (global_state.num_processes or 1) < 2:
         return None
@@ -167,7 +169,7 @@ def _coordinator() -> tuple[Any, int, int] | None:
 def _compare(
     client: Any, me: int, members: Sequence[int], facts: Mapping[str, str], timeout: int
 ) -> None:
-    """Sends ``facts`` to the first of the members, which tells all what it makes of them."""
+    """Send ``facts`` to the first member, which compares them and sends its verdict to all."""
     turn = next(_turns.setdefault(tuple(members), itertools.count()))
     place = f"maxjax/same/{'_'.join(map(str, members))}/{turn}"
     first, deadline = members[0], time.monotonic() + timeout
@@ -187,7 +189,7 @@ def _compare(
 
 
 def _awaited(client: Any, key: str, name: str, peer: int, deadline: float, timeout: int) -> str:
-    """A value of the coordination service, once it is there."""
+    """Wait for a value in the coordination service."""
     while True:
         try:
             return client.blocking_key_value_get(key, _SLICE_MS)
@@ -205,7 +207,7 @@ def _awaited(client: Any, key: str, name: str, peer: int, deadline: float, timeo
 
 
 def _verdict(every: Mapping[int, Mapping[str, str]]) -> str:
-    """ "equal", or what differs and where."""
+    """ "equal", or the parts that differ, with the processes and values."""
     parts = list(dict.fromkeys(part for facts in every.values() for part in facts))
     differences = []
     for part in parts:
@@ -229,7 +231,7 @@ def _verdict(every: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _fact(part: str, value: Any) -> str:
-    """A value as it is compared and shown: itself if it is short, else its digest."""
+    """The text of a value to compare and show: the value itself if it is short, else its digest."""
     if hasattr(value, "as_text"):
         value = _ADDRESS.sub("", value.as_text())
     elif isinstance(value, os.PathLike):
@@ -239,8 +241,8 @@ def _fact(part: str, value: Any) -> str:
             value = json.dumps(value, sort_keys=True)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"{part} is a {type(value).__name__}, which has no one text ({error}): give text, "
-                "bytes, a Path, a lowered program, or what json can write"
+                f"{part} is a {type(value).__name__}, which cannot be compared ({error}): pass text, "
+                "bytes, a Path, a lowered program, or a value that json can write"
             ) from None
     if isinstance(value, str):
         if len(value) <= _SHOWN and value.isprintable():
@@ -257,7 +259,7 @@ _around: dict[str, str] = {}
 
 
 def _surroundings() -> dict[str, str]:
-    """Versions, maxjax's own code, and the settings that choose what XLA makes of a program."""
+    """Versions, maxjax's own code, and the settings that affect how XLA compiles."""
     import jax
 
     if not _around:

@@ -1,4 +1,4 @@
-"""Text for a terminal: tables of columns, and names that must not steer it."""
+"""Text for a terminal: aligned tables, and names with control characters escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[s
 
 
 def visible(text: str) -> str:
-    """``text`` with control characters escaped: a tensor's name must not steer a terminal.
+    """``text`` with control characters escaped, so that a tensor's name cannot control a terminal.
 
     Example:
         >>> visible("a\\tb")

@@ -1,7 +1,7 @@
-"""Several processes as one program: `jax.distributed`, with its failures explained.
+"""Programs of several processes: `jax.distributed` with checked arguments and clear errors.
 
-Everything here is JAX's coordination service; this file chooses its timeouts, refuses what would
-hang or crash inside it, and names the peer that is gone.
+JAX's coordination service does the work; this file chooses its timeouts, refuses arguments that
+would make it hang or crash, and names the process that is lost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .agreement import same_program as same_program
 from .errors import PeerLostError, ProgramMismatchError, UserInputError
 
 RETRY_SECONDS = 0.2
-# What JAX's errors say when another process does not answer. Gloo and MPI move arrays between CPUs
-# ("Gloo all-reduce failed: …", "Gloo AllGather failed: …"), NCCL and RCCL between GPUs; the codes
-# and heartbeats are the coordination service's. NCCL's other failures are of this process: no
-# memory, a driver that is too old.
+# Texts of JAX's errors when another process does not answer. Gloo and MPI transfer arrays between
+# CPUs ("Gloo all-reduce failed: …", "Gloo AllGather failed: …"), NCCL and RCCL between GPUs; status
+# codes and heartbeats are the coordination service's. NCCL's other errors are about this process,
+# for example too little memory or an old driver.
 _LOST = re.compile(
     r"""\bGloo\ [^:\n]*\ failed:\s
       | \bMPI\ error:\s
@@ -38,16 +38,16 @@ _LOST = re.compile(
         | coordination\ service\ (?:has\ |is\ )?(?:been\ )?(?:stopped|shut|encountered))""",
     re.VERBOSE,
 )
-# Gloo's word for two processes that do not say the same: they are there, and run different programs.
+# Gloo's error if two processes send different messages: both run, but different programs.
 _DIFFERENT = re.compile(r"\bGloo [^:\n]* failed: .*\benforce fail\b")
-# Gloo waits so long for a process that is there and says nothing: it hangs, or runs something else.
+# Gloo's error if a process is connected but sends nothing: it hangs, or runs another program.
 _SILENT = re.compile(r"\bGloo [^:\n]* failed: .*\b(?:Read timeout|Timed out waiting)\b")
-# Where they name process ids: "Task 3 heartbeat timeout", or one id a line.
+# Process ids in these errors: "Task 3 heartbeat timeout", or one id per line.
 _ONE_ID = re.compile(r"\bTask (\d+) heartbeat timeout")
 _IDS = re.compile(r"(?:stopped sending heartbeats\)|timed out task names):\s*\n((?:\d+\n)+)")
 
-# (process_id, num_processes) as given to initialize; JAX itself knows them only privately, or
-# after it has started the devices, which may hang once a peer is gone.
+# (process_id, num_processes) as given to initialize. JAX tells them only through private names, or
+# after it has started the devices, which may hang if another process is lost.
 _world: tuple[int, int] | None = None
 
 
@@ -61,35 +61,36 @@ def initialize(
     heartbeat_timeout: int = 20,
     shutdown_timeout: int = 30,
 ) -> None:
-    """Makes this process one of several that share one set of devices: `jax.distributed`.
+    """Make this process one of several that share one set of devices: `jax.distributed`.
 
     Each process calls it once, before anything that starts JAX's devices. Afterwards
     ``jax.devices()`` are those of all processes and ``jax.local_devices()`` those of this one.
 
     Args:
         coordinator_address: "host:port" (IPv6: "[address]:port") at which process 0 listens, the
-            same in all processes. None is ``$JAX_COORDINATOR_ADDRESS``. At a loopback address
+            same in all processes; by default ``$JAX_COORDINATOR_ADDRESS``. At a loopback address
             only processes of this machine can reach it; otherwise it listens on all interfaces,
-            and whoever reaches the port is trusted.
-        num_processes: How many there are.
-        process_id: Which one this is: 0 to ``num_processes - 1``.
-        local_device_ids: The GPUs this process may use; None is all of them.
-        initialization_timeout: Whole seconds to wait for the coordinator and the other processes.
-        heartbeat_timeout: Whole seconds without a sign of life, after which a process is taken
-            for dead and JAX ends all others.
-        shutdown_timeout: Whole seconds that a process that is done waits for the others; then
-            JAX ends all of them, also those still at work.
+            and everyone who can reach the port is trusted.
+        num_processes: number of processes.
+        process_id: id of this process, 0 to ``num_processes - 1``.
+        local_device_ids: ids of the GPUs that this process may use; None for all of them.
+        initialization_timeout: whole seconds to wait for the coordinator and the other processes.
+        heartbeat_timeout: whole seconds without a heartbeat after which a process is considered
+            dead and JAX ends all others.
+        shutdown_timeout: whole seconds that a finished process waits for the others; then JAX
+            ends all of them, including those that are still running.
 
-    On Slurm, Open MPI, Kubernetes and TPUs JAX finds out those of the first four that are None.
+    On Slurm, Open MPI, Kubernetes and TPUs JAX determines those of the first four that are None.
 
     Raises:
-        UserInputError: No "host:port", a host name that is a loopback address on this machine, a
-            port that is taken, an id out of range, or a timeout that is no positive whole number.
-        RuntimeError: Called a second time, or after JAX has started its devices.
-        PeerLostError: Nobody listens at the coordinator's address within
-            ``initialization_timeout`` (in processes other than 0, where both are given). If a
-            process registers with none, or another one never comes, JAX leaves no such way: it
-            prints the reason and ends this process (SIGABRT) up to 6 s after the timeout.
+        UserInputError: the address is not "host:port", the host name is a loopback address on this
+            machine, the port is taken, the id is out of range, or a timeout is not a positive
+            whole number.
+        RuntimeError: it was called a second time, or after JAX has started its devices.
+        PeerLostError: nothing listens at the coordinator's address within
+            ``initialization_timeout`` (in processes other than 0, if address and id are given).
+            If a process registers without an id, or another one never registers, JAX raises no
+            error: it prints the reason and ends this process (SIGABRT) up to 6 s after the timeout.
 
     Example:
         >>> initialize("localhost:1234", num_processes=2, process_id=2)
@@ -129,21 +130,21 @@ def initialize(
 
 @contextlib.contextmanager
 def watch(phase: str) -> Iterator[None]:
-    """A block in which a JAX error that means "a peer is gone" becomes a PeerLostError.
+    """A block in which JAX's errors about a lost process become a PeerLostError.
 
     Args:
-        phase: What the block does, for the message: "loading the weights".
+        phase: description of the block for the message: "loading the weights".
 
-    Only errors that reach Python in the block count: JAX computes in the background, so read
-    results (``jax.block_until_ready``) inside. Other errors pass through, and in a program of one
-    process all do. Where JAX sees first that the peer is gone, it ends this process instead, at
-    the latest about a second after ``heartbeat_timeout``; if process 0 is gone, mostly at once.
+    Only errors that reach Python inside the block are translated: JAX computes asynchronously, so
+    wait for results (``jax.block_until_ready``) inside. Other errors pass through, and in a program
+    of one process all do. If JAX itself notices the loss first, it ends this process instead, at
+    most about a second after ``heartbeat_timeout``; if process 0 is lost, usually at once.
 
     Raises:
-        PeerLostError: Another process closed its connection or did not answer. The message has
-            the phase, the process's id where it is known, and the first line of JAX's error, which
-            is the ``__cause__``. This process cannot go on: let it end.
-        ProgramMismatchError: Both are there, and their collectives do not fit together.
+        PeerLostError: another process closed its connection or did not answer. The message
+            contains the phase, the process's id if it is known, and the first line of JAX's error,
+            which is the ``__cause__``. This process cannot continue: let it end.
+        ProgramMismatchError: the processes run, but their collectives do not match.
 
     Example:
         >>> with watch("adding"):
@@ -186,7 +187,7 @@ def _checked_ids(
 
 
 def _whole(name: str, value: Any, least: int) -> int:
-    """``value`` as an int; UserInputError unless it is a whole number of at least ``least``."""
+    """``value`` as an int; UserInputError unless it is an integer of at least ``least``."""
     try:
         whole = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -213,7 +214,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that ``text`` spells out, or None where it is a name."""
+    """The IP address that ``text`` is, or None if it is a name."""
     try:
         return ipaddress.ip_address(text)
     except ValueError:
@@ -221,17 +222,17 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _on_this_machine(host: str) -> bool:
-    """Whether ``host`` says openly that it is a loopback address."""
+    """Whether ``host`` is a loopback address or "localhost"."""
     address = _address(host)
     return address.is_loopback if address else host.lower() == "localhost"
 
 
 def _check_meaning(host: str, port: int) -> None:
-    """Refuses a host that is here something else than for the other machines.
+    """Refuse a host name that other machines resolve differently.
 
-    Many installations write "127.0.1.1 node0" into node0's /etc/hosts: there, node0 is an address
-    at which every machine finds only itself. Whether there are other machines cannot be known,
-    so what to write is for the user to say; a plain loopback address says it.
+    Many installations write "127.0.1.1 node0" into node0's /etc/hosts: on node0 the name is then a
+    loopback address, which no other machine can reach. As it is unknown whether there are other
+    machines, the user has to decide; an explicit loopback address is accepted.
     """
     address = _address(host)
     if _on_this_machine(host) or (address and not address.is_unspecified):
@@ -241,9 +242,9 @@ def _check_meaning(host: str, port: int) -> None:
         try:
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except UnicodeError as error:
-            raise UserInputError(f"coordinator {host!r} is no host name: {error}") from error
+            raise UserInputError(f"coordinator {host!r} is not a host name: {error}") from error
         except OSError:
-            return  # it may be entered later; _wait_for_coordinator and JAX try it again
+            return  # the name may be registered later; _wait_for_coordinator and JAX try again
         found = [str(info[4][0]) for info in infos]
         if not all(_on_this_machine(one) for one in found):
             return
@@ -255,10 +256,11 @@ def _check_meaning(host: str, port: int) -> None:
 
 
 def _place_to_listen(host: str, port: int) -> str | None:
-    """Where the coordinator listens: with a loopback address there, None for JAX's default.
+    """The bind address of the coordinator: a loopback address itself, else None (JAX's default).
 
-    JAX would listen on all interfaces for a loopback address as well; its service asks nobody
-    who they are. And a port that is taken ends JAX 0.10.2 by a segmentation fault.
+    JAX would listen on all interfaces for a loopback address as well, and its service has no
+    authentication. The port is tested here because a taken port crashes JAX 0.10.2 with a
+    segmentation fault.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     local = _on_this_machine(host)
@@ -273,9 +275,9 @@ def _place_to_listen(host: str, port: int) -> str | None:
 
 
 def _wait_for_coordinator(host: str, port: int, timeout: int) -> int:
-    """Returns when somebody listens there: the seconds that are left, at least 1.
+    """Wait until the coordinator listens; return the seconds that are left, at least 1.
 
-    JAX waits for its coordinator too, but at the end of its patience it aborts the process.
+    JAX waits for its coordinator too, but aborts the process after its timeout.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -299,8 +301,8 @@ def _start(**arguments: Any) -> None:
         jax.distributed.initialize(**arguments)
     except (ValueError, TypeError) as error:
         raise UserInputError(
-            f"JAX cannot start as one of several processes: {error} Outside of Slurm, Open MPI, "
-            "Kubernetes and TPUs give coordinator_address, num_processes and process_id."
+            f"JAX cannot start as one of several processes: {error} Outside Slurm, Open MPI, "
+            "Kubernetes and TPUs pass coordinator_address, num_processes and process_id."
         ) from error
     except RuntimeError as error:
         if "must be called before" not in str(error):
@@ -312,7 +314,7 @@ def _start(**arguments: Any) -> None:
 
 
 def _meaning(error: Exception, text: str) -> type[Exception] | None:
-    """What has happened to the processes, or None if it is something else."""
+    """The exception class for what happened to the processes; None for any other error."""
     import jax
 
     if isinstance(error, (PeerLostError, ProgramMismatchError)):
@@ -325,10 +327,10 @@ def _meaning(error: Exception, text: str) -> type[Exception] | None:
 
 
 def _who(text: str) -> str:
-    """The process that an error is about, as far as it or arithmetic tells."""
+    """The process that an error is about: from its text, or the other one of two."""
     ids = [*_ONE_ID.findall(text), *(one for run in _IDS.findall(text) for one in run.split())]
     if not ids and _world and _world[1] == 2:
-        ids = [str(1 - _world[0])]  # of two there is only the other one
+        ids = [str(1 - _world[0])]  # with two processes it is the other one
     if not ids:
         return "another process"
     return f"process {', '.join(sorted(set(ids), key=int))}"

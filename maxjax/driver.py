@@ -1,7 +1,7 @@
-"""``Buffer``, ``DLPackArray`` and devices: MAX's words for arrays that cross libraries.
+"""``Buffer``, ``DLPackArray`` and devices: MAX's names for arrays shared between libraries.
 
-A Buffer is a NumPy array in host memory that knows its DType and speaks DLPack, bfloat16 and
-float8 included.
+A Buffer is a NumPy array in host memory with a DType; it supports DLPack, also for bfloat16 and
+float8.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Index = int | slice
 
 @runtime_checkable
 class DLPackArray(Protocol):
-    """Anything another library can read in place: NumPy, JAX and torch arrays, Buffers.
+    """Any array that another library can read without a copy: NumPy, JAX and torch arrays, Buffers.
 
     Example:
         >>> isinstance(np.zeros(2), DLPackArray), isinstance([1, 2], DLPackArray)
@@ -38,12 +38,12 @@ class DLPackArray(Protocol):
 
 
 def local_devices(label: str) -> list[JaxDevice]:
-    """This process's JAX devices: the CPU's for "cpu", the accelerators for "gpu"."""
+    """This process's JAX devices: CPU devices for "cpu", accelerators for "gpu"."""
     import jax
 
     if label == "cpu":
         return jax.local_devices(backend="cpu")
-    # The default backend names the accelerator, unless the user put the CPU first.
+    # The default backend is the accelerator's, unless the user put the CPU first.
     found = [device for device in jax.local_devices() if device.platform != "cpu"]
     if not found:
         with contextlib.suppress(RuntimeError):
@@ -52,10 +52,10 @@ def local_devices(label: str) -> list[JaxDevice]:
 
 
 def memory_stats(device: Any) -> Mapping[str, int]:
-    """What a jax.Device says of its memory; empty where it says nothing.
+    """The memory statistics of a jax.Device; empty if it has none.
 
-    Devices of another process, and those of a topology that programs are only compiled for,
-    raise instead of answering.
+    Devices of another process, and those of a topology that programs are only compiled for, raise
+    an error, which gives an empty result too.
     """
     try:
         return device.memory_stats() or {}
@@ -64,13 +64,13 @@ def memory_stats(device: Any) -> Mapping[str, int]:
 
 
 def accelerator_count() -> int:
-    """How many accelerators this process has."""
+    """The number of accelerators of this process."""
     return len(local_devices("gpu"))
 
 
 @dataclass(frozen=True, repr=False)
 class Device:
-    """A device of this process: ``label`` "cpu" or "gpu" (any accelerator), and number.
+    """A device of this process: ``label`` "cpu" or "gpu" (any accelerator), and index ``id``.
 
     Example:
         >>> CPU(), CPU() == CPU(0), CPU().is_host
@@ -86,11 +86,11 @@ class Device:
 
     @property
     def api(self) -> str:
-        """What drives it: "cpu", or the accelerator's JAX platform."""
+        """The backend: "cpu", or the accelerator's JAX platform."""
         return "cpu" if self.is_host else self.to_jax().platform
 
     def to_jax(self) -> JaxDevice:
-        """The JAX device; ValueError when it is not there."""
+        """The JAX device; ValueError if this process has no such device."""
         devices = local_devices(self.label)
         if not 0 <= self.id < len(devices):
             kind = "CPU" if self.is_host else "accelerator"
@@ -112,7 +112,7 @@ class CPU(Device):
 
 
 class Accelerator(Device):
-    """A GPU or TPU; ValueError when this process has no such device."""
+    """A GPU or TPU; ValueError if this process has no such device."""
 
     def __init__(self, id: int = 0):
         super().__init__("gpu", max(operator.index(id), 0))
@@ -121,7 +121,7 @@ class Accelerator(Device):
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Which device: its number among those of a kind, ``"cpu"`` or ``"gpu"`` (any accelerator)."""
+    """A device by its index and type, ``"cpu"`` or ``"gpu"`` (any accelerator)."""
 
     id: int = 0
     device_type: str = "cpu"
@@ -138,10 +138,10 @@ class DeviceSpec:
 
 
 def load_devices(device_specs: Sequence[DeviceSpec]) -> list[Device]:
-    """The devices that are asked for, in that order.
+    """The devices of the given specs, in the same order.
 
     Raises:
-        ValueError: This process has no such device, or there is no such kind.
+        ValueError: this process has no such device, or the device type is unknown.
 
     Example:
         >>> load_devices([DeviceSpec.cpu()])
@@ -150,16 +150,16 @@ def load_devices(device_specs: Sequence[DeviceSpec]) -> list[Device]:
     kinds = {"cpu": CPU, "gpu": Accelerator}
     for spec in device_specs:
         if spec.device_type not in kinds:
-            raise ValueError(f"a device is of the kind cpu or gpu, not {spec.device_type!r}")
+            raise ValueError(f"a device_type is 'cpu' or 'gpu', not {spec.device_type!r}")
     return [kinds[spec.device_type](spec.id) for spec in device_specs]
 
 
 class Buffer:
-    """A mutable array in host memory: ``Buffer(dtype, shape)`` is one of zeros.
+    """A mutable array in host memory: ``Buffer(dtype, shape)`` is filled with zeros.
 
-    Made of a NumPy array or of anything with DLPack it shares the memory; ``np.asarray``
-    gives that memory back, ``jnp.asarray`` a copy. Indexing takes one index per axis and
-    gives a Buffer. Equal only to itself.
+    A Buffer made from a NumPy or DLPack array shares its memory; ``np.asarray`` of a Buffer does
+    too, ``jnp.asarray`` copies. Indexing takes one index per axis and gives a Buffer. A Buffer is
+    equal only to itself.
 
     Example:
         >>> b = Buffer.from_numpy(np.arange(4, dtype=np.float32).reshape(2, 2))
@@ -180,7 +180,7 @@ class Buffer:
 
     @classmethod
     def _of(cls, array: np.ndarray) -> Buffer:
-        """A Buffer on this very array; ValueError when its dtype is none of ours."""
+        """A Buffer on this array without a copy; ValueError for a dtype that DType does not have."""
         DType.from_numpy(array.dtype)
         self = object.__new__(cls)
         self._array = array
@@ -199,10 +199,12 @@ class Buffer:
 
     @classmethod
     def from_numpy(cls, arr: np.ndarray) -> Buffer:
-        """A Buffer on the memory of ``arr``, strided or not; of a copy if that is read-only.
+        """A Buffer on the memory of ``arr``, which may be strided; a read-only array is copied.
 
-        TypeError for what is no array, ValueError for a dtype that DType does not have,
-        BufferError for foreign byte order.
+        Raises:
+            TypeError: ``arr`` is not a NumPy array.
+            ValueError: DType does not have its dtype.
+            BufferError: it is not in the machine's byte order.
         """
         if not isinstance(arr, np.ndarray):
             raise TypeError(f"expected a numpy.ndarray, got {type(arr).__name__}")
@@ -212,11 +214,16 @@ class Buffer:
 
     @classmethod
     def from_dlpack(cls, array: Any, *, copy: bool | None = None) -> Buffer:
-        """A Buffer on the memory of any DLPack array; arrays on accelerators are fetched.
+        """A Buffer on the memory of a DLPack array; arrays on accelerators are copied to the host.
 
-        ``copy=True`` always copies, ``None`` only read-only memory (JAX arrays are read-only),
-        ``False`` raises BufferError there. A Buffer comes back as it is unless copied.
-        TypeError for what is no DLPack array, ValueError for a non-contiguous one.
+        ``copy=True`` always copies; ``copy=None`` copies only read-only memory, such as that of JAX
+        arrays; ``copy=False`` raises BufferError for it. A Buffer is returned as it is unless it is
+        copied.
+
+        Raises:
+            TypeError: ``array`` is not a DLPack array.
+            ValueError: it is not contiguous.
+            BufferError: it is read-only, and ``copy=False``.
         """
         if isinstance(array, Buffer):
             return array.copy() if copy else array
@@ -231,7 +238,7 @@ class Buffer:
             raise BufferError("the array is read-only; pass copy=True or copy=None")
         return cls.from_numpy(held.copy() if copy else held)
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def dtype(self) -> DType:
@@ -243,7 +250,7 @@ class Buffer:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Distance of neighbours along each axis, in elements."""
+        """Distance between neighbours along each axis, in elements."""
         return tuple(stride // self._array.itemsize for stride in self._array.strides)
 
     @property
@@ -311,13 +318,14 @@ class Buffer:
             raise ValueError(f"calling `item` on a tensor with {count} items but expected only 1")
         return self._array.item()
 
-    # --- other forms ---
+    # --- conversions ---
 
     def view(self, dtype: Any, shape: Sequence[int] | None = None) -> Buffer:
-        """The same bytes as another type, by default with the last axis resized to fit.
+        """The same bytes as another dtype, by default with the last axis resized to fit.
 
-        ValueError when the bytes do not come out, when a strided Buffer would need another
-        shape, and between types stored differently (below 8 bits an element takes a byte).
+        Raises:
+            ValueError: the number of bytes does not fit; a strided Buffer would get another shape;
+                one of the dtypes has less than 8 bits, which take a byte per element.
         """
         dtype = DType.of(dtype)
         widths = {dtype.size_in_bits, self.dtype.size_in_bits}
@@ -334,7 +342,7 @@ class Buffer:
         return Buffer._of(self._array.reshape(-1).view(dtype.np).reshape(sizes))
 
     def to_numpy(self) -> np.ndarray:
-        """The array on this memory; bfloat16 and smaller floats keep their ml_dtypes dtype."""
+        """A NumPy array on this memory; bfloat16 and smaller floats have an ml_dtypes dtype."""
         return self._array.view()
 
     def copy(self, device: Device | None = None) -> Buffer:
@@ -343,17 +351,17 @@ class Buffer:
         return Buffer._of(self._array.copy(order="C"))
 
     def contiguous(self) -> Buffer:
-        """A contiguous Buffer: on the same memory if that is contiguous, else a copy."""
+        """A contiguous Buffer, copied only if this one is not contiguous."""
         return Buffer._of(np.ascontiguousarray(self._array).reshape(self.shape))
 
     def to(self, device: Device | Sequence[Device]) -> Any:
-        """This Buffer, or one per device of a sequence. Accelerators raise ValueError."""
+        """This Buffer, or a list of it for a sequence of devices. Accelerators raise ValueError."""
         for one in [device] if isinstance(device, Device) else device:
             _require_host(one)
         return self if isinstance(device, Device) else [self for _ in device]
 
     def inplace_copy_from(self, src: Buffer) -> None:
-        """Overwrites the elements; ValueError unless dtype and shape are the same."""
+        """Overwrite the elements with those of ``src``; ValueError unless dtype and shape match."""
         if src.dtype is not self.dtype:
             raise ValueError("Cannot copy buffers of different dtypes")
         if src.shape != self.shape:
@@ -366,13 +374,13 @@ class Buffer:
     def __jax_array__(self) -> jax.Array:
         import jax.numpy as jnp
 
-        # JAX on CPU would alias aligned NumPy memory, and a Buffer can be written to.
+        # Copied, as JAX on a CPU would share aligned NumPy memory, and a Buffer is mutable.
         return jnp.array(self._array, copy=True)
 
     def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
-        """A DLPack capsule on this memory; of a JAX copy for bfloat16 and float8.
+        """A DLPack capsule on this memory; for bfloat16 and float8, on a copy made by JAX.
 
-        BufferError for the types below 8 bits, for which DLPack has no common form.
+        BufferError for dtypes of less than 8 bits, for which DLPack has no common representation.
         """
         if self._array.dtype.type.__module__ == "numpy":
             return self._array.__dlpack__(stream=stream, **kwargs)
@@ -392,7 +400,7 @@ def _require_host(device: Device | None) -> None:
         raise TypeError(f"expected a maxjax.driver.Device, got {type(device).__name__}")
     if device is not None and not device.is_host:
         raise ValueError(
-            f"a Buffer lies in host memory, not on {device}. Use jax.device_put for arrays there."
+            f"a Buffer is in host memory, not on {device}. Use jax.device_put for arrays there."
         )
 
 
@@ -403,7 +411,8 @@ def _as_numpy(array: Any) -> np.ndarray:
     try:
         return np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError):
-        # What NumPy cannot take (bfloat16, float8, accelerators) JAX can, but for gradients.
+        # JAX supports what NumPy cannot import (bfloat16, float8, accelerators); neither supports
+        # torch tensors that require gradients.
         import jax
 
         return np.asarray(array if isinstance(array, jax.Array) else jax.dlpack.from_dlpack(array))

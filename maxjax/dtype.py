@@ -1,7 +1,7 @@
-"""``DType``: the element types, and their names in every neighbouring library.
+"""``DType``: the element types, and their names in other libraries and formats.
 
-One member per type; its NumPy form (ml_dtypes for what NumPy lacks) is ``.np``, its name
-in a safetensors header ``.safetensors``.
+``.np`` of a member is its NumPy dtype (ml_dtypes' for types that NumPy lacks), ``.safetensors`` its
+name in a safetensors header.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ class finfo:
 class DType(Enum):
     """An element type.
 
-    ``DType(value)`` also takes the short name ("f32", "bf16", "si8", "f8e4m3fn"): unknown
-    text raises KeyError, another unknown value ValueError. For any other spelling there is
-    ``DType.of``. Iterating gives MAX's 21 types; ``int4``, ``uint4``, ``complex64`` and
-    ``complex128``, which MAX does not have, are members like the others and listed in
-    ``DType.__members__``.
+    ``DType(value)`` also accepts the short name ("f32", "bf16", "si8", "f8e4m3fn"): unknown text
+    raises KeyError, another unknown value ValueError. ``DType.of`` accepts other spellings.
+    Iteration gives MAX's 21 types; ``int4``, ``uint4``, ``complex64`` and ``complex128``, which MAX
+    does not have, are members too and listed in ``DType.__members__``.
 
     Example:
         >>> np.zeros(2, DType.bfloat16).dtype, DType.float8_e4m3fn.safetensors
@@ -92,10 +91,10 @@ class DType(Enum):
     float8_e4m3fnuz = 76
     float8_e5m2 = 77
     float8_e5m2fnuz = 78
-    # MAX numbers integers 128 + 2·log2(bits) + signed; these two continue that downwards.
+    # MAX's values for integers are 128 + 2·log2(bits) + signed; these two continue the series.
     int4 = 133
     uint4 = 132
-    # JAX and files have them, MAX does not; the numbers are ours.
+    # JAX and checkpoint files have these, MAX does not; the values are maxjax's own.
     complex64 = 97
     complex128 = 98
 
@@ -108,26 +107,26 @@ class DType(Enum):
     def _missing_(cls, value: object) -> DType | None:
         return _SHORT_NAMES[value] if isinstance(value, str) else None
 
-    # --- other libraries' words for it ---
+    # --- names in other libraries ---
 
     @property
     def np(self) -> NumpyDType:
-        """The NumPy dtype with the same meaning; never a stand-in of equal size."""
+        """The NumPy dtype with the same meaning, not just one of the same size."""
         return _NUMPY[self]
 
     @property
     def dtype(self) -> NumpyDType:
-        """What lets ``np.dtype(DType.x)`` and every jax.numpy function take a member."""
+        """The NumPy dtype; with this property, NumPy and jax.numpy accept a DType as a dtype."""
         return _NUMPY[self]
 
     @property
     def safetensors(self) -> str | None:
-        """The name in a safetensors header, or None when the format has none."""
+        """The name in a safetensors header, or None if the format has none."""
         return _SAFETENSORS.get(self)
 
     @classmethod
     def from_safetensors(cls, name: str) -> DType:
-        """The type a safetensors header calls ``name``; KeyError when unknown.
+        """The type with this name in a safetensors header; KeyError if there is none.
 
         Example:
             >>> DType.from_safetensors("BF16")
@@ -136,9 +135,9 @@ class DType(Enum):
         return _FROM_SAFETENSORS[name]
 
     def to_numpy(self) -> NumpyDType:
-        """MAX's own mapping: float8 gives uint8, and types NumPy lacks raise ValueError.
+        """MAX's mapping to NumPy: float8 gives uint8, other types NumPy lacks raise ValueError.
 
-        Prefer ``.np``, which is right for all of them.
+        Prefer ``.np``, which has the right dtype for all of them.
         """
         if self.is_float8():
             return np.dtype(np.uint8)
@@ -148,7 +147,7 @@ class DType(Enum):
 
     @classmethod
     def from_numpy(cls, dtype: Any) -> DType:
-        """The type of a NumPy dtype or scalar type (ml_dtypes too); otherwise ValueError."""
+        """The type of a NumPy dtype or scalar type (ml_dtypes too); ValueError for any other."""
         if isinstance(dtype, type) and issubclass(dtype, np.generic):
             found = _FROM_SCALAR_TYPE.get(dtype)
         else:
@@ -160,12 +159,16 @@ class DType(Enum):
 
     @classmethod
     def of(cls, dtype: Any) -> DType:
-        """The type meant by ``dtype``, however it is spelled.
+        """The type that ``dtype`` means, in any spelling.
 
-        Takes a DType, a NumPy dtype or scalar type, a jax.numpy or torch dtype, an object
-        with a ``dtype``, or text: "bfloat16", "bf16", "torch.bfloat16". ValueError when
-        there is no such type; TypeError for what is not a dtype at all, and for Python's
-        ``int`` and ``float``, which have no width.
+        Args:
+            dtype: a DType, a NumPy dtype or scalar type, a jax.numpy or torch dtype, an object
+                with a ``dtype``, or text: "bfloat16", "bf16", "torch.bfloat16".
+
+        Raises:
+            ValueError: there is no such type.
+            TypeError: ``dtype`` is not a dtype, or is Python's ``int`` or ``float``, which have no
+                width.
 
         Example:
             >>> DType.of("bf16"), DType.of(ml_dtypes.float8_e5m2), DType.of(np.dtype("int8"))
@@ -178,13 +181,13 @@ class DType(Enum):
         if type(dtype).__module__ == "torch":
             return _from_text(str(dtype))
         if dtype is None or dtype is int or dtype is float:
-            raise TypeError(f"{dtype!r} names no element type. Write DType.float32, say.")
+            raise TypeError(f"{dtype!r} is not an element type. Write, for example, DType.float32.")
         held = getattr(dtype, "dtype", None)
         if isinstance(held, cls | np.dtype) or type(held).__module__ == "torch":
             return cls.of(held)
         return cls.from_numpy(np.dtype(dtype))
 
-    # --- what kind it is ---
+    # --- properties ---
 
     @property
     def size_in_bits(self) -> int:
@@ -193,7 +196,7 @@ class DType(Enum):
 
     @property
     def size_in_bytes(self) -> int:
-        """Bytes of one element in an array; a sub-byte element takes a whole one."""
+        """Bytes of one element in an array; an element of less than 8 bits takes one byte."""
         return self.np.itemsize
 
     @property
@@ -202,7 +205,7 @@ class DType(Enum):
         return self.np.itemsize
 
     def is_integral(self) -> builtins.bool:
-        """Integers, signed or not; ``bool`` is none."""
+        """Whether it is an integer type, signed or not; ``bool`` is not one."""
         return self.name.startswith(("int", "uint"))
 
     def is_signed_integral(self) -> builtins.bool:
@@ -212,23 +215,23 @@ class DType(Enum):
         return self.name.startswith("uint")
 
     def is_float(self) -> builtins.bool:
-        """Every floating-point type, the 4-, 6- and 8-bit ones included."""
+        """Whether it is a floating-point type, including those of 4, 6 and 8 bits."""
         return "float" in self.name
 
     def is_complex(self) -> builtins.bool:
-        """complex64 and complex128."""
+        """Whether it is complex64 or complex128."""
         return self.name.startswith("complex")
 
     def is_float8(self) -> builtins.bool:
         return self.name.startswith("float8")
 
     def is_half(self) -> builtins.bool:
-        """The 16-bit floats: float16 and bfloat16."""
+        """Whether it is a 16-bit float: float16 or bfloat16."""
         return self in (DType.float16, DType.bfloat16)
 
 
-# MAX programs iterate over DType and ask each type for its MAX-only forms; they must not meet
-# types that MAX does not have. Everything else (lookup, pickle, identity) is unchanged.
+# MAX programs iterate over DType and expect that each type has MAX's properties, so iteration
+# leaves out types that MAX does not have. Lookup, pickle and identity are unchanged.
 for _name in ("int4", "uint4", "complex64", "complex128"):
     DType._member_names_.remove(_name)
 
@@ -295,12 +298,12 @@ def _from_text(text: str) -> DType:
 
 
 def promote(a: Any, b: Any) -> DType:
-    """The type of ``a`` combined with ``b`` in one operation; the order does not matter.
+    """The type of the result of an operation on ``a`` and ``b``; the order does not matter.
 
-    ``bool`` takes the other's type. Two integers, or two floats, give the wider where it
-    holds both: float16 with bfloat16 gives float32, two different floats below 16 bits
-    float16. An integer with a float gives the float only if that holds every value of the
-    integer (int8 with float32). ValueError for every other pair: cast one of them.
+    ``bool`` with another type gives the other type. Two integers, or two floats, give the wider
+    type if it holds both: float16 with bfloat16 gives float32, two different floats of less than
+    16 bits give float16. An integer with a float gives the float only if that holds every value of
+    the integer (int8 with float32). Every other pair raises ValueError: cast one of them.
 
     Example:
         >>> promote(DType.float32, DType.bfloat16), promote("f16", "bf16")

@@ -1,7 +1,7 @@
-"""The exception classes of maxjax and the one grammar of their messages.
+"""The exception classes of maxjax, and the format of their messages.
 
-A message is one line: the file first, then the tensor in single quotes, the byte
-offset, what is wrong with expected and found, and last what to do about it.
+A message is one line: the file, the tensor in single quotes, the byte offset, what is wrong with
+the expected and found values, and what to do about it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class CheckpointError(Exception):
     """Something is wrong with a checkpoint: its files, its content, or its fit.
 
     Args:
-        problem: What is wrong, as a phrase without a full stop.
-        path: The file.
-        tensor: The tensor (or archive member) concerned.
-        offset: Byte offset in the file.
-        expected, found: The two sides of a comparison; either may be absent.
-        hint: One sentence that says what to do.
+        problem: description of the problem, without a full stop.
+        path: path of the file.
+        tensor: name of the tensor (or archive member).
+        offset: byte offset in the file.
+        expected, found: the two sides of a comparison; either may be absent.
+        hint: one sentence that says what to do.
 
-    All of them stay readable as attributes of the same names.
+    All of them are also attributes of the exception.
 
     Example:
         >>> e = CheckpointFormatError(
@@ -91,30 +91,30 @@ def _rebuild(
 
 
 def _one_line(value: Any, limit: int = 300) -> str:
-    """``value`` as text without line breaks or other controls, cut at ``limit``."""
+    """``value`` as text without control characters, cut after ``limit`` characters."""
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text)} characters)"
-    # A surrogate cannot be printed either: messages must reach any terminal.
+    # Surrogates are escaped too: a terminal cannot print them.
     return "".join(
         c if c.isprintable() and not "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in text
     )
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """A file, shard, split part or host directory is not there."""
+    """A file, shard, split part or host directory does not exist."""
 
 
 class CheckpointAccessError(CheckpointError, PermissionError):
-    """The file is there but may not be read or written."""
+    """The file exists, but permission to read or write it is denied."""
 
 
 class CheckpointTruncatedError(CheckpointError):
-    """There are fewer bytes than the file itself declares."""
+    """The file is shorter than its own header declares."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """The structure is broken, or the file is of another kind than its name says."""
+    """The file's structure is invalid, or its format is not the one that its name says."""
 
 
 class CheckpointCorruptError(CheckpointError):
@@ -126,7 +126,7 @@ class CheckpointUnsafeError(CheckpointError):
 
 
 class CheckpointLimitError(CheckpointError):
-    """A count, depth, ratio or size is over a limit that guards this process."""
+    """A count, depth, ratio or size exceeds a limit that protects this process."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
@@ -137,14 +137,14 @@ class CheckpointChangedError(CheckpointError):
     """The file changed between being opened and being read to the end.
 
     Attributes:
-        replaced: Whether another checkpoint was put into its place: opened again, that is read.
+        replaced: whether another checkpoint has replaced it; open it again to read the new one.
     """
 
     replaced = False
 
 
 class CheckpointIncompleteError(CheckpointError):
-    """A checkpoint whose writing was never finished."""
+    """The checkpoint was never written completely."""
 
 
 class CheckpointSaveError(CheckpointError, OSError):
@@ -160,7 +160,7 @@ class OutOfMemoryError(MemoryError):
 
 
 class PeerLostError(RuntimeError):
-    """Another process of a multi-host run is gone."""
+    """Another process of a multi-host run has ended or does not answer."""
 
 
 class ProgramMismatchError(RuntimeError):
@@ -168,15 +168,15 @@ class ProgramMismatchError(RuntimeError):
 
 
 class UnsupportedModelError(NotImplementedError):
-    """The architecture named by a configuration is not one maxjax has."""
+    """maxjax does not support the architecture that a configuration names."""
 
 
 class UserInputError(ValueError):
-    """What the caller passed in (text, a path, an option) cannot be used."""
+    """An argument of the caller (text, a path, an option) cannot be used."""
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` most like ``name``, or None when none is close.
+    """The most similar of ``names`` to ``name``, or None if none is close.
 
     Example:
         >>> closest("layers.0.wieght", ["layers.0.weight", "norm"])
@@ -187,7 +187,7 @@ def closest(name: str, names: Iterable[str]) -> str | None:
 
 
 def some(items: Sequence[Any], limit: int = 10) -> str:
-    """``items`` joined by commas: the first ``limit``, then how many more there are.
+    """``items`` joined by commas: the first ``limit``, then the number of the others.
 
     Example:
         >>> some(["a", "b", "c"], limit=2)

@@ -1,8 +1,9 @@
-"""Names of a package that are imported when they are first used.
+"""Lazy imports: names of a package that are imported when they are first used.
 
-Importing one file of a package runs its ``__init__``, which shows the names of all its files: with
-plain imports there, who uses one layer waits for all. The names stand in the ``__init__`` twice,
-under ``TYPE_CHECKING`` for type checkers and here as a table; tests/test_facade.py compares them.
+Importing one file of a package runs its ``__init__``, which exports the names of all its files:
+with plain imports there, a user of one layer would import all of them. Each ``__init__`` lists its
+names twice, under ``TYPE_CHECKING`` for type checkers and as a table for :func:`attributes`;
+tests/test_facade.py compares the two.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ def attributes(
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
 
     Args:
-        package: Its name.
-        homes: File → the names it has, separated by blanks; "" for submodules themselves.
-        missing: Raises for a name that is not there: what :func:`maxjax.absent.absent` gives.
+        package: name of the package.
+        homes: file → its names, separated by spaces; "" for submodules themselves.
+        missing: function that raises for an unknown name, from :func:`maxjax.absent.absent`.
 
-    Submodules that are not in ``homes`` are found too, as after plain imports. A name that a file
-    of the package has as well is to be imported at once: the file would take its place.
+    Submodules that are not in ``homes`` are found too, as after plain imports. A name that is also
+    the name of a file in the package must be imported eagerly: otherwise importing the file would
+    replace it with the submodule.
     """
     places = {name: home for home, names in homes.items() for name in names.split()}
 

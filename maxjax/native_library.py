@@ -1,7 +1,7 @@
-"""Where the library of compiled functions lies.
+"""The path of the compiled shared library.
 
-``kernels/cpu`` is compiled when the package is installed. Storage uses it for checksums and
-kernels for arithmetic; both find it here.
+``kernels/cpu`` is compiled when the package is installed. ``storage`` uses the library for
+checksums, ``kernels`` for arithmetic; both find it with this file.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-# "off": nothing compiled is used.
+# Environment variable: "off" disables compiled code, the name of a level selects its kernels.
 VARIABLE = "MAXJAX_KERNELS"
-# Another file than the one that installing made.
+# Environment variable: path of a library to use instead of the installed one.
 FILE_VARIABLE = "MAXJAX_KERNELS_LIBRARY"
 
 
 def library_path() -> Path:
-    """Where the library of compiled functions is, if it was built."""
+    """The path of the shared library; the file exists only if it was built."""
     if given := os.environ.get(FILE_VARIABLE):
         return Path(given)
     suffix = "dylib" if sys.platform == "darwin" else "so"

@@ -109,7 +109,7 @@ def workers(scenario: str, directory: Path, processes: int = 2) -> Iterator[list
         ({"coordinator_address": "node0:65536"}, "port must be 1 to 65535"),
         ({"coordinator_address": "node0:٣٣"}, "port must be 1 to 65535"),
         ({"coordinator_address": "0.0.0.0:1234"}, r"Write 127\.0\.0\.1:1234 if all"),
-        ({"coordinator_address": "a..b:1234"}, "is no host name"),
+        ({"coordinator_address": "a..b:1234"}, "is not a host name"),
         ({"num_processes": 0}, "num_processes is 0; it must be a whole number, 1 or more"),
         ({"num_processes": "2"}, "num_processes is '2'"),
         ({"process_id": -1}, "process_id is -1; it must be a whole number, 0 or more"),
@@ -332,7 +332,7 @@ def test_two_processes_of_different_programs(tmp_path):
 
 def test_one_process_compares_nothing():
     distributed.same_program("alone", config={"a": 1}, file=Path(__file__), raw=b"x")
-    with pytest.raises(TypeError, match="things is a set, which has no one text"):
+    with pytest.raises(TypeError, match="things is a set, which cannot be compared"):
         distributed.same_program("alone", things={1, 2})
 
 

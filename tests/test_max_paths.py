@@ -86,7 +86,7 @@ def test_one_thing_is_at_all_its_paths():
     ],
 )  # fmt: skip
 def test_what_there_is_none_of_says_so_when_it_is_imported(path, name, says):
-    with pytest.raises(ImportError, match=f"maxjax.{path} has no {name}, as MAX has: .*{says}"):
+    with pytest.raises(ImportError, match=f"maxjax.{path} has no {name}, which MAX has: .*{says}"):
         exec(f"from maxjax.{path} import {name}")
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
         exec(f"from maxjax.{path} import nonsense")

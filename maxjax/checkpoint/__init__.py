@@ -1,7 +1,8 @@
-"""Checkpoints: models written, restored and converted, without losing what was there.
+"""Saving, restoring and converting checkpoints; a save that fails leaves the old one intact.
 
-``pretrained`` writes a directory that transformers opens (``file_set`` puts its files in place),
-``orbax/`` saves and restores steps, ``conversion/`` makes a checkpoint of one format of another.
+``pretrained`` writes a directory that transformers opens (``file_set`` replaces its files as one
+transaction), ``orbax/`` saves and restores steps, ``conversion/`` converts a checkpoint of one
+format into another.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

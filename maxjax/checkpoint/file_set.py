@@ -1,7 +1,7 @@
-"""Files of tensors put into a directory: safetensors, in one file or several, and GGUF.
+"""Writing checkpoint files as one transaction: safetensors, in one file or several, and GGUF.
 
-What was there counts until the last rename: of the one file, or of the index. With every file
-goes a record of its checksums.
+The old checkpoint stays valid until the last rename, that of the single file or of the index. The
+checksums of every file are recorded beside it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..storage.save.outgoing import Outgoing
 from ..storage.save.staging import Staging
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# With a file of the first name those belong together that are of the second kind.
-_WHOLES = (
+# A file of the first name makes one set with the files that match: they are replaced together.
+_FILE_SETS = (
     ("tokenizer.json", re.compile(r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|"
                                   r"chat_template\.(jinja|json)|vocab\.\w+|merges\.txt").fullmatch),
     ("config.json", re.compile(r"modules\.json|sentence_\w+_config\.json|"
@@ -39,7 +39,7 @@ _WHOLES = (
 )  # fmt: skip
 _PART = re.compile(r"model(-\d+)?-\d{5,}-of-\d{5,}\.safetensors")
 _LOG = logging.getLogger("maxjax")
-# Told after each piece: how many bytes it has.
+# Called after each piece with its size in bytes.
 Progress = Callable[[int], Any]
 
 
@@ -49,15 +49,17 @@ def write_file(
     pieces: Callable[[Sequence[Outgoing]], Iterable[Any]],
     nbytes: int,
 ) -> None:
-    """Replaces one file.
+    """Write one file of tensors, in place of an older one.
 
     Args:
-        tensors: What it holds.
-        pieces: Makes the bytes of the file of them.
-        nbytes: How many these are.
+        path: path of the file.
+        tensors: tensors that the file will hold.
+        pieces: function from the tensors to the bytes of the file, in pieces.
+        nbytes: size of the file in bytes.
 
     Raises:
-        CheckpointSaveError, CheckpointAccessError: It cannot be written; what was there is.
+        CheckpointSaveError, CheckpointAccessError: the file cannot be written; an older one is
+            intact.
     """
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
@@ -79,16 +81,20 @@ def write_set(
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Makes a directory hold these tensors as safetensors files, and these other files.
+    """Write tensors as safetensors files of a directory, together with other files.
 
     Args:
-        files: The files, given the names that may not be used: those of the set that is there.
-        others: What else belongs to it: name → its bytes in pieces.
-        metadata: Of each safetensors file.
+        directory: path of the directory, made if it does not exist.
+        files: function from the names in use, those of the checkpoint that is replaced, to the
+            safetensors files.
+        others: other files of the checkpoint: name → content in pieces.
+        metadata: metadata of each safetensors file.
+        progress: called after each piece with its size in bytes.
 
     Raises:
-        CheckpointBusyError: Another process is writing there.
-        CheckpointSaveError, CheckpointAccessError: It cannot be written; what was there is.
+        CheckpointBusyError: another process is writing there.
+        CheckpointSaveError, CheckpointAccessError: the files cannot be written; a checkpoint that
+            was there before is intact.
     """
     with Staging(directory) as staging:
         folder = staging.directory
@@ -113,9 +119,9 @@ def write_set(
         last = INDEX if text else SINGLE
         counts = [one.beside for name in before[:1] for one in found.get(name, ())]
         said = _stage_others(staging, others, [one for one in counts if one is not None])
-        # Of each file: until the index is there, the whole set can be read without it.
+        # In the record of each file: until the index is in place, the files are read without it.
         records = {name: replace(one, beside=said) for name, one in records.items()}
-        # The index before its files, so that it never names one that is not there.
+        # The index is deleted before its files, so that it never names a missing one.
         gone = {*before, *_strays(folder, before, found)} - {last, *names}
         gone = sorted(gone, key=lambda name: (name != INDEX, name))
         _commit(staging, found, records, [*(n for n in names if n != last), last], gone)
@@ -128,19 +134,20 @@ def _commit(
     names: Sequence[str],
     gone: Sequence[str] = (),
 ) -> None:
-    """Puts the files in their places, the last of ``names`` alone at the end.
+    """Rename the files into place; the last of ``names``, renamed alone, is the commit.
 
-    From then on they count; what describes them follows, then the records of checksums. While a
-    file takes the place of another the records of both are there: whenever this is ended, each
-    file agrees with a record, and the files that this one names are there or wait.
+    The other files of the checkpoint (config, tokenizer) follow, then the final checksums. While a
+    file replaces another one, the checksums of both are recorded: whenever this is interrupted,
+    each file agrees with a record, and the other files that this record names are in place or
+    staged.
     """
     folder, last = staging.directory, names[-1]
     said = records[last].beside
-    old = {name: [*found.get(name, ()), *_other(folder, name, new, found)]
+    old = {name: [*found.get(name, ()), *_minimal_record(folder, name, new, found)]
            for name, new in records.items()}  # fmt: skip
     standing = SINGLE if SINGLE in gone else last
     if said is not None:
-        known = _known(folder, said)
+        known = _existing_description(folder, said)
         old[standing] = [
             replace(one, beside=one.beside or known)
             for one in old.get(standing) or found.get(standing, ())
@@ -150,15 +157,15 @@ def _commit(
     waits = (
         [staging.waiting] if os.path.isdir(os.path.join(staging.folder, staging.waiting)) else []
     )
-    # A model.safetensors would be read in the place of a set.
+    # Readers prefer a model.safetensors to a set of files with an index.
     retire = [SINGLE] if SINGLE in gone else []
     try:
         first = [name for name in names if name != last]
         staging.commit([DIGESTS, *waits], first, [last], retire=retire, remove=gone)
-        # Of a file that could not be deleted it stays known that it was one of ours.
+        # A file that could not be deleted keeps its record, which says that maxjax wrote it.
         gone = [name for name in gone if not os.path.lexists(os.path.join(folder, name))]
         rest = {name: of for name, of in found.items() if name not in gone}
-        final = {**rest, **{name: [_settled(one)] for name, one in records.items()}}
+        final = {**rest, **{name: [_final_record(one)] for name, one in records.items()}}
         _finish(staging, said, final if final != both else None)
     except BaseException:
         _end_interrupted(folder)
@@ -168,47 +175,47 @@ def _commit(
 def _finish(
     staging: Staging, said: Description | None, final: Mapping[str, Sequence[Record]] | None
 ) -> None:
-    """What follows when the new weights count already, so that nothing of it makes a save fail."""
+    """The steps after the commit; as the new weights are valid already, their errors only warn."""
     try:
         with staging.saving("putting the other files into place"):
             if said is not None:
-                _twice(lambda: put_into_place(staging.directory, said))
+                _with_retry(lambda: put_into_place(staging.directory, said))
         if final is not None:
             staging.write(DIGESTS, [to_bytes(final)])
             staging.commit([DIGESTS])
     except CheckpointError as error:
         _LOG.warning(
-            "%s. The new checkpoint is whole for maxjax; other programs may see files that describe "
-            "the one before, until it is loaded or saved again",
+            "%s. The new checkpoint is complete for maxjax; other programs may see the config and "
+            "tokenizer files of the old one until maxjax loads or saves this checkpoint again",
             error,
         )
 
 
-def _twice(act: Callable[[], None]) -> None:
-    """Once more where an error of the system does not stay."""
+def _with_retry(act: Callable[[], None]) -> None:
+    """Call a function, and once more after an OSError, which may be temporary."""
     try:
         act()
     except OSError:
         act()
 
 
-def _settled(record: Record) -> Record:
-    """The record without what is of importance only until the old files are gone."""
+def _final_record(record: Record) -> Record:
+    """The record without what matters only until the old files are deleted."""
     said = record.beside
     return record if said is None else replace(record, beside=Description(said.files))
 
 
-def _known(folder: str, said: Description) -> Description:
-    """What describes weights that are replaced, where they were saved without a record of it."""
+def _existing_description(folder: str, said: Description) -> Description:
+    """The other files of the checkpoint that is replaced, if its own record does not name them."""
     files = {}
     for name in {**said.files, **said.gone}:
-        with contextlib.suppress(CheckpointError):  # none there
+        with contextlib.suppress(CheckpointError):  # there is no such file
             files[name] = sum_of(open_regular(os.path.join(folder, name)))
     return Description(files)
 
 
 def _records(folder: str, replaced: Iterable[str]) -> dict[str, list[Record]]:
-    """What the directory's own record says; one that cannot be read is replaced."""
+    """The directory's recorded checksums; empty if the record cannot be read: it is replaced."""
     try:
         digests = read_digests(folder)
     except CheckpointError:
@@ -216,15 +223,15 @@ def _records(folder: str, replaced: Iterable[str]) -> dict[str, list[Record]]:
     found = {} if digests is None else {name: list(of) for name, of in digests.files.items()}
     for name in replaced:
         if len(found.get(name, ())) > 1:  # left by a save that was interrupted
-            found[name] = _agreeing(os.path.join(folder, name), found[name])
+            found[name] = _matching_records(os.path.join(folder, name), found[name])
     return found
 
 
-def _agreeing(path: str, records: list[Record]) -> list[Record]:
-    """Those of several records that a file agrees with; all, if it agrees with none."""
+def _matching_records(path: str, records: list[Record]) -> list[Record]:
+    """The records that a file agrees with; all of them, if it agrees with none."""
     try:
         file = open_regular(path)
-        found = [one for one in records if _is_of(file, one)]
+        found = [one for one in records if _matches(file, one)]
         if not path.endswith(".json"):
             with open_checkpoint(path, verify=False) as table:
                 found = told_apart(table.files[0], table.entries.values(), 0, found)
@@ -233,22 +240,24 @@ def _agreeing(path: str, records: list[Record]) -> list[Record]:
     return found or records
 
 
-def _is_of(file: OpenFile, record: Record) -> bool:
-    """Whether a file has the size and the header of a record."""
+def _matches(file: OpenFile, record: Record) -> bool:
+    """Whether a file has the size and the header checksum of a record."""
     nbytes, crc = record.header or (0, 0)
     return record.size == file.size and crc32_of(file_range(file, 0, nbytes)) == crc
 
 
-def _other(folder: str, name: str, new: Record, found: Mapping[str, list[Record]]) -> list[Record]:
-    """A record of a file that is replaced and has none: of no more than what tells it from the new.
+def _minimal_record(
+    folder: str, name: str, new: Record, found: Mapping[str, list[Record]]
+) -> list[Record]:
+    """A minimal record of a file that is replaced and has none: it tells the old from the new.
 
-    Without it the old file would be held against the checksums of the new one from the moment that
-    these are there.
+    Without it the old file would be compared with the checksums of the new one as soon as these
+    are written.
     """
     path = os.path.join(folder, name)
     try:
         file = open_regular(path)
-        if any(_is_of(file, one) for one in found.get(name, ())):
+        if any(_matches(file, one) for one in found.get(name, ())):
             return []
         if file.size != new.size:
             return [Record(file.size, {})]
@@ -263,12 +272,12 @@ def _other(folder: str, name: str, new: Record, found: Mapping[str, list[Record]
                 if crc != new.tensors.get(entry.name):
                     return [Record(file.size, {entry.name: crc}, header)]
     except CheckpointError:
-        pass  # none there, or no checkpoint
+        pass  # there is no such file, or it is not a checkpoint
     return []
 
 
 def _end_interrupted(folder: str) -> None:
-    """Gives what an interrupted save left waiting its place, if its weights count."""
+    """Move the files that an interrupted save left staged into place, if its weights are valid."""
     if waiting(folder):
         with contextlib.suppress(CheckpointError, OSError):
             said = beside_of(folder).said
@@ -284,14 +293,14 @@ def _weights_there(folder: str) -> list[str]:
             with open_index(os.path.join(folder, INDEX)) as table:
                 names += [os.path.relpath(file.path, folder) for file in table.files]
         except (CheckpointError, MemoryError):
-            pass  # a broken set: its index is replaced, its files are left
+            pass  # a damaged set: its index is replaced, its files are kept
     return [name for name in names if os.path.dirname(name) == ""]
 
 
 def _strays(folder: str, before: Sequence[str], recorded: Mapping[str, list[Record]]) -> list[str]:
-    """Parts of a set that no index names: of a save of ours that was ended before it had one."""
+    """Recorded shards that no index names: left by a save that was interrupted before its index."""
     if INDEX in before and SINGLE not in before and not any(map(_PART.fullmatch, before)):
-        return []  # it cannot be read, and they may be its
+        return []  # the index cannot be read, and may name them
     found = []
     for name, records in recorded.items():
         if _PART.fullmatch(name) and name not in before:
@@ -304,12 +313,15 @@ def _strays(folder: str, before: Sequence[str], recorded: Mapping[str, list[Reco
 def _stage_others(
     staging: Staging, others: Mapping[str, Iterable[Any]], before: Sequence[Description]
 ) -> Description | None:
-    """Writes the other files where they wait for the weights, but for those that are there already.
-
-    Gives what the record of the weights is to say of them, if there are any.
+    """Stage the other files until the weights are committed; unchanged files are not written.
 
     Args:
-        before: What describes the weights that are replaced.
+        staging: transaction of the save.
+        others: other files: name → content in pieces.
+        before: descriptions of the other files of the checkpoint that is replaced.
+
+    Returns:
+        The description of these files for the record of the weights; None if there are none.
     """
     files: dict[str, int] = {}
     for name, pieces in others.items():
@@ -320,12 +332,12 @@ def _stage_others(
     with staging.saving("flushing the files"):
         for folder, _, _ in os.walk(os.path.join(staging.folder, staging.waiting), topdown=False):
             flush_folder(folder)
-    # A tokenizer is all of its files: none of the one before shall be read with the new ones.
+    # The files of a tokenizer belong together: old ones must not be read with the new ones.
     gone = {
         name: crc
         for said in before
         for name, crc in said.files.items()
-        if name not in files and any(head in files and part(name) for head, part in _WHOLES)
+        if name not in files and any(head in files and part(name) for head, part in _FILE_SETS)
     }
     return Description(files, gone) if files else None
 
@@ -339,10 +351,10 @@ def _has(path: str, content: bytes) -> bool:
 
 
 class Sums:
-    """The checksums of tensors that are written, computed in another thread meanwhile.
+    """The checksums of a file's tensors, computed in another thread while they are written.
 
     Attributes:
-        size: How many bytes of the file have passed.
+        size: number of bytes of the file so far.
     """
 
     def __init__(self, progress: Progress | None = None):
@@ -353,20 +365,20 @@ class Sums:
         self._pool = ThreadPoolExecutor(1, "maxjax-crc")
 
     def of(self, one: Outgoing) -> Outgoing:
-        """The tensor, whose pieces are summed when they are asked for."""
+        """The tensor; its checksum is updated as its pieces are written."""
 
         def pieces() -> Iterator[memoryview]:
             crc, rest = 0, iter(one.pieces())
             while (piece := _next(one, rest)) is not None:
                 found = self._pool.submit(crc32, piece, crc)
                 yield piece
-                crc = found.result()  # before the next: not more pieces in memory than one
+                crc = found.result()  # before the next piece, so that only one is in memory
             self._tensors[one.name] = crc
 
         return replace(one, pieces=pieces)
 
     def passing(self, pieces: Iterable[Any]) -> Iterator[Any]:
-        """The pieces of the file, counted; the first is all that stands before the tensors."""
+        """The pieces of the file, counted; the first piece is the header before the tensors."""
         try:
             for piece in pieces:
                 if self._header is None:
@@ -380,7 +392,7 @@ class Sums:
 
     @property
     def record(self) -> Record:
-        """Of the file, once all has passed."""
+        """The record of the file, once it is written."""
         return Record(self.size, dict(self._tensors), self._header)
 
 
@@ -394,13 +406,13 @@ def _next(one: Outgoing, pieces: Iterator[memoryview]) -> memoryview | None:
 
 
 def out_of_memory(name: str, nbytes: int) -> OutOfMemoryError:
-    """The error for a tensor that the host's memory does not hold while it is written."""
+    """The error for a tensor that does not fit into host memory while it is written."""
     return OutOfMemoryError(
-        f"tensor '{name}': the host has not the memory to write its {nbytes:,} bytes. What was at the "
-        "destination before is as it was. Free memory, or convert on a machine with more."
+        f"tensor '{name}': the host does not have enough memory to write its {nbytes:,} bytes. The "
+        "destination is unchanged. Free memory, or convert on a machine with more."
     )
 
 
 def json_bytes(document: Any) -> bytes:
-    """A JSON file as transformers writes it."""
+    """A document as the bytes of a JSON file, formatted as transformers does it."""
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Save_pretrained: a model as a directory that transformers opens."""
+"""``save_pretrained``: write a model as a directory that transformers opens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..storage.safetensors.writer import shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
 
-# What transformers asks of a safetensors file.
+# Metadata that transformers requires of a safetensors file.
 METADATA = {"format": "pt"}
 
 
@@ -34,32 +34,34 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a model as Hugging Face's files: config.json, safetensors, and a record of checksums.
+    """Write a model as a Hugging Face checkpoint: config.json, safetensors files, checksums.
 
-    Names, shapes and bytes are those of a Hugging Face checkpoint, whatever the model's weights
-    are inside: stacked, split over a mesh, in the order of the devices. A weight goes to the
-    file piece by piece. A checkpoint that is in the directory already counts until the new
-    one is whole and on the disk; then its files are deleted, and no others.
+    Names, shapes and bytes are those of a Hugging Face checkpoint, whether the model's weights are
+    stacked, sharded over a mesh or stored in the order of the devices. Weights are streamed to the
+    file. A checkpoint that the directory holds already stays valid until the new one is complete
+    and on the disk; then the old checkpoint's files are deleted, and no others.
 
     Args:
-        model: Any Module; of a :class:`PretrainedModel` the configuration is known.
-        directory: Made if it is not there.
-        tokenizer: Written as well.
-        dtype: Float weights are converted to this type, packed blocks decoded. By default
-            everything stays as it is, blocks too, which only maxjax can open in safetensors.
-        config: The content of ``config.json`` in the place of the model's own.
-        max_shard_size: Several files are written from this size on: "5GB", "500MB", or bytes.
-        progress: Called with the number of bytes that were written, after each piece.
+        model: any Module; a :class:`PretrainedModel` also provides ``config.json``.
+        directory: path of the directory, made if it does not exist.
+        tokenizer: tokenizer to write as well.
+        dtype: dtype that float weights are converted to and quantised weights dequantised to. By
+            default all weights are written as they are; quantised weights in safetensors can be
+            opened by maxjax only.
+        config: content of ``config.json``, in place of the model's own.
+        max_shard_size: maximum size of one file, "5GB", "500MB" or a number of bytes; a larger
+            checkpoint is split into several files.
+        progress: called after each piece with the number of bytes written.
 
     Returns:
-        The directory.
+        The path of the directory.
 
     Raises:
-        ValueError: A weight has no value.
-        CheckpointSaveError: It cannot be written (a full disk); ``errno`` says why. What was
-            there before is intact.
-        CheckpointAccessError, CheckpointBusyError: It may not be written; another process is writing.
-        NotImplementedError: Several processes hold the weights: use ``maxjax.checkpoint.save``.
+        ValueError: a weight has no value.
+        CheckpointSaveError: writing failed, for example because the disk is full; ``errno`` says
+            why. A checkpoint that was there before is intact.
+        CheckpointAccessError, CheckpointBusyError: permission is denied; another process is writing.
+        NotImplementedError: several processes hold the weights: use ``maxjax.checkpoint.save``.
 
     Example:
         >>> import tempfile
@@ -90,11 +92,11 @@ def _files(outgoing: Any, limit: int, taken: Any) -> Any:
 
 
 def model_data(model: Module) -> dict[str, WeightData]:
-    """The weights of a model as tensors of a checkpoint, by the names they have there.
+    """The weights of a model as tensors of a checkpoint, by their names there.
 
     Raises:
-        ValueError: A weight has no value.
-        NotImplementedError: Devices of another process hold a part of one.
+        ValueError: a weight has no value.
+        NotImplementedError: devices of another process hold a part of a weight.
     """
     return {name: weight_data(name, weight) for name, weight in model.raw_state_dict().items()}
 
@@ -102,11 +104,12 @@ def model_data(model: Module) -> dict[str, WeightData]:
 def model_files(
     model: Module, config: Mapping[str, Any] | None = None, dtype: DType | None = None
 ) -> dict[str, bytes]:
-    """What a model's directory holds besides weights and tokenizer: name → content.
+    """The files of a model's directory besides weights and tokenizer: name → content.
 
     Args:
-        config: In the place of the configuration that a model of a family has.
-        dtype: What most of the values are.
+        model: the model.
+        config: configuration to write in place of the model's own.
+        dtype: dtype of most weights, which the configuration names.
     """
     if config is None and isinstance(model, PretrainedModel):
         config = model.hf_config
@@ -117,12 +120,14 @@ def model_files(
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What a tokenizer is on the disk: name → content."""
+    """The files of a tokenizer: name → content."""
     return {name: text.encode() for name, text in tokenizer.files().items()}
 
 
 def flat_name(name: str) -> str:
-    """What a file of a module's directory is called in a step of orbax, where no directory may be.
+    """The name, in a step of orbax, of a file from a subdirectory of a model.
+
+    A step of orbax cannot contain such subdirectories.
 
     Example:
         >>> flat_name("1_Pooling/config.json"), flat_name("config.json")
@@ -132,15 +137,15 @@ def flat_name(name: str) -> str:
 
 
 def cast(data: WeightData, dtype: DType) -> WeightData:
-    """Floats and packed blocks in another float type, all else as it is."""
+    """The tensor in another float dtype if it holds floats or quantised blocks, else unchanged."""
     return data.astype(dtype) if data.dtype.is_float() or data._is_packed else data
 
 
 def float_type(dtype: Any) -> DType:
-    """The float type that a user named.
+    """The float dtype that a user named.
 
     Raises:
-        UserInputError: It is none.
+        UserInputError: it is not a float dtype.
     """
     try:
         found = DType.of(dtype)
@@ -152,6 +157,6 @@ def float_type(dtype: Any) -> DType:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """A configuration that names the float type that most of the values have."""
+    """The configuration with the dtype of most weights entered."""
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return dict(config) if dtype is None else {**config, key: dtype.name}

@@ -1,1 +1,1 @@
-"""Other libraries' models: ``maxjax.interop.nnx`` is flax nnx."""
+"""Interchange with models of other libraries: ``maxjax.interop.nnx`` is for flax nnx."""

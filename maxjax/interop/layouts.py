@@ -1,8 +1,9 @@
-"""How the axes of a tensor in a file lie in another library's array, written out.
+"""Layouts: how a tensor's axes in a file correspond to those of another library's array.
 
-``"(h d) e -> e h d"`` is a weight whose rows are heads by width and whose columns are
-inputs, and an array of inputs, heads, width. A layout is data: it says which shape the file
-must have, which rectangle of the file a piece of the array is, and the way back.
+``"(h d) e -> e h d"`` is a weight ``[heads * width, inputs]`` in the file, and an array
+``[inputs, heads, width]`` in the model. As a layout is data and not a function, it also tells the
+shape of the tensor in the file, the box of the file that a part of the array is read from, and the
+inverse.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _TOKEN = re.compile(r"\(|\)|\d+/\d+|-?[A-Za-z_]\w*|\*")
 
 
 class Atom(NamedTuple):
-    """A factor of an axis of the file: one of the array's axes, or one part of several.
+    """A factor of an axis of the file: one of the array's axes, or one of several equal parts.
 
     Attributes:
-        name: The axis; None for a part.
-        part, parts: Which of how many equal parts, where it is one.
+        name: name of the axis; None for a part.
+        part, parts: index of the part, from 0, and the number of parts.
     """
 
     name: str | None
@@ -37,13 +38,13 @@ class Atom(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout that was read; :func:`layout` reads one.
+    """A parsed layout; :func:`layout` parses one.
 
     Attributes:
-        text: As it was written.
-        groups: For each axis of the file, what it consists of, from the outside.
-        axes: The names of the array's axes.
-        flipped: Those that run the other way.
+        text: text that was parsed.
+        groups: for each axis of the file, its factors, the outermost first.
+        axes: names of the array's axes.
+        flipped: names of the axes whose order is reversed.
     """
 
     text: str
@@ -53,26 +54,26 @@ class Layout:
 
     @property
     def stacks(self) -> int | None:
-        """The axis of the array along which the tensors of several layers lie."""
+        """The axis of the array along which the tensors of several layers are stacked."""
         return self.axes.index("*") if "*" in self.axes else None
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which of how many equal parts of the file's tensor it takes."""
+        """Index of the part of the file's tensor that the array is, and the number of parts."""
         found = [atom for group in self.groups for atom in group if atom.name is None]
         return (found[0].part, found[0].parts) if found else (0, 1)
 
     @property
     def whole(self) -> tuple[Any, ...]:
-        """What the layouts of all parts of one tensor have in common."""
+        """A key that is equal for the layouts of all parts of one tensor."""
         groups = tuple(tuple((a.name, a.parts) for a in group) for group in self.groups)
         return groups, self.axes, self.flipped
 
-    def of(self, shape: Sequence[int]) -> Turn | None:
-        """The layout for an array of some shape; None where it has other axes."""
+    def of(self, shape: Sequence[int]) -> BoundLayout | None:
+        """The layout for an array of this shape; None if the number of axes differs."""
         if len(shape) != len(self.axes):
             return None
-        return Turn(self, dict(zip(self.axes, shape, strict=True)))
+        return BoundLayout(self, dict(zip(self.axes, shape, strict=True)))
 
     def __str__(self) -> str:
         return self.text
@@ -80,16 +81,16 @@ class Layout:
 
 @lru_cache
 def layout(text: str) -> Layout:
-    """Reads a layout.
+    """Parse a layout.
 
     Args:
-        text: On the left the axes of the tensor in the file, on the right those of the array.
-            Axes in brackets lie in one axis of the file. ``1/3`` in brackets or alone takes
-            the second of three equal parts. ``-h`` on the right runs backwards. ``*`` on the
+        text: the axes of the tensor in the file, then ``->``, then those of the array. Axes in
+            brackets are merged into one axis of the file. ``1/3``, in brackets or alone, takes
+            the second of three equal parts. ``-h`` on the right reverses the axis. ``*`` on the
             right is the axis along which layers, each a tensor of its own, are stacked.
 
     Raises:
-        UserInputError: It cannot be read, or an axis stands on one side alone.
+        UserInputError: the text cannot be parsed, or an axis is on one side only.
 
     Example:
         >>> layout("(h d) e -> e h d").of((8, 4, 2)).file_shape
@@ -104,16 +105,16 @@ def layout(text: str) -> Layout:
     named = [atom.name for atom in atoms if atom.name is not None]
     wanted = [axis for axis in axes if axis != "*"]
     if not arrow or sorted(named) != sorted(set(wanted)) or len(set(axes)) < len(axes):
-        raise _unreadable(text, "each axis stands once on either side of '->'")
+        raise _unreadable(text, "each axis must be once on either side of '->'")
     if len(atoms) - len(named) > 1 or "*" in flipped:
-        raise _unreadable(text, "at most one axis is a part")
+        raise _unreadable(text, "at most one axis may be a part")
     return Layout(text, groups, axes, flipped)
 
 
 def _tokens(side: str, text: str) -> list[str]:
     tokens = _TOKEN.findall(side)
     if "".join(tokens) != re.sub(r"\s", "", side):
-        raise _unreadable(text, "an axis is a word")
+        raise _unreadable(text, "the name of an axis must be a word")
     return tokens
 
 
@@ -141,23 +142,27 @@ def _atom(token: str, text: str) -> Atom:
     if token[0].isdigit():
         part, parts = map(int, token.split("/"))
         if part >= parts:
-            raise _unreadable(text, f"{token} is no part: the first of n is 0/n")
+            raise _unreadable(text, f"{token} is not a part: the first of n parts is 0/n")
         return Atom(None, part, parts)
     if token == "*" or token.startswith("-"):
-        raise _unreadable(text, f"'{token}' may stand on the right alone")
+        raise _unreadable(text, f"'{token}' is allowed on the right only")
     return Atom(token)
 
 
 def _unreadable(text: str, why: str) -> UserInputError:
-    return UserInputError(f"'{text}' is no layout ({why}): 'o i -> i o', '(h d) e -> e h d'")
+    return UserInputError(
+        f"'{text}' is not a layout ({why}); examples are 'o i -> i o' and '(h d) e -> e h d'"
+    )
 
 
-class Turn:
+class BoundLayout:
     """A layout for an array of one shape.
 
     Attributes:
-        shape: Of the array.
-        file_shape: Of the tensor in the file, of one layer where it stacks them.
+        layout: the layout.
+        sizes: size of each axis of the array.
+        shape: shape of the array.
+        file_shape: shape of the tensor in the file; with stacked layers, of each layer's tensor.
     """
 
     def __init__(self, layout: Layout, sizes: Mapping[str, int]):
@@ -171,7 +176,7 @@ class Turn:
         return atom.parts if atom.name is None else self.sizes[atom.name]
 
     def _range(self, atom: Atom, box: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """Which indices of the factor belong to a part of the array."""
+        """The range of the factor's indices that a box of the array covers."""
         if atom.name is None:
             return atom.part, atom.part + 1
         start, stop = box[atom.name]
@@ -181,7 +186,7 @@ class Turn:
         return start, stop
 
     def file_box(self, box: Box) -> Box:
-        """The smallest rectangle of the file's tensor that holds a part of the array.
+        """The smallest box of the file's tensor that contains a box of the array.
 
         Example:
             >>> layout("(h d) e -> e h d").of((8, 4, 2)).file_box(((0, 8), (1, 3), (0, 2)))
@@ -190,7 +195,7 @@ class Turn:
         return tuple(covered for covered, _, _ in self._cuts(box))
 
     def _cuts(self, box: Box) -> list[tuple[tuple[int, int], list[int], list[slice]]]:
-        """For each axis of the file: what is read, its factors' sizes in it, and what is kept."""
+        """For each axis of the file: the range to read, its factors' sizes, and the slices to keep."""
         named = dict(zip(self.layout.axes, box, strict=True))
         return [self._cut([(self._size(a), *self._range(a, named)) for a in group])
                 for group in self.layout.groups]  # fmt: skip
@@ -201,7 +206,7 @@ class Turn:
     ) -> tuple[tuple[int, int], list[int], list[slice]]:
         first, last = 0, math.prod(size for size, _, _ in factors)
         stride, sizes, kept = last, [], []
-        is_exact = True  # so far a single index of each
+        is_exact = True  # so far each factor is a single index
         for size, start, stop in factors:
             if is_exact:
                 stride //= max(size, 1)
@@ -210,15 +215,15 @@ class Turn:
                 sizes.append(stop - start)
                 kept.append(slice(None))
                 is_exact = stop - start == 1
-            else:  # read whole, for the rectangle's sake
+            else:  # read completely, as a box of the file is contiguous along each axis
                 sizes.append(size)
                 kept.append(slice(start, stop))
         return (first, last), sizes, kept
 
     def take(self, read: np.ndarray, box: Box) -> np.ndarray:
-        """A part of the array, of what :meth:`file_box` said was to be read; of one layer.
+        """A box of one layer of the array, made of the box of the file that :meth:`file_box` gives.
 
-        The axis of layers has size 1 in it. A view where it can be one.
+        The axis of layers has size 1 in it. The result is a view where possible.
         """
         cuts = self._cuts(box)
         array = read.reshape([size for _, sizes, _ in cuts for size in sizes])
@@ -240,20 +245,20 @@ class Turn:
         return slice(None, None, -1) if axis in self.layout.flipped else slice(None)
 
     def back(self, arrays: Sequence[Any], np_like: Any = np) -> Any:
-        """The file's tensor, of the array; of all parts' arrays where the layout takes a part.
+        """The inverse: the file's tensor, made of the array, or of the arrays of all its parts.
 
         Args:
-            arrays: One for each part, in order; without the axis of layers.
+            arrays: one array for each part, in order; without the axis of layers.
             np_like: ``numpy`` or ``jax.numpy``.
         """
         axes = [axis for axis in self.layout.axes if axis != "*"]
         names = [atom.name for atom in self._atoms if atom.name is not None]
         found = []
         for array in arrays:
-            turned = array[tuple(self._step(axis) for axis in axes)]
-            turned = turned.transpose([axes.index(name) for name in names])
+            permuted = array[tuple(self._step(axis) for axis in axes)]
+            permuted = permuted.transpose([axes.index(name) for name in names])
             sizes = [1 if atom.name is None else self.sizes[atom.name] for atom in self._atoms]
-            found.append(turned.reshape(sizes))
+            found.append(permuted.reshape(sizes))
         one = found[0]
         if len(found) > 1:
             place = next(i for i, atom in enumerate(self._atoms) if atom.name is None)
@@ -261,7 +266,7 @@ class Turn:
         return one.reshape(self.file_shape)
 
     def apply(self, array: Any) -> np.ndarray:
-        """The whole array, of the file's tensor.
+        """The whole array, made of the file's tensor.
 
         Example:
             >>> layout("o i -> i o").of((3, 2)).apply(np.zeros((2, 3))).shape

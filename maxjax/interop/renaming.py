@@ -1,6 +1,6 @@
-"""Tables of names: which tensor of a checkpoint is which array of a model, and back.
+"""Renaming tables between the tensors of a checkpoint and the arrays of a model, invertible.
 
-A table is plain data: pattern → pattern, with a layout where the axes lie otherwise.
+A table is plain data: pattern → pattern, with a layout where the order of axes differs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ STARS = re.compile(r"\*\*|\*")
 
 @dataclass(frozen=True)
 class Function:
-    """A change of arrays that is no layout.
+    """A conversion of arrays that cannot be written as a layout.
 
     Attributes:
-        there: Of the tensor in the file makes the model's array.
-        back: The other way; None where nobody gave one.
+        there: function from the tensor in the file to the model's array.
+        back: its inverse, or None.
     """
 
     there: Callable[[Any], Any]
@@ -30,12 +30,12 @@ class Function:
 
 
 class Route(NamedTuple):
-    """Where a tensor goes.
+    """The array of the model that a tensor of the checkpoint becomes.
 
     Attributes:
-        target: The name in the model.
-        change: What is done to it on the way; None for nothing.
-        index: Its layer's number, where it is one of those stacked in one array.
+        target: name of the array in the model.
+        change: conversion of the tensor; None for nothing.
+        index: number of the tensor's layer, if layers are stacked in the array.
     """
 
     target: str
@@ -44,12 +44,12 @@ class Route(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What an array of the model is called in the checkpoint.
+    """The tensor of the checkpoint that an array of the model is made of.
 
     Attributes:
-        name: The name there; of a stacked array, with a ``*`` where the number stands.
-        change: As in :class:`Route`.
-        number: How a layer's own name is made, where layers are stacked.
+        name: name in the checkpoint; if layers are stacked, with ``*`` in place of their numbers.
+        change: conversion of the tensor, as in :class:`Route`.
+        number: function from a layer's number to its name, if layers are stacked.
     """
 
     name: str
@@ -83,18 +83,19 @@ class _Rule:
 
 
 class Renaming:
-    """A table of names that was checked; what no pattern fits keeps its name.
+    """A checked renaming table; a name that matches no pattern stays as it is.
 
     Args:
-        rename: Pattern → name, or (name, layout or function), or a list of these for a tensor
-            that is several arrays, or None to leave it out. In patterns ``*`` stands for a
-            part of a name between dots, ``**`` for any text; stars carry over in order. The
-            first pattern that fits counts. Or a function of a name that gives such a value.
-        transform: Pattern of the model's names → layout or function, for what the table of
-            names gives none.
+        rename: table of pattern → name, or (name, layout or function), or a list of these for a
+            tensor that is several arrays, or None to leave the tensor out. In patterns ``*``
+            matches a part of a name between dots, ``**`` any text; the stars of the name are
+            replaced with the matches in order. The first pattern that matches counts. Instead of a
+            table it may be a function from a name to such a value.
+        transform: table of pattern of the model's names → layout or function, for arrays to which
+            ``rename`` gives none.
 
     Raises:
-        UserInputError: A pattern whose stars do not carry over; a value of another kind.
+        UserInputError: pattern and name differ in their stars; a value has another type.
 
     Example:
         >>> table = Renaming({"layers.*.q_proj.weight": ("blocks.*.q.kernel", "o i -> i o")})
@@ -108,7 +109,9 @@ class Renaming:
         self._function = rename if callable(rename) else None
         table = {} if rename is None or self._function else rename
         if not isinstance(table, Mapping):
-            raise UserInputError(f"rename is a table or a function, not {type(rename).__name__}")
+            raise UserInputError(
+                f"rename is a table (a mapping) or a function, not {type(rename).__name__}"
+            )
         self._table = [(source, _rules(source, value)) for source, value in table.items()]
         self._forward = _Finder([source for source, _ in self._table])
         targets = [rule for _, rules in self._table for rule in rules]
@@ -120,11 +123,11 @@ class Renaming:
 
     @property
     def is_function(self) -> bool:
-        """Whether names are made by a function, of which there is no way back."""
+        """Whether names are made by a function, which has no inverse."""
         return self._function is not None
 
     def routes(self, name: str) -> list[Route]:
-        """Where a tensor of the checkpoint goes; nowhere if it is to be left out."""
+        """The arrays that a tensor of the checkpoint becomes; none if it is to be left out."""
         if self._function is not None:
             rules = _rules(name, self._function(name))
             return [self._changed(Route(rule.target, rule.change)) for rule in rules]
@@ -136,19 +139,20 @@ class Renaming:
         return [self._changed(Route(name, None))]
 
     def origin(self, target: str) -> Origin:
-        """What an array of the model is called in the checkpoint.
+        """The tensor of the checkpoint that an array of the model is made of.
 
         Raises:
-            UserInputError: Names are made by a function, or the way back would not come here.
+            UserInputError: names are made by a function, or the table maps the name that the
+                tensor would have to another array.
         """
         if self._function is not None:
-            raise UserInputError("rename is a function, of which there is no way back: use a table")
+            raise UserInputError("rename is a function, which has no inverse: use a table")
         for place, groups in self._backward.find(target):
             found = self._rules[place].origin(groups)
             return found._replace(change=found.change or self._found_change(target))
         if all(route.target != target for route in self.routes(target)):
-            raise UserInputError(f"'{target}' has no name in the checkpoint: the table takes "
-                                 f"'{target}' for something else")  # fmt: skip
+            raise UserInputError(f"'{target}' has no name in the checkpoint: the table uses "
+                                 f"'{target}' for something else. Add an entry for it")  # fmt: skip
         return Origin(target, self._found_change(target))
 
     def _changed(self, route: Route) -> Route:
@@ -161,7 +165,7 @@ class Renaming:
 
 
 class _Finder:
-    """Finds the patterns that fit a name, the first first; those without stars by one look."""
+    """Finds the patterns that match a name, in order; patterns without stars by one dict lookup."""
 
     def __init__(self, patterns: Sequence[str]):
         self._exact: dict[str, list[int]] = {}
@@ -173,7 +177,7 @@ class _Finder:
                 self._exact.setdefault(pattern, []).append(place)
 
     def find(self, name: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """(place, what the stars stand for) of each that fits."""
+        """(index, texts that the stars match) of each pattern that matches."""
         found: list[tuple[int, tuple[str, ...]]] = [(i, ()) for i in self._exact.get(name, ())]
         for place, pattern in self._patterns:
             if match := pattern.fullmatch(name):

@@ -1,4 +1,8 @@
-"""Arithmetic that XLA does badly by itself; the jnp form of each is its definition."""
+"""Operations that XLA compiles badly for CPUs: matmul, decode attention, embedding lookup.
+
+Each has a form in jnp, which is its definition and runs on every platform, in exported programs
+and under differentiation. On a CPU a C++ kernel of ``cpu/`` computes the same (not for ``embed``).
+"""
 
 from .decode_attention import decode_attention as decode_attention
 from .embed import embed as embed

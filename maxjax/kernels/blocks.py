@@ -1,7 +1,7 @@
-"""Blocks of quantised weights as floats, in jnp: what a packed product is defined by.
+"""Dequantisation in jnp: ggml's blocks of quantised weights → float32.
 
 The layouts are ggml's (``ggml-common.h`` of https://github.com/ggml-org/llama.cpp); all numbers
-of a block lie in little-endian order. ``storage.blocks`` decodes the same in NumPy, and more.
+of a block are little-endian. ``storage.blocks`` decodes these and more encodings in NumPy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class BlockLayout(NamedTuple):
-    """One kind of block: how many weights it holds, in how many bytes, and what they are."""
+    """One kind of block: its number of weights, its size in bytes, and how it is decoded."""
 
     elements: int
     nbytes: int
@@ -25,7 +25,7 @@ class BlockLayout(NamedTuple):
 
 
 def decode(encoding: str, blocks: Any) -> jax.Array:
-    """The weights that rows of blocks hold.
+    """Dequantise rows of blocks.
 
     Args:
         encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or "MXFP4".
@@ -35,8 +35,8 @@ def decode(encoding: str, blocks: Any) -> jax.Array:
         float32 ``[..., n * elements of a block]``.
 
     Raises:
-        NotImplementedError: Another encoding.
-        ValueError: The last axis is not whole blocks.
+        NotImplementedError: the encoding is none of these.
+        ValueError: ``blocks`` is not uint8, or its last axis ends inside a block.
 
     Example:
         >>> import numpy as np
@@ -59,16 +59,21 @@ def decode(encoding: str, blocks: Any) -> jax.Array:
 
 
 def layout_of(encoding: str) -> BlockLayout:
-    """The layout of an encoding by its name; NotImplementedError for one that stays not packed."""
+    """The layout of an encoding by its name.
+
+    Raises:
+        NotImplementedError: weights of this encoding cannot stay quantised in memory.
+    """
     if encoding not in LAYOUTS:
         raise NotImplementedError(
-            f"{encoding} is not an encoding that stays packed; these are {', '.join(LAYOUTS)}"
+            f"weights in {encoding} cannot stay quantised in memory; those in "
+            f"{', '.join(LAYOUTS)} can: load the others as floats"
         )
     return LAYOUTS[encoding]
 
 
 def _half(pair: jax.Array) -> jax.Array:
-    """float16 of two bytes ``[..., 2]``, as float32 ``[..., 1]``."""
+    """Two bytes ``[..., 2]`` read as a float16, as float32 ``[..., 1]``."""
     return jax.lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[..., None]
 
 
@@ -78,12 +83,12 @@ def _nibbles(packed: jax.Array) -> jax.Array:
 
 
 def _shifted(packed: jax.Array, by: Iterable[int]) -> jax.Array:
-    """Bytes ``[..., n]`` shifted down by so many bits each: ``[..., len(by), n]``."""
+    """Bytes ``[..., n]`` shifted right by each of ``by`` bits: ``[..., len(by), n]``."""
     return jnp.stack([packed >> bits for bits in by], -2)
 
 
 def _joined(parts: jax.Array, axes: int) -> jax.Array:
-    """The last ``axes`` axes as one."""
+    """The array with its last ``axes`` axes merged into one."""
     lead = parts.shape[: parts.ndim - axes]
     return parts.reshape(*lead, math.prod(parts.shape[parts.ndim - axes :]))
 
@@ -101,10 +106,11 @@ def _q8_0(b: jax.Array) -> jax.Array:
 
 
 def _scales_and_minima(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of Q4_K and Q5_K: 8 scales and 8 minima of six bits in 12 bytes, ``[..., 8, 1]`` each.
+    """The 8 scales and 8 minima of a Q4_K or Q5_K block, ``[..., 8, 1]`` each.
 
-    Bytes 0-3 and 4-7 have the first four of each and, in their two highest bits, those of the
-    last four, whose low bits are the nibbles of bytes 8-11.
+    They have six bits each, in 12 bytes. The low six bits of bytes 0-3 are the first four scales,
+    those of bytes 4-7 the first four minima. The last four of each have their low four bits in
+    the nibbles of bytes 8-11, and their high two bits on top of bytes 0-7.
     """
     a, b, c = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     scales = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], -1)
@@ -113,9 +119,9 @@ def _scales_and_minima(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _affine(b: jax.Array, q: jax.Array) -> jax.Array:
-    """Of Q4_K and Q5_K: d * scale * q - dmin * minimum, for q ``[..., 8, 32]``.
+    """Weights of a Q4_K or Q5_K block: d * scale * q - dmin * minimum, for q ``[..., 8, 32]``.
 
-    Each product is exact in float32, so it does not matter how XLA puts them together.
+    Each product is exact in float32, so the order in which XLA multiplies does not matter.
     """
     scales, minima = _scales_and_minima(b[..., 4:16])
     d, least = _half(b[..., :2])[..., None], _half(b[..., 2:4])[..., None]
@@ -129,7 +135,8 @@ def _q4_k(b: jax.Array) -> jax.Array:
 
 
 def _q5_k(b: jax.Array) -> jax.Array:
-    # as Q4_K, with 32 bytes between: bit j of byte i is the fifth of weight i of part j
+    # as Q4_K, with 32 bytes before the nibbles: bit j of byte i is the fifth bit of weight i of
+    # group j
     groups = b[..., 48:].reshape(*b.shape[:-1], 4, 32)
     low = _nibbles(groups).reshape(*b.shape[:-1], 8, 32)
     high = _shifted(b[..., 16:48], range(8)) & 1
@@ -148,7 +155,7 @@ def _q6_k(b: jax.Array) -> jax.Array:
     return _joined(values * q.reshape(*lead, 16, 16).astype(jnp.float32), 2)
 
 
-# Twice the values of E2M1, so that they are whole.
+# Twice the values of E2M1, so that they are integers.
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
@@ -156,13 +163,13 @@ def _mxfp4(b: jax.Array) -> jax.Array:
     # E8M0 exponent; 16 bytes as in Q4_0 (OCP Microscaling Formats 1.0)
     q = _joined(_nibbles(b[..., 1:]), 2)
     values = jnp.take(jnp.asarray(_E2M1), q.astype(jnp.int32), axis=0)
-    # 2^(e - 128) in two factors, neither of which is a subnormal number.
+    # 2^(e - 128) as two factors, neither of which is subnormal.
     e = b[..., :1]
     return values * _power(e >> 1) * _power(e - (e >> 1))
 
 
 def _power(e: jax.Array) -> jax.Array:
-    """2^(e - 64), by its bits, for bytes up to 128."""
+    """2^(e - 64) for bytes up to 128, made from the bits of a float32."""
     return jax.lax.bitcast_convert_type((e.astype(jnp.uint32) + 63) << 23, jnp.float32)
 
 

@@ -1,10 +1,10 @@
-"""Attention of one new token of every sequence over its cache of keys and values.
+"""Attention of a decode step: one new token of every sequence attends to its KV cache.
 
-What a decode step does with each layer's cache: turn the new query and key by their
-position, put key and value into the cache, and look at all that is there. XLA takes ten
-to thirty times as long for it on a CPU as the kernel here, and copies the cache besides.
+For one layer it rotates the new query and key (rope), writes key and value into the cache, and
+attends to the cache. On a CPU XLA takes ten to thirty times as long for this as the kernel here,
+and copies the cache besides.
 
-Shapes: L layers, B sequences, H heads of queries and K of keys, S slots, width D.
+Shapes: L layers, B sequences, H query heads, K KV heads, S slots of the cache, head_dim D.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .int8_rows import quantised, restored
 from .operation import Operation
 from .product import FLOATS
 
-# Where the scales of a cache in int8 are among the operands.
+# The scales of an int8 cache are the operands from this index on.
 _SCALES = 9
 
 
@@ -52,39 +52,40 @@ def decode_attention(
     rotating: bool = False,
     scales: tuple[Any, Any] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Writes a token of each sequence into the cache, and attends from it to the cache.
+    """Write one token of each sequence into the KV cache, and attend from it to the cache.
 
     Args:
-        q: ``[B, H, D]``, H a multiple of K: as many neighbouring heads share one of keys.
-        k, v: ``[B, K, D]``.
-        keys, values: The cache, ``[B, K, S, D]``, or ``[L, B, K, S, D]`` with ``layer``.
-        lengths: Integers ``[B]``: the tokens of each sequence that are in the cache so far,
-            which is the position of this one. A negative number: there is no such sequence;
-            nothing is written for it, and its result is zeros.
-        layer: Which layer's cache, from 0; may be traced.
-        rope: ``(cos, sin)`` of this position, ``[B, pairs]`` each: the first ``2 pairs``
-            numbers of every head of ``q`` and ``k`` are turned (J. Su et al.,
-            arXiv:2104.09864). None: they have been, or there is none.
-        scale: Of the scores, ``1/√D`` by default.
-        sliding_window: How many tokens back a token sees, itself included; None: all.
-        soft_cap: Scores become ``soft_cap · tanh(score / soft_cap)``.
-        interleaved: Numbers 0 and 1, 2 and 3, … form a pair to be turned, and not the
-            first half with the second.
-        rotating: A sequence longer than S goes on in slot 0: it sees the last S tokens.
-            Without it what comes after slot S - 1 is not written, and its result is NaN.
-        scales: Of a cache in int8: float32, of keys and of values, the shape of the cache
+        q: queries ``[B, H, D]``; H is a multiple of K, and H / K neighbouring query heads share
+            one KV head.
+        k, v: key and value of the new token, ``[B, K, D]`` each.
+        keys, values: the cache, ``[B, K, S, D]``, or ``[L, B, K, S, D]`` with ``layer``.
+        lengths: integers ``[B]``: the number of tokens of each sequence in the cache so far,
+            which is the position of the new one. A negative number marks an unused row of the
+            batch: nothing is written for it, and its result is zeros.
+        layer: index of the layer, from 0; it may be traced.
+        rope: ``(cos, sin)`` of the new token's position, ``[B, pairs]`` each: the first
+            ``2 pairs`` numbers of every head of ``q`` and ``k`` are rotated (J. Su et al.,
+            arXiv:2104.09864). None if they are rotated already, or the model has no rope.
+        scale: factor of the scores, ``1/√D`` by default.
+        sliding_window: number of tokens that a token attends to, itself included; None for all.
+        soft_cap: cap of the scores, which become ``soft_cap · tanh(score / soft_cap)``.
+        interleaved: whether numbers 0 and 1, 2 and 3, … form the pairs that are rotated; if not,
+            the first half forms pairs with the second.
+        rotating: whether a sequence longer than S continues in slot 0 and attends to its last S
+            tokens. If not, tokens after slot S - 1 are not written, and their results are NaN.
+        scales: scales of an int8 cache, for keys and for values: float32, the shape of the cache
             without D (``int8_rows``).
 
     Returns:
-        The result ``[B, H, D]`` in the dtype of ``q``, and the two caches, in place where
-        they are donated; then the two scales if there are. Scores, softmax and sums are in
-        float32.
+        The result ``[B, H, D]`` in the dtype of ``q``, and the two caches, updated in place where
+        they are donated; for an int8 cache also its two scales. Scores, softmax and sums are
+        computed in float32.
 
     Raises:
-        ValueError: Shapes that do not fit together; a window or a cap that is not positive.
+        ValueError: the shapes do not fit together; a window or a cap is not positive.
 
-    On a CPU a C++ kernel does it, where the types are float32, float16, bfloat16 or int8; else,
-    in exported programs, and where it is differentiated, :func:`definition`.
+    On a CPU a C++ kernel computes it if the types are float32, float16, bfloat16 or int8. For
+    other types, in exported programs and under differentiation :func:`definition` does.
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -110,18 +111,19 @@ def decode_attention(
     grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
     numbers = [jnp.asarray(0 if layer is None else layer, jnp.int32), lengths.astype(jnp.int32)]
     angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
-    more = _checked(scales, keys)
+    more = _checked_scales(scales, keys)
     out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, *more)
     return out.reshape(q.shape), *caches
 
 
-def _checked(scales: tuple[Any, Any] | None, keys: jax.Array) -> list[jax.Array]:
+def _checked_scales(scales: tuple[Any, Any] | None, keys: jax.Array) -> list[jax.Array]:
     found = [] if scales is None else list(map(jnp.asarray, scales))
     right = [(keys.shape[:-1], jnp.float32)] * 2 if keys.dtype == jnp.int8 else []
     if [(a.shape, a.dtype) for a in found] != right:
         raise ValueError(
-            f"a cache in int8 comes with two scales, float32 {list(keys.shape[:-1])}, and no other; "
-            f"not {keys.dtype} with {[f'{a.dtype}{list(a.shape)}' for a in found]}"
+            "an int8 cache takes two arrays of scales, "
+            f"float32{list(keys.shape[:-1])}, and a cache of another dtype none; this one is "
+            f"{keys.dtype} with scales {[f'{a.dtype}{list(a.shape)}' for a in found]}"
         )
     return found
 
@@ -157,7 +159,9 @@ def _check(
             f"{q.shape}, {k.shape}, {v.shape}, {keys.shape}, {values.shape} and {lengths.shape}"
         )
     if (window is not None and window < 1) or (cap is not None and not cap > 0):
-        raise ValueError(f"sliding_window={window} and soft_cap={cap} are positive, or None")
+        raise ValueError(
+            f"sliding_window={window} and soft_cap={cap}: each must be positive, or None"
+        )
 
 
 def _run(static: _Options, *operands: Any) -> Any:
@@ -190,12 +194,12 @@ def definition(
     sin: jax.Array,
     *scales: jax.Array,
 ) -> list[jax.Array]:
-    """What :func:`decode_attention` is, in jnp; ``q`` is ``[B, K, H/K, D]``."""
+    """:func:`decode_attention` in jnp, which defines it; ``q`` is ``[B, K, H/K, D]`` here."""
     slots = keys.shape[-2]
-    q32 = _turned(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
-    k32 = _turned(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
+    q32 = _rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
+    k32 = _rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
     fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
-    slot = jnp.where(fits, lengths % slots, slots)  # beyond the last nothing is written
+    slot = jnp.where(fits, lengths % slots, slots)  # nothing is written past the last slot
     rows = jnp.arange(q.shape[0])
     place = (rows, slice(None), slot) if keys.ndim == 4 else (layer, rows, slice(None), slot)
     new = [k32, v]
@@ -223,7 +227,7 @@ def definition(
 
 
 def _read(caches: list[jax.Array], layer: jax.Array, of_layers: bool) -> list[jax.Array]:
-    """Keys and values of one layer, in float32."""
+    """The keys and values of one layer, in float32."""
     if of_layers:
         caches = [
             jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
@@ -234,7 +238,7 @@ def _read(caches: list[jax.Array], layer: jax.Array, of_layers: bool) -> list[ja
     return [restored(n, scale) for n, scale in zip(caches[:2], caches[2:], strict=True)]
 
 
-def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Options) -> jax.Array:
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Options) -> jax.Array:
     pairs = cos.shape[-1]
     if not pairs:
         return x
@@ -244,11 +248,11 @@ def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Options) -> j
     else:
         a, b = head[..., :pairs], head[..., pairs:]
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = jnp.stack([a, b], -1).reshape(head.shape) if static.interleaved else None
-    return jnp.concatenate([*([a, b] if turned is None else [turned]), rest], -1)
+    rotated = jnp.stack([a, b], -1).reshape(head.shape) if static.interleaved else None
+    return jnp.concatenate([*([a, b] if rotated is None else [rotated]), rest], -1)
 
 
-# -- as an operation of JAX
+# -- as a JAX primitive
 
 
 def _types(static: _Options, q: Any, *rest: Any) -> list[Any]:
@@ -272,7 +276,7 @@ def _kernel(static: _Options, *operands: Any) -> Any:
 
 
 def _rule(ranks: Sequence[int]) -> Any:
-    """Sequences and heads of keys go together everywhere; the rest is whole."""
+    """Batch and KV heads may be split, alike in all operands; all other axes are replicated."""
     b, h = "b", "h"
     cache = ArrayMapping(*["l"][: ranks[3] - 4], b, h, "s", "d")
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
@@ -283,7 +287,7 @@ def _rule(ranks: Sequence[int]) -> Any:
 
 
 def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """The sequences and heads as the cache has them: it is much the largest."""
+    """Batch and heads are split as they are in the cache, which is by far the largest operand."""
     *layers, batch, heads, _, _ = specs[3]
     cache, head = [*[()] * len(layers), batch, heads, (), ()], [batch, heads, ()]
     operands = [

@@ -1,4 +1,4 @@
-"""Rows of a table that may be split over a mesh."""
+"""Embedding lookup: rows of a table that may be sharded over a mesh, or quantised."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .quant_array import QuantArray
 
 
 def embed(table: Any, rows: Any) -> jax.Array:
-    """Rows of ``table`` by number; NaN for a number outside of it, -1 is the last.
+    """Look up rows of ``table`` by their indices.
 
     Args:
-        table: A Weight or an array ``[n, ...]``, or a QuantArray, of which only the rows are decoded.
-        rows: Integers ``[...]``.
+        table: a Weight or an array ``[n, ...]``, or a QuantArray, of which only the rows that
+            are looked up are dequantised.
+        rows: integer indices ``[...]``; -1 is the last row.
 
     Returns:
-        ``[..., *table.shape[1:]]`` in the dtype of the table, float32 for a packed one. On a
-        mesh the result is placed as ``rows`` are: every device has whole rows of its part of
-        the batch.
+        ``[..., *table.shape[1:]]`` in the dtype of the table, float32 for a quantised one; NaN
+        for an index outside the table. On a mesh the result is sharded as ``rows`` are, and
+        replicated along the axes of the table.
 
     Example:
         >>> import jax.numpy as jnp
@@ -40,8 +41,8 @@ def embed(table: Any, rows: Any) -> jax.Array:
     if mesh is not None:
         out = explicit.sharding(mesh, explicit.entries(rows) + [()] * (table.ndim - 1))
     if jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize == 2:
-        # XLA on a CPU widens the table for the lookup. That is part of the lookup's own loop,
-        # unless there is one round it: then it would keep a float32 copy of all of it.
+        # On a CPU XLA converts the table to float32 for the lookup. That is fused into the
+        # lookup, except inside a loop, where XLA would keep a float32 copy of the whole table.
         table, rows = jax.lax.optimization_barrier((table, rows))
     return table.at[rows].get(mode="fill", out_sharding=out)
 
@@ -52,7 +53,7 @@ def _packed(table: QuantArray, rows: jax.Array) -> jax.Array:
 
     def run(blocks: Any, rows: Any) -> list[jax.Array]:
         found = decode(encoding, blocks.at[rows].get(mode="fill", fill_value=0))
-        # There is no NaN among blocks of some encodings, to fill in for a row that is not there.
+        # Blocks of some encodings cannot hold NaN, so rows outside the table are filled here.
         there = (rows >= -count) & (rows < count)
         there = there.reshape(rows.shape + (1,) * (found.ndim - rows.ndim))
         return [jnp.where(there, found, jnp.nan)]

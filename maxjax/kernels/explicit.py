@@ -1,8 +1,8 @@
-"""Arrays whose type says where they are: meshes with Explicit axes.
+"""Meshes with Explicit axes, where an array's type includes its sharding.
 
-There JAX asks of an operation that could end up in several places where its result is to
-be. The operations that our layers are made of ask here. On other meshes, and without
-one, all of this is nothing: XLA decides.
+On such a mesh JAX asks of an operation whose result could be sharded in several ways for the
+sharding of its result. The operations that the layers use decide it with the functions here. On
+other meshes, and without one, ``mesh_of`` gives None and XLA decides.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-# For one axis of an array, the axes of the mesh it is split over.
+# The mesh axes that one axis of an array is split over.
 Entry = tuple[str, ...]
 
 
 def mesh_of(*arrays: Any) -> Any:
-    """The abstract mesh of the first array that is placed explicitly, or None.
+    """The abstract mesh of the first array on a mesh with Explicit axes, or None.
 
     Example:
         >>> import jax.numpy as jnp
@@ -35,28 +35,28 @@ def mesh_of(*arrays: Any) -> Any:
 
 
 def entries(array: Any) -> list[Entry]:
-    """For each axis of an array the explicit axes of the mesh it is split over."""
+    """The explicit mesh axes that each axis of an array is split over."""
     return padded(jax.typeof(array).sharding.spec, jax.numpy.ndim(array))
 
 
 def padded(spec: PartitionSpec, rank: int) -> list[Entry]:
-    """For each of an array's axes those of the mesh that a PartitionSpec names."""
+    """The mesh axes that a PartitionSpec names for each of an array's ``rank`` axes."""
     every = (*spec, *(None,) * (rank - len(spec)))
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in every]
 
 
 def spec(wanted: Sequence[Entry]) -> PartitionSpec:
-    """The PartitionSpec of such entries."""
+    """The PartitionSpec with these entries."""
     return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in wanted))
 
 
 def entries_of(sharding: Any, mesh: Any, shape: Sequence[int]) -> list[Entry]:
-    """For each axis of an array those of the mesh that any sharding splits it over.
+    """The mesh axes that each axis of an array is split over, for a sharding of any kind.
 
-    XLA may split over a part of an axis of the mesh, which no PartitionSpec can say, or in
-    parts that are not alike; such an axis is left out.
+    XLA may split an axis over a part of a mesh axis, which no PartitionSpec can say, or into
+    parts of unequal size; such an axis is left out.
     """
-    # Any shape that every part of the mesh divides: the array's own may not.
+    # The sharding is asked about a shape that every mesh axis divides; the array's own may not.
     count = mesh.devices.size
     where = sharding.devices_indices_map((count,) * len(shape))
     found: list[list[tuple[int, str]]] = [[] for _ in shape]
@@ -65,14 +65,14 @@ def entries_of(sharding: Any, mesh: Any, shape: Sequence[int]) -> list[Entry]:
         for d in range(len(shape)):
             starts = [where[device][d].indices(count)[0] for device in line]
             if len(line) > 1 and len(set(starts)) == len(line):
-                found[d].append((-starts[1], name))  # the longest steps first
+                found[d].append((-starts[1], name))  # the mesh axis with the longest step first
     entries = [tuple(name for _, name in sorted(axes)) for axes in found]
     parts = [math.prod(mesh.shape[name] for name in entry) for entry in entries]
     return [() if size % n else entry for size, n, entry in zip(shape, parts, entries, strict=True)]
 
 
 def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:
-    """The sharding of a result; an axis of the mesh counts where it is named first."""
+    """The sharding of a result; a mesh axis named twice counts only where it is named first."""
     used: set[str] = set()
     free: list[Entry] = []
     for entry in wanted:
@@ -82,7 +82,7 @@ def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> jax.Array:
-    """``jnp.concatenate`` of arrays of which one may be split along the axis and another not."""
+    """``jnp.concatenate`` of arrays that may be sharded differently along the axis."""
     mesh = mesh_of(*arrays)
     if mesh is None:
         return jax.numpy.concatenate(arrays, axis)
@@ -92,10 +92,10 @@ def concatenate(arrays: Sequence[Any], axis: int) -> jax.Array:
 
 
 def automatic(f: Callable[..., Any], mesh: Any, wanted: Any) -> Callable[..., Any]:
-    """``f`` with XLA deciding about everything inside it, and its result placed as wanted.
+    """``f`` with XLA deciding all shardings inside it, and the result sharded as wanted.
 
     Args:
-        wanted: Entries for the axes of the result, or a list of such for a list of results.
+        wanted: entries for the axes of the result, or a list of such for a list of results.
     """
     several = bool(wanted) and isinstance(wanted[0], list)
     out = [sharding(mesh, w) for w in wanted] if several else sharding(mesh, wanted)

@@ -1,8 +1,7 @@
-"""Rows of floats as int8, with one scale each.
+"""int8 quantisation of rows of floats, with one scale for each row.
 
-A row x is kept as ``s = max |x| / 127`` and ``n = round(x / s)``; it is then about ``n · s``, no
-number further off than ``s / 2``. What caches of keys and values are made of that take half the
-memory of bfloat16.
+A row x is stored as ``s = max |x| / 127`` and ``n = round(x / s)``, and restored as ``n · s`` with
+an error of at most ``s / 2`` per number. An int8 KV cache takes half the memory of one in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ HIGHEST = 127
 
 
 def quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Floats ``[..., D]`` → int8 ``[..., D]`` and scales ``[...]`` in float32.
+    """Quantise floats ``[..., D]`` to int8 ``[..., D]`` and scales ``[...]`` in float32.
 
-    A row of zeros has the scale 0; one with a NaN or an Inf is no number when it is restored.
+    A row of zeros has the scale 0; a row that contains NaN or Inf is restored as NaN.
 
     Example:
         >>> numbers, scale = quantised(jnp.array([0.0, -2.54, 1.0]))
@@ -32,7 +31,7 @@ def quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def restored(numbers: jax.Array, scale: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """The floats again, ``[..., D]``.
+    """Dequantise int8 rows ``[..., D]`` with their scales ``[...]``.
 
     Example:
         >>> restored(jnp.array([1, -2], jnp.int8), jnp.float32(0.5)).tolist()

@@ -1,8 +1,8 @@
-"""The one door for a product with a weight: ``matmul(x, w) = x @ w.T``.
+"""The matmul of all layers: ``matmul(x, w) = x @ w.T``.
 
-Weights lie as checkpoints have them, ``[out, in]``. ``x @ w.T`` spelled with a real
-transpose makes XLA on a CPU 15 to 30 times slower than the same contraction without it,
-and a bf16 weight is repacked there at every call; so every layer comes through here.
+Weights are ``[out, in]``, as in checkpoints. Written with an actual transpose, ``x @ w.T`` is 15
+to 30 times slower with XLA on a CPU than the same contraction without it, and a bf16 weight is
+repacked there at every call; hence every layer calls this function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .product import FLOATS, definition, products
 from .quant_array import QuantArray
 from .stack_slice import StackSlice
 
-# The place of a weight that is in no stack.
+# The layer index of a weight that is not in a stack.
 _FIRST = np.zeros((), np.int32)
 
 
@@ -31,21 +31,21 @@ def matmul(x: Any, w: Any) -> Any:
     """``x @ w.T`` for a weight ``w`` of shape ``[out, in]``, or for several of them.
 
     Args:
-        x: Activations ``[..., in]``.
-        w: A Weight, an array, a :class:`StackSlice` or a :class:`QuantArray` ``[out, in]``;
+        x: activations ``[..., in]``.
+        w: a Weight, an array, a :class:`StackSlice` or a :class:`QuantArray` ``[out, in]``;
             or a list or tuple of such, which are read in one pass.
 
     Returns:
-        ``[..., out]`` in the wider of the two float types, with a QuantArray in that of ``x``;
+        ``[..., out]`` in the wider of the two float types, for a QuantArray in that of ``x``;
         a tuple of them for several weights. Floats of 32 bits and less are summed in float32
         and rounded once at the end.
 
     Raises:
-        ValueError: A weight is not a matrix, or its last axis is not as long as ``x``'s.
+        ValueError: a weight is not a matrix, or its last axis is not as long as ``x``'s.
 
-    On a CPU a C++ kernel does it, where the types are float32, float16 or bfloat16; else,
-    in exported programs, and where it is differentiated, ``jax.lax.dot_general``, of packed
-    weights that are decoded for it.
+    On a CPU a C++ kernel computes it if the types are float32, float16 or bfloat16. For other
+    types, in exported programs and under differentiation ``jax.lax.dot_general`` does. A
+    QuantArray is dequantised first.
 
     Example:
         >>> import jax.numpy as jnp
@@ -87,7 +87,7 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     mesh = explicit.mesh_of(x, *stacks)
     if mesh is None:
         if not any(isinstance(a, (Tracer, StackSlice)) for a in (x, *weights)):
-            return _at_once(tuple(dtypes))(x, *stacks)
+            return _eager_products(tuple(dtypes))(x, *stacks)
         return run(x, *stacks, *layers)
     tokens = explicit.entries(x)[:-1]
     wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
@@ -95,8 +95,8 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
 
 
 @functools.cache
-def _at_once(dtypes: tuple[Any, ...]) -> Any:
-    """The products of arrays as one jitted function, the quickest thing to call eagerly."""
+def _eager_products(dtypes: tuple[Any, ...]) -> Any:
+    """The matmuls of plain arrays as one jitted function, the fastest form for eager calls."""
 
     def matmul(x: Any, *weights: Any) -> list[jax.Array]:
         return products(x, weights, [_FIRST] * len(weights), dtypes)
@@ -105,7 +105,7 @@ def _at_once(dtypes: tuple[Any, ...]) -> Any:
 
 
 def _packed(x: jax.Array, w: QuantArray) -> jax.Array:
-    """The product with weights in blocks, in the dtype of ``x`` if that is a float."""
+    """The matmul with quantised weights, in the dtype of ``x`` if that is a float."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
     blocks, encoding = _array(w.blocks), w.encoding
 
@@ -120,14 +120,14 @@ def _packed(x: jax.Array, w: QuantArray) -> jax.Array:
 
 
 def _has_kernel(x: Any, w: Any) -> bool:
-    """Whether types and sizes are such that the kernels take them."""
+    """Whether the kernels support these dtypes and shapes."""
     if x.dtype not in FLOATS or w.dtype not in FLOATS:
         return False
     return all(isinstance(n, int) for n in (*x.shape, *w.shape))  # not symbolic
 
 
 def _array(a: Any) -> jax.Array:
-    # A Weight is of a floor above and known by this method, which tracers have as None.
+    # This package does not import Weight: a Weight has this method, while tracers have None here.
     if isinstance(a, jax.Array):
         return a
     method = getattr(a, "__jax_array__", None)
@@ -135,7 +135,7 @@ def _array(a: Any) -> jax.Array:
 
 
 def _operand(a: Any) -> Any:
-    """An array or a StackSlice, which a Weight may be inside."""
+    """The array, StackSlice or QuantArray that ``a`` is or, if it is a Weight, holds."""
     if isinstance(a, (jax.Array, StackSlice, QuantArray)):
         return a
     method = getattr(a, "_operand", None)

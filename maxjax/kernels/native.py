@@ -1,8 +1,8 @@
-"""The compiled kernels of ``kernels/cpu``: whether they are there, and for which processor.
+"""The shared library of ``kernels/cpu``: finding it, registering it with XLA, choosing a level.
 
-The library knows nothing of Python: XLA calls it by what :func:`library` registers. It
-holds the same arithmetic for several instruction sets (levels) and uses the best one
-that the processor has.
+The library does not use Python: XLA calls the FFI targets that :func:`library` registers. It
+contains the same kernels compiled for several instruction sets (levels) and uses the best one
+that the processor supports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import jax
 
-# VARIABLE: "off" for the jnp forms, or the name of a level.
+# The environment variable VARIABLE is "off" for the jnp forms, or the name of a level.
 from ..native_library import VARIABLE
 from ..native_library import library_path as path
 
@@ -27,7 +27,7 @@ TARGETS = ("maxjax_matmul", "maxjax_decode_attention")
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library with its functions registered with XLA, or None; then it logs why, once."""
+    """The library with its functions registered with XLA; None, with one warning, if it is missing."""
     found, why = _open()
     if found is None:
         _LOG.warning("maxjax: %s; the jnp forms are used instead, which are slower on a CPU", why)
@@ -67,7 +67,7 @@ def _declare(found: ctypes.CDLL) -> None:
 
 
 def levels() -> list[str]:
-    """The instruction sets that were compiled and that this processor has, the best first.
+    """The instruction sets that were compiled and that this processor supports, the best first.
 
     Example:
         >>> set(levels()) <= {"avx512bf16", "avx512", "avx2", "neon", "portable"}
@@ -78,17 +78,17 @@ def levels() -> list[str]:
 
 
 def status() -> str:
-    """What products with weights run on, on a CPU: a level, or why the jnp forms are used."""
+    """The level that matmuls use on a CPU, or why the jnp forms are used instead."""
     found, why = _open()
     return f"jnp ({why})" if found is None else found.maxjax_level().decode()
 
 
 @contextmanager
 def level(name: str) -> Iterator[None]:
-    """Runs the kernels of one level, in all threads, also in programs that are compiled by now.
+    """Use the kernels of one level, in all threads and in programs that are compiled already.
 
     Raises:
-        ValueError: There is no such level here.
+        ValueError: this machine does not have the level.
     """
     found = library()
     before = None if found is None else found.maxjax_level()

@@ -1,14 +1,14 @@
-"""A kernel as an operation of JAX that every transformation knows what to do with.
+"""A kernel as a JAX primitive that supports every transformation.
 
-An FFI call by itself has no derivative and no rule for batches, and XLA gathers whatever
-is sharded for it. An :class:`Operation` is
+An FFI call by itself has no derivative and no batching rule, and XLA gathers its sharded
+operands. An :class:`Operation` runs
 
 ========================  =====================================================================
 on a CPU                  the C++ kernel, through ``jax.ffi``
-elsewhere, in an export   the jnp form, its definition
+elsewhere, in an export   the jnp form, which is its definition
 on several devices        the kernel on each device's part (``custom_partitioning``)
-under ``vmap``            more rows, where its batching rule says so, or the jnp form
-differentiated            the derivative of the jnp form, forwards and backwards
+under ``vmap``            the kernel with more rows, if its batching rule allows; or the jnp form
+differentiated            the derivative of the jnp form, in forward and in reverse mode
 ========================  =====================================================================
 """
 
@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding
 from . import explicit, native
 
 try:
-    # JAX tells the devices only to operations that ask for them: custom_partitioning does,
-    # but inside one of these it would not be seen.
+    # JAX passes the devices only to primitives that ask for them: custom_partitioning does, but
+    # JAX does not see it inside a primitive of ours.
     from jax._src.dispatch import prim_requires_devices_during_lowering
 except ImportError:  # then programs for several devices get the jnp form
     prim_requires_devices_during_lowering = set()
@@ -37,18 +37,18 @@ class Operation:
     """One operation with several operands and several results.
 
     Args:
-        name: Its name in a jaxpr.
+        name: name in a jaxpr.
         types: ``(static, *avals)`` → the avals of the results.
         definition: ``(static, *operands)`` → results, in jnp.
-        kernel: The same by an FFI call, on what one device has.
-        rule: ``(ranks of the operands)`` → which axes belong together, as a SdyShardingRule.
-        places: ``(entries of the operands)`` → entries of the operands and of the results
-            that go together, and the axes of the mesh over which results are to be summed.
-        batch: ``(static, operands, dims, bind)`` → results with the batch first, or None for
-            those of the definition.
-        summand: The static arguments of the kernel where its results will be summed.
+        kernel: ``(static, *operands)`` → results, by an FFI call on one device's part.
+        rule: ``(ranks of the operands)`` → a SdyShardingRule, which axes are split alike.
+        places: ``(entries of the operands)`` → entries of the operands and of the results,
+            consistent with each other, and the mesh axes over which results are to be summed.
+        batch: ``(static, operands, dims, bind)`` → results with the batch axis first, or None to
+            use the definition.
+        summand: ``(static)`` → the static arguments of the kernel if its results will be summed.
 
-    Static arguments are hashable. Example: ``product.py``.
+    Static arguments must be hashable. ``product.py`` has an example.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Operation:
 
     @functools.cached_property
     def primitive(self) -> Any:
-        """What stands in a jaxpr; made when it is first used."""
-        from jax.extend.core import Primitive  # takes long, and Pallas along
+        """The primitive that a jaxpr contains; made when it is first used."""
+        from jax.extend.core import Primitive  # slow to import: it imports Pallas
 
         primitive = Primitive(self._name)
         primitive.multiple_results = True
@@ -85,8 +85,8 @@ class Operation:
         return primitive
 
     def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
-        """The results for arrays that are on no Explicit mesh; ``explicit.automatic`` sees to that."""
-        return self.primitive.bind(*_alike(operands), static=static)
+        """The results; arrays on an Explicit mesh come through ``explicit.automatic`` only."""
+        return self.primitive.bind(*_same_varying(operands), static=static)
 
     # -- eager code, derivatives, batches
 
@@ -94,7 +94,7 @@ class Operation:
         return jax.jit(functools.partial(self.primitive.bind, static=static))
 
     def _eager(self, *operands: Any, static: Any) -> Any:
-        # It is one operation, also for those who look at every single one.
+        # Under jax.disable_jit() too it is one operation.
         with jax.disable_jit(False):
             return self._jitted(static)(*operands)
 
@@ -117,14 +117,14 @@ class Operation:
             outputs = list(jax.vmap(define, tuple(dims))(*operands))
         return outputs, [0] * len(outputs)
 
-    # -- what it is lowered to
+    # -- lowering
 
     def _lower_definition(self, ctx: Any, *operands: Any, static: Any) -> Any:
         define = functools.partial(self.definition, static)
         return mlir.lower_fun(define, multiple_results=True)(ctx, *operands)
 
     def _lower_cpu(self, ctx: Any, *operands: Any, static: Any) -> Any:
-        # A program that leaves this process cannot call what only this one has.
+        # Another process that runs an exported program may not have the library.
         exported = ctx.module_context.lowering_parameters.for_export
         empty = any(0 in aval.shape for aval in ctx.avals_out)
         if exported or empty or native.library() is None or not _devices_known(ctx):
@@ -138,7 +138,7 @@ class Operation:
             partition=functools.partial(self._partition, static),
             infer_sharding_from_operands=lambda mesh, args, _: self._shardings(mesh, args)[1],
             sharding_rule=self.rule(ranks),
-            # Some have no PartitionSpec: XLA asks for results in halves of an axis of the mesh.
+            # Some have no PartitionSpec: XLA may split a result over half of a mesh axis.
             decode_shardings=False,
         )
         return call
@@ -165,10 +165,11 @@ class Operation:
 
 
 def _devices_known(ctx: Any) -> bool:
-    """Whether it can be divided: it is for one device, or for a mesh that is known."""
+    """Whether the program can be partitioned: it is for one device, or for a known mesh."""
     where = ctx.module_context.axis_context
     if isinstance(where, mlir.SPMDAxisContext):
-        # Inside shard_map; over some axes only, the others are XLA's, which cannot divide it there.
+        # Inside shard_map. If that is over some mesh axes only, XLA would have to partition over
+        # the others, which it cannot do there.
         return len(where.manual_axes) in (0, len(where.mesh.axis_names))
     if not isinstance(where, mlir.ShardingContext):
         return True
@@ -177,8 +178,8 @@ def _devices_known(ctx: Any) -> bool:
     return len(where.device_assignment) == 1 or where.abstract_mesh is not None
 
 
-def _alike(operands: Sequence[Any]) -> list[Any]:
-    """Inside ``shard_map`` operands vary over the same axes, as an operation takes them."""
+def _same_varying(operands: Sequence[Any]) -> list[Any]:
+    """The operands, cast inside ``shard_map`` to vary over the same axes, as a primitive requires."""
     varying = [_varying(jax.typeof(a)) for a in operands]
     every = frozenset().union(*varying)
     return [
@@ -188,6 +189,6 @@ def _alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def _varying(aval: Any) -> frozenset[str]:
-    """The axes of the mesh over which a value inside ``shard_map`` differs."""
-    kind = getattr(aval, "manual_axis_type", None)  # some versions of JAX have it as `vma`
+    """The mesh axes over which a value inside ``shard_map`` varies."""
+    kind = getattr(aval, "manual_axis_type", None)  # `vma` in some versions of JAX
     return frozenset(getattr(kind, "varying", None) or getattr(aval, "vma", None) or ())

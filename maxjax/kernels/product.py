@@ -1,4 +1,4 @@
-"""The product of activations with weights as one operation of JAX."""
+"""The matmul of activations with one or several weights as a JAX primitive."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from . import explicit
 from .operation import Operation
 
-# What the kernels take, for activations, weights and results.
+# The dtypes that the kernels support for activations, weights and results.
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 
 
 def definition(
     x: jax.Array, weights: Sequence[jax.Array], dtypes: Sequence[np.dtype]
 ) -> list[jax.Array]:
-    """``x @ w.T`` for each weight: what the product is, in jnp.
+    """``x @ w.T`` for each weight, in jnp: the definition of the primitive.
 
     Args:
-        x: ``[..., in]``.
-        weights: ``[out, in]`` each.
-        dtypes: Of the results.
+        x: activations ``[..., in]``.
+        weights: weights ``[out, in]`` each.
+        dtypes: dtypes of the results.
     """
     return [_one(x, w, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
 
@@ -33,7 +33,7 @@ def definition(
 def _one(x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
     common = dtype if x.dtype != w.dtype else x.dtype
     x, w = x.astype(common), w.astype(common)
-    # A bare bf16 -> bf16 product rounds inside the sum on some backends.
+    # On some backends a plain bf16 -> bf16 matmul rounds inside the sum.
     narrow = common.itemsize < 4 and jnp.issubdtype(common, jnp.floating)
     mesh = explicit.mesh_of(x, w)
     out = None
@@ -51,20 +51,20 @@ def products(
     """``x @ w.T`` for each weight, in one pass over them.
 
     Args:
-        x: ``[..., in]``, one of :data:`FLOATS`, as all of these.
-        weights: ``[out, in]``, or stacks ``[n, out, in]``; all of one dtype.
-        layers: For each weight which of a stack, an int32 scalar; of a plain weight it is
-            not looked at.
-        dtypes: Of the results.
+        x: activations ``[..., in]``, in one of :data:`FLOATS`, as are weights and results.
+        weights: weights ``[out, in]``, or stacks ``[n, out, in]``; all of one dtype.
+        layers: for each weight its index in the stack, an int32 scalar; it is ignored for a
+            weight that is not a stack.
+        dtypes: dtypes of the results.
 
     Returns:
-        ``[..., out]`` each, of sums in float32.
+        The results, ``[..., out]`` each, summed in float32.
     """
     return _OPERATION([x, *weights, *layers], tuple(dtypes))
 
 
 def _split(operands: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """x, the weights, and the numbers of their layers."""
+    """x, the weights, and their layer indices."""
     x, *rest = operands
     return x, rest[: len(rest) // 2], rest[len(rest) // 2 :]
 
@@ -98,7 +98,7 @@ def _kernel(dtypes: Any, *operands: Any) -> Any:
 
 
 def _batch(dtypes: Any, operands: Sequence[Any], dims: Sequence[Any], bind: Any) -> Any:
-    """Of activations: more rows."""
+    """A batch of activations is more rows; a batch of weights is left to the definition."""
     if any(d is not None for d in dims[1:]):
         return None
     return bind(jnp.moveaxis(operands[0], dims[0], 0), *operands[1:])
@@ -117,11 +117,12 @@ def _rule(ranks: Sequence[int]) -> Any:
 
 
 def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """The tokens' axes of the mesh first, then those of the weights.
+    """Mesh axes go to the tokens first, then to the weights.
 
-    A weight that is split over the tokens' axes too is gathered, as fully sharded ones
-    are; otherwise weights stay as they are. What the activations' depth is split over
-    besides costs a weight nothing if it is whole there.
+    A weight that is also split over a mesh axis of the tokens is gathered along it, as in fully
+    sharded data parallelism; otherwise weights keep their sharding. If the activations' last axis
+    is split over a further mesh axis along which a weight is replicated, the weight's last axis
+    is split over it too, which needs no communication.
     """
     (*tokens, own_depth), weights, layers = _split(specs)
     free = _without(tokens)

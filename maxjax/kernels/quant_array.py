@@ -1,6 +1,6 @@
-"""QuantArray: a matrix of weights that stays packed in blocks.
+"""QuantArray: weights that stay quantised in memory, in ggml's blocks.
 
-``kernels.matmul`` and ``kernels.embed`` take it in the place of an array.
+``kernels.matmul`` and ``kernels.embed`` accept it in place of an array.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from .stack_slice import StackSlice
 
 @jax.tree_util.register_pytree_with_keys_class
 class QuantArray:
-    """Quantised weights: their blocks, and what they are.
+    """Quantised weights: their blocks and their encoding.
 
     Args:
-        blocks: uint8 ``[..., n * bytes of a block]``, an array or a StackSlice; each row of
-            the last axis is whole blocks.
+        blocks: uint8 ``[..., n * bytes of a block]``, an array or a StackSlice; the last axis
+            holds n complete blocks.
         encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or "MXFP4".
 
     Attributes:
-        shape: That of the weights.
-        dtype: float32, which they have as an array.
+        shape: shape of the weights.
+        dtype: float32, the dtype of the dequantised weights.
 
     Raises:
-        NotImplementedError: Another encoding.
+        NotImplementedError: the encoding is none of these.
 
-    It is a pytree with the leaf ``blocks``. jnp functions take it as the float32 array it
-    stands for, which is made for them; there is no gradient to it.
+    It is a pytree with the leaf ``blocks``. jnp functions accept it and dequantise it to a float32
+    array; gradients with respect to it are not supported.
 
     Example:
         >>> import numpy as np
@@ -80,6 +80,6 @@ class QuantArray:
 
     @classmethod
     def tree_unflatten(cls, encoding: str, children: Any) -> QuantArray:
-        new = object.__new__(cls)  # the leaf may be anything
+        new = object.__new__(cls)  # unchecked: a transformation may put any object into the leaf
         (new.blocks,), new.encoding = children, encoding
         return new

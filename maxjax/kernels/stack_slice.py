@@ -1,8 +1,8 @@
-"""StackSlice: one layer's part of a stacked array, cut out only where it must be.
+"""StackSlice: one layer's slice of a stacked array, copied only where an array is needed.
 
-A plain ``lax.scan`` over stacked weights copies each layer's weights out of the stack at
-every step. The body of an inference loop holds StackSlices instead: ``kernels.matmul``
-takes the stack and the index as they are, and everything else gets the array.
+A plain ``lax.scan`` over stacked weights copies each layer's weights out of the stack at every
+step. The body of an inference loop holds StackSlices instead: ``kernels.matmul`` takes the stack
+and the index without a copy, and every other function gets the slice as an array.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 
 @jax.tree_util.register_pytree_with_keys_class
 class StackSlice:
-    """``stack[index]``, an array wherever one is wanted.
+    """``stack[index]``, evaluated only where an array is needed.
 
     Args:
-        stack: An array ``[n, ...]``.
-        index: Which one, from 0: a number, or an integer scalar that may be traced.
+        stack: an array ``[n, ...]``.
+        index: index of the slice, from 0: an int, or an integer scalar that may be traced.
 
-    It is a pytree of the two, has the shape and dtype of the slice, and works in jnp
-    functions, operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
+    It is a pytree of the two, has the shape and dtype of the slice, and works in jnp functions,
+    operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -37,7 +37,7 @@ class StackSlice:
 
     __slots__ = ("stack", "index")
 
-    # NumPy arrays on the left of an operator leave it to us.
+    # With a NumPy array on the left of an operator, this class's method is called.
     __array_priority__ = 1000
 
     def __init__(self, stack: Any, index: Any):
@@ -45,31 +45,31 @@ class StackSlice:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The slice's."""
+        """The shape of the slice."""
         return tuple(self.stack.shape[1:])
 
     @property
     def dtype(self) -> Any:
-        """The element type."""
+        """The dtype of the elements."""
         return self.stack.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of the slice's axes."""
+        """The number of axes of the slice."""
         return self.stack.ndim - 1
 
     @property
     def place(self) -> Any:
-        """The index, counted from the beginning.
+        """The index, counted from the beginning of the stack if it is known.
 
         Raises:
-            IndexError: It is known and outside of the stack.
+            IndexError: the index is known and outside the stack.
         """
         count = self.stack.shape[0]
         if not isinstance(self.index, int):
             return self.index
         if not -count <= self.index < count:
-            raise IndexError(f"a stack of {count} has no number {self.index}")
+            raise IndexError(f"index {self.index} is outside a stack of {count}")
         return self.index % count
 
     def __jax_array__(self) -> jax.Array:
@@ -86,7 +86,7 @@ class StackSlice:
         return self.__jax_array__()[key]
 
     def __getattr__(self, name: str) -> Any:
-        # What JAX, NumPy and copying ask for to see whether it is there.
+        # JAX, NumPy and copying test for the presence of such attributes.
         if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         return getattr(self.__jax_array__(), name)
@@ -127,5 +127,5 @@ StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def whole(leaf: Any) -> Any:
-    """The stack that a leaf is a slice of; any other leaf itself."""
+    """The whole stack if the leaf is a StackSlice; any other leaf unchanged."""
     return leaf.stack if type(leaf) is StackSlice else leaf

@@ -98,7 +98,7 @@ def test_layers():
     ],
 )  # fmt: skip
 def test_what_is_no_layout(text):
-    with pytest.raises(UserInputError, match="is no layout"):
+    with pytest.raises(UserInputError, match="is not a layout"):
         layout(text)
 
 

@@ -1,6 +1,6 @@
 """Conversion of a checkpoint from one format into another: ``maxjax.checkpoint.convert``.
 
-``source`` opens what is there, ``destination`` says what would be overwritten or lost,
+``source`` opens the checkpoint, ``destination`` refuses what would overwrite or lose something,
 ``to_gguf`` makes the tensors and metadata of a GGUF file, ``progress`` counts bytes while they
 are written, and ``run`` is the function itself. Values are streamed: no tensor is held twice.
 """

@@ -1,4 +1,8 @@
-"""What a conversion would replace: refused unless it was asked for, and where it loses the source."""
+"""Checks of a conversion's destination, before anything is written.
+
+A destination that exists is refused unless ``overwrite`` is set, and always where replacing it
+would lose values of the source.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +29,30 @@ def check_destination(
     encoding: str | None,
     overwrite: bool,
 ) -> None:
-    """Refuses a destination that is there, and one that is the source where that would lose values.
+    """Refuse a destination that exists, and one that is the source if that would lose values.
 
-    A step of orbax is put beside those that are there.
+    A step of orbax replaces nothing: it is added to the steps that are there.
 
     Args:
-        kind: "safetensors", "gguf" or "orbax".
-        others: Names of what will be written beside the weights.
-        dtype, encoding: What the weights become.
+        found: the source.
+        target: the destination.
+        kind: format of the destination, "safetensors", "gguf" or "orbax".
+        others: names of the files that will be written beside the weights.
+        dtype, encoding: dtype or encoding that weights are converted to.
+        overwrite: whether an existing checkpoint may be replaced.
 
     Raises:
-        UserInputError: It is refused; the message says by what line it is not.
+        UserInputError: the destination is refused; the message says how to proceed.
     """
     source = [file.path for file in found.weights._family.open_table().files]
-    part = _is_of(source, found.path, target)
+    part = _is_source(source, found.path, target)
     lost = _lost(found, target, source, dtype, encoding) if part else None
     if lost is not None:
         raise UserInputError(
             f"{target} is the checkpoint that is converted ({found.path}), and {lost}: "
             "name another destination"
         )
-    there = _there(target, kind, others)
+    there = _replaced_files(target, kind, others)
     if there and not overwrite:
         raise UserInputError(
             f"{target}: there is {some(there, 3)} already: name another destination, or pass "
@@ -53,8 +60,8 @@ def check_destination(
         )
 
 
-def _there(target: Path, kind: str, others: Iterable[str]) -> list[str]:
-    """What would be replaced, or no longer be what the destination opens as."""
+def _replaced_files(target: Path, kind: str, others: Iterable[str]) -> list[str]:
+    """The files at the destination that would be replaced, or no longer be what is opened there."""
     if kind == "orbax" or not os.path.lexists(target):
         return []
     if not target.is_dir():
@@ -65,22 +72,22 @@ def _there(target: Path, kind: str, others: Iterable[str]) -> list[str]:
     return [f"'{name}'" for name in dict.fromkeys([*weights, *replaced])]
 
 
-def _is_of(source: list[str], path: Path, target: Path) -> bool:
-    """Whether the destination is the source, one of its files by whatever name, or holds it."""
+def _is_source(source: list[str], path: Path, target: Path) -> bool:
+    """Whether the destination is the source, one of its files, or the directory that holds it."""
     if not target.exists():
         return False
     if not target.is_dir():
         return any(os.path.samefile(file, target) for file in source if os.path.exists(file))
     place = os.path.realpath(target)
     places = [os.path.realpath(name) for name in (path, *source)]
-    # What is below it is its own, as a step of orbax; other directories in it are none of it.
+    # Only the directory itself counts: what lies deeper in it is not replaced.
     return any(place in (one, os.path.dirname(one)) for one in places)
 
 
 def _lost(
     found: Opened, target: Path, source: list[str], dtype: DType | None, encoding: str | None
 ) -> str | None:
-    """What of the source would be lost if it were replaced, as a clause; None: nothing."""
+    """What would be lost of the source if it were replaced, as a clause; None for nothing."""
     if not target.is_dir() and len(source) > 1:
         return "is made of several files, of which this is one"
     if encoding is not None:
@@ -95,7 +102,7 @@ def _data(found: Opened) -> Mapping[str, WeightData]:
 
 
 def _holds(dtype: DType, data: WeightData) -> bool:
-    """Whether a type has every value of a tensor; that of what is no float is left."""
+    """Whether a dtype can hold every value of a tensor; only floats are converted."""
     if data._is_packed:
         return False
     if not data.dtype.is_float() or data.dtype is dtype:

@@ -1,4 +1,4 @@
-"""What convert tells: how far it is, and at the end what it has written."""
+"""Progress and result of a conversion."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 
 from ...storage.save.outgoing import Outgoing
 
-# Told how many bytes are to be written, gives what is told of each piece.
+# Called with the number of bytes to write; returns a function that is called with the size of
+# each piece.
 Watch = Callable[[int], Callable[[int], Any]]
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What :func:`convert` has written.
+    """The checkpoint that :func:`convert` has written.
 
     Attributes:
-        path: The file or directory.
-        format: Of it.
-        tensors, nbytes: How many, and how many bytes of data.
-        packed: How many of them are quantised blocks.
+        path: path of the file or directory.
+        format: format of the checkpoint.
+        tensors, nbytes: number of tensors, and of their bytes.
+        packed: number of tensors that are quantised.
     """
 
     path: Path
@@ -38,7 +39,7 @@ def result_of(target: Path, kind: str, outgoing: list[Outgoing]) -> Converted:
 
 
 def watched(outgoing: list[Outgoing], watch: Watch | None) -> list[Outgoing]:
-    """The tensors, whose pieces are told of when the writer comes back from them."""
+    """The tensors; each piece is reported when the writer asks for the next one."""
     if watch is None:
         return outgoing
     tell = watch(sum(one.nbytes for one in outgoing))

@@ -1,6 +1,6 @@
-"""Convert: a checkpoint of any format as one of another, piece by piece.
+"""``convert``: write a checkpoint of any format in another one.
 
-Nothing is in memory but the pieces that are on their way.
+Values are streamed: only the pieces that are being written are in memory.
 """
 
 from __future__ import annotations
@@ -47,36 +47,35 @@ def convert(
     watch: Watch | None = None,
     overwrite: bool = False,
 ) -> Converted:
-    """Writes a checkpoint in another format, type or number of files.
+    """Write a checkpoint in another format, dtype or number of files.
 
     Args:
-        source: The path of anything that ``load_weights`` opens.
-        destination: A file that ends in ``.safetensors`` or ``.gguf``, or a directory.
-        to: "safetensors", "gguf" or "orbax"; by default what the destination's name says,
-            for a directory safetensors.
-        dtype: Float tensors become this type, and quantised blocks are decoded to it.
-        quantize: "q8_0", "q4_0", "q4_k" or "q6_k": the large weights of a GGUF file become
-            blocks of this kind.
-        max_shard_size: Of the safetensors files of a directory.
-        limits: As of ``maxjax.load``.
-        watch: Called with the number of bytes of all tensors as they will be written; what it
-            gives is called with the number of bytes of each piece when that is written.
-        overwrite: Replace a checkpoint that is at the destination. A step of orbax is put beside
-            those that are there, and replaces none.
+        source: path of a checkpoint that ``load_weights`` opens.
+        destination: path of a file that ends in ``.safetensors`` or ``.gguf``, or of a directory.
+        to: format, "safetensors", "gguf" or "orbax"; by default that of the destination's suffix,
+            and safetensors for a directory.
+        dtype: dtype that float tensors are converted to and quantised tensors dequantised to.
+        quantize: encoding of the large weights of a GGUF file: "q8_0", "q4_0", "q4_k" or "q6_k".
+        max_shard_size: maximum size of each safetensors file of a directory.
+        limits: limits of what is read, as in ``maxjax.load``.
+        watch: progress callback: it is called with the number of bytes to write, and returns a
+            function that is called with the size of each piece when that is written.
+        overwrite: whether to replace a checkpoint at the destination. A step of orbax replaces
+            nothing: it is added to the steps that are there.
 
-    Names, shapes and values are those of a Hugging Face checkpoint, in a GGUF file llama.cpp's;
-    configuration, tokenizer and the like go along. What was at the destination stays until the
-    new checkpoint is whole and on the disk. The source itself may be the destination only where every
-    value stays: a file written once more, other shards, wider floats.
+    Names, shapes and values of the new checkpoint are those of Hugging Face, in a GGUF file those
+    of llama.cpp; configuration, tokenizer and similar files are converted too. A checkpoint at the
+    destination stays intact until the new one is complete and on the disk. The destination may be
+    the source itself only if no value is lost: a file written again, other shards, wider floats.
 
-    A head of other values than the table that the configuration ties it to is kept, and the new
-    configuration says that the two are not tied.
+    If the configuration ties the output head to the embedding table but the two have different
+    values, both are kept, and the new configuration says that they are not tied.
 
     Raises:
-        UserInputError: The arguments do not go together; the destination is there, and ``overwrite``
-            is not set; it is the source, of which something would be lost.
-        UnsupportedModelError: GGUF of an architecture or tokenizer that maxjax has no names for.
-        CheckpointError: The source cannot be read, or the destination cannot be written.
+        UserInputError: the arguments contradict each other; the destination exists, and
+            ``overwrite`` is not set; the destination is the source, and values would be lost.
+        UnsupportedModelError: maxjax cannot write this architecture or tokenizer as GGUF.
+        CheckpointError: the source cannot be read, or the destination cannot be written.
 
     Example:
         >>> import tempfile
@@ -89,7 +88,9 @@ def convert(
     """
     source, destination = os.fsdecode(source), os.fsdecode(destination)
     if not source or not destination:
-        raise UserInputError("an empty name is neither a checkpoint nor a place for one")
+        raise UserInputError(
+            "the source or the destination is an empty name: give the path of each"
+        )
     target = Path(destination)
     kind = _format(target, to)
     wanted = None if dtype is None else float_type(dtype)
@@ -174,15 +175,15 @@ def _others(found: Opened, data: Mapping[str, WeightData]) -> dict[str, Iterable
 def _to_orbax(
     found: Opened, data: Mapping[str, WeightData], target: Path, watch: Watch | None
 ) -> Converted:
-    """As the next step of a directory of orbax."""
+    """Write the tensors as the next step of a directory of orbax checkpoints."""
     if (target / COMMITTED).exists():
         raise UserInputError(
             f"{target} is a step: name the directory of the steps, {target.parent}"
         )
     if (target / SINGLE).exists() or (target / INDEX).exists():
         raise UserInputError(
-            f"{target} holds a safetensors checkpoint, which would be opened in the place of any "
-            "step of orbax there: name another directory"
+            f"{target} holds a safetensors checkpoint, which would be opened instead of any orbax "
+            "step there: name another directory"
         )
     outgoing = [outgoing_data(one, name) for name, one in data.items()]
     result = result_of(target, "orbax", outgoing)
@@ -190,6 +191,6 @@ def _to_orbax(
     files = _others(found, data)
     beside = {flat_name(name): b"".join(pieces) for name, pieces in files.items()}
     for name in [name for name in beside if "/" in name]:
-        _LOG.warning("%s: a step of orbax has no place for it, left out: %s", found.path, name)
+        _LOG.warning("%s: left out, as an orbax step cannot contain it: %s", found.path, name)
         del beside[name]
     return replace(result, path=stream(target, data, beside, progress))

@@ -1,4 +1,4 @@
-"""What convert reads: a checkpoint of any format, open, and what lies beside it."""
+"""The source of a conversion: an open checkpoint of any format, and the files beside it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..file_set import json_bytes
 from ..pretrained import METADATA
 
 _LOG = logging.getLogger("maxjax")
-# What lies beside weights and belongs to the model; code is no part of it.
+# Suffixes of files beside the weights that belong to the model; code is not copied.
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".md")
 _NOT_BESIDE = (".index.json", "maxjax_digests.json", "commit_success.txt")
 _FOLDERS = ("_Pooling", "_Normalize", "_Dense")
 _IN_FOLDERS = (".json", ".safetensors", ".bin")
 _MOST_BESIDE = 100
-# Of a model that is only converted: the names that most have.
+# For a model that maxjax can only convert: the names that most families use.
 _ANY = Family("any", (), ModelConfig, lambda *_: None)  # type: ignore[arg-type,return-value]
 
 
@@ -44,7 +44,15 @@ class Opened:
     """A checkpoint that is to be converted.
 
     Attributes:
-        folder: Where what lies beside it is read.
+        path: path of the checkpoint.
+        weights: the open checkpoint.
+        tensors: tensors by name; empty for GGUF until :func:`as_hugging_face` fills it.
+        config: content of ``config.json``, or None.
+        beside: files beside the weights that are copied, by name.
+        folder: directory in which files beside the weights are read.
+        made: files that the conversion makes itself: name → content.
+        metadata: metadata of the safetensors files to write.
+        as_given: whether tensors keep the order of the source.
     """
 
     path: Path
@@ -67,19 +75,19 @@ def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
 def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
     weights = stack.enter_context(load_weights(source))
     table = weights._family.open_table()
-    # Of steps the newest.
+    # For a directory of orbax steps, the newest step.
     path = Path(weights._beside.directory if table.format == "orbax" else os.fsdecode(source))
-    table.verify = True  # or a broken value would get a new checksum that agrees with it
+    table.verify = True  # or a damaged value would get a new, matching checksum
     if isinstance(weights, GGUFWeights):
         return Opened(path, weights, {}, None, {})
     found = {name: weights[name].data() for name in table.entries}
-    # Copied: a large checkpoint takes its time, and what describes it may be replaced meanwhile.
+    # Copied, as these files may be replaced while a large checkpoint is converted.
     folder = stack.enter_context(weights._beside.files(copied=True))
     file = folder / "config.json"
     config = read_object(file) if file.is_file() else None
     if config is not None:
-        config = _settled(config, found, path)
-    # Beside a single file may lie anything; with a configuration it is a model's directory.
+        config = _with_true_tie(config, found, path)
+    # A single file may have any neighbours; with a config.json they are those of a model.
     beside = _beside(folder) if path.is_dir() or config is not None else {}
     opened = Opened(path, weights, found, config, beside, folder)
     if table.format == "safetensors":
@@ -88,8 +96,10 @@ def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
     return opened
 
 
-def _settled(config: dict[str, Any], found: Mapping[str, WeightData], path: Path) -> dict[str, Any]:
-    """The configuration; where it ties a head that has other values than the table, it unties it."""
+def _with_true_tie(
+    config: dict[str, Any], found: Mapping[str, WeightData], path: Path
+) -> dict[str, Any]:
+    """The configuration, untied if output head and embedding table have different values."""
     family, named = None, found
     with contextlib.suppress(UnsupportedModelError, CheckpointFormatError):
         family = find_family(config)
@@ -101,7 +111,7 @@ def _settled(config: dict[str, Any], found: Mapping[str, WeightData], path: Path
 
 
 def _beside(folder: Path) -> dict[str, Path]:
-    """The files that belong to the model, by name; of directories only those of embeddings."""
+    """The files that belong to the model, by name; of subdirectories only embedding modules."""
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or len(found) >= _MOST_BESIDE:
@@ -115,12 +125,12 @@ def _beside(folder: Path) -> dict[str, Path]:
 
 
 def _deep_name(path: Path) -> str:
-    """What ``flat_name`` undoes: a module's file in a step of orbax."""
+    """The inverse of ``flat_name``: the path of a module's file that an orbax step holds flat."""
     return f"{path.stem}/config.json" if path.stem.endswith(_FOLDERS) else path.name
 
 
 def content(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file that goes along, in pieces."""
+    """The bytes of a file that is copied, in pieces."""
     file = open_regular(path)
     try:
         yield from file_range(file, 0, file.size)
@@ -129,7 +139,7 @@ def content(path: Path) -> Iterator[memoryview]:
 
 
 def as_hugging_face(found: Opened) -> None:
-    """Gives what was opened as a GGUF file the names and files of Hugging Face."""
+    """Give a checkpoint that was opened as GGUF the names and files of Hugging Face."""
     weights = found.weights
     assert isinstance(weights, GGUFWeights)
     found.tensors, found.config = model_tensors(weights), config_of(weights)
@@ -144,6 +154,6 @@ def as_hugging_face(found: Opened) -> None:
         return
     if tokenizer is not None:
         files = tokenizer.files()
-        if HF_JSON in weights.metadata:  # the file itself, with all that only others heed
+        if HF_JSON in weights.metadata:  # the original file, with the settings maxjax ignores
             files["tokenizer.json"] = weights.metadata[HF_JSON]
         found.made.update((n, text.encode("utf-8", "surrogateescape")) for n, text in files.items())

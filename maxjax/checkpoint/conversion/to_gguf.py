@@ -1,4 +1,4 @@
-"""Convert to GGUF: of a Hugging Face checkpoint, or of another GGUF file."""
+"""Conversion to GGUF, from a Hugging Face checkpoint or from another GGUF file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def to_gguf(
 
 
 def _for_gguf(name: str, data: WeightData, dtype: DType | None, encoding: str | None) -> Outgoing:
-    """A tensor as the file will have it; what llama.cpp wants in float32 stays so."""
+    """A tensor as it is written; what llama.cpp requires in float32 is not converted."""
     shape = tuple(map(int, data.logical_shape))
     floats = data.dtype.is_float() or data._is_packed
     if not floats or is_wide(name, shape):
@@ -83,7 +83,7 @@ def _for_gguf(name: str, data: WeightData, dtype: DType | None, encoding: str | 
 def _same_gguf(
     weights: GGUFWeights, kind: DType | str | None
 ) -> tuple[dict[str, Any], dict[str, WeightData]]:
-    """What a GGUF file holds, as another whole file will, most of it of this ``kind``."""
+    """The metadata and tensors of a GGUF file, for one new file with most weights of ``kind``."""
     table = weights._family.open_table()
     typed = typed_metadata(table.files[0])
     metadata = {k: v for k, v in typed.items() if not k.startswith("split.")}
@@ -95,7 +95,7 @@ def _same_gguf(
 
 
 def _stored_blocks(weights: GGUFWeights) -> dict[str, Outgoing]:
-    """Blocks that are decoded where they are read, as the bytes that they are in the file."""
+    """Tensors of encodings that maxjax dequantises on reading, as the blocks of the file."""
     table, found = weights._family.open_table(), {}
     for name, entry in table.entries.items():
         if isinstance(entry.coding, Decoded) and not entry.coding.swap:
@@ -111,8 +111,8 @@ def _bytes_of(table: TensorTable, entry: TensorEntry) -> Iterator[memoryview]:
     return file_range(table.files[entry.file], entry.offset, entry.offset + entry.nbytes)
 
 
-def _lost_of(pooling: Pooling) -> str:
-    """What of the steps from tokens to an embedding no GGUF file can say."""
+def _not_in_gguf(pooling: Pooling) -> str:
+    """The part of an embedding model's pooling that GGUF cannot express, as a clause."""
     if pooling.unsupported is not None:
         return f"that embeddings need {pooling.unsupported}"
     if gguf_mode(pooling) is None:
@@ -135,9 +135,13 @@ def _new_gguf(
     check_bounds(type(model.size), model.said, shapes, path=path)
     made = gguf_tensors(config, found.tensors, path=path)
     if made.left_out:
-        _LOG.warning("%s: no part of a GGUF file, left out: %s", path, some(made.left_out, 5))
+        _LOG.warning(
+            "%s: left out, as GGUF files do not contain such tensors: %s",
+            path,
+            some(made.left_out, 5),
+        )
     pooling, _ = read_pooling(found.folder)
-    if pooling is not None and (lost := _lost_of(pooling)):
+    if pooling is not None and (lost := _not_in_gguf(pooling)):
         _LOG.warning("%s: a GGUF file does not say %s", path, lost)
     metadata = gguf_metadata(
         config, made.tensors, encoding=encoding, dtype=dtype,
@@ -146,17 +150,17 @@ def _new_gguf(
     )  # fmt: skip
     tokenizer, settings = _tokenizer(found.folder)
     template = beside.get("chat_template.jinja")
-    words = made.tensors.get("token_embd.weight")
+    embedding = made.tensors.get("token_embd.weight")
     metadata |= gguf_tokenizer_metadata(
         tokenizer, settings, config, path=path,
-        vocab_size=None if words is None else int(words.logical_shape[0]),
+        vocab_size=None if embedding is None else int(embedding.logical_shape[0]),
         chat_template=None if template is None else template.read_text("utf-8"),
     )  # fmt: skip
     return metadata | made.metadata, made.tensors
 
 
 def _tokenizer(folder: Path) -> tuple[Any, dict[str, Any] | None]:
-    """The content of a ``tokenizer.json`` with all that is added to it, and its settings."""
+    """The content of ``tokenizer.json`` with its added tokens, and the tokenizer's settings."""
     try:
         found = read_tokenizer_files(folder)
     except UnsupportedModelError as error:

@@ -2,8 +2,8 @@
 
 ``api`` is the only file that imports orbax. ``tree`` turns a model or a pytree into orbax items,
 ``save`` writes a step and its ``record`` of checksums, ``steps`` numbers the steps of a
-directory. To restore, ``open`` finds what was saved, ``leaves`` describes where each value shall
-go, and ``restore`` compares, reads and fills. ``streaming`` writes converted values without a
-model. ``checkpoint`` and ``manager`` are the public functions and class. Files are read by
-``maxjax.storage.orbax``, which needs no orbax.
+directory. To restore, ``open`` opens what was saved, ``leaves`` describes the sharding of each
+value, and ``restore`` compares with the example, reads, and fills it. ``streaming`` writes
+converted values without a model. ``checkpoint`` and ``manager`` are the public functions and
+class. Files are read by ``maxjax.storage.orbax``, which needs no orbax.
 """

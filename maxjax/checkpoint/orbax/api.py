@@ -1,9 +1,9 @@
-"""The one place that calls orbax: its interface, its settings, its errors, its noise.
+"""The only file that calls orbax: its functions, settings, errors and log messages.
 
-Values are written as they lie in memory (zarr3 in OCDBT, without compression): weights hardly
-shrink, and compressing them takes a copy and more time than the disk. Directories are made
-before anything else: made in the background, as is orbax's default, a directory that cannot be
-made leaves threads waiting that keep the process from ending.
+Values are written uncompressed (zarr3 in OCDBT): weights hardly shrink, and compressing them takes
+a copy and more time than the disk. Directories are made first, in the foreground: with orbax's
+default, in the background, a directory that cannot be made leaves threads waiting for ever, and
+the process does not end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-# What tensorstore calls the errors of the system, in its texts.
+# Patterns in tensorstore's error texts, and the system errors that they stand for.
 _SIGNS = (
     (r"[Dd]isk quota", errno.EDQUOT),  # tensorstore calls that RESOURCE_EXHAUSTED too
     (r"No space left|RESOURCE_EXHAUSTED", errno.ENOSPC),
@@ -35,7 +35,7 @@ _SIGNS = (
 
 
 def orbax() -> Any:
-    """The module of orbax's second interface, wherever this version has it."""
+    """The module of orbax's v1 interface, under the name it has in the installed version."""
     for name in ("orbax.checkpoint.v1", "orbax.checkpoint.experimental.v1"):
         try:
             return importlib.import_module(name)
@@ -46,31 +46,31 @@ def orbax() -> Any:
 
 
 def context() -> Any:
-    """The settings of a save."""
+    """An orbax context with the settings of a save."""
     made = orbax().Context()
     made.asynchronous.create_directories_asynchronously = False
     saving = made.array.saving
     saving.use_compression = False
-    # Parts of what all devices hold alike would be cut out on the devices, as copies.
+    # Otherwise replicated arrays would be sliced on the devices, which copies them.
     saving.use_replica_parallel = False
-    made.memory.deepcopy_host_arrays = False  # our caller decides what is copied
+    made.memory.deepcopy_host_arrays = False  # the caller decides what is copied
     return made
 
 
-# So long threads may take to end after a failure.
+# Time limit for threads to end after a failure.
 _PATIENCE_SECONDS = 4.0
 
 
 class Writing:
-    """Trees on their way to a directory.
+    """Trees of arrays that orbax is writing to a directory.
 
-    When it is made, all values have been copied or are held, and orbax writes in threads of its
-    own. To be made where no event loop runs, within :func:`quiet`.
+    Once it is made, all values are copied or referenced, and orbax writes in its own threads. It
+    must be made in a thread without a running event loop, and within :func:`quiet`.
 
     Args:
-        path: A directory that is not there yet; it appears when all is written.
-        items: Name → tree of arrays.
-        metadata: Kept with them.
+        path: path of a new directory; it appears when everything is written.
+        items: name → tree of arrays.
+        metadata: custom metadata of the checkpoint.
     """
 
     def __init__(self, path: str, items: Mapping[str, Any], metadata: Mapping[str, Any]):
@@ -86,11 +86,11 @@ class Writing:
             raise
 
     def wait(self) -> None:
-        """Returns when it is written, by all processes; raises what went wrong."""
+        """Wait until all processes have written; raises an error of the writing."""
         self._response.result()
 
     def abandon(self) -> None:
-        """After a failure: waits until nothing is being written any more."""
+        """After a failure: wait until orbax has stopped writing."""
         if self._response is not None:
             with contextlib.suppress(Exception):
                 self._response.result()
@@ -101,13 +101,13 @@ class Writing:
 
 
 def add(path: str, arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Adds arrays to a checkpoint that :func:`finish` will put into its place."""
+    """Add arrays to an unfinished checkpoint, which :func:`finish` completes."""
     with context():
         _partial().save(path, dict(arrays), custom_metadata=dict(metadata))
 
 
 def finish(path: str) -> None:
-    """Makes a checkpoint of what was added."""
+    """Complete the checkpoint that :func:`add` has written to."""
     with context():
         _partial().finalize(path)
 
@@ -117,7 +117,7 @@ def _partial() -> Any:
 
 
 def barrier(name: str) -> None:
-    """Waits until all processes are here. To be called where no event loop runs."""
+    """Wait for all processes. Must be called in a thread without a running event loop."""
     if jax.process_count() > 1:
         asyncio.run(_barrier(name))
 
@@ -127,7 +127,7 @@ async def _barrier(name: str) -> None:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """What the system reported, where an error of orbax or of tensorstore comes from that.
+    """The OSError that caused an error of orbax or tensorstore, or None.
 
     Example:
         >>> system_error(ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device"))
@@ -146,14 +146,14 @@ def system_error(error: BaseException) -> OSError | None:
     return None
 
 
-# --- what orbax says on its way
+# --- orbax's log messages
 
 
 class _NotOrbax(logging.Filter):
-    """Lets through what others log by absl."""
+    """Lets through absl log messages of other libraries."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # The record names absl itself as the place, so the caller is looked up.
+        # The record's file is absl's own, so the caller is looked up on the stack.
         frame = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -169,7 +169,7 @@ _lock, _depth = threading.Lock(), 0
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, orbax logs nothing: what matters of it is in the exceptions."""
+    """Silence orbax's log messages inside the block; exceptions say what matters."""
     global _depth
     logger = logging.getLogger("absl")
     with _lock:

@@ -1,6 +1,6 @@
-"""The weights of a model as arrays in logical order, and what a process has of an array.
+"""The weights of a model as arrays in logical order, and the parts of an array that a process holds.
 
-Nothing is copied where JAX can see the values as they lie.
+Values are not copied where JAX can use their memory as it is.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ _UNKNOWN = ("uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn")
 def module_arrays(
     title: str, module: Module, *, holes: bool = True
 ) -> Iterator[tuple[str, Any, Weight]]:
-    """Name, array and Weight of each weight of a Module, in logical order.
+    """Yield name, array (in logical order) and Weight of each weight of a Module.
 
     Args:
-        holes: Whether a place may be empty: transformations put other things there than arrays.
+        title: name of the tree, for errors.
+        module: the Module.
+        holes: whether a weight may hold None or another empty tree, as in an optimiser's state;
+            such weights are skipped.
     """
     layers: dict[int, list[Any]] = {}
     for name, weight in module.raw_state_dict().items():
@@ -46,13 +49,13 @@ def module_arrays(
 
 
 def leaf_of(weight: Weight) -> Any:
-    """What a Weight holds; of a layer of a stack a slice of it."""
+    """The array that a Weight holds; for a layer of a stack, its slice of the stack."""
     home = weight._home
     return weight._leaf if home is None else home[0].leaf_of(home[1])
 
 
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
-    """The value in logical order, in the type and shape of the checkpoint it came from."""
+    """The value in logical order, in the dtype and shape of the checkpoint it was loaded from."""
     home = weight._home
     if home is not None and weight._layout is None and home[0].is_whole:
         if id(home[0]) not in layers:
@@ -69,7 +72,7 @@ def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
 
 
 def unstacked(stack: StackedWeight) -> list[Any]:
-    """The arrays of the layers of a stack. On CPUs they lie where the stack's values lie."""
+    """The arrays of the layers of a stack. On CPUs they share the memory of the stack."""
     own, count = stack._own, stack.span.count
     sharding = _layer_sharding(own)
     if sharding is None:
@@ -85,12 +88,12 @@ def unstacked(stack: StackedWeight) -> list[Any]:
 
 
 def _put(array: np.ndarray, device: Any) -> jax.Array:
-    """On a CPU an array that lies at a multiple of 64 bytes becomes JAX's as it is."""
+    """device_put of a host array; on a CPU without a copy if its memory is aligned to 64 bytes."""
     return jax.device_put(array, jax.sharding.SingleDeviceSharding(device))
 
 
 def _layer_sharding(own: Any) -> Any:
-    """Where each layer of a stack is; None where the layers cannot be seen as they lie."""
+    """The sharding of each layer of a stack; None where layers cannot share the stack's memory."""
     if not isinstance(own, jax.Array) or isinstance(own, Tracer):
         return None
     sharding = own.sharding
@@ -111,7 +114,7 @@ def _layer_sharding(own: Any) -> Any:
 
 
 def known(title: str, name: str, value: Any) -> Any:
-    """The value, if it is of a type that can be stored."""
+    """The value, checked to have a dtype that orbax can store."""
     dtype = np.dtype(value.dtype)
     try:
         DType.of(dtype)
@@ -126,15 +129,16 @@ def known(title: str, name: str, value: Any) -> Any:
 
 
 def own_value(value: Any) -> Any:
-    """An array that orbax takes: one of this process alone is an array of the host, of several."""
+    """The array for orbax: with several processes, an array of this one alone becomes NumPy's."""
     alone = isinstance(value, jax.Array) and value.is_fully_addressable
     return np.asarray(value) if alone and jax.process_count() > 1 else value
 
 
 def held_parts(array: Any) -> list[tuple[Any, Any]]:
-    """The boxes of an array that this process answers for, and what it has there: each box once.
+    """The boxes of an array that this process has to write, each once, with their values.
 
-    Of a NumPy array that is the first process, of a jax.Array the lowest that has the box.
+    A NumPy array is written by the first process, each box of a jax.Array by the lowest process
+    that holds it.
     """
     if not isinstance(array, jax.Array):
         box = tuple((0, size) for size in array.shape)
@@ -149,7 +153,7 @@ def held_parts(array: Any) -> list[tuple[Any, Any]]:
 
 
 def owners(array: jax.Array) -> dict[Any, int]:
-    """Each box of an array → the lowest process that has it."""
+    """Each box of an array → the lowest process that holds it."""
     found: dict[Any, int] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         box, process = box_of(index, array.shape), int(device.process_index or 0)
@@ -158,7 +162,7 @@ def owners(array: jax.Array) -> dict[Any, int]:
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether its values can be looked at where they are."""
+    """Whether an array is in host memory."""
     if not isinstance(array, jax.Array):
         return True
     return all(device.platform == "cpu" for device in array.sharding.device_set)

@@ -1,10 +1,10 @@
-"""Orbax checkpoints: a model and what belongs to it, saved as steps of a directory.
+"""Orbax checkpoints: a model and other pytrees, saved as numbered steps of a directory.
 
     root/100/model/…          the weights, by their names in a state dict
     root/100/opt_state/…      any other tree
     root/100/maxjax_digests.json
 
-Any tool that knows orbax opens them.
+Any program that reads orbax checkpoints can open them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .steps import steps_in, whole_number
 from .tree import Item, model_item, tree_item
 
 PathLike = str | bytes | os.PathLike
-# How often a restore begins again because the step it was reading was deleted.
+# How often a restore starts again because the step that it was reading was deleted.
 _RETRIES = 3
 
 
@@ -41,32 +41,32 @@ def save(
     tokenizer: Tokenizer | None = None,
     **items: Any,
 ) -> Path:
-    """Saves a model, and other trees beside it, as a new step of a directory.
+    """Save a model, and other pytrees, as a new step of a directory.
 
-    The weights have their names, shapes and dtypes of the state dict, however they are held:
-    stacked, split over a mesh, in the order of the devices. Several processes call it together;
-    each writes what its devices hold. What was there before counts until the new step is whole
-    and on the disk, and nothing is ever written over.
+    Names, shapes and dtypes are those of the state dict, whether weights are stacked, sharded over
+    a mesh or stored in the order of the devices. Several processes call it together; each writes
+    what its devices hold. The step before stays the newest until the new one is complete and on
+    the disk; nothing is ever overwritten.
 
     Args:
-        path: The directory of the steps; made if it is not there.
-        model: Every weight must have a value; packed weights stay packed.
-        step: The number of the step; by default one more than the newest.
-        keep: So many of the newest steps are kept, this one among them; older ones are deleted
-            when it is durable. By default all are kept.
-        tokenizer: Written into the step as well, where ``maxjax.load`` finds it.
-        items: Other pytrees by name (``opt_state=...``): arrays, random keys, numbers, text.
+        path: path of the directory of the steps, made if it does not exist.
+        model: model whose weights all have values, or None; quantised weights stay quantised.
+        step: number of the step; by default one more than the newest.
+        keep: number of newest steps to keep, this one included; older ones are deleted when it is
+            durable. By default all are kept.
+        tokenizer: tokenizer that is written into the step as well, where ``maxjax.load`` finds it.
+        items: other pytrees by name (``opt_state=...``): arrays, random keys, numbers, text.
 
     Returns:
-        The directory of the step.
+        The path of the step.
 
     Raises:
-        UserInputError: A leaf that cannot be saved, a weight without a value.
-        CheckpointBusyError: Another process is saving there.
-        CheckpointSaveError: The step is there already, the disk is full, …; ``errno`` is the
-            system's, and what was there before is intact.
-        CheckpointAccessError: It cannot be written there.
-        PeerLostError: Another process is gone.
+        UserInputError: a leaf cannot be saved, or a weight has no value.
+        CheckpointBusyError: another process is saving there.
+        CheckpointSaveError: the step exists already, the disk is full, …; ``errno`` is the
+            system's, and earlier steps are intact.
+        CheckpointAccessError: permission to write there is denied.
+        PeerLostError: another process has ended.
 
     Example:
         >>> import tempfile, jax, maxjax
@@ -90,10 +90,10 @@ def save_async(
     tokenizer: Tokenizer | None = None,
     **items: Any,
 ) -> Response:
-    """As :func:`save`, but it returns when the values may be changed, donated or deleted.
+    """Save as :func:`save` does, but return as soon as the values may be changed or donated.
 
-    What goes wrong afterwards is raised by ``result()`` of what is returned; ``done()`` tells
-    whether it is over. A program that ends waits for it.
+    The save continues in the background. ``result()`` of the returned Response waits for it and
+    raises its errors; ``done()`` tells whether it has ended. A program waits for it before it exits.
 
     Example:
         >>> import tempfile, jax, maxjax
@@ -107,7 +107,7 @@ def save_async(
 
 
 def newest(count: int | None) -> Keep:
-    """Which steps to keep: so many of the newest."""
+    """The rule that keeps the ``count`` newest steps; None keeps all."""
     if count is None:
         return lambda steps: steps
     number = whole_number("keep", count, 1)
@@ -132,7 +132,7 @@ def _begin(
         if not isinstance(tokenizer, Tokenizer):
             kind = type(tokenizer).__name__
             raise UserInputError(
-                f"the tokenizer is a {kind}: give what maxjax.load_tokenizer gives"
+                f"the tokenizer is a {kind}: pass what maxjax.load_tokenizer returns"
             )
         beside |= tokenizer_files(tokenizer)
     if model is not None:
@@ -152,10 +152,14 @@ def _trees(model: Module | None, items: Mapping[str, Any], copy: bool) -> dict[s
         trees[MODEL] = model_item(model)
     elif model is not None:
         kind = type(model).__name__
-        raise UserInputError(f"the model is a {kind}: give a Module, and other trees by a name")
+        raise UserInputError(
+            f"the model is a {kind}: pass a Module, and other pytrees as keyword arguments"
+        )
     for name, tree in items.items():
         if name == MODEL or not name.isidentifier():
-            raise UserInputError(f"no tree can be called '{name}'")
+            raise UserInputError(
+                f"no tree can be called '{name}': the name must be an identifier other than '{MODEL}'"
+            )
         trees[name] = tree_item(name, tree, copy=copy)
     if not any(tree.nested for tree in trees.values()):
         raise UserInputError("there is nothing to save: no model, and no array beside it")
@@ -173,34 +177,35 @@ def restore(
     limits: Limits | None = None,
     **items: Any,
 ) -> dict[str, Any]:
-    """Gives a model the weights of a checkpoint, and returns the other trees of it.
+    """Restore the weights of a model from a checkpoint, and return its other pytrees.
 
-    Everything goes to where it is placed now: on one device or any mesh, in a stack or layer by
-    layer, whatever it was saved from; each device reads its own part.
+    Values get the sharding of the model and of the examples, on one device or any mesh, in a stack
+    or layer by layer, independently of how they were saved; each device reads only its own part.
 
     Args:
-        path: What :func:`save` was given, or a single orbax checkpoint of another program.
-        model: Its weights need no values. None restores the other trees alone.
-        step: By default the newest that is complete.
-        strict: Refuse names that are only on one side. Otherwise the model, and the leaves of the
-            trees, keep what the checkpoint does not have.
-        cast: Convert between float widths, and between integers that fit.
-        verify: Compare checksums: "auto" does where it costs little, True always, False never.
-        limits: As of ``maxjax.load``.
-        items: For each other tree an example, of values or of ``jax.ShapeDtypeStruct`` (of
-            ``jax.eval_shape``, for example): its structure, types and placement are those of the
-            result. Modules in it are matched by the names of their weights.
+        path: path that :func:`save` was given, or a single orbax checkpoint of another program.
+        model: model to fill; its weights need no values. None restores the other trees alone.
+        step: number of the step; by default the newest complete one.
+        strict: whether to refuse names that are only on one side. If not, weights and leaves that
+            the checkpoint does not have keep their values.
+        cast: whether to convert between float widths, and between integers that fit.
+        verify: whether to compare checksums: "auto" does where it costs little, True always,
+            False never.
+        limits: limits of what is read, as in ``maxjax.load``.
+        items: an example for each other tree, of values or of ``jax.ShapeDtypeStruct`` (from
+            ``jax.eval_shape``, for example): the result has its structure, dtypes and sharding.
+            Modules in it are matched by the names of their weights.
 
     Returns:
         The trees by name; empty if none was asked for.
 
     Raises:
-        CheckpointMismatchError: Names, shapes or dtypes do not fit; all that differs is named: of
-            the other trees, or else of the model. Nothing was read.
-        CheckpointMissingError, CheckpointIncompleteError: There is no such step, or no complete one.
-        CheckpointCorruptError: A checksum does not match; the tensor is named.
-        CheckpointError: It cannot be read.
-        OutOfMemoryError: The devices, or the host, cannot hold it.
+        CheckpointMismatchError: names, shapes or dtypes do not fit; the message lists all that
+            differs in the other trees, or else in the model. Nothing was read.
+        CheckpointMissingError, CheckpointIncompleteError: there is no such step, or no complete one.
+        CheckpointCorruptError: a checksum does not match; the tensor is named.
+        CheckpointError: the checkpoint cannot be read.
+        OutOfMemoryError: the devices, or the host, cannot hold the values.
     """
     root = os.fsdecode(path)
     step = None if step is None else whole_number("step", step, 0)
@@ -210,7 +215,7 @@ def restore(
             with allowing(limits):
                 return _restore(directory, model, items, strict, cast, verify)
         except CheckpointError:
-            # A writer may delete old steps at any time: then there is a newer one.
+            # A writer may delete old steps at any time; then there is a newer step to restore.
             if step is not None or os.path.isdir(directory) or attempt == _RETRIES:
                 raise
     raise AssertionError
@@ -247,18 +252,18 @@ def _restore(
     try:
         problems: list[str] = []
         fittings: dict[str, Fitting] = {}
-        weights: Any = None if model is None else _of_model(saved, model, problems)
+        weights: Any = None if model is None else _model_weights(saved, model, problems)
         for name, example in items.items():
             found = saved(name)
             if found is None:
                 problems.append(f"the checkpoint has no tree called '{name}'")
                 continue
             fittings[name] = fitting = Fitting(found, cast, strict)
-            fitting.hold(example)
+            fitting.compare(example)
             problems += [f"{name}: {problem}" for problem in fitting.problems]
         if problems:
             raise mismatch(directory, problems)
-        # The model last: a tree that is found damaged leaves it as it was.
+        # The model is filled last, so that a damaged tree leaves it unchanged.
         found = {name: fitting.read() for name, fitting in fittings.items()}
         if model is not None:
             model.load_state_dict(weights, strict=strict, cast=cast)
@@ -268,7 +273,7 @@ def _restore(
             one.close()
 
 
-def _of_model(saved: Callable[[str], Saved | None], model: Module, problems: list[str]) -> Any:
+def _model_weights(saved: Callable[[str], Saved | None], model: Module, problems: list[str]) -> Any:
     found = saved(MODEL)
     if found is None:
         problems.append("the checkpoint has no tree called 'model'")

@@ -1,4 +1,4 @@
-"""The leaves of an example: what tensors they are made of, where they go, and the making."""
+"""The leaves to restore: the tensors that each is read from, its sharding, and the reading."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from ...graph.weights import WeightData
 from ...graph.weights.device_reads import assemble, boxes, fill, is_host, memory_for, places
 from ...storage.entry import Box, count, extents
 
-# What is only on its way to devices takes about this much of the host's memory.
+# Host memory, in bytes, that values on their way to devices take, approximately.
 _STAGED_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
 class Target:
-    """One leaf of an example, and what the checkpoint has for it.
+    """One leaf of an example, and the tensors of the checkpoint that it is restored from.
 
     Attributes:
-        example: The leaf.
-        names: Of the tensor, or of those of the layers that are stacked in the leaf.
-        shape: Of each tensor.
-        dtype: Of each tensor, and of the leaf.
-        sharding: Where the leaf goes; None leaves it to JAX.
-        declared: A type of 64 bits that the leaf stands for.
+        example: the leaf.
+        names: name of the tensor, or of those of the layers that are stacked in the leaf.
+        shape: shape of each tensor.
+        dtype: dtype of each tensor, and of the leaf.
+        sharding: sharding of the leaf; None leaves it to JAX.
+        layout: order of the devices in which the leaf is stored, or None for logical order.
+        stacked: whether the leaf has an axis of layers.
+        declared: 64-bit dtype of the weight, if JAX holds the leaf in 32 bits.
+        data: the tensors of the checkpoint, one for each name.
+        finish: function that the restored array is passed through, or None.
     """
 
     example: Any
@@ -47,13 +51,13 @@ class Target:
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
-        """Of the leaf, as it is stored."""
+        """Shape of the leaf, as it is held in memory."""
         shape = self.shape if self.layout is None else self.layout.shape(self.shape)
         return (len(self.names), *shape) if self.stacked else tuple(shape)
 
     @property
     def where(self) -> Any:
-        """The Sharding that its memory is made for."""
+        """The Sharding of the leaf, or JAX's default device."""
         return self.sharding or jax.sharding.SingleDeviceSharding(default_device())
 
     @property
@@ -63,21 +67,21 @@ class Target:
 
     @property
     def on_its_way(self) -> int:
-        """Bytes of the host that it takes until it is where it belongs."""
+        """Bytes of host memory that it takes until it is on its devices."""
         if is_host(self.where) and self.stored == self.dtype:
             return 0
         size = np.dtype(self.stored).itemsize
         return sum(count(box) * size for box in boxes(self.where, self.leaf_shape))
 
     def memory(self) -> dict[Box, np.ndarray]:
-        """Room for its parts, as they are on the disk."""
+        """Memory for its parts, in the dtype on the disk."""
         size, what = np.dtype(self.stored).itemsize, f"'{self.names[0]}'"
         return {
             box: memory_for(count(box) * size, what) for box in boxes(self.where, self.leaf_shape)
         }
 
     def parts(self, memory: Mapping[Box, np.ndarray]) -> Iterator[tuple[WeightData, Box, Any]]:
-        """What is to be read into it."""
+        """The reads that fill the memory: (tensor, box of it, array to read into)."""
         for box, into in memory.items():
             if not self.stacked:
                 yield from ((self.data[0], *one) for one in places(self.layout, box, into))
@@ -87,7 +91,7 @@ class Target:
                 yield from ((self.data[i], *one) for one in places(self.layout, tuple(rest), layer))
 
     def value(self, memory: dict[Box, np.ndarray]) -> Any:
-        """The leaf, of the memory once it is filled."""
+        """The leaf, made of the memory once that is filled."""
         found = {}
         for box in list(memory):
             read = memory.pop(box).view(self.stored).reshape(extents(box))
@@ -105,11 +109,11 @@ class Target:
 
 
 def read_targets(targets: Mapping[int, Target]) -> Iterator[tuple[int, Any]]:
-    """The leaves by the numbers of their targets, read and placed.
+    """Read the targets in batches, and yield each one's number and leaf.
 
     Raises:
-        CheckpointError: A file that cannot be read.
-        OutOfMemoryError: The host or a device cannot hold it.
+        CheckpointError: a file cannot be read.
+        OutOfMemoryError: the host or a device cannot hold a leaf.
     """
     for batch in _batches(targets):
         memories = {number: target.memory() for number, target in batch}
@@ -132,7 +136,7 @@ def _batches(targets: Mapping[int, Target]) -> Iterator[list[tuple[int, Target]]
 
 
 def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> Target:
-    """The target for a leaf of a Module: of a Weight, or of a stack of those of several layers."""
+    """The target for a leaf of a Module: a Weight's, or that of a stack of several layers."""
     stacked = isinstance(holder, StackedWeight)
     template = holder.template if stacked else holder
     layout = template._layout
@@ -160,7 +164,7 @@ def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> Target:
 
 
 def sharding_of(leaf: Any) -> Any:
-    """Where a leaf lies or is to lie; None if JAX chose."""
+    """The sharding of a leaf; None if JAX chose the device."""
     if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
         return None
     return getattr(leaf, "sharding", None)

@@ -1,4 +1,4 @@
-"""CheckpointManager: the steps of one run, saved as it goes, the old ones deleted."""
+"""CheckpointManager: saves the steps of a training run, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .steps import steps_in, whole_number
 
 
 class CheckpointManager:
-    """Saves and restores the steps of a directory; a context manager, which waits at its end.
+    """Saves and restores the steps of a directory; a context manager that waits at its end.
 
     Args:
-        path: The directory; made by the first save.
-        max_to_keep: So many of the newest steps are kept.
-        keep_every: Steps whose number it divides are kept besides, for ever.
+        path: path of the directory, made by the first save.
+        max_to_keep: number of newest steps to keep; by default all.
+        keep_every: number whose multiples are steps that are always kept.
 
-    One save runs at a time: the next waits for it, and raises what went wrong with it.
+    One save runs at a time: the next one waits for it, and raises its error if it failed.
 
     Example:
         >>> import tempfile, jax, maxjax
@@ -55,7 +55,7 @@ class CheckpointManager:
         tokenizer: Tokenizer | None = None,
         **items: Any,
     ) -> Path:
-        """Saves a step and waits for it; see :func:`maxjax.checkpoint.save`."""
+        """Save a step and wait for it; see :func:`maxjax.checkpoint.save`."""
         self.wait_until_finished()
         return _begin(
             self.path, model, step, self._keep, items, tokenizer, copy=False, wait=True
@@ -69,7 +69,7 @@ class CheckpointManager:
         tokenizer: Tokenizer | None = None,
         **items: Any,
     ) -> Response:
-        """Begins to save a step; see :func:`maxjax.checkpoint.save_async`."""
+        """Start to save a step; see :func:`maxjax.checkpoint.save_async`."""
         self.wait_until_finished()
         self._response = _begin(
             self.path, model, step, self._keep, items, tokenizer, copy=True, wait=False
@@ -79,7 +79,7 @@ class CheckpointManager:
     def restore(
         self, model: Module | None, step: int | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Restores a step, by default the newest; see :func:`maxjax.checkpoint.restore`."""
+        """Restore a step, by default the newest; see :func:`maxjax.checkpoint.restore`."""
         self.wait_until_finished()
         return restore(self.path, model, step=step, **options)
 
@@ -88,21 +88,21 @@ class CheckpointManager:
         return steps_in(self.path)
 
     def latest_step(self) -> int | None:
-        """The newest complete step, if there is one."""
+        """The newest complete step, or None."""
         return max(self.all_steps(), default=None)
 
     def wait_until_finished(self) -> None:
-        """Waits for the save that goes on, if one does.
+        """Wait for the save that is running, if there is one.
 
         Raises:
-            CheckpointError: It could not be saved.
+            CheckpointError: the step could not be saved.
         """
         response, self._response = self._response, None
         if response is not None:
             response.result()
 
     def close(self) -> None:
-        """Waits; nothing else is held."""
+        """Wait for the running save; there is nothing else to release."""
         self.wait_until_finished()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""What a checkpoint holds, put into values like those of an example.
+"""Restoring a pytree from a checkpoint, with the structure and shardings of an example.
 
-Names, shapes and dtypes are compared before anything is read, and all that differs is told at
-once; then each device's part is read by itself, to wherever the example's leaf lies or is to lie.
+Names, shapes and dtypes are compared before anything is read, and one error lists all that
+differs; then each device reads its own part, with the sharding of the example's leaf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tree import ONLY, PLAIN, is_key, is_module, key_text
 
 
 def model_problems(saved: Saved, model: Module) -> list[str]:
-    """What :meth:`Module.load_state_dict` does not look at: what the blocks are."""
+    """Differences in quantisation encodings, which :meth:`Module.load_state_dict` does not check."""
     problems = []
     for name, weight in model.raw_state_dict().items():
         wanted = weight.quantization_encoding
@@ -44,14 +44,20 @@ def model_problems(saved: Saved, model: Module) -> list[str]:
 
 @dataclass(slots=True)
 class Fitting:
-    """An example held against a tree of a checkpoint.
+    """The comparison of an example with a tree of a checkpoint, and the restoring from it.
 
     Attributes:
-        problems: All that differs.
-        values: Of the leaves that are not read, by their place among the leaves.
-        targets: Of those that are.
-        modules: Of each Module in the example its treedef and the places of its leaves.
-        top: The places of the leaves and Modules of the example itself.
+        saved: the tree of the checkpoint.
+        cast: whether dtypes may be converted.
+        strict: whether names that are only on one side are problems.
+        problems: all that differs.
+        values: values of leaves that are not read, by the number of the leaf.
+        targets: leaves that are read, by the number of the leaf.
+        used: names of the checkpoint that the example asks for.
+        treedef: structure of the example.
+        count: number of leaves and Modules so far.
+        modules: treedef and leaf numbers of each Module in the example, by its number.
+        top: numbers of the leaves and Modules of the example itself.
     """
 
     saved: Saved
@@ -66,8 +72,8 @@ class Fitting:
     modules: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
     top: list[int] = field(default_factory=list)
 
-    def hold(self, example: Any) -> None:
-        """Compares; nothing is read."""
+    def compare(self, example: Any) -> None:
+        """Compare an example with the checkpoint; nothing is read."""
         flat, self.treedef = jax.tree.flatten_with_path(example, is_leaf=is_module)
         for path, leaf in flat:
             way = ".".join(key_text(key) for key in path)
@@ -111,11 +117,11 @@ class Fitting:
                 number, Target(leaf, [name], tuple(leaf.shape), np.dtype(leaf.dtype), sharding)
             )
         else:
-            self.problems.append(f"the example's '{name}' is a {type(leaf).__name__}, no array")
+            self.problems.append(f"the example's '{name}' is a {type(leaf).__name__}, not an array")
         return number
 
     def _plain(self, name: str, leaf: Any) -> Any:
-        """The value for a leaf that is no array."""
+        """The value of a leaf that is a number or text."""
         saved = self.saved
         if name in saved.plain:
             self.used.add(name)
@@ -157,7 +163,7 @@ class Fitting:
         return Target(leaf, [name], data.shape, np.dtype(np.uint32), finish=finish)
 
     def _fit(self, number: int, target: Target) -> None:
-        """Whether what the checkpoint has under its names is what it needs."""
+        """Compare a target with the checkpoint's tensors of its names."""
         saved, before = self.saved, len(self.problems)
         there = saved.table.entries
         lost = [name for name in target.names if name not in there]
@@ -186,7 +192,7 @@ class Fitting:
             return
         target.data = [saved.weights[name].data() for name in target.names]
         for data in target.data:
-            data.quantization_encoding = None  # bytes are bytes here
+            data.quantization_encoding = None  # blocks are restored as plain bytes
         self.targets[number] = target
 
     def _converts(self, found: Any, target: Target) -> bool:
@@ -195,11 +201,11 @@ class Fitting:
         return self.cast and _same_kind(DType.of(found), DType.of(target.dtype))
 
     def read(self) -> Any:
-        """The tree, read.
+        """Read the tree.
 
         Raises:
-            CheckpointError: A file that cannot be read.
-            OutOfMemoryError: The host or a device cannot hold it.
+            CheckpointError: a file cannot be read.
+            OutOfMemoryError: the host or a device cannot hold the tree.
         """
         self.values.update(read_targets(self.targets))
         for top, (treedef, numbers) in self.modules.items():
@@ -208,7 +214,7 @@ class Fitting:
 
 
 def _impl(leaf: Any) -> str:
-    """What makes a random key, of a key or of what stands for one."""
+    """The random number generator of a key, or of a ShapeDtypeStruct for one."""
     if isinstance(leaf, jax.Array):
         return str(jax.random.key_impl(leaf))
     return str(leaf.dtype._impl.name)
@@ -223,6 +229,6 @@ def _hint(a: DType, b: DType) -> str:
 
 
 def mismatch(directory: str, problems: Sequence[str]) -> CheckpointMismatchError:
-    """The error that tells of all of them."""
+    """One error for all problems."""
     text = problems[0] if len(problems) == 1 else f"{len(problems)} problems: " + some(problems, 10)
     return CheckpointMismatchError(text, path=os.fspath(directory))

@@ -1,9 +1,9 @@
-"""One save: a step written beside the others, made durable, renamed into its place.
+"""Saving one step as a transaction: written to a temporary directory, flushed, then renamed.
 
-Orbax writes into the temporary directory of a :class:`Staging`; the checksums and a flush of
-every file follow, then the rename that makes the step count, and only then older steps go. So
-there is the old checkpoint or the new one, at every moment. Of several processes each writes
-what it holds; the first one does all that is done once.
+Orbax writes into the temporary directory of a :class:`Staging`; then the checksums are written,
+every file is flushed, the rename commits the step, and only then older steps are deleted. So there
+is a complete checkpoint, old or new, at every moment. With several processes each writes what it
+holds; the first one does the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Keep = Callable[[list[int]], Sequence[int]]
 
 
 class Response:
-    """A save that goes on in the background.
+    """A save that runs in the background.
 
     Example:
         >>> response = Response("/checkpoints")
@@ -47,15 +47,15 @@ class Response:
         self._thread: threading.Thread | None = None
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Path:
-        """The directory of the step, once it is durable.
+        """Wait until the step is durable, and return its path.
 
         Raises:
-            CheckpointSaveError, CheckpointAccessError, PeerLostError: It could not be saved.
-            TimeoutError: It is not over after ``timeout`` seconds.
+            CheckpointSaveError, CheckpointAccessError, PeerLostError: the save failed.
+            TimeoutError: the save has not ended after ``timeout`` seconds.
         """
         found = self._future.result(timeout)
         if self._thread is not None:
@@ -63,7 +63,7 @@ class Response:
         return found
 
     def _wait_over(self) -> None:
-        """Returns when nothing of it runs any more; an interrupt makes it give up, then goes on."""
+        """Wait until the save has ended; an interrupt cancels it first, and is then raised."""
         try:
             self._future.exception()
         except BaseException:
@@ -79,26 +79,26 @@ def start(
     keep: Keep,
     beside: Mapping[str, bytes] | None = None,
 ) -> Response:
-    """Begins a save; returns when the values may change or go.
+    """Start a save; return when the values may be changed or deleted.
 
     Args:
-        root: The directory of the steps.
-        step: The number of this one; None for the next.
-        items: What is saved.
-        keep: Which steps are kept.
-        beside: Other files of the step: name → content.
+        root: directory of the steps.
+        step: number of this one; None for the next.
+        items: trees to save, by name.
+        keep: function from the numbers of all steps to those that are kept.
+        beside: other files of the step: name → content.
 
     Raises:
-        CheckpointError: As for :class:`Step`, or nothing could be begun.
+        CheckpointError: an error of :class:`Step`, or the save failed at its start.
     """
     before = _running.get(os.path.realpath(root))
     if before is not None:
         before._wait_over()
-    place = Step(root, step, sum(item.nbytes for item in items.values()))
-    place.beside = dict(beside or {})
+    target = Step(root, step, sum(item.nbytes for item in items.values()))
+    target.beside = dict(beside or {})
     response = Response(root)
-    arguments = (response, place, dict(items), keep)
-    # No daemon: a program that ends waits for its checkpoint.
+    arguments = (response, target, dict(items), keep)
+    # Not a daemon thread: a program waits for its checkpoint before it exits.
     thread = threading.Thread(target=_run, args=arguments, name="maxjax-save")
     response._thread = thread
     _running[os.path.realpath(root)] = response
@@ -107,7 +107,7 @@ def start(
         thread.start()
     except BaseException:
         _running.pop(os.path.realpath(root), None)
-        place.close()
+        target.close()
         raise
     try:
         response._begun.wait()
@@ -120,19 +120,19 @@ def start(
     return response
 
 
-# Of each directory the save that goes on there in this process.
+# The save of this process that is running in each directory.
 _running: dict[str, Response] = {}
 
 
 def _at_exit() -> None:
-    """Lets saves end before Python forbids new threads, which orbax needs to the last."""
+    """Wait for saves at exit before Python forbids new threads, which orbax needs to the end."""
     global _registered
     if not _registered:
         _registered = True
-        # Before the pools of concurrent.futures, which are closed first of all at the end.
+        # This must run before concurrent.futures closes its pools, which happens first at exit.
         register = getattr(threading, "_register_atexit", None)
         if register is not None:
-            import concurrent.futures.thread  # noqa: F401 (registers itself before us)
+            import concurrent.futures.thread  # noqa: F401 (registers its own hook before ours)
 
             register(_wait_all)
 
@@ -146,77 +146,77 @@ def _wait_all() -> None:
             response._future.exception()
 
 
-def _run(response: Response, place: Step, items: dict[str, Item], keep: Keep) -> None:
-    """The thread of a save."""
+def _run(response: Response, target: Step, items: dict[str, Item], keep: Keep) -> None:
+    """The function that the thread of a save runs."""
     try:
         try:
             with quiet(), distributed.watch("saving"):
-                path = _save(response, place, items, keep)
+                path = _save(response, target, items, keep)
         finally:
-            place.close()
+            target.close()
             _running.pop(os.path.realpath(response.root), None)
     except BaseException as error:
-        response._future.set_exception(translated(error, place))
+        response._future.set_exception(translated(error, target))
     else:
         response._future.set_result(path)
     finally:
         response._begun.set()
 
 
-def _save(response: Response, place: Step, items: dict[str, Item], keep: Keep) -> Path:
+def _save(response: Response, target: Step, items: dict[str, Item], keep: Keep) -> Path:
     metadata = {METADATA: metadata_of(items)}
     nested = {name: item.nested for name, item in items.items() if item.nested}
-    writing = Writing(place.written, nested, metadata)
+    writing = Writing(target.written, nested, metadata)
     try:
-        sums = Sums(items)  # holds what it needs of values that may go from now on
+        sums = Sums(items)  # references the values it needs, which callers may delete from now on
         arrays = [array for item in items.values() for array in item.arrays.values()]
         if all(map(is_on_host, arrays)):
             response._begun.set()
         del arrays, nested
         items.clear()
         sums.compute()
-        sums.share(place.folder)
+        sums.share(target.folder)
         response._begun.set()
         writing.wait()
     except BaseException:
         writing.abandon()
         raise
-    _finish(response, place, sums, keep)
-    if not os.path.isdir(place.path):
-        raise save_failed("process 0 could not put the step into its place", place.root)
-    return place.path
+    _finish(response, target, sums, keep)
+    if not os.path.isdir(target.path):
+        raise save_failed("process 0 could not rename the step into place", target.root)
+    return target.path
 
 
-def _finish(response: Response, place: Step, sums: Sums, keep: Keep) -> None:
-    """What the first process does when all is written; the others wait for it."""
-    name = os.path.basename(place.folder)
+def _finish(response: Response, target: Step, sums: Sums, keep: Keep) -> None:
+    """Commit the step in the first process when all have written; the others wait for it."""
+    name = os.path.basename(target.folder)
     barrier(f"maxjax-written-{name}")
     try:
         if response._cancelled:
             raise KeyboardInterrupt
-        if place.staging is not None:
-            commit(place, place.staging, sums.all(place.folder), keep)
+        if target.staging is not None:
+            commit(target, target.staging, sums.all(target.folder), keep)
     finally:
-        place.close()
+        target.close()
         barrier(f"maxjax-renamed-{name}")
 
 
-def commit(place: Step, staging: Staging, sums: Mapping[str, int], keep: Keep) -> None:
-    """Makes what was written durable and gives it its place; then the steps that are not kept go."""
-    name = str(place.number)
-    for file, content in place.beside.items():
+def commit(target: Step, staging: Staging, sums: Mapping[str, int], keep: Keep) -> None:
+    """Flush what was written and rename it into place; then delete the steps that are not kept."""
+    name = str(target.number)
+    for file, content in target.beside.items():
         staging.write(f"{name}/{file}", [content])
     staging.write(f"{name}/{NAME}", [to_bytes({DIRECTORY: [Record(0, dict(sums))]})])
-    with staging.saving("flushing the files", needed=place.needed):
-        flush_tree(place.written)
-    there = steps_in(place.root)
-    kept = {*keep([*there, place.number]), place.number}
+    with staging.saving("flushing the files", needed=target.needed):
+        flush_tree(target.written)
+    there = steps_in(target.root)
+    kept = {*keep([*there, target.number]), target.number}
     gone = [str(number) for number in there if number not in kept]
     staging.commit([name], remove=gone)
 
 
 def flush_tree(folder: str) -> None:
-    """Makes all files and directories below a directory durable."""
+    """Flush all files and directories below a directory to the disk."""
     for where, _, files in os.walk(folder, topdown=False):
         for file in files:
             fd = os.open(os.path.join(where, file), os.O_RDONLY | os.O_CLOEXEC)
@@ -227,8 +227,8 @@ def flush_tree(folder: str) -> None:
         flush_folder(where)
 
 
-def translated(error: BaseException, place: Step) -> BaseException:
-    """An error of orbax as one of ours."""
+def translated(error: BaseException, target: Step) -> BaseException:
+    """An error of orbax as an error of maxjax."""
     ours = (CheckpointError, PeerLostError, KeyboardInterrupt, SystemExit, MemoryError)
     if isinstance(error, ours):
         return error
@@ -237,11 +237,11 @@ def translated(error: BaseException, place: Step) -> BaseException:
         if system is None:
             text = next(iter(str(error).splitlines()), "")[:300]
             problem = f"orbax could not save it ({type(error).__name__}: {text})"
-            hint = getattr(place.staging, "_kept", "") or None
-            raise save_failed(problem, place.root, None, hint) from error
-        if place.staging is None:
-            raise save_failed(f"writing failed: {system.strerror}", place.root, system.errno)
-        with place.staging.saving("writing the arrays failed", needed=place.needed):
+            hint = getattr(target.staging, "_kept", "") or None
+            raise save_failed(problem, target.root, None, hint) from error
+        if target.staging is None:
+            raise save_failed(f"writing failed: {system.strerror}", target.root, system.errno)
+        with target.staging.saving("writing the arrays failed", needed=target.needed):
             raise system
     except CheckpointError as found:
         if found.__cause__ is None or found.__cause__ is system and system is not error:

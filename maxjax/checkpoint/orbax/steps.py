@@ -1,4 +1,4 @@
-"""The steps of a directory, and the place of a new one: decided once, for all processes."""
+"""The steps of a directory, and the number and path of a new one, agreed by all processes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ...storage.save.durable import save_failed
 from ...storage.save.staging import Staging
 
 COMMITTED = "_CHECKPOINT_METADATA"
-# Beside the arrays: metadata, manifests, the blocks of the disk.
+# Allowance for metadata, manifests and partly filled disk blocks.
 _EXTRA_BYTES = 1 << 20
 _MESSAGE_BYTES = 4096
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """An argument as a whole number: of Python, NumPy, or an array of JAX with one.
+    """An argument as an int; it may be Python's or NumPy's, or an array of JAX with one integer.
 
     Raises:
-        UserInputError: It is none, or less than ``least``.
+        UserInputError: it is not an integer, or less than ``least``.
 
     Example:
         >>> whole_number("step", np.int64(40), 0)
         40
     """
     try:
-        # A bool is an index too, and True as a step is a mistake.
+        # A bool is an index in Python, but step=True is a mistake.
         number = -1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
         number = -1
@@ -45,12 +45,17 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 class Step:
-    """Where a save goes, as all processes know it: decided by the first.
+    """The step that a save writes: the first process decides its number and temporary directory.
+
+    Args:
+        root: directory of the steps.
+        step: number of the step; None for one more than the newest.
+        nbytes: size of the arrays in bytes.
 
     Raises:
-        CheckpointBusyError: Another process is saving there.
-        CheckpointSaveError: The step is there already; the disk has no room for it.
-        CheckpointAccessError: It cannot be written there.
+        CheckpointBusyError: another process is saving there.
+        CheckpointSaveError: the step exists already; the disk does not have enough space.
+        CheckpointAccessError: permission to write there is denied.
     """
 
     def __init__(self, root: str, step: int | None, nbytes: int):
@@ -84,7 +89,7 @@ class Step:
                 staging.keeps(f"The checkpoint that was there before is intact: {last}.")
             self.number = (there[-1] + 1 if there else 0) if step is None else step
             if os.path.lexists(os.path.join(root, str(self.number))):
-                hint = "Save another step, or delete this one first: nothing is written over."
+                hint = "Save another step, or delete this one first: steps are not overwritten."
                 path = os.path.join(root, str(self.number))
                 raise save_failed("the step is there already", path, errno.EEXIST, hint)
             staging.require_space(self.needed + _EXTRA_BYTES)
@@ -94,13 +99,13 @@ class Step:
         return staging
 
     def close(self) -> None:
-        """Removes what was not committed."""
+        """Delete the temporary directory, if the step was not committed."""
         if self.staging is not None:
             self.staging.close()
 
 
 def _from_first(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first process says, to all."""
+    """The first process's message, broadcast to all."""
     from jax.experimental import multihost_utils
 
     message = np.zeros(_MESSAGE_BYTES, np.uint8)
@@ -112,7 +117,7 @@ def _from_first(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def steps_in(root: str | os.PathLike[str]) -> list[int]:
-    """The steps below a directory that were saved to the end, in order."""
+    """The numbers of the complete steps of a directory, in order."""
     try:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):

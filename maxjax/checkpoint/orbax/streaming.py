@@ -1,7 +1,6 @@
-"""A step of orbax made of another checkpoint, a few tensors at a time.
+"""Writing an orbax step from another checkpoint, a few tensors at a time.
 
-Orbax adds trees to a checkpoint that is not finished yet, so no more of them is in memory than
-are added together.
+Orbax can add trees to an unfinished checkpoint, so that only one batch of tensors is in memory.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from .save import commit, translated
 from .steps import Step
 from .tree import Item
 
-# What orbax calls a tree that was put together.
+# Orbax's name for a tree that was written in parts.
 STATE = "state"
-# So much is added at a time; a tensor that is larger, alone.
+# Bytes that are added at a time; a larger tensor is added alone.
 _BATCH_BYTES = 64 << 20
 
 
@@ -40,17 +39,20 @@ def stream(
     beside: Mapping[str, bytes],
     progress: Callable[[int], Any] | None = None,
 ) -> Path:
-    """Saves tensors as the next step of a directory; gives the directory of the step.
+    """Save tensors as the next step of a directory.
 
     Args:
-        root: The directory of the steps.
-        tensors: By name; each is read when its turn comes.
-        beside: Other files of the step: name → content.
-        progress: Called with the number of bytes that were written, again and again.
+        root: directory of the steps.
+        tensors: tensors by name; each is read only when it is written.
+        beside: other files of the step: name → content.
+        progress: called after each tensor with its size in bytes.
+
+    Returns:
+        The path of the step.
 
     Raises:
-        UserInputError: There is no tensor with values, or one of a type that orbax cannot store.
-        CheckpointError: The source cannot be read; the step cannot be written.
+        UserInputError: no tensor has values, or orbax cannot store the dtype of one.
+        CheckpointError: the source cannot be read; the step cannot be written.
     """
     item = Item()
     for name, data in tensors.items():
@@ -63,30 +65,30 @@ def stream(
         raise UserInputError("there is nothing to save: no tensor has values")
     metadata = {METADATA: metadata_of({STATE: item})}
     full = {name: data for name, data in tensors.items() if name not in item.empty}
-    place = Step(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
-    place.beside = dict(beside)
-    # In a thread: no event loop of the caller's, a notebook's for example, runs there.
+    target = Step(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
+    target.beside = dict(beside)
+    # Orbax runs in a thread, as the caller's may have a running event loop (a notebook's does).
     with ThreadPoolExecutor(1, "maxjax-save") as pool:
         try:
             sums: dict[str, int] = {}
             for batch in _batches(full):
                 arrays = {name: known("tensors", name, _read(data)) for name, data in batch.items()}
-                pool.submit(_add, place.written, arrays, metadata).result()
+                pool.submit(_add, target.written, arrays, metadata).result()
                 for name, array in arrays.items():
                     sums[f"{STATE}/{name}"] = crc32_of_boxes(
                         array.shape, [(whole(array.shape), array)]
                     )
                     if progress is not None:
                         progress(array.nbytes)
-            pool.submit(_finish, place.written).result()
-            assert place.staging is not None
-            commit(place, place.staging, sums, lambda steps: steps)
+            pool.submit(_finish, target.written).result()
+            assert target.staging is not None
+            commit(target, target.staging, sums, lambda steps: steps)
         except BaseException as error:
-            pool.shutdown(wait=True)  # nothing writes any more when the directory goes
-            raise translated(error, place) from None
+            pool.shutdown(wait=True)  # writing has ended when the directory is deleted
+            raise translated(error, target) from None
         finally:
-            place.close()
-    return place.path
+            target.close()
+    return target.path
 
 
 def _add(path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
@@ -116,7 +118,7 @@ def _batches(tensors: Mapping[str, WeightData]) -> Iterator[dict[str, WeightData
 
 
 def _read(data: WeightData) -> np.ndarray:
-    """The tensor; unlike ``data.data`` it is not kept there."""
+    """Read a tensor without keeping it, as ``data.data`` would."""
     try:
         if data.is_loaded:
             return np.asarray(data._typed())

@@ -1,9 +1,9 @@
-"""Models and other pytrees as named arrays, the way an orbax checkpoint has them.
+"""Models and other pytrees as named arrays, as an orbax checkpoint stores them.
 
-A model is its state dict: names, shapes and dtypes of Hugging Face, whatever holds the values
-(stacked layers, the order of the devices). Any other pytree is named by the keys on the way to
-each leaf, joined by dots; a Module in it, as the moments of an optimiser are, again by its state
-dict. Nothing is copied where JAX can see the values as they lie.
+A model is stored as its state dict, with the names, shapes and dtypes of Hugging Face, even if its
+layers are stacked. A leaf of any other pytree is named by its key path, joined by dots; a Module
+in it, for example the moments of an optimiser, again by its state dict. Values are not copied where
+JAX can use their memory as it is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ...errors import UserInputError
 from ...nn.layer import Module
 from .arrays import known, module_arrays, own_value
 
-# Leaves that are no arrays: they are written as text too, exactly.
+# Types of leaves that are not arrays: they are also written exactly, as text in the metadata.
 PLAIN = (bool, int, float, complex, str, bytes)
-# What a tree that is a single leaf is called.
+# The name of the leaf in a tree that is a single leaf.
 ONLY = "value"
 
 
@@ -33,12 +33,12 @@ class Item:
     """One tree of a checkpoint.
 
     Attributes:
-        arrays: Name → jax.Array, or NumPy array where the value is this process's own.
-        plain: Name → a leaf that is no array.
-        encodings: Name → what the blocks are that packed bytes hold.
-        empty: Name → dtype and shape of an array without values, which orbax does not take.
-        keys: Name → what makes a random key.
-        nested: The tree that orbax is given: dicts with text as keys.
+        arrays: name → jax.Array, or NumPy array where the value is this process's own.
+        plain: name → leaf that is not an array.
+        encodings: name → encoding of quantised blocks.
+        empty: name → dtype and shape of an array without values, which orbax cannot store.
+        keys: name → random number generator of a random key.
+        nested: the tree that orbax is given: dicts with text as keys.
     """
 
     arrays: dict[str, Any] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """What the arrays take on the disk, for all processes."""
+        """Size of the arrays on the disk in bytes, for all processes."""
         return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in self.arrays.values())
 
     def add(self, title: str, way: tuple[str, ...], value: Any, shown: Any) -> None:
-        """Takes a leaf in; ``shown`` is what orbax is given, None for nothing."""
+        """Add a leaf; ``shown`` is the value that orbax is given, None for nothing."""
         name = ".".join(way)
         if name in self.arrays or name in self.plain or name in self.empty:
             raise UserInputError(
@@ -75,17 +75,17 @@ class Item:
         for key in outer:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
-                raise UserInputError(f"{title}: '{name}' is inside of another leaf: rename one")
+                raise UserInputError(f"{title}: '{name}' is inside another leaf: rename one")
         if last in place:
-            raise UserInputError(f"{title}: '{name}' is a leaf and a branch: rename one")
+            raise UserInputError(f"{title}: '{name}' is both a leaf and a branch: rename one")
         place[last] = shown
 
 
 def model_item(model: Module) -> Item:
-    """The weights of a model.
+    """The weights of a model as an Item.
 
     Raises:
-        UserInputError: One has no value, or a type that orbax cannot store.
+        UserInputError: a weight has no value, or a dtype that orbax cannot store.
     """
     item = Item()
     for name, value, weight in module_arrays("model", model, holes=False):
@@ -96,14 +96,15 @@ def model_item(model: Module) -> Item:
 
 
 def tree_item(title: str, tree: Any, *, copy: bool) -> Item:
-    """A pytree.
+    """A pytree as an Item.
 
     Args:
-        title: What it is called, for errors.
-        copy: Whether NumPy arrays are copied, because their owner may change them.
+        title: name of the tree, for errors.
+        tree: the pytree.
+        copy: whether NumPy arrays are copied, because their owner may change them.
 
     Raises:
-        UserInputError: A leaf that cannot be saved; two leaves of one name.
+        UserInputError: a leaf cannot be saved; two leaves have the same name.
     """
     item = Item()
     for way, leaf in leaves(tree):
@@ -123,7 +124,7 @@ def tree_item(title: str, tree: Any, *, copy: bool) -> Item:
 
 
 def leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of a pytree with the keys on the way to each; a Module counts as one.
+    """The leaves of a pytree with their key paths; a Module counts as one leaf.
 
     Example:
         >>> list(leaves({"a": [1, 2], "b": None}))
@@ -135,18 +136,18 @@ def leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def is_module(value: Any) -> bool:
-    """Whether it is a Module."""
+    """Whether a value is a Module."""
     return isinstance(value, Module)
 
 
 def is_key(value: Any) -> bool:
-    """Whether it is an array of random keys, or stands for one."""
+    """Whether a value is an array of random keys, or a ShapeDtypeStruct for one."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_text(key: Any) -> str:
-    """One key of the way to a leaf, as text."""
+    """One key of a key path, as text."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -154,7 +155,7 @@ def key_text(key: Any) -> str:
 
 
 def _leaf(title: str, name: str, leaf: Any, copy: bool) -> tuple[Any, Any]:
-    """A leaf's value as it is kept, and as orbax is given it."""
+    """A leaf's value for the Item, and the value that orbax is given."""
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)
     if isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer):

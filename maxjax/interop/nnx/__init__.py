@@ -1,12 +1,12 @@
-"""flax nnx: any checkpoint into an nnx module, and Modules as nnx State.
+"""flax nnx: load any checkpoint into an nnx module, and use maxjax Modules in nnx.
 
-``load`` fills a module, ``tensors`` gives what it holds by the names of a checkpoint, and
-``torch_rules`` makes the table for both out of the module's own layers; ``to_state``,
-``from_state`` and ``as_nnx`` bring a maxjax Module over. Importing this imports flax.
+``load`` fills an nnx module from a checkpoint, ``tensors`` gives its values under the names of a
+checkpoint, and ``torch_rules`` makes the renaming table for both from the module's layers.
+``to_state``, ``from_state`` and ``as_nnx`` convert maxjax Modules. Importing this imports flax.
 
 ``interchange`` holds ``load`` and ``tensors``; ``variables`` finds the Variables of a module,
-``matching`` assigns tensors to them, ``filling`` reads each device's part, ``writing`` is the way
-back, ``state`` converts Modules, ``torch_layers`` knows how PyTorch stores each kind of layer.
+``matching`` assigns tensors to them, ``filling`` reads each device's part, ``writing`` is the
+inverse, ``state`` converts Modules, ``torch_layers`` knows how PyTorch stores each kind of layer.
 """
 
 from .interchange import AS_IS as AS_IS

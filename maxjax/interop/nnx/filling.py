@@ -1,7 +1,7 @@
-"""The arrays of a flax nnx module, made of the tensors of a checkpoint.
+"""Reading the tensors of a checkpoint as the arrays of a flax nnx module.
 
-What is on disk and lies there as it is read by pieces, each device's own; the rest passes
-through the host.
+Each device reads its own part of a tensor that is stored on disk in its own shape and dtype; other
+tensors are made on the host first.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ...graph.weights import WeightData, read_all
 from ...graph.weights.device_reads import assemble, boxes, is_host, memory_for, read_pieces, slices
 from ...nn.layer.load.fit import _host_or_jax
 from ...storage.entry import Box, count, extents, whole
-from ..layouts import Turn
+from ..layouts import BoundLayout
 from ..renaming import Function
 from .variables import Target
 
 
 @dataclass
 class Filling:
-    """One Variable and the tensors that it is made of, all of which fit.
+    """One Variable and the tensors that it is made of, which fit it.
 
     Attributes:
-        target: The Variable.
-        change: What is done to the tensors; None for nothing.
-        sources: (name, data) of the tensor, or of each layer's where they are stacked. Of a
-            WeightData the dtype is already the Variable's, or an integer to be checked.
+        target: the Variable.
+        change: conversion of the tensors; None for nothing.
+        sources: (name, data) of the tensor, or of each layer's tensor if layers are stacked. The
+            data's dtype is the Variable's, or an integer dtype whose values are still to be checked.
     """
 
     target: Target
-    change: Turn | Function | None
+    change: BoundLayout | Function | None
     sources: list[tuple[str, WeightData]] = field(default_factory=list)
 
     @property
     def in_pieces(self) -> bool:
-        """Whether it can be read by pieces: what is on disk lies there in its own shape."""
+        """Whether each device can read its own part: the file holds the tensor in its own shape."""
         if isinstance(self.change, Function):
             return False
         return all(
@@ -50,7 +50,7 @@ class Filling:
             for _, data in self.sources
         )
 
-    # -- by pieces: what read_pieces asks of each
+    # -- each device's part from disk: the interface that read_pieces uses
 
     def _boxes(self) -> list[Box]:
         sharding = self.target.sharding
@@ -60,7 +60,7 @@ class Filling:
 
     @property
     def is_direct(self) -> bool:
-        """Whether what is read is what the devices will have, in the same memory."""
+        """Whether the memory that is read into becomes the array's, without a copy."""
         sharding = self.target.sharding
         here = jax.default_backend() == "cpu" if sharding is None else is_host(sharding)
         _, data = self.sources[0]
@@ -68,20 +68,20 @@ class Filling:
 
     @property
     def nbytes(self) -> int:
-        """What its pieces take while they are on their way."""
+        """Bytes of host memory that its pieces take while they are read."""
         return sum(self._room(box) for box in self._boxes())
 
     def _room(self, box: Box) -> int:
         return sum(count(part) * data._stored_dtype.itemsize for data, part, _ in self._wanted(box))
 
     def empty(self) -> dict[Box, np.ndarray]:
-        """Memory for the pieces as they are on the disk."""
+        """Memory for the pieces, in the dtype on the disk."""
         what = f"'{self.target.name}'"
         return {box: memory_for(self._room(box), what) for box in self._boxes()}
 
     def _wanted(self, box: Box) -> Iterator[tuple[WeightData, Box, Box]]:
-        """Of a part of the array: (data, part of it, the part of the array that this is)."""
-        if not isinstance(self.change, Turn):
+        """For a box of the array: (tensor, box of the tensor to read, box of the array it fills)."""
+        if not isinstance(self.change, BoundLayout):
             yield self.sources[0][1], box, box
             return
         axis = self.change.layout.stacks
@@ -90,7 +90,7 @@ class Filling:
             yield self.sources[number][1], self.change.file_box(one), one
 
     def parts(self, memory: dict[Box, np.ndarray]) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
-        """What is to be read into the memory."""
+        """The reads that fill the memory: (tensor, box of it, array to read into)."""
         for box, into in memory.items():
             start = 0
             for data, part, _ in self._wanted(box):
@@ -99,7 +99,7 @@ class Filling:
                 start += nbytes
 
     def array(self, memory: dict[Box, np.ndarray]) -> jax.Array:
-        """The array, of the memory once it is filled; ``memory`` is taken apart on the way."""
+        """The array, made of the memory once that is filled; ``memory`` is emptied."""
         pieces = {box: self._piece(box, memory.pop(box)) for box in list(memory)}
         target = self.target
         if target.sharding is None:
@@ -112,27 +112,29 @@ class Filling:
             nbytes = count(part) * data._stored_dtype.itemsize
             read = memory[start : start + nbytes].view(data._stored_dtype).reshape(extents(part))
             read = self.converted(data._cast(read))
-            found.append(self.change.take(read, one) if isinstance(self.change, Turn) else read)
+            found.append(
+                self.change.take(read, one) if isinstance(self.change, BoundLayout) else read
+            )
             start += nbytes
         return _joined(found, self.change)
 
-    # -- by way of the host
+    # -- on the host
 
     def host_array(self) -> jax.Array:
-        """The array, where it cannot be read by pieces."""
+        """The array, if its tensors have to be read completely."""
         change, found = self.change, []
         for name, data in self.sources:
-            # Of what is on disk nothing is kept: the data may be somebody's who has more of it.
+            # Not data.data, which would keep the value: the data may belong to the caller.
             value = (
                 data._cast(read_all([data])[id(data)]) if not data.is_loaded else _host_or_jax(data)
             )
             if isinstance(change, Function):
                 value = self._called(change, name, value)
             elif change is None and isinstance(value, jax.Array):
-                if value.dtype == self.target.dtype:  # it cannot be changed by anybody: no copy
+                if value.dtype == self.target.dtype:  # jax.Arrays are immutable: no copy is needed
                     return put(value, self.target.sharding, self.target.name)
             value = self.converted(np.asarray(value))
-            found.append(change.apply(value) if isinstance(change, Turn) else value)
+            found.append(change.apply(value) if isinstance(change, BoundLayout) else value)
         return self._placed(_joined(found, change))
 
     def _called(self, change: Function, name: str, value: Any) -> Any:
@@ -140,7 +142,7 @@ class Filling:
         shape = tuple(getattr(value, "shape", ()))
         if shape != self.target.shape:
             raise CheckpointMismatchError(
-                f"what the function of the table makes of it does not fit '{self.target.name}'",
+                f"the table's function makes an array of another shape than '{self.target.name}'",
                 tensor=name,
                 expected=list(self.target.shape),
                 found=list(shape),
@@ -151,7 +153,7 @@ class Filling:
         sharding = self.target.sharding
         if sharding is None:
             return put(np.array(array, copy=True, order="C"), None, self.target.name)
-        # Copies: JAX on a CPU would share memory that the user can write to.
+        # Copied, as JAX on a CPU would share memory that the user can write to.
         pieces = {box: np.array(array[slices(box)], copy=True, order="C") for box in self._boxes()}
         return assemble(self.target.name, array.shape, sharding, pieces)
 
@@ -159,7 +161,7 @@ class Filling:
         """The values in the Variable's dtype.
 
         Raises:
-            CheckpointMismatchError: An integer that does not fit.
+            CheckpointMismatchError: an integer is out of the dtype's range.
         """
         dtype = np.dtype(self.target.dtype)
         if array.dtype == dtype:
@@ -176,19 +178,19 @@ class Filling:
 
 
 def _joined(found: Sequence[np.ndarray], change: Any) -> np.ndarray:
-    """The layers' arrays along the axis of layers; the one array where there is none."""
-    axis = change.layout.stacks if isinstance(change, Turn) else None
+    """The layers' arrays, concatenated along the axis of layers; without one, the only array."""
+    axis = change.layout.stacks if isinstance(change, BoundLayout) else None
     return found[0] if axis is None else np.concatenate(found, axis=axis)
 
 
 def arrays(fillings: Sequence[Filling]) -> list[jax.Array]:
-    """All arrays; nothing of a module is changed by it.
+    """Read all arrays; the module is not changed.
 
     Raises:
-        CheckpointError: A file that cannot be read.
-        OutOfMemoryError: The host or a device cannot hold a piece.
+        CheckpointError: a file cannot be read.
+        OutOfMemoryError: the host or a device cannot hold a piece.
     """
-    with jax.ensure_compile_time_eval():  # they belong to no trace that happens to run
+    with jax.ensure_compile_time_eval():  # concrete arrays, even inside a trace
         by_pieces: Any = (one for one in fillings if one.in_pieces)
         read = read_pieces(by_pieces)
         return [next(read) if one.in_pieces else one.host_array() for one in fillings]

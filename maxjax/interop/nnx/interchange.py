@@ -1,9 +1,4 @@
-"""flax nnx: any checkpoint into an nnx module, and Modules as nnx State.
-
-``load`` fills a module, ``tensors`` gives what it holds by the names of a checkpoint, and
-``torch_rules`` makes the table for both out of the module's own layers; ``to_state``,
-``from_state`` and ``as_nnx`` bring a maxjax Module over.
-"""
+"""``load`` and ``tensors``: between checkpoints and the Variables of a flax nnx module."""
 
 from __future__ import annotations
 
@@ -30,7 +25,8 @@ from .torch_layers import torch_rules as torch_rules
 from .variables import targets
 from .writing import written
 
-# Layouts by name: a map as torch stores it, a weight that stays as it is, an image filter.
+# Named layouts: torch's weight of a linear layer, a weight that is not transposed, torch's weight
+# of a convolution.
 T = "o i -> i o"
 AS_IS = "i o -> i o"
 OIHW_TO_HWIO = "o i h w -> h w i o"
@@ -52,41 +48,44 @@ def load(
     verify: Verify = "auto",
     limits: Limits | None = None,
 ) -> LoadResult:
-    """Fills the Variables of an nnx module from a checkpoint. All of them, or none.
+    """Load a checkpoint into the Variables of an nnx module: all of them, or none on an error.
 
-    Each array goes where the Variable's value lies, or where its sharding says if it has none
-    yet (``nnx.eval_shape``): of what is split each device reads its own part.
+    Each array keeps the sharding of the Variable's present value; without a value
+    (``nnx.eval_shape``) it gets the sharding of its metadata. Each device reads its own part.
 
     Args:
-        module: An nnx module; paths of its Variables are dotted: ``blocks.0.attn.query.kernel``.
-        weights: A path or cursor of any format (a GGUF file has Hugging Face's names where
-            maxjax knows the architecture), or arrays by name.
-        rename: Pattern of the checkpoint's names → name in the module; or (name, layout); or a
-            list of these where a tensor is several arrays; or None for what is not wanted.
-            ``*`` is a part of a name between dots, ``**`` any text; stars carry over in order,
-            and the first pattern that fits counts. Names that none fits stay. Or a function of
-            the name. :func:`torch_rules` makes such a table.
-        transform: Pattern of the module's names → layout, where ``rename`` gives none.
-        cast: Convert between float widths, and between integers that fit; decode packed
-            blocks. Otherwise dtypes must be equal.
-        strict: Refuse what is missing or unexpected.
-        verify: Of a path, when checksums are compared (see ``load_weights``).
-        limits: Of a path, what its files may ask of this process (see ``load_weights``).
+        module: nnx module; the paths of its Variables are dotted: ``blocks.0.attn.query.kernel``.
+        weights: path or cursor of any format (a GGUF file has Hugging Face's names if maxjax
+            supports the architecture), or arrays by name.
+        rename: table of pattern of the checkpoint's names → name in the module; or → (name,
+            layout); or → a list of these if a tensor is several arrays; or → None to leave the
+            tensor out. ``*`` matches a part of a name between dots, ``**`` any text; the stars of
+            the name are replaced with the matches in order, and the first pattern that matches
+            counts. Names that match no pattern stay as they are. Instead of a table it may be a
+            function of the name. :func:`torch_rules` makes such a table.
+        transform: table of pattern of the module's names → layout, for arrays to which ``rename``
+            gives none.
+        cast: whether to convert between float widths, and between integers that fit, and to
+            dequantise quantised weights. If not, dtypes must be equal.
+        strict: whether to refuse missing and unexpected names.
+        verify: for a path, when checksums are compared (see ``load_weights``).
+        limits: for a path, limits of what is read (see ``load_weights``).
 
-    A layout says how the axes lie, ``"o i -> i o"`` (:data:`T`), ``"(h d) e -> e h d"``; see
-    ``interop.layouts``. A function of an array stands in its place where none will do, and a
-    pair of functions is the way there and back.
+    A layout says how axes correspond: ``"o i -> i o"`` (:data:`T`), ``"(h d) e -> e h d"``; see
+    ``interop.layouts``. A function of an array can be used in place of a layout; a pair of
+    functions is a conversion and its inverse.
 
-    Every Param must get a value, and every Variable that has none; others (BatchStat) keep
-    theirs where the checkpoint has nothing for them. State of random numbers is left alone.
+    Every Param, and every Variable without a value, must be in the checkpoint; other Variables
+    (BatchStat) keep their values if they are not. The state of random number generators is not
+    changed.
 
     Returns:
-        What was missing (paths) and unexpected (names); both empty when strict.
+        The missing paths and the unexpected names; both are empty if ``strict``.
 
     Raises:
-        CheckpointMismatchError: Anything does not fit; its ``diff`` has all of it.
-        CheckpointError: The checkpoint cannot be read.
-        UserInputError: A table that cannot be used.
+        CheckpointMismatchError: names, shapes or dtypes do not fit; its ``diff`` lists all of it.
+        CheckpointError: the checkpoint cannot be read.
+        UserInputError: the table is not valid.
 
     Example:
         >>> import numpy as np
@@ -123,7 +122,7 @@ def _opened(
     elif isinstance(weights, Mapping):
         yield weights, None
     else:
-        raise UserInputError(f"weights are a path, a cursor or arrays by name, not "
+        raise UserInputError(f"weights are a path, a Weights cursor or a mapping of arrays by name, not "
                              f"{type(weights).__name__}")  # fmt: skip
 
 
@@ -141,26 +140,28 @@ def _data(name: str, value: Any) -> WeightData:
         return WeightData(_host_or_jax(value), name, _dtype_of(value), tuple(shape_of(value)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserInputError(
-            f"'{name}' is a {type(value).__name__} and no array of a dtype that maxjax has"
+            f"'{name}' is a {type(value).__name__}, not an array of a dtype that maxjax supports"
         ) from error
 
 
 def tensors(
     module: Any, *, rename: Any = None, transform: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a module holds, by the names and in the layouts of a checkpoint: the way back.
+    """The values of a module under the names and in the layouts of a checkpoint.
+
+    It is the inverse of :func:`load`.
 
     Args:
-        module: An nnx module.
-        rename, transform: The tables that :func:`load` takes.
+        module: nnx module.
+        rename, transform: the tables that :func:`load` takes.
 
     Returns:
-        Arrays by name. Those in the same layout there are the module's own, not copies. State
-        of random numbers is left out.
+        Arrays by name. Arrays whose layout does not change are the module's own, not copies. The
+        state of random number generators is left out.
 
     Raises:
-        UserInputError: A table that cannot be inverted: a function, two arrays for one name.
-        ValueError: A Variable has no value.
+        UserInputError: the table has no inverse: it is a function, or gives two arrays one name.
+        ValueError: a Variable has no value.
 
     Example:
         >>> from flax import nnx

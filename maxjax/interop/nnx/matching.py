@@ -1,6 +1,6 @@
-"""Whether a checkpoint fits an nnx module: what goes where, and all that does not fit.
+"""Matching a checkpoint with an nnx module: the tensors of each Variable, and all differences.
 
-Decided from names, shapes and dtypes alone, before anything is read.
+It uses names, shapes and dtypes only, before any value is read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..renaming import Function, Renaming, Route
 from .filling import Filling
 from .variables import Target
 
-# So many of a kind are named in a message; the error's `diff` has all of them.
+# Differences of each kind that a message names; the error's `diff` has all of them.
 _SHOWN = 10
-# Names are compared for likeness among no more than this.
+# Number of names that are searched for a similar one.
 _COMPARED = 1000
 
 
@@ -27,9 +27,9 @@ class Different(NamedTuple):
     """A tensor that does not fit its Variable.
 
     Attributes:
-        name: The Variable's path.
-        tensor: The tensor's name in the checkpoint.
-        expected, found: Shape (that of the file) or dtype.
+        name: path of the Variable.
+        tensor: name of the tensor in the checkpoint.
+        expected, found: shape in the file, or dtype.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Different(NamedTuple):
 
 
 class Diff(NamedTuple):
-    """All in which a checkpoint and a module differ.
+    """All differences between a checkpoint and a module.
 
     Attributes:
-        missing: Paths of Variables that nothing is there for.
-        unexpected: Names of tensors that no Variable takes.
-        shapes, dtypes: What has another shape, another dtype.
-        others: Other reasons, in words.
+        missing: paths of Variables for which the checkpoint has no tensor.
+        unexpected: names of tensors that belong to no Variable.
+        shapes, dtypes: tensors whose shape or dtype differs.
+        others: other reasons, as text.
     """
 
     missing: tuple[str, ...]
@@ -56,17 +56,17 @@ class Diff(NamedTuple):
 
 
 class Matching:
-    """What goes where.
+    """The tensors of each Variable.
 
     Args:
-        targets: The Variables by path.
-        renaming: The table of names.
-        data: The tensors by name.
-        cast: Whether dtypes may differ.
+        targets: Variables by path.
+        renaming: renaming table.
+        data: tensors by name.
+        cast: whether dtypes may differ.
 
     Attributes:
-        fillings: The Variables and what they are made of.
-        diff: What does not fit.
+        fillings: Variables with their tensors.
+        diff: all that does not fit.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Matching:
         )  # fmt: skip
 
     def _take(self, name: str, value: WeightData) -> bool:
-        """Gives a tensor to its Variables; False if there is none."""
+        """Assign a tensor to its Variables; False if there is none."""
         routes = self._renaming.routes(name)
         taken = not routes
         for route in routes:
@@ -106,7 +106,7 @@ class Matching:
             other = held.setdefault(route.index or 0, (name, value, route))
             if other[0] != name and not _agree(other, (name, value, route)):
                 self._others.append(f"'{other[0]}' and '{name}' are both for '{target.name}', "
-                                    "and differ")  # fmt: skip
+                                    "but differ")  # fmt: skip
         return taken
 
     def _filling(self, name: str) -> Filling | None:
@@ -114,15 +114,15 @@ class Matching:
         tensor, _, route = given[min(given)]
         change: Any = route.change
         if isinstance(change, Layout):
-            turn = change.of(target.shape)
-            if turn is None:
+            bound = change.of(target.shape)
+            if bound is None:
                 self._others.append(f"'{name}' has {len(target.shape)} axes, and '{change}' gives it "
                                     f"{len(change.axes)}")  # fmt: skip
                 return None
-            change = turn
+            change = bound
         elif change is None and _wants_layout(tensor, target):
-            self._others.append(f"'{tensor}' as '{name}': say which way it lies, 'o i -> i o' for a weight as "
-                                "torch stores it, 'i o -> i o' for one as flax does")  # fmt: skip
+            self._others.append(f"'{tensor}' as '{name}': give its layout in the table, 'o i -> i o' for a "
+                                "weight as torch stores it, 'i o -> i o' as flax does")  # fmt: skip
             return None
         filling = Filling(target, change)
         for number in self._numbers(target, change, given):
@@ -171,16 +171,16 @@ class Matching:
             return None
         return value.astype(wanted) if same_kind else value
 
-    # -- what to say
+    # -- the error
 
     def is_refused(self, strict: bool) -> bool:
-        """Whether the load must not be."""
+        """Whether the checkpoint must not be loaded."""
         diff = self.diff
         apart = diff.missing or diff.unexpected
         return bool(diff.shapes or diff.dtypes or diff.others or (strict and apart))
 
     def error(self, path: str | None, strict: bool) -> CheckpointMismatchError:
-        """What does not fit, all of it in one error."""
+        """One error for all that does not fit."""
         diff = self.diff
         groups = []
         if strict and diff.missing:
@@ -204,9 +204,11 @@ class Matching:
     def _hint(self) -> str:
         hint = "Nothing was changed."
         if self.diff.dtypes and not self._cast:
-            hint += " cast=True converts floats, and decodes packed blocks."
+            hint += " cast=True converts floats, and dequantises quantised weights."
         if any(sorted(one.expected) == sorted(one.found) for one in self.diff.shapes):
-            hint += " Sizes agree in another order: a layout in the table ('o i -> i o') turns a tensor."
+            hint += (
+                " Sizes agree in another order: a layout in the table ('o i -> i o') transposes."
+            )
         return hint
 
     def _missing(self, name: str) -> str:
@@ -221,7 +223,7 @@ class Matching:
         return text if like is None else f"{text} (is it '{like}'?)"
 
     def _there(self, tensor: str) -> str:
-        """What a tensor that no Variable takes would have been."""
+        """The name in the module that an unexpected tensor is mapped to."""
         routes = self._renaming.routes(tensor)
         return routes[0].target if routes else tensor
 
@@ -240,11 +242,15 @@ def _shown(shown: list[str], total: int) -> str:
 
 
 def _agree(one: tuple[str, WeightData, Route], other: tuple[str, WeightData, Route]) -> bool:
-    """Whether two tensors would give a Variable the same array."""
+    """Whether two tensors make the same array of a Variable."""
     return one[2].change == other[2].change and same_content(one[1], other[1])
 
 
 def _wants_layout(tensor: str, target: Target) -> bool:
-    """Whether a weight would become a kernel as it lies: of a square one no shape would tell."""
+    """Whether a `weight` would become a `kernel` without a layout.
+
+    Torch and flax store these transposed to each other, which the shape of a square one would not
+    show.
+    """
     last = tensor.rpartition(".")[2]
     return last == "weight" and target.name.rpartition(".")[2] == "kernel"

@@ -1,4 +1,4 @@
-"""maxjax Modules as flax nnx State, and as nnx modules. The buffers are the same."""
+"""maxjax Modules as flax nnx State and as nnx modules, which share their buffers."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from ...nn.layer import Module
 
 
 class Packed(nnx.Variable):
-    """Weights that are no floats: blocks of bytes (``encoding`` says of what), integers.
+    """Weights that are not floats: quantised blocks (``encoding`` is their encoding) and integers.
 
-    No Param: there is no gradient to them.
+    It is not an nnx.Param, so that nnx.grad does not differentiate with respect to it.
     """
 
 
 def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
-    """The values of a Module as an nnx State: Params by the parts of their names.
+    """The values of a Module as an nnx State, nested by the parts of their names.
 
     Args:
-        model: The Module; values that are not there yet are ``jax.ShapeDtypeStruct``.
-        unstack: Give each layer of a LayerStack its own arrays, under the names of the state
-            dict. These are copies. Otherwise a stack is one array ``[n, ...]``, at
+        model: Module; weights without values become ``jax.ShapeDtypeStruct``.
+        unstack: whether each layer of a LayerStack gets its own arrays, which are copies, under
+            the names of the state dict. If not, a stack is one array ``[n, ...]``, at
             ``layers.*.weight``.
 
     Returns:
-        A State of the Module's own arrays, in the order in which it holds them: not copied.
-        Ties are there once, under their owner's name. What is no float is :class:`Packed`.
+        A State with the Module's own arrays, not copies, with their elements in the order in which
+        the Module stores them. Tied weights are in it once, under their owner's name. Floats are
+        nnx.Param, other weights :class:`Packed`.
 
     Raises:
-        UserInputError: A weight's name is a part of another's.
-        ValueError: ``unstack``, and a weight has no value.
+        UserInputError: a weight's name is a prefix of another's.
+        ValueError: ``unstack`` is set, and a weight has no value.
 
     Example:
         >>> import jax, maxjax
@@ -60,21 +61,22 @@ def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
     }
     for path in flat:
         if outer := next((path[:n] for n in range(1, len(path)) if path[:n] in flat), None):
-            raise UserInputError(f"'{'.'.join(outer)}' is a weight, and '{'.'.join(path)}' is below it: "
+            raise UserInputError(f"'{'.'.join(outer)}' is a weight, and '{'.'.join(path)}' is inside it: "
                                  "a State cannot hold both")  # fmt: skip
     return nnx.from_flat_state(flat)
 
 
 def from_state(model: Module, state: Any) -> Module:
-    """A Module like ``model`` around the values of a State; it shares them.
+    """A Module with the structure of ``model`` and the values of a State, which it shares.
 
     Args:
-        model: What the new one is to be like; it may be without values, and is not changed.
-        state: What :func:`to_state` gave, or such a tree of other values (gradients, a trained
-            State). With ``unstack=True`` the layers are stacked again, which copies them.
+        model: Module that gives the structure; it needs no values, and is not changed.
+        state: State from :func:`to_state`, or a tree of the same structure with other values
+            (gradients, a trained State). If it was made with ``unstack=True`` the layers are
+            stacked again, which copies them.
 
     Raises:
-        CheckpointMismatchError: Names, shapes or dtypes are not the Module's.
+        CheckpointMismatchError: names, shapes or dtypes differ from the Module's.
 
     Example:
         >>> import maxjax
@@ -95,7 +97,7 @@ def from_state(model: Module, state: Any) -> Module:
     if set(values) != own:
         lacking, beyond = sorted(set(names) - set(values)), sorted(set(values) - set(names))
         raise CheckpointMismatchError(
-            f"the State is not one of this {type(model).__name__}: "
+            f"the State does not belong to this {type(model).__name__}: "
             f"missing {some(lacking) or 'nothing'}; unexpected {some(beyond) or 'nothing'}"
         )
     new = jax.tree.unflatten(treedef, list(map(_placeholder, leaves)))
@@ -107,7 +109,7 @@ def from_state(model: Module, state: Any) -> Module:
 
 
 class _Wrapped(nnx.Module):
-    """What :func:`as_nnx` gives."""
+    """The nnx module that :func:`as_nnx` returns."""
 
     def __init__(self, model: Module):
         self.weights = nnx.data(nnx.to_pure_dict(to_state(model), lambda one: one))
@@ -116,21 +118,21 @@ class _Wrapped(nnx.Module):
 
     @property
     def model(self) -> Module:
-        """The maxjax Module around the present values."""
+        """The maxjax Module with the current values."""
         flat = dict(_flat(self.weights))
         return jax.tree.unflatten(self.structure, [_value(flat[name]) for name in self.names])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the Module."""
+        """Call the Module."""
         return self.model(*args, **kwargs)
 
 
 def as_nnx(model: Module) -> Any:
-    """An nnx module that runs a maxjax Module, with its weights as Params; they are shared.
+    """An nnx module that calls a maxjax Module; it shares its weights, as Params.
 
-    ``nnx.jit``, ``nnx.grad`` and ``nnx.Optimizer`` take it. Its attribute ``model`` is the
-    maxjax Module around the values it has by then. Weights are below ``weights``, in the order
-    in which ``to_state`` gives them.
+    It works with ``nnx.jit``, ``nnx.grad`` and ``nnx.Optimizer``. Its attribute ``model`` is the
+    maxjax Module with the current values. The weights are in ``weights``, nested as ``to_state``
+    gives them.
 
     Example:
         >>> import maxjax
@@ -146,9 +148,9 @@ def as_nnx(model: Module) -> Any:
 
 
 def _parts(model: Module) -> tuple[list[str], list[Any], list[Any]]:
-    """Names, leaves and Weights of a Module, in its own order."""
+    """Names, leaves and Weights of a Module, in the order of its leaves."""
     if not isinstance(model, Module):
-        raise UserInputError(f"a maxjax Module is wanted, not {type(model).__name__}")
+        raise UserInputError(f"expected a maxjax Module, not {type(model).__name__}")
     definition, weights = model._mx_definition()
     return list(definition.names), jax.tree.leaves(model), list(weights)
 
@@ -165,7 +167,7 @@ def _variable(value: Any, encoding: str | None) -> nnx.Variable:
 
 
 def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, Variable or array) of a State or nested mappings."""
+    """(name, Variable or array) for each leaf of a State or of nested mappings."""
     if isinstance(tree, Mapping) or isinstance(tree, nnx.State):
         for key, one in tree.items():
             yield from _flat(one, f"{path}.{key}" if path else str(key))

@@ -1,6 +1,6 @@
-"""The table that brings torch's weights into a flax nnx module, made of its own layers.
+"""``torch_rules``: the table that maps torch's weights to those of a flax nnx module.
 
-Each layer of nnx says by its class what torch calls its weights and how their axes lie.
+The class of each nnx layer determines the names and layouts that torch's layer has.
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ from .variables import places
 
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _NORM_NAMES = {"scale": "weight", "mean": "running_mean", "var": "running_var"}
-# torch's own attention has the maps of queries, keys and values as one tensor of three parts.
+# torch.nn.MultiheadAttention stores the projections of queries, keys and values as one tensor.
 _THREE = ("query", "key", "value")
 
 
 def torch_rules(
     module: Any, names: Mapping[str, str] | None = None, *, fused: bool = False
 ) -> dict[str, Any]:
-    """The table from torch's names and layouts to those of an nnx module, for ``rename``.
+    """A table from torch's names and layouts to those of an nnx module, for ``rename``.
 
     Args:
-        module: The nnx module, which may be abstract.
-        names: Pattern of the checkpoint's layers → pattern of the module's, for those that are
-            called otherwise: ``{"encoder.layer.*.attention.self": "blocks.*.attn"}``. What is
-            below such a layer goes with it; the longest pattern counts, and "" is the root.
-            For layers stacked in one (``nnx.vmap``) the checkpoint's has one star more, the
-            first: ``{"encoder.layer.*": "blocks"}``.
-        fused: MultiHeadAttention as ``torch.nn.MultiheadAttention`` has it, with queries, keys
-            and values in one tensor; otherwise they are layers of their own.
+        module: nnx module, which may be abstract.
+        names: pattern of the checkpoint's layers → pattern of the module's, for layers with
+            another name: ``{"encoder.layer.*.attention.self": "blocks.*.attn"}``. A pattern also
+            applies to the layers inside; the longest pattern counts, and "" is the root. If layers
+            are stacked (``nnx.vmap``) the checkpoint's pattern has one more star, the first:
+            ``{"encoder.layer.*": "blocks"}``.
+        fused: whether the checkpoint stores attention as ``torch.nn.MultiheadAttention`` does,
+            with queries, keys and values in one tensor; if not, they are separate layers.
 
     Returns:
-        Name in the checkpoint → (path in the module, layout), for every place of a Variable of
-        Linear, LinearGeneral, Conv, ConvTranspose, Embed, the norms and PReLU. The
-        count of batches that torch's BatchNorm has is left out. Variables of other classes
-        keep name and layout.
+        Name in the checkpoint → (path in the module, layout), for every Variable of Linear,
+        LinearGeneral, Conv, ConvTranspose, Embed, the norms and PReLU. The batch count of torch's
+        BatchNorm is left out. Variables of other classes keep name and layout.
 
     Raises:
-        UserInputError: A pattern whose stars do not carry over.
+        UserInputError: the two patterns differ in their stars.
 
     Example:
         >>> from flax import nnx
@@ -76,7 +75,7 @@ def torch_rules(
 
 
 class _Name(NamedTuple):
-    """What torch calls a weight, its layout, and how many axes it has in nnx (None: any)."""
+    """Torch's name of a weight, its layout, and its number of axes in nnx (None for any)."""
 
     name: str
     layout: str | None = None
@@ -102,7 +101,7 @@ def _name(owner: Any, attribute: str, rank: int) -> _Name:
 
 
 def _general(inputs: int, outputs: int) -> dict[str, _Name]:
-    """torch has all inputs as one axis, and all outputs."""
+    """LinearGeneral: torch merges all inputs into one axis, and all outputs into another."""
     ins = " ".join(f"i{n}" for n in range(inputs))
     outs = " ".join(f"o{n}" for n in range(outputs))
     return {
@@ -112,7 +111,7 @@ def _general(inputs: int, outputs: int) -> dict[str, _Name]:
 
 
 def _filter(owner: Any) -> dict[str, _Name]:
-    """Filters; torch's of a transposed convolution run the other way, unless flax turns them."""
+    """Convolutions; torch's transposed one has its kernel reversed, unless flax reverses it too."""
     rank = len(owner.kernel_shape)
     sides = [f"s{n}" for n in range(rank - 2)]
     there = " ".join(sides)
@@ -126,13 +125,13 @@ def _filter(owner: Any) -> dict[str, _Name]:
 
 
 def _stacked(path: str, name: _Name, rank: int, there: str) -> str | None:
-    """The layout, with the axis of layers where the Variable has one."""
+    """The layout, with the axis of layers if the Variable has one."""
     is_stack = name.rank is not None and rank == name.rank + 1
     if is_stack is not ("*" in there):
-        why = "has" if is_stack else "has not"
+        why = "has an" if is_stack else "has no"
         raise UserInputError(
-            f"'{path}' {why} an axis of layers: the pattern of the checkpoint's layers needs one "
-            "star more than the module's for such a Variable, and only for such"
+            f"'{path}' {why} axis of layers: the pattern of the checkpoint's layers needs one star "
+            "more than the module's exactly if the Variable has such an axis"
         )
     if not is_stack:
         return name.layout
@@ -144,9 +143,9 @@ def _stacked(path: str, name: _Name, rank: int, there: str) -> str | None:
 def _fuse(
     table: dict[str, Any], layers: list[_Layer], outer: str, part: str, name: _Name, path: str
 ) -> None:
-    """Enters a weight of an attention as torch's own has it."""
+    """Add a weight of an attention layer to the table, as torch.nn.MultiheadAttention stores it."""
     there = _there(outer, layers)
-    if part not in _THREE:  # what comes after the heads, and norms
+    if part not in _THREE:  # the output projection, and norms
         inner = "out_proj" if part == "out" else part
         table[_joined(there, f"{inner}.{name.name}")] = (path, name.layout)
         return
@@ -154,12 +153,12 @@ def _fuse(
     table.setdefault(_joined(there, f"in_proj_{name.name}"), []).append((path, layout))
 
 
-# (whether a layer of ours is, or is below, what the pattern says: its name there)
+# From a layer of the module to its name in the checkpoint; None if the pattern does not match.
 _Layer = Callable[[str], str | None]
 
 
 def _layers(names: Mapping[str, str]) -> list[_Layer]:
-    """Of each pattern what finds a layer's name, those of the longest of ours first."""
+    """A function for each pattern, the longest patterns of the module's names first."""
     order = sorted(names.items(), key=lambda one: (-one[1].count("."), -len(one[1])))
     return [_layer(theirs, ours) for theirs, ours in order]
 
@@ -167,7 +166,10 @@ def _layers(names: Mapping[str, str]) -> list[_Layer]:
 def _layer(theirs: str, ours: str) -> _Layer:
     extra = len(STARS.findall(theirs)) - len(STARS.findall(ours))
     if extra not in (0, 1):
-        raise UserInputError(f"'{theirs}' and '{ours}': stars do not carry over")
+        raise UserInputError(
+            f"'{theirs}' and '{ours}': stars do not carry over; both need the same number, or the "
+            "first one more for stacked layers"
+        )
     pattern = re.compile(f"{compiled(ours).pattern}{r'((?:[.].*)?)' if ours else '(.*)'}", re.S)
 
     def there(layer: str) -> str | None:

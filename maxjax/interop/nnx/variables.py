@@ -1,4 +1,4 @@
-"""What of a flax nnx module is to be filled: its Variables, by dotted paths."""
+"""The Variables of a flax nnx module, by dotted paths."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ...errors import UserInputError
 
 @dataclass
 class Target:
-    """A Variable that holds an array, or is to hold one.
+    """A Variable that holds an array or a placeholder for one.
 
     Attributes:
-        name: Its dotted path: "blocks.0.attn.query.kernel".
-        variable: Itself.
-        owner: The module it is an attribute of.
-        shape, dtype: Of its array.
-        sharding: Where that lies or is to lie; None where JAX is free to choose.
-        is_needed: Whether a module without it is not whole: a Param, or one without a value.
-        names: All its paths, where it is shared.
+        name: dotted path: "blocks.0.attn.query.kernel".
+        variable: the Variable.
+        owner: module that it is an attribute of.
+        shape, dtype: shape and dtype of its array.
+        sharding: sharding of the array; None where JAX is free to choose.
+        is_needed: whether it must be loaded: it is a Param, or has no value.
+        names: all its paths; a shared Variable has several.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Target:
 
     @property
     def value(self) -> Any:
-        """The array, or what stands for it."""
+        """The array, or its placeholder."""
         return self.variable.get_value() if self.variable.ref else self.variable.get_raw_value()
 
     def put(self, array: jax.Array) -> None:
-        """Makes an array its value, as it is."""
+        """Set the Variable's value, without a copy."""
         if self.variable.ref:
             self.variable.set_value(array)
         else:
@@ -53,9 +53,9 @@ class Target:
 
 
 def targets(module: Any) -> dict[str, Target]:
-    """The Variables below a module by path, each once, under its first.
+    """The Variables in a module by path, each once, under its first path.
 
-    State of random numbers is left out, and what holds no array.
+    The state of random number generators is left out, and so are Variables without an array.
     """
     found: dict[int, Target] = {}
     for path, owner, variable in places(module):
@@ -69,13 +69,13 @@ def targets(module: Any) -> dict[str, Target]:
 
 
 def places(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(path, owner, Variable) of every place below a module where a Variable is.
+    """(path, owner, Variable) for every path in a module that leads to a Variable.
 
     Raises:
-        UserInputError: It is no module of flax nnx.
+        UserInputError: the object is not a module of flax nnx.
     """
     if graphlib.get_node_impl(module) is None:
-        raise UserInputError(f"this is no flax nnx module: {type(module).__name__}")
+        raise UserInputError(f"expected a flax nnx module, not {type(module).__name__}")
     yield from _places(module, (), [], None)
 
 
@@ -86,7 +86,7 @@ def _places(
         yield ".".join(path), owner, node
         return
     impl = graphlib.get_node_impl(node)
-    if impl is None or any(node is one for one in above):  # a module may hold what holds it
+    if impl is None or any(node is one for one in above):  # references may be circular
         return
     above.append(node)
     holder = node if isinstance(node, nnx.Module) else owner
@@ -109,7 +109,7 @@ def _target(path: str, owner: Any, variable: Any) -> Target | None:
 
 
 def _sharding(path: str, variable: Any, value: Any) -> Any:
-    """Where the value lies, or where the Variable's metadata says it is to lie."""
+    """The sharding of the value, or the one that the Variable's metadata names."""
     if isinstance(value, jax.Array):
         is_chosen = not isinstance(value, Tracer) and value.committed
         return value.sharding if is_chosen else None
@@ -124,6 +124,6 @@ def _sharding(path: str, variable: Any, value: Any) -> Any:
         return sharding
     if mesh.empty or mesh.abstract_mesh != sharding.mesh:
         raise UserInputError(
-            f"'{path}' was made for a mesh that is not there now: load inside jax.set_mesh(mesh)"
+            f"'{path}' was made for a mesh that is not the current one: load inside jax.set_mesh(mesh)"
         )
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)

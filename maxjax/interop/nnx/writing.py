@@ -1,4 +1,4 @@
-"""What a flax nnx module holds, by the names and in the layouts of a checkpoint."""
+"""The values of a flax nnx module under the names and in the layouts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class _Part(NamedTuple):
     """A Variable that is a tensor of the checkpoint, or one of its parts.
 
     Attributes:
-        number: Of the layer, where the Variable stacks them.
+        target: the Variable.
+        change: layout of the tensor.
+        number: number of the layer, if the Variable stacks layers.
     """
 
     target: Target
@@ -57,16 +59,17 @@ def _changed(target: Target, change: Function | None, value: Any) -> Any:
     if change is None:
         return value
     if change.back is None:
-        raise UserInputError(f"'{target.name}' is made by a function, of which there is no way "
-                             "back: use a layout, or a pair of functions")  # fmt: skip
+        raise UserInputError(f"'{target.name}' is made by a function that has no inverse: use a "
+                             "layout, or a pair of functions")  # fmt: skip
     return change.back(value)
 
 
 def _pieces(target: Target, origin: Origin, change: Layout) -> Iterator[tuple[str, _Part]]:
-    """(name, piece) of each tensor that a Variable is, or is a part of."""
+    """(name, part) of each tensor that a Variable is, or is a part of."""
     if len(change.axes) != len(target.shape):
         raise UserInputError(
-            f"'{target.name}' has {len(target.shape)} axes: '{change}' is not for it"
+            f"'{target.name}' has {len(target.shape)} axes, and the layout '{change}' has "
+            f"{len(change.axes)}: correct the table"
         )
     if change.stacks is None or origin.number is None:
         yield origin.name, _Part(target, change)
@@ -76,34 +79,34 @@ def _pieces(target: Target, origin: Origin, change: Layout) -> Iterator[tuple[st
 
 
 def _whole(name: str, parts: Mapping[int, _Part]) -> Any:
-    """The tensor, of all its parts."""
+    """The tensor, made of all its parts."""
     pieces = [parts[place] for place in sorted(parts)]
     first = pieces[0]
     count = first.change.part[1]
     if len(pieces) < count:
         lacking = [place for place in range(count) if place not in parts]
-        raise UserInputError(f"'{name}' is {count} parts, and the module has none for {lacking}")
+        raise UserInputError(f"'{name}' has {count} parts, and the module has none for {lacking}")
     alike = {(one.change.whole, one.target.shape, one.number) for one in pieces}
     if len(alike) > 1:
-        raise UserInputError(f"the parts of '{name}' are not alike: they need one layout and shape")
+        raise UserInputError(f"the parts of '{name}' differ: they need the same layout and shape")
     return _back(first.target, first.change, [one.target.value for one in pieces], first.number)
 
 
 def _back(target: Target, change: Layout, values: list[Any], number: int) -> Any:
-    """The file's tensor; each device keeps its part along the outermost factor of an axis."""
-    turn = change.of(target.shape)
-    assert turn is not None
+    """The file's tensor; an axis stays sharded along its outermost factor."""
+    bound = change.of(target.shape)
+    assert bound is not None
 
-    # The number is an array: all layers are cut out by one program.
+    # The number is an array, so that one program slices all layers.
     def back(number: Any, *arrays: Any) -> Any:
         if change.stacks is not None:
             arrays = tuple(jnp.take(array, number, axis=change.stacks) for array in arrays)
-        return turn.back(arrays, jnp)
+        return bound.back(arrays, jnp)
 
     mesh = explicit.mesh_of(*values)
     if mesh is None:
         return back(jnp.int32(number), *values)
-    # Where the type says the place, JAX joins no axes that are split.
+    # On a mesh with Explicit axes JAX refuses to merge axes that are split.
     held = dict(zip(change.axes, explicit.entries(values[0]), strict=True))
     first = [group[0].name if group else None for group in change.groups]
     wanted = [held.get(name, ()) if name else () for name in first]

@@ -1,4 +1,4 @@
-// Attention of the queries of one head of keys, in terms of a level's own vectors.
+// Attention of the query heads that share one KV head, written with a level's own vectors.
 #pragma once
 #include "kernels.h"
 
@@ -14,7 +14,7 @@ inline vec capped(vec s, float cap) {
   return copysign(mul(t, all(cap)), y);
 }
 
-// s to exp(s - max s), whose sum it returns; `padded` is `count` up to whole vectors.
+// Replaces s by exp(s - max s) and returns the sum; `padded` is `count` rounded up to full vectors.
 inline float softened(float* s, int64_t count, int64_t padded, float cap, float* top) {
   for (int64_t p = count; p < padded; p++) s[p] = -__builtin_inff();
   if (cap > 0) {
@@ -27,7 +27,7 @@ inline float softened(float* s, int64_t count, int64_t padded, float cap, float*
   store(lanes, highest);
   *top = lanes[0];
   for (int i = 1; i < kLanes; i++) *top = lanes[i] > *top ? lanes[i] : *top;
-  // Where all are -Inf, all are exp(-Inf) = 0, and not exp(-Inf + Inf).
+  // If all scores are -Inf, all results are exp(-Inf) = 0, not exp(-Inf + Inf) = NaN.
   const vec base = all(*top == -__builtin_inff() ? 0.0f : -*top);
   vec total = zero();
   for (int64_t p = 0; p < padded; p += kLanes) {
@@ -38,7 +38,7 @@ inline float softened(float* s, int64_t count, int64_t padded, float cap, float*
   return sum(total);
 }
 
-// out[g][0 .. 2 N kLanes) = sum over p of weights[g][p] values[p], the first of each row.
+// out[g][d] = sum over p of weights[g][p] values[p][d], for the first 2 N kLanes elements d.
 template <class T, int G, int N>
 void mixed(const float* weights, const T* values, int64_t stride, int64_t count, float* out,
            int64_t out_stride) {
@@ -64,7 +64,7 @@ void mixed(const float* weights, const T* values, int64_t stride, int64_t count,
     for (int i = 0; i < 2 * N; i++) store(out + g * out_stride + i * kLanes, acc[g][i]);
 }
 
-// Of the rows of an int8 cache: what is a number of each becomes that times its scale.
+// For an int8 cache: multiplies the number s[g][p] of each row p by the scale of the row.
 template <int G>
 inline void scaled(float* s, const float* scales, int64_t count) {
   for (int g = 0; g < G; g++)

@@ -1,7 +1,7 @@
-"""Builds the CPU kernels: one shared library that knows nothing of Python.
+"""Build script of the CPU kernels: one shared library that does not depend on Python.
 
-``pip install`` runs this as a hook of hatchling, with jaxlib in the build environment for
-its headers; without a C++ compiler the installation goes on without the library. By hand:
+``pip install`` runs this as a hook of hatchling, with jaxlib in the build environment for its
+headers; without a C++ compiler maxjax is installed without the library. By hand:
 ``python maxjax/kernels/cpu/build.py [--sanitize address,undefined] [--output PATH]``.
 """
 
@@ -27,8 +27,8 @@ LIBRARY = HERE / f"libmaxjax_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 _CLMUL = ["-msse4.1", "-mpclmul"]
-# For each architecture the files and what each of them may use of the processor. What is
-# used is chosen when the library is loaded, so that one library serves all.
+# The source files for each architecture, each with its compiler flags for instruction sets. The
+# level is chosen when the library is loaded, so one library serves all processors.
 SOURCES: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "handlers.cc": [],
@@ -51,8 +51,8 @@ SOURCES: dict[str, dict[str, list[str]]] = {
 _OTHER = {"handlers.cc": [], "level_portable.cc": [], "crc.cc": []}
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
-# No exceptions and no sharing of inline functions between levels: the linker may keep any
-# copy of those, also one for a processor that is not there.
+# Levels must not share inline functions (hidden visibility, no exceptions): the linker keeps any
+# one copy, which may use instructions that the processor does not have.
 _FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden".split()
 _LEVEL_FLAGS = ["-fno-exceptions", "-fno-rtti"]
 _DARWIN = sys.platform == "darwin"
@@ -60,10 +60,10 @@ _SHARED = "-dynamiclib -undefined dynamic_lookup".split() if _DARWIN else ["-sha
 
 
 def compiler() -> list[str]:
-    """The C++ compiler: ``$CXX``, or the first there is.
+    """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ that is installed.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: there is none.
     """
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]:
@@ -73,10 +73,10 @@ def compiler() -> list[str]:
 
 
 def include_dir() -> Path:
-    """XLA's headers, which jaxlib brings along.
+    """The folder of XLA's headers, which jaxlib contains.
 
     Raises:
-        FileNotFoundError: There is no jaxlib.
+        FileNotFoundError: jaxlib is not installed.
     """
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
@@ -90,24 +90,24 @@ def build(
     machine: str | None = None,
     extra: list[str] | None = None,
 ) -> Path:
-    """Compiles and links the library, and puts it in its place when it is whole.
+    """Compile and link the library, and move it to ``output`` when it is complete.
 
-    A program that has the old one loaded goes on with that.
+    A process that has loaded the old library keeps using that one.
 
     Args:
-        output: Where it goes.
-        cxx: The compiler and its first arguments.
-        machine: The architecture, if it is not that of this machine.
-        extra: More flags, for the compiler and the linker.
+        output: path of the library.
+        cxx: the compiler and its first arguments.
+        machine: the architecture, if it is not that of this machine.
+        extra: further flags for the compiler and the linker.
 
     Raises:
-        FileNotFoundError: There is no compiler, or no jaxlib.
-        subprocess.CalledProcessError: It fails; its ``stderr`` has what the compiler says.
+        FileNotFoundError: there is no compiler, or no jaxlib.
+        subprocess.CalledProcessError: the compiler failed; ``stderr`` has its messages.
     """
     cxx, extra = cxx or compiler(), list(extra or [])
     machine = (machine or platform.machine()).lower()
     sources = SOURCES.get(_SAME.get(machine, machine), _OTHER)
-    # Beside its place, as it is moved there at once or not at all.
+    # Linked in the same folder, so that the move is atomic.
     linked = output.with_name(f"{os.getpid()}.{output.name}")
     with tempfile.TemporaryDirectory() as folder:
         objects = {name: Path(folder) / f"{name}.o" for name in sources}
@@ -123,26 +123,29 @@ def build(
 
 
 def compile_one(name: str, output: Path, cxx: list[str], extra: list[str]) -> None:
-    """Compiles one file of :data:`SOURCES`, with ``extra`` flags; raises as :func:`build` does."""
+    """Compile one file of :data:`SOURCES` with ``extra`` flags; raises as :func:`build` does."""
     headers = include_dir()
     flags = _FLAGS + (_LEVEL_FLAGS if name.startswith("level") else []) + extra
-    # The headers name their own files in messages: not with the folder they are in today.
+    # The headers' messages contain their paths; this keeps the build folder out of the library.
     flags += [f"-ffile-prefix-map={headers}=jaxlib/include", f"-isystem{headers}"]
     _run([*cxx, *flags, "-c", str(HERE / name), "-o", str(output)])
 
 
 def _run(command: list[str]) -> None:
-    # What a compiler says is in the user's language, and not always in that encoding.
+    # Compiler messages are in the user's language, and not always in the locale's encoding.
     subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
 
 
 def try_build(output: Path) -> str | None:
-    """Builds it, in place of an older one; or says why there is none, whatever it is.
+    """Build the library in place of an older one.
 
-    ``MAXJAX_BUILD_KERNELS=0`` leaves it out.
+    With ``MAXJAX_BUILD_KERNELS=0`` the library is not built.
+
+    Returns:
+        The reason why there is no library, or None if it was built.
     """
     try:
-        output.unlink(missing_ok=True)  # rather none than one of other sources
+        output.unlink(missing_ok=True)  # no library is better than one of older sources
         if os.environ.get("MAXJAX_BUILD_KERNELS") == "0":
             return "MAXJAX_BUILD_KERNELS=0"
         build(output)
@@ -181,7 +184,7 @@ def _hook() -> Any:
 
 
 def get_build_hook() -> Any:
-    """What hatchling asks for."""
+    """The build hook; hatchling calls this function by name."""
     return _hook()
 
 

@@ -1,4 +1,4 @@
-// What this processor has, and the operating system keeps.
+// The instruction sets that the processor has and the operating system supports.
 #pragma once
 #include "kernels.h"
 
@@ -8,8 +8,8 @@
 
 namespace maxjax {
 
-// By the instructions themselves (Intel's manual, volume 2, CPUID and XGETBV): compilers
-// differ in what their __builtin_cpu_supports knows.
+// Uses the instructions CPUID and XGETBV (Intel's manual, volume 2), as compilers differ in the
+// names that their __builtin_cpu_supports accepts.
 inline Cpu this_cpu() {
 #if defined(__x86_64__)
   unsigned a, b, c, d;

@@ -1,4 +1,4 @@
-// CRC-32: the choice for this processor, what is called from outside, and the form for any.
+// CRC-32: the choice of a level, the exported functions, and the portable level.
 #include "crc.h"
 
 #include <cstring>
@@ -12,7 +12,7 @@
 namespace maxjax {
 namespace {
 
-// Table k: what a byte becomes when k bytes come behind it.
+// Table k: the contribution of a byte that is followed by k more bytes.
 struct Tables {
   uint32_t of[8][256];
 };
@@ -40,7 +40,7 @@ struct Choice {
 };
 
 #if defined(__x86_64__)
-// By the instructions themselves, as in cpu.h.
+// Uses CPUID and XGETBV, as cpu.h does.
 Choice choose() {
   unsigned a, b, c, d;
   const auto has = [](unsigned word, int bit) { return (word >> bit & 1) != 0; };
@@ -74,8 +74,8 @@ const Choice& chosen() {
 
 }  // namespace
 
-// Eight bytes at a time, each through a table of its own. The bytes are put together one by
-// one: right in any byte order, and compilers make one load of them.
+// Eight bytes at a time, each with its own table. The bytes are combined one by one, which is
+// correct in any byte order; compilers make one load of them.
 uint32_t crc_portable(uint32_t crc, const uint8_t* data, size_t nbytes) {
   const auto& of = kTables.of;
   for (; nbytes >= 8; nbytes -= 8, data += 8) {
@@ -92,15 +92,15 @@ uint32_t crc_portable(uint32_t crc, const uint8_t* data, size_t nbytes) {
 
 #define MAXJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
-// zlib's crc32: `crc` is that of the bytes before, 0 at the start.
+// The same as zlib's crc32: `crc` is the CRC of the bytes before, 0 at the start.
 MAXJAX_EXPORT uint32_t maxjax_crc32(uint32_t crc, const void* data, size_t nbytes) {
   return ~maxjax::chosen().run(~crc, static_cast<const uint8_t*>(data), nbytes);
 }
 
-// What it runs on: "wide_clmul", "clmul", "arm" or "portable".
+// The level that is used: "wide_clmul", "clmul", "arm" or "portable".
 MAXJAX_EXPORT const char* maxjax_crc32_level() { return maxjax::chosen().name; }
 
-// The same on a level that is named; false where this processor does not have it.
+// The same with a level by its name; false if this processor does not have it.
 MAXJAX_EXPORT bool maxjax_crc32_on(const char* level, uint32_t* crc, const void* data,
                                    size_t nbytes) {
   const maxjax::Choice best = maxjax::chosen();

@@ -1,11 +1,11 @@
-// exp(x) for x <= 0, in terms of a level's own vectors.
+// exp(x) for x <= 0, written with a level's own vectors.
 #pragma once
 
 namespace {
 
 // x = n ln 2 + r with |r| <= ln 2 / 2, exp(x) = 2^n exp(r); exp(r) as the polynomial of
-// S. Moshier's Cephes library (expf.c), right to about one unit in the last place.
-// A NaN stays one; below the least normal float it is 0.
+// S. Moshier's Cephes library (expf.c), accurate to about one unit in the last place.
+// NaN gives NaN; a result below the smallest normal float is 0.
 inline vec exp(vec x) {
   const float least = -87.33654f;
   const vec bounded = max(all(least), x);

@@ -1,5 +1,5 @@
-// What XLA calls: checks of the buffers, the choice of the instruction set, the division of
-// the work. The arithmetic is in product.h and attend.h.
+// The FFI handlers that XLA calls: they check buffers, choose the instruction set and divide the
+// work. The arithmetic is in product.h and attend.h.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -34,7 +34,8 @@ const Level* const levels[] = {
 
 namespace {
 
-// Here and not in the levels' own files, which are compiled for the processors they ask for.
+// This is not in the levels' own files, as these are compiled with instructions that the processor
+// may not have.
 bool is_supported(const Level& level) {
   const Cpu cpu = this_cpu();
   return (cpu.avx2 || !level.needs.avx2) && (cpu.avx512 || !level.needs.avx512) &&
@@ -69,14 +70,13 @@ bool type_of(ffi::DataType data_type, Type* type) {
 
 ffi::Error wrong(const char* what) { return ffi::Error::InvalidArgument(std::string("maxjax: ") + what); }
 
-// Memory that a thread keeps between calls, as asking the system for it takes longer than
-// many a product.
+// Memory that a thread keeps between calls, as allocating it can take longer than a matmul.
 template <int>
 char* scratch(int64_t bytes) {
   static thread_local std::vector<char> memory;
   constexpr int64_t kAlign = 64, kKept = 1 << 22;
   const int64_t there = memory.size(), wanted = bytes + kAlign;
-  // A long prompt's memory is not kept for the tokens after it.
+  // The memory for a long prompt is released in the decode steps after it.
   if (there < wanted || (there > kKept && there / 8 > wanted)) {
     memory.clear();
     memory.shrink_to_fit();
@@ -89,9 +89,9 @@ char* scratch(int64_t bytes) {
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// --- products ----------------------------------------------------------------------------------
+// --- matmul ------------------------------------------------------------------------------------
 
-// A unit of work below which handing it to another thread does not pay.
+// The smallest amount of work, in bytes, that is worth passing to another thread.
 constexpr int64_t kChunkBytes = 1 << 15;
 
 struct Weights {
@@ -124,8 +124,8 @@ Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, T
   return {rows, stride, narrow};
 }
 
-// x [..., depth], then weights [out, depth] or stacks [n, out, depth] of one type, then for
-// each of them the number of its layer; results [..., out].
+// Operands: x [..., depth], then weights [out, depth] or stacks [n, out, depth], all of one type,
+// then the layer index of each weight. Results: [..., out] for each weight.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
   const int64_t count = results.size();
   if (count < 1 || int64_t(args.size()) != 1 + 2 * count) return wrong("as many weights as results");
@@ -165,9 +165,9 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   const Level& level = *active().load(std::memory_order_relaxed);
   const Activations activations =
       prepared(pool, level, static_cast<const char*>(x->untyped_data()), x_type, tokens, depth, w_type);
-  // Rows of weights for a chunk, enough to be worth handing over: long streams for few tokens,
-  // for many a block that stays in the cache, and more than one for each thread, as some
-  // start late.
+  // Rows of weights in a chunk, enough to be worth passing to another thread: long streams for few
+  // tokens, a block that stays in the cache for many. Each thread gets more than one chunk, as some
+  // threads start late.
   const int64_t threads = most(1, pool.num_threads());
   const bool is_few = tokens <= kFew;
   const int64_t least_rows = is_few ? kChunkBytes / most(1, depth * size_of(w_type)) : 16;
@@ -196,7 +196,7 @@ struct Rope {
   int64_t pairs;
   bool interleaved;
 
-  // One head, in float, turned in place and multiplied.
+  // Rotates one head of floats in place, and multiplies it by `scale`.
   void turn(float* x, int64_t b, float scale, int64_t depth) const {
     const float* c = cos + b * pairs;
     const float* s = sin + b * pairs;
@@ -215,15 +215,15 @@ struct Rope {
   }
 };
 
-// Below so many numbers another thread would be there after they are done.
+// Less work than this many elements is done before another thread would start.
 constexpr int64_t kLeastWork = 4096;
 
-// A part of the cache of one unit, which is a sequence and a head of keys.
+// A part of the cache of one unit, which is a KV head of a sequence.
 struct Part {
   int64_t unit, begin, end;
 };
 
-// The slots that a sequence of n tokens sees, in parts: up to two ranges of a rotating cache.
+// The slots that a sequence of n tokens attends to, in parts: up to two ranges of a rotating cache.
 void add_parts(int64_t unit, int64_t n, int64_t slots, int64_t window, std::vector<Part>* parts) {
   const int64_t seen = least(n, window > 0 ? least(window, slots) : slots);
   for (int64_t at = n - seen; at < n;) {
@@ -234,7 +234,7 @@ void add_parts(int64_t unit, int64_t n, int64_t slots, int64_t window, std::vect
   }
 }
 
-// The result of query g: parts are weighed by how their highest scores compare.
+// Combines the parts of query g into its result: each is weighted by exp(its top score - the top).
 template <class OfPart>
 void summed(const OfPart& of_part, size_t begin, size_t end, int64_t group, int64_t g, int64_t stride,
             float* head) {
@@ -250,8 +250,8 @@ void summed(const OfPart& of_part, size_t begin, size_t end, int64_t group, int6
   for (int64_t d = 0; d < stride; d++) head[d] /= total;
 }
 
-// One row of an int8 cache from floats, and its scale, which it returns: the highest is 127. Of a
-// row with a NaN or an Inf it is no finite number.
+// Quantises one row to int8 and returns its scale: the largest magnitude becomes 127. The scale of
+// a row that contains NaN or Inf is not finite.
 float quantised(const float* x, int64_t depth, int8_t* out) {
   float highest = 0;
   for (int64_t d = 0; d < depth; d++) {
@@ -266,7 +266,7 @@ float quantised(const float* x, int64_t depth, int8_t* out) {
   return scale;
 }
 
-// The scales of a cache in int8: float [.., S], those of keys and of values; none of floats.
+// The scales of an int8 cache, float [.., S] for keys and for values; null for other caches.
 struct Scales {
   float* keys = nullptr;
   float* values = nullptr;
@@ -287,9 +287,9 @@ bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results
   return true;
 }
 
-// q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [], lengths [B],
-// cos, sin [B, pairs], and of a cache in int8 two scales, without D -> out [B, H, D] and the caches
-// and scales, in place.
+// Operands: q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [],
+// lengths [B], cos, sin [B, pairs], and for an int8 cache its two scales, shaped as it without D.
+// Results: out [B, H, D], and the caches and scales, updated in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
@@ -333,11 +333,12 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     return wrong("scales of attention");
   const Rope rope{cos.typed_data(), sin.typed_data(), int64_t(cos.dimensions()[1]), interleaved};
   const int32_t* length = lengths.typed_data();
-  // Those that are in the batch, and fit.
+  // Whether row b of the batch is in use, and its new token fits into the cache.
   const auto runs = [&](int64_t b) { return length[b] >= 0 && (rotating || length[b] < slots) && slots > 0; };
 
-  // For each sequence and head of keys: the new keys and values to their place, the queries
-  // as floats in the order of the cache. Then all parts of the cache, and their sums.
+  // First, for each KV head of each sequence: write the new key and value into the cache, and
+  // convert the queries to floats in the order of the cache. Then all parts of the cache, and last
+  // their combination.
   float* queries = reinterpret_cast<float*>(scratch<0>(4 * batch * heads * stride));
   const int64_t units = batch * kv_heads;
   const int64_t helpers = units * group * depth < kLeastWork ? 1 : pool.num_threads();
@@ -396,7 +397,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     for (int64_t g = 0; g < group; g++) {
       if (runs(unit / kv_heads)) {
         summed(of_part, first[unit], first[unit + 1], group, g, stride, head);
-      } else {  // not in the batch: zeros; beyond the cache: NaN
+      } else {  // zeros for an unused row of the batch, NaN for a token beyond the cache
         std::fill(head, head + stride, n < 0 ? 0 : std::numeric_limits<float>::quiet_NaN());
       }
       level.narrow_row(head, cache_type, depth, to + (unit * group + g) * depth * size_of(type), type);
@@ -410,7 +411,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
 
 #define MAXJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The instruction sets that were compiled and this processor has, best first, with commas.
+// The instruction sets that were compiled and this processor has, best first, comma-separated.
 MAXJAX_EXPORT const char* maxjax_levels() {
   static const std::string names = [] {
     std::string s;
@@ -423,7 +424,7 @@ MAXJAX_EXPORT const char* maxjax_levels() {
 
 MAXJAX_EXPORT const char* maxjax_level() { return maxjax::active().load()->name; }
 
-// Uses an instruction set by its name; false where it is not there.
+// Selects an instruction set by its name; false if this machine does not have it.
 MAXJAX_EXPORT bool maxjax_use_level(const char* name) {
   for (const maxjax::Level* const* level = maxjax::levels; *level; level++) {
     if (strcmp((*level)->name, name) == 0 && maxjax::is_supported(**level)) {

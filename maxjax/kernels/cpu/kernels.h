@@ -1,5 +1,5 @@
-// What the handlers know of the arithmetic: plain structs, and one table of functions for
-// each instruction set. No types of XLA here, so that every set is compiled by itself.
+// The interface between handlers and arithmetic: plain structs, and one table of functions for
+// each instruction set (level). It has no types of XLA, so that levels are compiled separately.
 #pragma once
 #include <cstdint>
 
@@ -9,8 +9,8 @@ enum class Type : int { f32, f16, bf16 };
 
 inline int64_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
-// Activations as the products read them: rows of `stride` elements, zeros past the depth.
-// Either floats, in the order in which the weights' type is widened to float, or bf16 as is.
+// Activations as the matmuls read them: rows of `stride` elements, padded with zeros after `depth`.
+// Either floats, in the order in which the weights' type is widened to float, or plain bf16.
 struct Activations {
   const void* data;
   int64_t stride;
@@ -30,7 +30,7 @@ struct Rows {
   int64_t begin, end;
 };
 
-// One head of keys and values and the queries that share it, over a part of the cache.
+// One KV head and the query heads that share it, over a part of the cache.
 // With s[g][p] = cap(q[g] . keys[p]):
 //   top[g] = max over p of s[g][p],  sum[g] = sum over p of exp(s[g][p] - top[g]),
 //   out[g][d] = sum over p of exp(s[g][p] - top[g]) values[p][d]
@@ -40,10 +40,10 @@ struct Attend {
   int64_t queries;
   const void* keys;    // [*, depth]
   const void* values;  // [*, depth]
-  // [*] each: the cache is int8, and its rows are multiplied with these; or null.
+  // [*] each: the scales of the rows of an int8 cache; null for other caches.
   const float* key_scales;
   const float* value_scales;
-  Type type;  // f32 for int8, whose order is the same
+  Type type;  // f32 for int8, which has the same order
   int64_t depth;
   int64_t begin, end;  // slots
   float cap;           // 0: none
@@ -52,7 +52,7 @@ struct Attend {
   float* out;  // [queries, q_stride], in the order of the cache's type
 };
 
-// What a level needs of an x86 processor.
+// The instruction sets that a level needs on an x86 processor.
 struct Cpu {
   bool avx2;    // with FMA and F16C
   bool avx512;  // F, BW, DQ and VL
@@ -64,20 +64,21 @@ struct Level {
   Cpu needs;
   // Whether bf16 activations stay bf16 for bf16 weights.
   bool pairs;
-  // Whether `widen` for such weights leaves numbers where they are.
+  // Whether `widen` keeps the order of the elements for weights of this type.
   bool (*in_order)(Type w_type);
-  // One row of activations into floats, in the order of weights of type w; zeros up to `stride`.
+  // Converts one row of activations to floats, in the order of weights of w_type, and pads it with
+  // zeros up to `stride`.
   void (*widen)(const void* x, Type x_type, int64_t depth, Type w_type, float* out, int64_t stride);
-  // The inverse for one row of results: floats in the order of w to `depth` elements of y_type.
+  // The inverse for one row of results: floats in the order of w_type → `depth` elements of y_type.
   void (*narrow_row)(const float* x, Type w_type, int64_t depth, void* y, Type y_type);
   void (*product)(const Rows& rows);
   void (*attend)(const Attend& part);
 };
 
-// So many tokens or fewer go with each row of weights as it is read.
+// Up to this number of tokens each row of weights is read once and used for all tokens.
 constexpr int64_t kFew = 16;
 
-// The slots that one call of `attend` may take.
+// The maximum number of slots in one call of `attend`.
 constexpr int64_t kPart = 256;
 
 // Rows of activations are padded to this many elements, twice the longest vector.
@@ -85,7 +86,7 @@ constexpr int64_t kPad = 32;
 
 inline int64_t padded(int64_t depth) { return (depth + kPad - 1) / kPad * kPad; }
 
-// Those that were compiled, best first, and null at the end.
+// The levels that were compiled, the best first, terminated by null.
 extern const Level* const levels[];
 
 }  // namespace maxjax

@@ -1,4 +1,5 @@
-// What each level_*.cc ends with: its table. MAXJAX_LEVEL is its name.
+// The table of functions of a level, included at the end of each level_*.cc. MAXJAX_LEVEL is its
+// name.
 #pragma once
 #include "product.h"
 #include "attend.h"

@@ -1,4 +1,4 @@
-// x86 with AVX-512 and its products of bfloat16.
+// x86 with AVX-512 and AVX-512 BF16 (dot products of bfloat16).
 #define MAXJAX_PAIRS
 #include "vector_avx512.h"
 #include "rows.h"

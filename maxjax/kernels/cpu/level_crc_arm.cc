@@ -1,5 +1,5 @@
-// CRC-32 on 64-bit ARM with its CRC instructions: three runs of bytes side by side, as one
-// instruction waits for the one before but three of them do not wait for each other.
+// CRC-32 on 64-bit ARM with its CRC instructions. Three runs of bytes are processed in parallel, as
+// each instruction depends on the one before it in its run but not on the other runs.
 #include <cstring>
 
 #include "crc.h"
@@ -15,7 +15,7 @@ inline uint64_t load(const uint8_t* data) {
   return word;
 }
 
-// In the assembler's words: compilers differ in how they are told that it is there.
+// In assembly, as compilers differ in the flags that enable the CRC instructions.
 inline uint32_t add8(uint32_t crc, uint64_t word) {
   asm(".arch_extension crc\n\tcrc32x %w0, %w0, %x1" : "+r"(crc) : "r"(word));
   return crc;

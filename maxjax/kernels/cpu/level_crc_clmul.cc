@@ -10,7 +10,7 @@ inline __m128i load(const uint8_t* data) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
 }
 
-// x carried forward to where `next` is, and that added.
+// Moves x forward to the position of `next`, and adds `next`.
 inline __m128i fold(__m128i x, __m128i factors, __m128i next) {
   const __m128i first = _mm_clmulepi64_si128(x, factors, 0x00);
   const __m128i second = _mm_clmulepi64_si128(x, factors, 0x11);
@@ -38,7 +38,7 @@ uint32_t crc_clmul(uint32_t crc, const uint8_t* data, size_t nbytes) {
   }
   x0 = fold(fold(fold(x0, one, x1), one, x2), one, x3);
   for (; nbytes >= 16; data += 16, nbytes -= 16) x0 = fold(x0, one, load(data));
-  // What is left has the same remainder as all that was folded into it.
+  // The folded value has the same remainder as the whole message.
   alignas(16) uint8_t rest[16];
   _mm_store_si128(reinterpret_cast<__m128i*>(rest), x0);
   return crc_portable(crc_portable(0, rest, 16), data, nbytes);

@@ -37,7 +37,7 @@ uint32_t crc_wide_clmul(uint32_t crc, const uint8_t* data, size_t nbytes) {
   }
   x0 = fold(fold(fold(x0, one, x1), one, x2), one, x3);
   for (; nbytes >= 64; data += 64, nbytes -= 64) x0 = fold(x0, one, load(data));
-  // What is left has the same remainder as all that was folded into it.
+  // The folded value has the same remainder as the whole message.
   alignas(64) uint8_t rest[64];
   _mm512_store_si512(rest, x0);
   return crc_clmul(crc_clmul(0, rest, 64), data, nbytes);

@@ -1,4 +1,4 @@
-// ARM: every 64-bit processor has these.
+// NEON, which every 64-bit ARM processor has.
 #include "vector_neon.h"
 #include "rows.h"
 #include "level.h"

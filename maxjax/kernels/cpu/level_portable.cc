@@ -1,4 +1,4 @@
-// Any processor.
+// The level for any processor.
 #include "vector_portable.h"
 #include "rows.h"
 #include "level.h"

@@ -1,4 +1,4 @@
-// Work over XLA's own threads.
+// A parallel loop on XLA's own thread pool.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,11 +17,11 @@ inline void pause() {
 #endif
 }
 
-// work(i) for every i below count, on at most `threads` threads.
+// Calls work(i) for every i below count, on at most `threads` threads.
 //
-// Whoever is free takes the next number, the caller too. It waits only for numbers that a
-// running thread has taken, never for a task that has yet to start: handlers that fill the
-// whole pool cannot wait for each other.
+// Each free thread, the caller included, takes the next index. The caller waits only for indices
+// that a running thread has taken, never for a task that has not started: handlers that occupy the
+// whole pool cannot deadlock.
 template <class Work>
 void parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t threads, const Work& work) {
   threads = threads < count ? threads : count;
@@ -29,8 +29,8 @@ void parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t threads, const 
     for (int64_t i = 0; i < count; i++) work(i);
     return;
   }
-  // Kept by the tasks: one that starts after the work is done finds no number left, and
-  // does not touch `work`, which is the caller's.
+  // Owned by the tasks: one that starts after all work is done finds no index left, and does not
+  // touch `work`, which belongs to the caller.
   struct Shared {
     const Work* work;
     int64_t count;
@@ -48,7 +48,7 @@ void parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t threads, const 
   shared->count = count;
   for (int64_t t = 1; t < threads; t++) pool.Schedule([shared] { shared->take(); });
   shared->take();
-  // With more threads than cores the one we wait for may need ours.
+  // With more threads than cores the thread that is waited for may need this core.
   for (int spins = 0; shared->done.load(std::memory_order_acquire) < count; spins++) {
     if (spins < 4096) {
       pause();

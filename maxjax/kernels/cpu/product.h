@@ -1,4 +1,4 @@
-// Products of rows of weights with rows of activations, in terms of a level's own vectors.
+// The matmul: rows of weights times rows of activations, written with a level's own vectors.
 #pragma once
 #include "kernels.h"
 
@@ -8,7 +8,7 @@ using maxjax::Activations;
 using maxjax::Attend;
 using maxjax::Rows;
 
-// Weights of type T widened to float, times floats in the order that load2<T> gives.
+// Weights of type T, widened to float, times floats in the order of load2<T>.
 template <class T>
 struct Wide {
   typedef T W;
@@ -22,8 +22,8 @@ struct Wide {
 };
 
 #ifdef MAXJAX_PAIRS
-// bfloat16 times bfloat16: two products and their sum in one instruction. It takes numbers
-// below 2^-126 as zeros, as XLA does.
+// bfloat16 times bfloat16: two products and their sum in one instruction. It treats numbers below
+// 2^-126 as zeros, as XLA does.
 struct Pairs {
   typedef bf16 W;
   typedef bf16 X;
@@ -36,19 +36,19 @@ struct Pairs {
 };
 #endif
 
-// What a tile asks the memory for beside what it works on: nothing, the R rows of weights
-// below its own, or what follows them where its rows are read as streams.
+// What a tile prefetches while it works: nothing, the next R rows of weights, or the bytes that
+// follow in each of its rows, which are read as streams.
 enum class Ahead { none, rows, stream };
 
-// So far ahead in a stream. Left to itself the processor stops at the end of every page, and
-// a row of a small model is shorter than one.
+// Prefetch distance in a stream, in bytes. The processor's own prefetching stops at the end of
+// every page, and a row of a small model is shorter than a page.
 constexpr int64_t kStreamAhead = 2048;
 
 // out[c][r] += sum over k of w[r][k] x[c][k], for R rows of weights and C of activations.
 //
-// A sum is kept in one vector, or in several if there are few: an addition takes about four
-// times as long as it keeps the processor from the next. After kRun of them it is put with
-// `total` and starts again, as every number that is added to a long sum is rounded like it.
+// A sum is kept in one vector, or in several vectors if there are few sums: an addition takes about
+// four times as long as it takes until the next one can start. After kRun elements it is added to
+// `total` and starts again, as adding a number to a large sum loses more of its bits.
 template <class P, int R, int C, Ahead ahead = Ahead::none, class Out = double>
 void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, int64_t depth,
           Out* out, int64_t out_stride) {
@@ -104,7 +104,7 @@ void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, in
   if (k < depth) {
     start();
     for (; k + P::kStep <= depth; k += P::kStep) step(k, acc[0]);
-    if (k < depth) {  // the activations go on with zeros
+    if (k < depth) {  // the activations are padded with zeros
       W rest[R][P::kStep] = {};
       #pragma GCC unroll 64
       for (int r = 0; r < R; r++)
@@ -130,7 +130,7 @@ void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, in
 
 typedef void (*Tile)(const void*, int64_t, const void*, int64_t, int64_t, double*, int64_t);
 
-// Tiles of R rows of weights with 1, 2, ... rows of activations.
+// The tile function of R rows of weights and `tokens` rows of activations, at most C.
 template <class P, int R, int C, Ahead ahead = Ahead::none>
 inline Tile tile_of(int64_t tokens) {
   if constexpr (C > 1)
@@ -138,12 +138,11 @@ inline Tile tile_of(int64_t tokens) {
   return tile<P, R, C, ahead>;
 }
 
-// So much of the depth at a time; longer sums are sums of such, in double.
+// Number of products that are summed in float; longer sums add up such sums in double.
 constexpr int64_t kDepth = 64 * kLanes;
 
-// y of one token: every row of weights is read once, from its beginning to its end, as fast
-// as the memory gives it. Two rows at a time, far from each other: two long streams are
-// what the processor fetches ahead best.
+// y of one token: every row of weights is read once, from its beginning to its end, at the speed
+// of the memory. Two distant rows are read at a time, as processors prefetch two long streams best.
 template <class P>
 void one(const Rows& rows) {
   typedef typename P::W W;
@@ -164,8 +163,8 @@ void one(const Rows& rows) {
   }
 }
 
-// y of several tokens, block by block, so that activations that are used again are still in
-// the nearest cache, and the next rows of weights on their way.
+// y of several tokens, block by block: activations that are used again are still in the nearest
+// cache, and the next rows of weights are prefetched.
 template <class P>
 void several(const Rows& rows) {
   typedef typename P::W W;

@@ -1,4 +1,4 @@
-// Rows of numbers in and out of float, in terms of a level's own vectors.
+// Conversion of rows to and from float, written with a level's own vectors.
 #pragma once
 #include "kernels.h"
 
@@ -6,7 +6,7 @@ namespace {
 
 using maxjax::Rows;
 
-// Floats in the order of W, from numbers of type X; the group of 2 * kLanes of them.
+// Converts a group of 2 * kLanes numbers of type X to floats, in the order of weights of type W.
 template <class X, class W>
 inline void widen_group(const X* x, float* out) {
   float natural[2 * kLanes];
@@ -31,7 +31,7 @@ void widen_row(const void* x_, int64_t depth, float* out, int64_t stride) {
 
 template <class X>
 void widen_to(const void* x, int64_t depth, Type w_type, float* out, int64_t stride) {
-  // Two orders: that of bf16, and as it comes, which float32 and float16 share.
+  // There are two orders: that of bf16, and the natural one of float32 and float16.
   if (w_type == Type::bf16) return widen_row<X, bf16>(x, depth, out, stride);
   return widen_row<X, float>(x, depth, out, stride);
 }
@@ -68,7 +68,7 @@ void narrow_row(const float* x, Type w_type, int64_t depth, void* y, Type y_type
   }
 }
 
-// `count` results to the place `at` of y.
+// Writes `count` results to y from position `at` on.
 inline void put(const double* totals, int64_t count, const Rows& rows, int64_t at) {
   switch (rows.y_type) {
     case Type::f32:

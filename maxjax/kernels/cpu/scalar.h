@@ -1,4 +1,4 @@
-// One number at a time: float16 and bfloat16 to float and back, rounded to nearest even.
+// Scalar conversion of float16 and bfloat16 to and from float, rounding to nearest even.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -15,7 +15,7 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
-// Of caches only: what it is multiplied with is kept elsewhere.
+// Used in KV caches only; the scales are stored in arrays of their own.
 struct i8 {
   int8_t bits;
 };
@@ -68,7 +68,7 @@ inline void narrow(float f, f16* out) {
   } else if (size >= 0x38800000) {
     half = (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
   } else {
-    // 2^-1 has the unit 2^-24 of a float16 below 2^-14 as its own last place.
+    // Adding 2^-1 rounds to multiples of 2^-24, the unit of a float16 below 2^-14.
     half = to_bits(of_bits(size) + 0.5f) - 0x3f000000;
   }
   out->bits = uint16_t(sign | half);

@@ -9,7 +9,7 @@ namespace {
 typedef __m256 vec;
 constexpr int kLanes = 8;
 constexpr int kTileRows = 2, kTileTokens = 4, kMixed = 1;
-// So often a sum is added to in one vector; two numbers each time.
+// Number of additions to one vector until its sum is added to the total, two numbers each time.
 constexpr int kInARow = 8;
 
 inline vec zero() { return _mm256_setzero_ps(); }
@@ -20,7 +20,7 @@ inline vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 inline vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 inline vec div(vec a, vec b) { return _mm256_div_ps(a, b); }
-// The second where either is a NaN.
+// Returns b where a or b is NaN.
 inline vec max(vec a, vec b) { return _mm256_max_ps(a, b); }
 inline float sum(vec v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -46,13 +46,13 @@ inline void load2(const i8* p, vec& a, vec& b) {
   a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(n));
   b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(n, 8)));
 }
-// The even numbers and the odd ones: a bf16 is the upper half of a float.
+// Loads even and odd elements separately: a bf16 is the upper half of a float.
 inline void load2(const bf16* p, vec& a, vec& b) {
   const __m256i h = _mm256_loadu_si256((const __m256i*)p);
   a = _mm256_castsi256_ps(_mm256_slli_epi32(h, 16));
   b = _mm256_castsi256_ps(_mm256_and_si256(h, _mm256_set1_epi32(int(0xffff0000))));
 }
-// Where in load2 of 2 * kLanes numbers the i-th of them is.
+// The position of the i-th of 2 * kLanes numbers after load2.
 template <class T>
 inline int place(int i) {
   return i;
@@ -73,7 +73,7 @@ inline vec zero_below(vec x, float limit, vec v) {
 inline vec abs(vec v) { return _mm256_andnot_ps(all(-0.0f), v); }
 inline vec copysign(vec size, vec sign) { return _mm256_or_ps(size, _mm256_and_ps(all(-0.0f), sign)); }
 
-// Small numbers count while it is there: XLA's threads take those below 2^-126 as zeros.
+// Enables subnormal numbers in its scope: XLA's threads treat those below 2^-126 as zeros.
 struct Exact {
   const unsigned before = _mm_getcsr();
   Exact() { _mm_setcsr(before & ~0x8040u); }

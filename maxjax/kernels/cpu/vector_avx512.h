@@ -9,7 +9,7 @@ namespace {
 typedef __m512 vec;
 constexpr int kLanes = 16;
 constexpr int kTileRows = 4, kTileTokens = 4, kMixed = 2;
-// So often a sum is added to in one vector; two numbers each time.
+// Number of additions to one vector until its sum is added to the total, two numbers each time.
 constexpr int kInARow = 16;
 
 inline vec zero() { return _mm512_setzero_ps(); }
@@ -20,18 +20,18 @@ inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 inline vec div(vec a, vec b) { return _mm512_div_ps(a, b); }
-// The second where either is a NaN.
+// Returns b where a or b is NaN.
 inline vec max(vec a, vec b) { return _mm512_max_ps(a, b); }
 inline float sum(vec v) { return _mm512_reduce_add_ps(v); }
 
-// Two vectors' sums side by side, over one doubling of the distance between what is added.
+// Adds pairs of elements: half the elements of the result are sums of a's, half of b's.
 inline vec halved1(vec a, vec b) { return add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
 inline vec halved2(vec a, vec b) {
   const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
   return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
 
-// The sums of each of four vectors, four times over different lanes.
+// In each 128-bit lane, the sums of that lane of the four vectors.
 inline vec quartered(const vec* v) { return halved2(halved1(v[0], v[1]), halved1(v[2], v[3])); }
 
 template <int N>
@@ -64,13 +64,13 @@ inline void load2(const i8* p, vec& a, vec& b) {
   a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
   b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
 }
-// The even numbers and the odd ones: a bf16 is the upper half of a float.
+// Loads even and odd elements separately: a bf16 is the upper half of a float.
 inline void load2(const bf16* p, vec& a, vec& b) {
   const __m512i h = _mm512_loadu_si512(p);
   a = _mm512_castsi512_ps(_mm512_slli_epi32(h, 16));
   b = _mm512_castsi512_ps(_mm512_and_si512(h, _mm512_set1_epi32(int(0xffff0000))));
 }
-// Where in load2 of 2 * kLanes numbers the i-th of them is.
+// The position of the i-th of 2 * kLanes numbers after load2.
 template <class T>
 inline int place(int i) {
   return i;
@@ -91,7 +91,7 @@ inline vec zero_below(vec x, float limit, vec v) {
 inline vec abs(vec v) { return _mm512_abs_ps(v); }
 inline vec copysign(vec size, vec sign) { return _mm512_or_ps(size, _mm512_and_ps(all(-0.0f), sign)); }
 
-// Small numbers count while it is there: XLA's threads take those below 2^-126 as zeros.
+// Enables subnormal numbers in its scope: XLA's threads treat those below 2^-126 as zeros.
 struct Exact {
   const unsigned before = _mm_getcsr();
   Exact() { _mm_setcsr(before & ~0x8040u); }

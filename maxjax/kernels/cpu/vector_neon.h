@@ -9,7 +9,7 @@ namespace {
 typedef float32x4_t vec;
 constexpr int kLanes = 4;
 constexpr int kTileRows = 4, kTileTokens = 4, kMixed = 2;
-// So often a sum is added to in one vector; two numbers each time.
+// Number of additions to one vector until its sum is added to the total, two numbers each time.
 constexpr int kInARow = 8;
 
 inline vec zero() { return vdupq_n_f32(0); }
@@ -20,7 +20,7 @@ inline vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 inline vec add(vec a, vec b) { return vaddq_f32(a, b); }
 inline vec mul(vec a, vec b) { return vmulq_f32(a, b); }
 inline vec div(vec a, vec b) { return vdivq_f32(a, b); }
-// The second where either is a NaN.
+// Returns b where a or b is NaN.
 inline vec max(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline float sum(vec v) { return vaddvq_f32(v); }
 
@@ -48,7 +48,7 @@ inline void load2(const i8* p, vec& a, vec& b) {
   a = vcvtq_f32_s32(vmovl_s16(vget_low_s16(n)));
   b = vcvtq_f32_s32(vmovl_high_s16(n));
 }
-// Where in load2 of 2 * kLanes numbers the i-th of them is.
+// The position of the i-th of 2 * kLanes numbers after load2.
 template <class T>
 inline int place(int i) {
   return i;
@@ -64,7 +64,7 @@ inline vec zero_below(vec x, float limit, vec v) {
 inline vec abs(vec v) { return vabsq_f32(v); }
 inline vec copysign(vec size, vec sign) { return vbslq_f32(vdupq_n_u32(0x80000000), sign, size); }
 
-// Small numbers count while it is there: XLA's threads take those below 2^-126 as zeros.
+// Enables subnormal numbers in its scope: XLA's threads treat those below 2^-126 as zeros.
 // "memory" keeps what is loaded, computed and stored in between from moving out of it.
 struct Exact {
   uint64_t before;

@@ -7,7 +7,7 @@ namespace {
 typedef float vec __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 constexpr int kTileRows = 2, kTileTokens = 4, kMixed = 1;
-// So often a sum is added to in one vector; two numbers each time.
+// Number of additions to one vector until its sum is added to the total, two numbers each time.
 constexpr int kInARow = 8;
 
 inline vec zero() { return vec{}; }
@@ -22,7 +22,7 @@ inline vec fma(vec a, vec b, vec c) { return a * b + c; }
 inline vec add(vec a, vec b) { return a + b; }
 inline vec mul(vec a, vec b) { return a * b; }
 inline vec div(vec a, vec b) { return a / b; }
-// The second where either is a NaN.
+// Returns b where a or b is NaN.
 inline vec max(vec a, vec b) {
   for (int i = 0; i < kLanes; i++) b[i] = a[i] > b[i] ? a[i] : b[i];
   return b;
@@ -39,7 +39,7 @@ inline void load2(const T* p, vec& a, vec& b) {
   a = vec{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
   b = vec{widen(p[4]), widen(p[5]), widen(p[6]), widen(p[7])};
 }
-// Where in load2 of 2 * kLanes numbers the i-th of them is.
+// The position of the i-th of 2 * kLanes numbers after load2.
 template <class T>
 inline int place(int i) {
   return i;

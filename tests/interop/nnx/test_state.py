@@ -150,7 +150,7 @@ def test_a_wrong_layer_at_a_time():
     values["layers.1.up.bias"] = np.ones(5, np.float32)
     with pytest.raises(CheckpointMismatchError, match="layers.1.up.bias"):
         from_state(model, values)
-    with pytest.raises(UserInputError, match="a maxjax Module is wanted, not int"):
+    with pytest.raises(UserInputError, match="expected a maxjax Module, not int"):
         to_state(3)
 
 
@@ -164,7 +164,7 @@ def test_names_that_no_tree_can_hold():
         def __call__(self):
             return self.a
 
-    with pytest.raises(UserInputError, match="'w' is a weight, and 'w.scale' is below it"):
+    with pytest.raises(UserInputError, match="'w' is a weight, and 'w.scale' is inside it"):
         to_state(Odd())
 
 
