@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointIncompleteError
+from ..formats import ORBAX
 from ..limits import Limits
 from ..strict_json import load_json
 
-TREE = "_METADATA"
-CHECKPOINT = "_CHECKPOINT_METADATA"
+TREE, CHECKPOINT, INDICATOR = ORBAX.marks
 STRINGS = "_strings.json"
 ARRAYS = "array_metadatas"
 
