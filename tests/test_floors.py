@@ -93,7 +93,7 @@ engine/plan: footprint report
 engine/generate: programs batch completion nans request texts conversation
 engine/export: signature file write program
 checkpoint: file_set pretrained
-checkpoint/orbax: api arrays leaves steps tree record save open restore streaming checkpoint manager
+checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
 checkpoint/conversion: progress source destination to_gguf run
 interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers writing interchange __init__

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from ...errors import UserInputError
 from ...nn.layer import Module
+from ...storage.orbax.maxjax_metadata import Added
 from .arrays import known, module_arrays, own_value
 
 # Leaves that are no arrays: they are written as text too, exactly.
@@ -29,23 +30,15 @@ ONLY = "value"
 
 
 @dataclass(slots=True)
-class Item:
-    """One tree of a checkpoint.
+class Item(Added):
+    """One tree of a checkpoint, with what orbax cannot hold of it.
 
     Attributes:
         arrays: Name → jax.Array, or NumPy array where the value is this process's own.
-        plain: Name → a leaf that is no array.
-        encodings: Name → what the blocks are that packed bytes hold.
-        empty: Name → dtype and shape of an array without values, which orbax does not take.
-        keys: Name → what makes a random key.
         nested: The tree that orbax is given: dicts with text as keys.
     """
 
     arrays: dict[str, Any] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
-    encodings: dict[str, str] = field(default_factory=dict)
-    empty: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
     nested: dict[str, Any] = field(default_factory=dict)
 
     @property

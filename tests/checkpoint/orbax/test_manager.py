@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.checkpoint.orbax.checkpoint import save as saving
+from maxjax.checkpoint.orbax import save as saving
 from maxjax.checkpoint.orbax.manager import CheckpointManager
 from maxjax.errors import CheckpointSaveError, UserInputError
 

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import maxjax
 from maxjax import distributed, nn
+from maxjax.checkpoint.orbax import save as saving
 from maxjax.checkpoint.orbax.checkpoint import restore, save, save_async
-from maxjax.checkpoint.orbax.checkpoint import save as saving
 from maxjax.errors import CheckpointSaveError
 from maxjax.graph import DeviceRef
 
