@@ -25,7 +25,7 @@ TABLE = """
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
-storage: limits files crc32 formats signatures strict_json entry checksums
+storage: limits files crc32 formats signatures strict_json boxes entry checksums
 storage/save: durable staging outgoing beside
 storage: table digests directory parts
 storage/blocks: grids layout scratch codebooks simple k_quants iq_quants decoders codings encode_simple encode_k

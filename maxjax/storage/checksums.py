@@ -14,20 +14,20 @@ import numpy as np
 
 from ..errors import CheckpointCorruptError, CheckpointFormatError
 from . import checksums
-from .crc32 import combine, crc32, crc32_of, is_fast
-from .entry import (
+from .boxes import (
     Box,
-    Checksum,
-    TensorEntry,
     Wanted,
-    check_bool,
+    copy_shared,
     count,
     extents,
-    fill,
+    is_covered,
+    overlap,
     split,
     whole,
     within,
 )
+from .crc32 import combine, crc32, crc32_of, is_fast
+from .entry import Checksum, TensorEntry, check_bool, fill
 from .files import OpenFile, aligned_empty, run, run_jobs
 from .strict_json import collector_paused
 
@@ -215,27 +215,7 @@ def covers(shape: Sequence[int], parts: Sequence[Wanted]) -> bool:
         >>> covers((2, 4), [(((0, 2), (0, 2)), a), (((0, 2), (2, 4)), a)])
         True
     """
-    return _is_covered(whole(shape), [box for box, _ in parts])
-
-
-def _is_covered(box: Box, boxes: list[Box]) -> bool:
-    """Takes the first box that touches it away, and looks at what is left around that."""
-    if not count(box):
-        return True
-    for number, other in enumerate(boxes):
-        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-        if all(start < stop for start, stop in shared):
-            return all(_is_covered(rest, boxes[number + 1 :]) for rest in _around(box, shared))
-    return False
-
-
-def _around(box: Box, inner: Box) -> Iterator[Box]:
-    """Boxes that with ``inner`` make up ``box``."""
-    for axis, ((start, stop), (first, last)) in enumerate(zip(box, inner, strict=True)):
-        before, behind = inner[:axis], box[axis + 1 :]
-        for span in (start, first), (last, stop):
-            if span[0] < span[1]:
-                yield (*before, span, *behind)
+    return is_covered(whole(shape), [box for box, _ in parts])
 
 
 def crc32_of_boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> int:
@@ -261,18 +241,13 @@ def _boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> Iterator[Box]:
 
 def _gathered(box: Box, parts: Sequence[Wanted]) -> Iterator[np.ndarray]:
     """The array of a box, out of one part as it is, or put together of several."""
-    touching = []
     for outer, array in parts:
-        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, outer, strict=True))
-        if all(start < stop for start, stop in shared):
-            piece = array[(*within(shared, outer), ...)]
-            if shared == box:
-                yield np.ascontiguousarray(piece)
-                return
-            touching.append((shared, piece))
-    memory = np.empty(extents(box), touching[0][1].dtype)
-    for shared, piece in touching:
-        memory[(*within(shared, box), ...)] = piece
+        if overlap(box, outer) == box:
+            yield np.ascontiguousarray(array[(*within(box, outer), ...)])
+            return
+    memory = np.empty(extents(box), parts[0][1].dtype)
+    for part in parts:
+        copy_shared((box, memory), part)
     yield memory
 
 

@@ -16,19 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dtype import DType
+from .boxes import Box, Span, count, extents, overlap, split, within
 from .checksums import Sum, sum_of_parts, tapped
-from .entry import (
-    Box,
-    CodedJob,
-    Span,
-    TensorEntry,
-    check_bool,
-    coded_jobs,
-    count,
-    extents,
-    fill,
-    split,
-)
+from .entry import CodedJob, TensorEntry, check_bool, coded_jobs, fill
 from .files import OpenFile, aligned_empty, run_jobs
 from .table import BLOCK_BYTES, TensorTable
 
@@ -180,7 +170,7 @@ def _plan(
     for large, target in _boxes(whole, targets, 0, 1) if targets else ():
         others = [other for other in targets if other is not target]
         for box in split(large, BLOCK_BYTES):
-            touched = [other for other in others if _overlap(box, box, other.region)]
+            touched = [other for other in others if overlap(box, other.region) is not None]
             yield _Job(file, entry, whole, box, target, touched, sum)
 
 
@@ -260,21 +250,9 @@ def _read(job: _Job) -> int:
             region, array = box, scratch[: count(box)].reshape(extents(box))
         total += _fill_box(job, box, array.reshape(-1), region)
         for other in job.others:
-            if overlap := _overlap(box, region, other.region):
-                other.array[overlap[1]] = array[overlap[0]]
+            if (shared := overlap(box, other.region)) is not None:
+                other.array[within(shared, other.region)] = array[within(shared, region)]
     return total
-
-
-def _overlap(box: Box, region: Box, other: Box) -> tuple[tuple, tuple] | None:
-    """What a box shares with ``other``, as indices of arrays of ``region`` and of ``other``."""
-    here, there = [], []
-    for (start, stop), (base, _), (first, last) in zip(box, region, other, strict=True):
-        start, stop = max(start, first), min(stop, last)
-        if start >= stop:
-            return None
-        here.append(slice(start - base, stop - base))
-        there.append(slice(start - first, stop - first))
-    return tuple(here), tuple(there)
 
 
 def _fill_box(job: _Job, box: Box, memory: np.ndarray, region: Box) -> int:

@@ -17,9 +17,10 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointError, OutOfMemoryError
+from .boxes import whole
 from .checksums import Checks, Key, Sum, sum_of, tapped
 from .checksums import Verify as Verify
-from .entry import CodedJob, TensorEntry, check_bool, coded_jobs, fill, whole
+from .entry import CodedJob, TensorEntry, check_bool, coded_jobs, fill
 from .files import ALIGNMENT, OpenFile, aligned_empty, run, run_jobs
 from .save.beside import Beside, replaced
 

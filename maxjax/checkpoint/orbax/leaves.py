@@ -15,7 +15,7 @@ from ...graph.program import default_device
 from ...graph.weight.stacked import StackedWeight
 from ...graph.weights import WeightData
 from ...graph.weights.device_reads import assemble, boxes, fill, is_host, memory_for, places
-from ...storage.entry import Box, count, extents
+from ...storage.boxes import Box, count, extents
 
 # What is only on its way to devices takes about this much of the host's memory.
 _STAGED_BYTES = 64 << 20

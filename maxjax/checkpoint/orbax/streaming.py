@@ -18,7 +18,7 @@ import numpy as np
 from ...dtype import DType
 from ...errors import OutOfMemoryError, UserInputError
 from ...graph.weights import WeightData, read_all
-from ...storage.entry import whole
+from ...storage.boxes import whole
 from ...storage.checksums import crc32_of_boxes
 from ...storage.orbax.maxjax_metadata import Added, custom_metadata
 from ..file_set import out_of_memory

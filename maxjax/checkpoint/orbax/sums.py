@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...storage.entry import Box
+from ...storage.boxes import Box
 from ...storage.checksums import crc32_of_boxes
 from ...storage.crc32 import combine, crc32
 from .arrays import held_parts, is_on_host, owners

@@ -19,7 +19,7 @@ from maxjax.errors import (
     CheckpointMissingError,
 )
 from maxjax.storage import open_checkpoint
-from maxjax.storage.entry import whole
+from maxjax.storage.boxes import whole
 from maxjax.storage.crc32 import crc32
 from maxjax.storage.digests import DIRECTORY, NAME, Record, to_bytes
 from maxjax.storage.files import aligned_empty
