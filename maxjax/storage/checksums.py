@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from ..errors import CheckpointCorruptError, CheckpointFormatError
-from . import checksums
 from .boxes import (
     Box,
     Wanted,
@@ -348,7 +347,7 @@ def sum_of_parts(entry: TensorEntry, regions: Sequence[Box], sums: dict[Key, Sum
     if not sums or entry.checksum is None:
         return None
     read = entry.dtype.np.itemsize * sum(map(count, regions))
-    if entry.nbytes - read > checksums.GAP_BYTES:
+    if entry.nbytes - read > GAP_BYTES:
         return None
     # A coding reads a part of a row by itself, however short: each would have a sum.
     rows = whole(entry.shape)[1:]

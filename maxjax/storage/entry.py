@@ -18,6 +18,8 @@ from ..errors import CheckpointFormatError, CheckpointTruncatedError
 from .boxes import Box, Wanted, extents, runs, split, within
 from .files import OpenFile, aligned_empty
 
+# Of an array: NumPy's own bound.
+MAX_DIMS = 64
 # What a coding decodes at a time: it fits the cache of a core with what it is decoded from.
 DECODED_BYTES = 1 << 20
 

@@ -21,8 +21,8 @@ from ..blocks import KEPT, layout_of
 from ..crc32 import crc32
 from ..entry import TensorEntry
 from ..limits import Limits, in_force
-from ..strict_json import load_json
-from .metadata import CHECKPOINT, wrong
+from ..strict_json import load_json, wrong
+from .metadata import CHECKPOINT
 
 _KEY = "maxjax"
 _VERSION = 1
