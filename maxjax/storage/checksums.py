@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from ..dtype import DType
 from ..errors import CheckpointCorruptError, CheckpointFormatError
 from .boxes import (
     Box,
@@ -60,12 +61,6 @@ class Sum:
         """Takes up a block that was read from ``offset`` of the file."""
         self._put(offset, memoryview(view).nbytes, crc32(view))
 
-    def fill(self, entry: TensorEntry, start: int, view: memoryview) -> None:
-        """As the function ``fill``, and takes it up."""
-        # Not by steps that stay in a cache: so many more calls cost twice what that saves.
-        fill(self.file, entry, start, view)
-        self.add(entry.offset + start, view)
-
     def read(self, offset: int, nbytes: int) -> None:
         """Reads a block only for its sum."""
         scratch = memoryview(aligned_empty(min(STEP_BYTES, nbytes)))
@@ -79,13 +74,6 @@ class Sum:
     def _put(self, offset: int, nbytes: int, crc: int) -> None:
         if self._blocks.get(offset, (0, 0))[0] < nbytes:
             self._blocks[offset] = nbytes, crc
-
-    def check_bool(self, entry: TensorEntry, start: int, view: np.ndarray) -> None:
-        """As the function ``check_bool``, but it is said later."""
-        try:
-            check_bool(self.file, entry, start, view)
-        except CheckpointFormatError as error:
-            self.wrong = self.wrong or error
 
     def blocks(self, size: int) -> Iterator[Block]:
         """All that it is of, in blocks of at most ``size`` bytes that are not read yet."""
@@ -172,8 +160,23 @@ class _Tapped:
         return data
 
     def pread_into(self, view: memoryview, offset: int, *, tensor: str | None = None) -> None:
+        # Not by steps that stay in a cache: so many more calls cost twice what that saves.
         self._file.pread_into(view, offset, tensor=tensor)
         self._sum.add(offset, view)
+
+
+def check_values(
+    file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray, sum: Sum | None
+) -> None:
+    """Refuses booleans that are none; of what a sum is computed of, that is said later."""
+    if entry.dtype is not DType.bool:
+        return
+    try:
+        check_bool(file, entry, start, view)
+    except CheckpointFormatError as error:
+        if sum is None:
+            raise
+        sum.wrong = sum.wrong or error
 
 
 def differing(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptError:

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtype import DType
 from .boxes import Box, Span, count, extents, overlap, split, within
-from .checksums import Sum, sum_of_parts, tapped
-from .entry import CodedJob, TensorEntry, check_bool, coded_jobs, fill
+from .checksums import Sum, check_values, sum_of_parts, tapped
+from .entry import CodedJob, TensorEntry, coded_jobs, fill
 from .files import OpenFile, aligned_empty, run_jobs
 from .table import BLOCK_BYTES, TensorTable
 
@@ -86,13 +85,14 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
         entry, needed = table.entries[name], [t for t in wanted if t.array.size]
         nbytes += sum(target.array.nbytes for target in needed)
         one = sum_of_parts(entry, [target.region[:-1] for target in needed], sums)
+        file = tapped(table.files[entry.file], one)
         if entry.coding is None:
-            jobs.extend(_plan(table.files[entry.file], entry, needed, one))
+            jobs.extend(_plan(file, entry, needed, one))
         else:
             regions = [(t.region[:-1], t.array.view(entry.dtype.np)[..., 0]) for t in needed]
             if one:
                 one.parts.extend(regions)
-            jobs.extend(coded_jobs(tapped(table.files[entry.file], one), entry, regions))
+            jobs.extend(coded_jobs(file, entry, regions))
     jobs.sort(key=_place)
     with table.reading():
         read = sum(run_jobs(_execute, jobs, nbytes, threads))
@@ -151,7 +151,7 @@ def _target(entry: TensorEntry, part: Part) -> _Target:
 class _Job:
     """Up to 16 MiB of the tensor that is ``whole``. With a ``target``, all within that part.
 
-    ``sum`` takes up what is read.
+    ``sum`` takes up what is read of ``file``.
     """
 
     file: OpenFile
@@ -261,18 +261,9 @@ def _fill_box(job: _Job, box: Box, memory: np.ndarray, region: Box) -> int:
     axis, length = _run(job.whole, box)
     places = _starts(box, region, axis)
     for start, place in zip(_starts(box, job.whole, axis), places, strict=True):
-        run = view[place : place + length]
-        if job.sum is None:
-            fill(job.file, entry, start, run)
-        else:
-            job.sum.fill(entry, start, run)
+        fill(job.file, entry, start, view[place : place + length])
+        check_values(job.file, entry, start, memory[place : place + length], job.sum)
         total += length
-        if entry.dtype is DType.bool:
-            values = memory[place : place + length]
-            if job.sum is None:
-                check_bool(job.file, entry, start, values)
-            else:
-                job.sum.check_bool(entry, start, values)
     return total
 
 
