@@ -18,7 +18,7 @@ import numpy as np
 from .boxes import Box, Span, count, extents, overlap, split, within
 from .checksums import Sum, check_values, sum_of_parts, tapped
 from .entry import CodedJob, TensorEntry, coded_jobs, fill
-from .files import OpenFile, aligned_empty, run_jobs
+from .files import OpenFile, aligned_empty, run, run_jobs
 from .table import BLOCK_BYTES, TensorTable
 
 # Scratch memory of one thread. It fits the cache of a core, so that the second copy is cheap;
@@ -95,7 +95,7 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
             jobs.extend(coded_jobs(file, entry, regions))
     jobs.sort(key=_place)
     with table.reading():
-        read = sum(run_jobs(_execute, jobs, nbytes, threads))
+        read = sum(run_jobs(run, jobs, nbytes, threads))
         table.checks.compare(sums, threads=threads)
         for number in {table.entries[name].file for name in targets}:
             table.files[number].check_unchanged()
@@ -104,10 +104,6 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
 
 def _place(job: _Job | CodedJob) -> Any:
     return job.entry.file, job.entry.offset, job.box if type(job) is _Job else ()
-
-
-def _execute(job: _Job | CodedJob) -> int:
-    return job.run() if isinstance(job, CodedJob) else _read(job)
 
 
 # --- what is asked for ------------------------------------------------------------------------
@@ -161,6 +157,33 @@ class _Job:
     target: _Target | None
     others: list[_Target]
     sum: Sum | None
+
+    def run(self) -> int:
+        """Reads it; gives the number of bytes that were read of the file."""
+        total = 0
+        limit = SCRATCH_BYTES if self.others or not self.target else BLOCK_BYTES
+        scratch = aligned_empty(0 if self.target else min(limit, count(self.box)))
+        for box in split(self.box, limit):
+            if self.target:
+                region, array = self.target.region, self.target.array
+            else:
+                region, array = box, scratch[: count(box)].reshape(extents(box))
+            total += self._fill(box, array.reshape(-1), region)
+            for other in self.others:
+                if (shared := overlap(box, other.region)) is not None:
+                    other.array[within(shared, other.region)] = array[within(shared, region)]
+        return total
+
+    def _fill(self, box: Box, memory: np.ndarray, region: Box) -> int:
+        """Reads a box into ``memory``, which holds ``region``; gives the number of bytes read."""
+        entry, view, total = self.entry, memoryview(memory), 0
+        axis, length = _run(self.whole, box)
+        places = _starts(box, region, axis)
+        for start, place in zip(_starts(box, self.whole, axis), places, strict=True):
+            fill(self.file, entry, start, view[place : place + length])
+            check_values(self.file, entry, start, memory[place : place + length], self.sum)
+            total += length
+        return total
 
 
 def _plan(
@@ -234,37 +257,6 @@ def _run(whole: Box, box: Box) -> tuple[int, int]:
     while axis and box[axis] == whole[axis]:
         axis -= 1
     return axis, count(box[axis:])
-
-
-# --- reading ----------------------------------------------------------------------------------
-
-
-def _read(job: _Job) -> int:
-    total = 0
-    limit = SCRATCH_BYTES if job.others or not job.target else BLOCK_BYTES
-    scratch = aligned_empty(0 if job.target else min(limit, count(job.box)))
-    for box in split(job.box, limit):
-        if job.target:
-            region, array = job.target.region, job.target.array
-        else:
-            region, array = box, scratch[: count(box)].reshape(extents(box))
-        total += _fill_box(job, box, array.reshape(-1), region)
-        for other in job.others:
-            if (shared := overlap(box, other.region)) is not None:
-                other.array[within(shared, other.region)] = array[within(shared, region)]
-    return total
-
-
-def _fill_box(job: _Job, box: Box, memory: np.ndarray, region: Box) -> int:
-    """Reads a box into ``memory``, which holds ``region``; gives the number of bytes read."""
-    entry, view, total = job.entry, memoryview(memory), 0
-    axis, length = _run(job.whole, box)
-    places = _starts(box, region, axis)
-    for start, place in zip(_starts(box, job.whole, axis), places, strict=True):
-        fill(job.file, entry, start, view[place : place + length])
-        check_values(job.file, entry, start, memory[place : place + length], job.sum)
-        total += length
-    return total
 
 
 def _starts(box: Box, region: Box, axis: int) -> Iterator[int]:
