@@ -25,7 +25,7 @@ TABLE = """
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
-storage: limits files crc32 signatures strict_json entry checksums
+storage: limits files crc32 formats signatures strict_json boxes entry checksums
 storage/save: durable staging outgoing beside
 storage: table digests directory parts
 storage/blocks: grids layout scratch codebooks simple k_quants iq_quants decoders codings encode_simple encode_k
@@ -93,7 +93,7 @@ engine/plan: footprint report
 engine/generate: programs batch completion nans request texts conversation
 engine/export: signature file write program
 checkpoint: file_set pretrained
-checkpoint/orbax: api arrays leaves steps tree record save open restore streaming checkpoint manager
+checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
 checkpoint/conversion: progress source destination to_gguf run
 interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers writing interchange __init__

@@ -26,7 +26,8 @@ from ..errors import (
     UserInputError,
     some,
 )
-from ..storage.directory import FORMATS, choose, nothing
+from ..storage.directory import choose, nothing
+from ..storage.formats import SUFFIXES
 from ..storage.save.durable import save_error
 from ..text.tokenizer.vocab import VOCABULARIES
 
@@ -202,7 +203,7 @@ def hub_name(text: str) -> HubName | None:
     repo, file, revision = match.groups()
     if "--" in repo or ".." in repo or repo.endswith(".git") or len(repo) > _LONGEST:
         return None  # the hub allows no such names
-    if os.path.splitext(repo)[1].lower() in (*FORMATS, ".json"):
+    if os.path.splitext(repo)[1].lower() in (*SUFFIXES, ".json"):
         return None
     folders = (file or "x").split("/")
     is_path = file is not None and Path(repo.split("/")[0]).is_dir()

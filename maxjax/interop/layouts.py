@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UserInputError
-from ..storage.entry import Box, extents
+from ..storage.boxes import Box, extents
 
 _TOKEN = re.compile(r"\(|\)|\d+/\d+|-?[A-Za-z_]\w*|\*")
 

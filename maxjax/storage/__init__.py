@@ -2,8 +2,9 @@
 
 ``open_checkpoint`` opens a path of any format and gives a ``TensorTable``: validated entries and open
 files, no data yet. ``files`` does every read, ``table`` and ``parts`` read tensors and boxes of them,
-``limits`` bounds what a file may ask for. Each format is a folder: ``safetensors/``, ``gguf/`` (with
-``blocks/``, its quantised blocks), ``pytorch/``, ``numpy/``, ``orbax/``; ``zip/`` serves two of them.
+``limits`` bounds what a file may ask for. Each format is a folder and a record in ``formats``:
+``safetensors/``, ``gguf/`` (with ``blocks/``, its quantised blocks), ``pytorch/``, ``numpy/``, ``orbax/``;
+``zip/`` serves two of them.
 ``checksums``, ``digests`` and ``verify`` say whether bytes are those that were written; ``save/`` puts
 new files in the place of old ones so that nothing is lost.
 

@@ -12,22 +12,22 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from ..dtype import DType
 from ..errors import CheckpointCorruptError, CheckpointFormatError
-from . import checksums
-from .crc32 import combine, crc32, crc32_of, is_fast
-from .entry import (
+from .boxes import (
     Box,
-    Checksum,
-    TensorEntry,
     Wanted,
-    check_bool,
+    copy_shared,
     count,
     extents,
-    fill,
+    is_covered,
+    overlap,
     split,
     whole,
     within,
 )
+from .crc32 import combine, crc32, crc32_of, is_fast
+from .entry import Checksum, TensorEntry, check_bool, fill
 from .files import OpenFile, aligned_empty, run, run_jobs
 from .strict_json import collector_paused
 
@@ -61,12 +61,6 @@ class Sum:
         """Takes up a block that was read from ``offset`` of the file."""
         self._put(offset, memoryview(view).nbytes, crc32(view))
 
-    def fill(self, entry: TensorEntry, start: int, view: memoryview) -> None:
-        """As the function ``fill``, and takes it up."""
-        # Not by steps that stay in a cache: so many more calls cost twice what that saves.
-        fill(self.file, entry, start, view)
-        self.add(entry.offset + start, view)
-
     def read(self, offset: int, nbytes: int) -> None:
         """Reads a block only for its sum."""
         scratch = memoryview(aligned_empty(min(STEP_BYTES, nbytes)))
@@ -80,13 +74,6 @@ class Sum:
     def _put(self, offset: int, nbytes: int, crc: int) -> None:
         if self._blocks.get(offset, (0, 0))[0] < nbytes:
             self._blocks[offset] = nbytes, crc
-
-    def check_bool(self, entry: TensorEntry, start: int, view: np.ndarray) -> None:
-        """As the function ``check_bool``, but it is said later."""
-        try:
-            check_bool(self.file, entry, start, view)
-        except CheckpointFormatError as error:
-            self.wrong = self.wrong or error
 
     def blocks(self, size: int) -> Iterator[Block]:
         """All that it is of, in blocks of at most ``size`` bytes that are not read yet."""
@@ -173,8 +160,23 @@ class _Tapped:
         return data
 
     def pread_into(self, view: memoryview, offset: int, *, tensor: str | None = None) -> None:
+        # Not by steps that stay in a cache: so many more calls cost twice what that saves.
         self._file.pread_into(view, offset, tensor=tensor)
         self._sum.add(offset, view)
+
+
+def check_values(
+    file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray, sum: Sum | None
+) -> None:
+    """Refuses booleans that are none; of what a sum is computed of, that is said later."""
+    if entry.dtype is not DType.bool:
+        return
+    try:
+        check_bool(file, entry, start, view)
+    except CheckpointFormatError as error:
+        if sum is None:
+            raise
+        sum.wrong = sum.wrong or error
 
 
 def differing(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptError:
@@ -215,27 +217,7 @@ def covers(shape: Sequence[int], parts: Sequence[Wanted]) -> bool:
         >>> covers((2, 4), [(((0, 2), (0, 2)), a), (((0, 2), (2, 4)), a)])
         True
     """
-    return _is_covered(whole(shape), [box for box, _ in parts])
-
-
-def _is_covered(box: Box, boxes: list[Box]) -> bool:
-    """Takes the first box that touches it away, and looks at what is left around that."""
-    if not count(box):
-        return True
-    for number, other in enumerate(boxes):
-        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-        if all(start < stop for start, stop in shared):
-            return all(_is_covered(rest, boxes[number + 1 :]) for rest in _around(box, shared))
-    return False
-
-
-def _around(box: Box, inner: Box) -> Iterator[Box]:
-    """Boxes that with ``inner`` make up ``box``."""
-    for axis, ((start, stop), (first, last)) in enumerate(zip(box, inner, strict=True)):
-        before, behind = inner[:axis], box[axis + 1 :]
-        for span in (start, first), (last, stop):
-            if span[0] < span[1]:
-                yield (*before, span, *behind)
+    return is_covered(whole(shape), [box for box, _ in parts])
 
 
 def crc32_of_boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> int:
@@ -261,18 +243,13 @@ def _boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> Iterator[Box]:
 
 def _gathered(box: Box, parts: Sequence[Wanted]) -> Iterator[np.ndarray]:
     """The array of a box, out of one part as it is, or put together of several."""
-    touching = []
     for outer, array in parts:
-        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, outer, strict=True))
-        if all(start < stop for start, stop in shared):
-            piece = array[(*within(shared, outer), ...)]
-            if shared == box:
-                yield np.ascontiguousarray(piece)
-                return
-            touching.append((shared, piece))
-    memory = np.empty(extents(box), touching[0][1].dtype)
-    for shared, piece in touching:
-        memory[(*within(shared, box), ...)] = piece
+        if overlap(box, outer) == box:
+            yield np.ascontiguousarray(array[(*within(box, outer), ...)])
+            return
+    memory = np.empty(extents(box), parts[0][1].dtype)
+    for part in parts:
+        copy_shared((box, memory), part)
     yield memory
 
 
@@ -373,7 +350,7 @@ def sum_of_parts(entry: TensorEntry, regions: Sequence[Box], sums: dict[Key, Sum
     if not sums or entry.checksum is None:
         return None
     read = entry.dtype.np.itemsize * sum(map(count, regions))
-    if entry.nbytes - read > checksums.GAP_BYTES:
+    if entry.nbytes - read > GAP_BYTES:
         return None
     # A coding reads a part of a row by itself, however short: each would have a sum.
     rows = whole(entry.shape)[1:]

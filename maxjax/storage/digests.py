@@ -41,7 +41,7 @@ from .entry import Checksum, TensorEntry
 from .files import OpenFile, file_range
 from .limits import Limits
 from .save.beside import Description, sum_of
-from .strict_json import collector_paused, load_json
+from .strict_json import collector_paused, load_json, require, shown, wrong
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
@@ -139,14 +139,14 @@ def parse(
     except CheckpointError as error:
         where = {"offset": error.offset, "expected": error.expected, "found": error.found}
         raise type(error)(error.problem, path=path, **where, hint=_HINT) from None
-    _require(isinstance(document, dict), path, "the document", "an object", document)
+    require(isinstance(document, dict), path, "the document", "an object", document, hint=_HINT)
     version, algorithm = document.get("version"), document.get("algorithm")
     if version != VERSION or algorithm != ALGORITHM or isinstance(version, bool):
         what = f"version {version!r} with {algorithm!r}"
         _LOG.info("%s: %s is not known, so nothing is compared with it", path, what[:200])
         return None
     files = document.get("files")
-    _require(isinstance(files, dict), path, "files", "an object", files)
+    require(isinstance(files, dict), path, "files", "an object", files, hint=_HINT)
     return Digests({file: tuple(_records(path, file, of)) for file, of in files.items()})
 
 
@@ -299,22 +299,22 @@ def fitting_index(index: OpenFile, digests: Digests | None) -> list[Record]:
 
 def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[Record]:
     """Those of a file's records whose header it has; those that say nothing of it are taken too."""
-    found, wrong = [], []
+    found, others = [], []
     for record in records:
         nbytes, wanted = record.header or (0, 0)
         if nbytes > file.size:
-            raise _bad(path, "a header", f"at most {file.size} bytes", nbytes)
+            raise wrong(path, "a header", f"at most {file.size} bytes", nbytes, hint=_HINT)
         crc = crc32(file.pread(0, nbytes)) if nbytes else 0
         if crc == wanted:
             found.append(record)
         else:
-            wrong.append((f"{wanted:08x}", f"{crc:08x}"))
+            others.append((f"{wanted:08x}", f"{crc:08x}"))
     if records and not found:
         raise CheckpointCorruptError(
             "the header is not the one that was written",
             path=file.path,
-            expected=f"CRC-32 {' or '.join(wanted for wanted, _ in wrong)}",
-            found=wrong[0][1],
+            expected=f"CRC-32 {' or '.join(wanted for wanted, _ in others)}",
+            found=others[0][1],
             hint=stale(path),
         )
     return found
@@ -323,13 +323,15 @@ def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[R
 def _records(path: str, file: str, records: Any) -> Iterable[Record]:
     where = f"files[{file!r}]"
     is_list = isinstance(records, list) and 0 < len(records) <= MOST
-    _require(is_list, path, where, f"a list of 1 to {MOST} records", records)
+    require(is_list, path, where, f"a list of 1 to {MOST} records", records, hint=_HINT)
     for record in records:
-        _require(isinstance(record, dict), path, where, "a list of objects", record)
+        require(isinstance(record, dict), path, where, "a list of objects", record, hint=_HINT)
         size, tensors = record.get("size"), record.get("tensors")
         is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
-        _require(is_size, path, f"{where}: size", "a number of bytes", size)
-        _require(isinstance(tensors, dict), path, f"{where}: tensors", "an object", tensors)
+        require(is_size, path, f"{where}: size", "a number of bytes", size, hint=_HINT)
+        require(
+            isinstance(tensors, dict), path, f"{where}: tensors", "an object", tensors, hint=_HINT
+        )
         header = _header(path, f"{where}: header", record.get("header"))
         yield Record(size, _sums(path, tensors), header, _beside(path, where, record))
 
@@ -343,10 +345,10 @@ def _beside(path: str, where: str, record: Mapping[str, Any]) -> Description | N
     if found is None:
         return None
     for key, value in ("beside", found), ("gone", gone):
-        _require(isinstance(value, dict), path, f"{where}: {key}", "an object", value)
+        require(isinstance(value, dict), path, f"{where}: {key}", "an object", value, hint=_HINT)
         for name in value:
             is_below = not _OUTSIDE.search(name)
-            _require(is_below, path, f"{where}: {key}", "names in the directory", name)
+            require(is_below, path, f"{where}: {key}", "names in the directory", name, hint=_HINT)
     return Description(_sums(path, found), _sums(path, gone))
 
 
@@ -356,7 +358,7 @@ def _header(path: str, where: str, found: Any) -> tuple[int, int] | None:
     is_pair = isinstance(found, list) and len(found) == 2 and isinstance(found[1], str)
     if is_pair and type(found[0]) is int and found[0] >= 0 and _CRC.fullmatch(found[1]):
         return found[0], int(found[1], 16)
-    raise _bad(path, where, "a number of bytes and eight hexadecimal digits", found)
+    raise wrong(path, where, "a number of bytes and eight hexadecimal digits", found, hint=_HINT)
 
 
 def _crc(path: str, name: str, crc: Any) -> int:
@@ -367,22 +369,6 @@ def _crc(path: str, name: str, crc: Any) -> int:
         path=path,
         tensor=name,
         expected="eight hexadecimal digits",
-        found=_shown(crc),
+        found=shown(crc),
         hint=_HINT,
     )
-
-
-def _require(holds: bool, path: str, what: str, expected: str, found: Any) -> None:
-    if not holds:
-        raise _bad(path, what, expected, found)
-
-
-def _bad(path: str, what: str, expected: str, found: Any) -> CheckpointFormatError:
-    problem = f"{what} is not what it should be"
-    return CheckpointFormatError(
-        problem, path=path, expected=expected, found=_shown(found), hint=_HINT
-    )
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ..errors import (
     CheckpointError,
@@ -19,27 +18,7 @@ from ..errors import (
     CheckpointMissingError,
     some,
 )
-
-FORMATS = {
-    ".safetensors": "safetensors",
-    ".gguf": "gguf",
-    ".bin": "pytorch",
-    ".pt": "pytorch",
-    ".pth": "pytorch",
-    ".ckpt": "pytorch",
-    ".npz": "npz",
-    ".npy": "npy",
-}
-"""What a file's name ends with → the format it is read as."""
-
-UNREADABLE = {
-    ".h5": "HDF5",
-    ".msgpack": "flax msgpack",
-    ".onnx": "ONNX",
-    ".pkl": "a pickle",
-    ".pickle": "a pickle",
-}
-"""What a file's name ends with → a format that is not read, whatever the content."""
+from .formats import FORMATS, GGUF, SUFFIXES, UNREADABLE, Format
 
 UNFINISHED = (".incomplete", ".part", ".tmp", ".crdownload", ".aria2")
 """What downloads that are under way, or were broken off, put behind a file's name."""
@@ -58,34 +37,13 @@ _COMPANION = re.compile(
 _VARIANT = re.compile(r"(.+)\.(b?f|fp|int)\d+|(.+)\.(non_)?ema")
 # Mistral's and Meta's own files: the same weights once more, by other names.
 _SECOND = "consolidated"
-_GGUF_PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
-_LOOKED_FOR = "*.safetensors, *.bin, *.gguf, *.pt, *.pth, *.ckpt or *.npz"
+GGUF_PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
+"""A file of a GGUF set: stem, number, count."""
 
-
-class _Kind(NamedTuple):
-    """How Hugging Face names the files of a format."""
-
-    stem: str
-    end: str
-
-    @property
-    def single(self) -> str:
-        """The file of a whole model."""
-        return self.stem + self.end
-
-    @property
-    def index(self) -> str:
-        """The index of a whole model."""
-        return f"{self.single}.index.json"
-
-    def part(self, name: str) -> re.Match[str] | None:
-        """One file of a set: stem, number, count."""
-        end = re.escape(self.end)
-        return re.fullmatch(rf"(.*)-(\d{{1,5}})-of-(\d{{1,5}}){end}", name, re.DOTALL | re.ASCII)
-
-
-# In the order in which they are looked for.
-_KINDS = (_Kind("model", ".safetensors"), _Kind("pytorch_model", ".bin"))
+# The formats in whose sets the files are named as Hugging Face does; those are looked for first.
+_SETS = [format for format in FORMATS if format.stem]
+_ENDS = [format.suffixes[0] for format in _SETS]
+_ENDS += [end for format in FORMATS for end in format.single]
 
 
 def choose(directory: str, names: Sequence[str]) -> list[str]:
@@ -119,8 +77,8 @@ def unread(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
 
     def is_read(name: str) -> bool:
         # What an index names, and the parts of a set, are read with it.
-        index = any(_is_index(one, os.path.splitext(name)[1]) for one in chosen)
-        split = name.endswith(".gguf") and any(map(_GGUF_PART.fullmatch, chosen))
+        index = any(is_index(one, os.path.splitext(name)[1]) for one in chosen)
+        split = name.endswith(".gguf") and any(map(GGUF_PART.fullmatch, chosen))
         return name in chosen or index or split
 
     return [name for name in names if is_weights(name) and not is_read(name)]
@@ -128,7 +86,7 @@ def unread(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
 
 def is_weights(name: str) -> bool:
     """Whether a file of this name holds weights, of a model or of what goes with one."""
-    return _end(name) in FORMATS and not _TRAINING.fullmatch(name)
+    return _end(name) in SUFFIXES and not _TRAINING.fullmatch(name)
 
 
 def _is_beside(name: str) -> bool:
@@ -144,7 +102,7 @@ def nothing(directory: str, names: Sequence[str], below: Sequence[str]) -> Check
     """
     unfinished = [name for name in names if _is_unfinished(name)]
     unreadable = [name for name in names if _end(name) in UNREADABLE and not _is_beside(name)]
-    beside = [name for name in names if _end(name) in FORMATS and _is_beside(name)]
+    beside = [name for name in names if _end(name) in SUFFIXES and _is_beside(name)]
     cls, problem = CheckpointMissingError, "the directory holds no weights of a model"
     found, hint = names, None
     if unfinished:
@@ -161,7 +119,8 @@ def nothing(directory: str, names: Sequence[str], below: Sequence[str]) -> Check
     elif beside:
         found, hint = beside, "Name the model's directory, or one of these files by itself."
     shown = some(found, 5) or "an empty directory"
-    return cls(problem, path=directory, expected=_LOOKED_FOR, found=shown, hint=hint)
+    expected = f"*{', *'.join(_ENDS[:-1])} or *{_ENDS[-1]}"
+    return cls(problem, path=directory, expected=expected, found=shown, hint=hint)
 
 
 def _end(name: str) -> str:
@@ -170,18 +129,18 @@ def _end(name: str) -> str:
 
 def _is_unfinished(name: str) -> bool:
     stem, end = os.path.splitext(name)
-    return end in UNFINISHED and _end(stem) in FORMATS
+    return end in UNFINISHED and _end(stem) in SUFFIXES
 
 
-def _is_index(name: str, end: str) -> bool:
+def is_index(name: str, end: str) -> bool:
     """Whether it is an index of files with that end; the name may have a variant in it."""
     return re.search(rf"{re.escape(end)}\.index(\.[\w-]+)?\.json\Z", name) is not None
 
 
 def _choose(directory: str, names: list[str]) -> list[str]:
-    gguf = [name for name in names if name.endswith(".gguf")]
-    for kind in _KINDS:
-        found = _choose_kind(directory, kind, names)
+    gguf = [name for name in names if name.endswith(GGUF.suffixes)]
+    for format in _SETS:
+        found = _choose_set(directory, format.stem, format.suffixes[0], names)
         if found and gguf:
             raise CheckpointFormatError(
                 "the directory holds two formats",
@@ -192,56 +151,65 @@ def _choose(directory: str, names: list[str]) -> list[str]:
             )
         if found:
             return found
-    if gguf:
-        return _one_gguf(directory, gguf)
-    for ends in ((".pt", ".pth", ".ckpt"), (".npz",)):
-        found = [name for name in names if name.endswith(ends)]
-        if len(found) > 1:
-            raise _ambiguous(directory, "files of weights", found)
-        if found:
+    for format in FORMATS:
+        if found := _choose_single(directory, format, names):
             return found
     return []
 
 
-def _choose_kind(directory: str, kind: _Kind, names: list[str]) -> list[str]:
+def _choose_single(directory: str, format: Format, names: list[str]) -> list[str]:
+    """The only file of a format, or the first that is there of its only GGUF set."""
+    sets: dict[tuple[str, str], str] = {}
+    for name in names:
+        if name.endswith(format.single):
+            match = GGUF_PART.fullmatch(name)
+            sets.setdefault((match[1], match[3]) if match else (name, ""), name)
+    if len(sets) > 1:
+        what = "GGUF files" if format is GGUF else "files of weights"
+        raise _ambiguous(directory, what, list(sets.values()))
+    return list(sets.values())
+
+
+def _choose_set(directory: str, stem: str, end: str, names: list[str]) -> list[str]:
     """The single file, an index, or all files of a format; nothing where there are none."""
-    for name in (kind.single, kind.index):
+    for name in (stem + end, f"{stem}{end}.index.json"):
         if name in names:
             return [name]
-    indexes = [name for name in names if _is_index(name, kind.end)]
+    indexes = [name for name in names if is_index(name, end)]
     # A variant stands beside the plain one: model.safetensors.index.fp16.json.
     indexes = [name for name in indexes if name.endswith(".index.json")] or indexes
     if len(indexes) > 1:
         raise _ambiguous(directory, "indexes", indexes)
-    return indexes or _one_set(directory, kind, _plain(kind, names))
+    return indexes or _one_set(directory, stem, end, _plain(end, names))
 
 
-def _plain(kind: _Kind, names: list[str]) -> list[str]:
+def _plain(end: str, names: list[str]) -> list[str]:
     """The files of a format, without the variants of one that is there."""
-    stems = [name.removesuffix(kind.end) for name in names if name.endswith(kind.end)]
+    stems = [name.removesuffix(end) for name in names if name.endswith(end)]
     variants = {stem: _VARIANT.fullmatch(stem) for stem in stems}
     return [
-        stem + kind.end
+        stem + end
         for stem, match in variants.items()
         if match is None or (match[1] or match[3]) not in variants
     ]
 
 
-def _one_set(directory: str, kind: _Kind, names: list[str]) -> list[str]:
+def _one_set(directory: str, stem: str, end: str, names: list[str]) -> list[str]:
     """``names`` as they are, unless some are numbered parts: then one complete set of these."""
+    part = re.compile(rf"(.*)-(\d{{1,5}})-of-(\d{{1,5}}){re.escape(end)}", re.DOTALL | re.ASCII)
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
-        if (match := kind.part(name)) and int(match[3]):
+        if (match := part.fullmatch(name)) and int(match[3]):
             parts = sets.setdefault((match[1], match[3]), {})
             if int(match[2]) in parts:  # 1 and 00001
                 raise _ambiguous(directory, "files of one number", [parts[int(match[2])], name])
             parts[int(match[2])] = name
-    sets = {key: parts for key, parts in sets.items() if key[0] == kind.stem} or sets
+    sets = {key: parts for key, parts in sets.items() if key[0] == stem} or sets
     if len(sets) > 1:
-        shown = [f"{stem}-*-of-{count}{kind.end}" for stem, count in sets]
+        shown = [f"{one}-*-of-{count}{end}" for one, count in sets]
         raise _ambiguous(directory, "sets of files", shown)
-    for (stem, count), parts in sets.items():
-        return _whole(directory, (stem, count, kind.end), parts)
+    for (one, count), parts in sets.items():
+        return _whole(directory, (one, count, end), parts)
     return names
 
 
@@ -272,17 +240,6 @@ def fetch_hint(path: str) -> str:
     if any(os.path.exists(path + end) for end in UNFINISHED):
         return "Its download is not complete: fetch it again."
     return "Fetch the missing file."
-
-
-def _one_gguf(directory: str, names: list[str]) -> list[str]:
-    """The only GGUF file of a directory, or the first that is there of its only split set."""
-    sets: dict[tuple[str, str], str] = {}
-    for name in names:
-        match = _GGUF_PART.fullmatch(name)
-        sets.setdefault((match[1], match[3]) if match else (name, ""), name)
-    if len(sets) > 1:
-        raise _ambiguous(directory, "GGUF files", list(sets.values()))
-    return list(sets.values())
 
 
 def _ambiguous(directory: str, what: str, names: list[str]) -> CheckpointFormatError:

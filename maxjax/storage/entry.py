@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointFormatError, CheckpointTruncatedError
+from .boxes import Box, Wanted, extents, runs, split, within
 from .files import OpenFile, aligned_empty
 
-# Start and stop on one axis, and on each axis.
-Span = tuple[int, int]
-Box = tuple[Span, ...]
-# A part of a tensor, and the array for it, of the tensor's dtype.
-Wanted = tuple[Box, np.ndarray]
-
+# Of an array: NumPy's own bound.
+MAX_DIMS = 64
 # What a coding decodes at a time: it fits the cache of a core with what it is decoded from.
 DECODED_BYTES = 1 << 20
 
@@ -171,56 +167,6 @@ def check_bool(file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray)
         )
 
 
-def whole(shape: Sequence[int]) -> Box:
-    """The box of all of a tensor.
-
-    Example:
-        >>> whole((2, 3))
-        ((0, 2), (0, 3))
-    """
-    return tuple((0, size) for size in shape)
-
-
-def extents(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-def count(box: Box) -> int:
-    """How many elements a box has."""
-    return prod(stop - start for start, stop in box)
-
-
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of a box in the array of an ``outer`` one.
-
-    Example:
-        >>> within(((2, 3),), ((1, 9),))
-        (slice(1, 2, None),)
-    """
-    pairs = zip(box, outer, strict=True)
-    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in pairs)
-
-
-def split(box: Box, limit: int) -> Iterator[Box]:
-    """Cuts a box into some of at most ``limit`` elements, across its first axes.
-
-    Example:
-        >>> list(split(((0, 4), (0, 2)), 4))
-        [((0, 2), (0, 2)), ((2, 4), (0, 2))]
-    """
-    size = count(box)
-    if size <= limit:
-        yield box
-        return
-    axis = next(k for k, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[axis]
-    step = max(1, limit * (stop - start) // size)
-    for at in range(start, stop, step):
-        cut = (*box[:axis], (at, min(at + step, stop)), *box[axis + 1 :])
-        yield from split(cut, limit)
-
-
 @dataclass(frozen=True, slots=True)
 class Strided(Coding):
     """Values in any order, and in another byte order: what views and Fortran arrays are stored as.
@@ -308,23 +254,3 @@ class Nibbles(Coding):
 def swapped(memory: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Bytes of values with those of each number the other way round: a complex value is two."""
     return memory.view(f"u{dtype.itemsize // (2 if dtype.kind == 'c' else 1)}").byteswap()
-
-
-def runs(shape: Sequence[int], box: Box, array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The parts of a box that lie together in a tensor in C order: the place of each, and its array.
-
-    Example:
-        >>> [(start, a.shape) for start, a in runs((4, 2), ((1, 3), (0, 2)), np.zeros((2, 2)))]
-        [(2, (2, 2))]
-    """
-    axis = len(box)
-    while axis and box[axis - 1] == (0, shape[axis - 1]):
-        axis -= 1
-    # The axis before may be cut: what follows of it lies together all the same.
-    axis = max(axis - 1, 0)
-    for index in np.ndindex(*extents(box[:axis])):
-        start = 0
-        for k, size in enumerate(shape):
-            begin = box[k][0] + (index[k] if k < axis else 0)
-            start = start * size + begin
-        yield start, array[(*index, ...)]

@@ -20,18 +20,16 @@ from ..errors import (
     CheckpointUnsafeError,
     some,
 )
-from .directory import fetch_hint
+from .directory import fetch_hint, is_index
 from .entry import TensorEntry
 from .files import OpenFile, open_regular, os_error
+from .formats import FORMATS, PYTORCH, SAFETENSORS
 from .limits import Limits, in_force
-from .safetensors.reader import read_header
 from .strict_json import KeyPath, Text, collector_paused, read_json_bytes
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
-# The name may have a variant in it: pytorch_model.bin.index.fp16.json.
-_PYTORCH_INDEX = re.compile(r"\.bin\.index(\.[\w-]+)?\.json\Z")
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_PICKLES = (*PYTORCH.suffixes, ".pkl", ".pickle")
 # What leads out of the directory, on any system that may have written the name.
 _OUTSIDE = re.compile(r"^[/~]|\\|\0|^[A-Za-z][A-Za-z0-9+.-]*:|(^|/)\.\.(/|$)")
 _NAME_BYTES, _PATH_BYTES = 255, 4095
@@ -67,7 +65,7 @@ def open_index(
         for file in [opened, *files]:
             file.close()
         raise
-    table = TensorTable(index.format, files, entries, metadata)
+    table = TensorTable(index.format.name, files, entries, metadata)
     table.indexes = [opened]
     return table
 
@@ -82,8 +80,9 @@ class _Index:
     def __init__(self, file: OpenFile, limits: Limits):
         self.path = file.path
         self.limits = limits
-        pytorch = _PYTORCH_INDEX.search(self.path)
-        self.format, self.end = ("pytorch", ".bin") if pytorch else ("safetensors", ".safetensors")
+        sets = (one for one in FORMATS if one.stem and is_index(self.path, one.suffixes[0]))
+        self.format = next(sets, SAFETENSORS)
+        self.end = self.format.suffixes[0]
         data = read_json_bytes(file, limits)
         self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
         with collector_paused():
@@ -150,7 +149,7 @@ class _Index:
             cls, problem = CheckpointUnsafeError, "a file name may not lead out of the directory"
             wanted = "a plain name beside the index"
             raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
-        if shard.lower().endswith(_PICKLES) and self.format == "safetensors":
+        if shard.lower().endswith(_PICKLES) and self.format is SAFETENSORS:
             cls, problem = CheckpointUnsafeError, "an index of safetensors files names a pickle"
             raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
         parts = shard.split("/")
@@ -178,7 +177,7 @@ class _Index:
         try:
             for shard in self.shards:
                 files.append(self._open(handle, directory, shard))
-                found, more = self._read(files[-1], len(files) - 1)
+                found, more = self.format.read(files[-1], len(files) - 1, self.limits)
                 self._sort(found, shard, entries, elsewhere)
                 metadata.update(more)
         finally:
@@ -186,13 +185,6 @@ class _Index:
         self._check_complete(entries, elsewhere)
         self._check_total(entries)
         return entries, metadata
-
-    def _read(self, file: OpenFile, number: int) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-        if self.format == "safetensors":
-            return read_header(file, number, self.limits)
-        from .pytorch.reader import read_pytorch
-
-        return read_pytorch(file, number, self.limits)
 
     def _open(self, handle: int, directory: str, shard: str) -> OpenFile:
         shown = os.path.join(directory, shard)

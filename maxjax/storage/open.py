@@ -26,23 +26,20 @@ from ..errors import (
 )
 from .digests import NAME as DIGESTS
 from .digests import attach, tell_unsummed
-from .directory import FORMATS, UNREADABLE, choose, is_weights, nothing, unread
+from .directory import choose, is_weights, nothing, unread
 from .entry import TensorEntry
 from .files import open_regular, os_error
+from .formats import FORMATS, ORBAX, SAFETENSORS, SUFFIXES, UNREADABLE, Format
 from .index_file import open_index as open_index
 from .limits import Limits, in_force
-from .orbax.paths import MARKS as ORBAX_MARKS
 from .orbax.paths import checkpoint_of, is_orbax
-from .safetensors.reader import open_safetensors
 from .save.beside import SETTLING, Beside, replaced
 from .save.staging import leftovers
-from .signatures import SNIFF_BYTES, zip_kind
+from .signatures import SNIFF_BYTES, format_of
 from .signatures import sniff as sniff
 from .table import TensorTable, Verify
 
 _LOG = logging.getLogger("maxjax")
-# What a file whose name says nothing is, as `sniff` calls it.
-_BY_CONTENT = {"GGUF": "gguf", "pickle": "pytorch", "NumPy array (.npy)": "npy"}
 # How much of what lies below a directory without weights is looked at for a hint.
 _FOLDERS, _FILES = 100, 1000
 
@@ -50,27 +47,6 @@ _FOLDERS, _FILES = 100, 1000
 _PAUSE = 0.005
 
 PathLike = str | bytes | os.PathLike
-
-
-def _reader(kind: str) -> Callable[..., TensorTable]:
-    """The function that opens files of a format, imported when there is one."""
-    if kind == "safetensors":
-        return open_safetensors
-    if kind == "gguf":
-        from .gguf.reader import open_gguf
-
-        return open_gguf
-    if kind == "pytorch":
-        from .pytorch.reader import open_pytorch
-
-        return open_pytorch
-    if kind == "npz":
-        from .numpy.npz import open_npz
-
-        return open_npz
-    from .numpy.npy import open_npy
-
-    return open_npy
 
 
 def open_checkpoint(
@@ -224,19 +200,19 @@ def _open_one(path: str, limits: Limits, verify: Verify) -> TensorTable:
 def _open_file(path: str, limits: Limits) -> TensorTable:
     if path.endswith(".json"):
         return open_index(path, limits=limits)
-    return _reader(_format_of(path, limits))(path, limits=limits)
+    return _format_of(path, limits).open(path, limits=limits)
 
 
-def _format_of(path: str, limits: Limits) -> str:
+def _format_of(path: str, limits: Limits) -> Format:
     """The format of a file: by its name, or by its first bytes where that says nothing."""
     end = os.path.splitext(path)[1].lower()
-    if end in FORMATS:
-        return FORMATS[end]
+    if end in SUFFIXES:
+        return SUFFIXES[end]
     if end in UNREADABLE and os.path.exists(path):
         raise CheckpointFormatError(
             f"{UNREADABLE[end]} is not a format that is read",
             path=path,
-            expected=f"one of {', '.join(FORMATS)}",
+            expected=f"one of {', '.join(SUFFIXES)}",
             found=f"a {end} file",
             hint="Convert it to safetensors.",
         )
@@ -248,11 +224,8 @@ def _format_of(path: str, limits: Limits) -> str:
     length = int.from_bytes(start[:8], "little")
     if start[8:9] == b"{" and length <= min(file.size - 8, limits.header_bytes):
         # Asked first: a header of 640 bytes has a length that looks like the start of a pickle.
-        return "safetensors"
-    what = sniff(start)
-    if what == "zip archive":
-        return "npz" if zip_kind(start).endswith("(NumPy .npz)") else "pytorch"
-    return _BY_CONTENT.get(what or "", "safetensors")
+        return SAFETENSORS
+    return format_of(start) or SAFETENSORS
 
 
 def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool) -> TensorTable:
@@ -291,15 +264,12 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
 
 def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTable:
     names, folders = _listed(directory)
-    if any(mark in names for mark in ORBAX_MARKS):
-        from .orbax.reader import open_orbax
-
-        return open_orbax(directory, limits=limits, verify=verify)
+    for format in FORMATS:
+        if format.claims(names):
+            return format.open(directory, limits=limits, verify=verify)
     chosen = choose(directory, names)
     if not chosen and is_orbax(directory):  # a root of steps, or one without marks of its own
-        from .orbax.reader import open_orbax
-
-        return open_orbax(directory, limits=limits, verify=verify)
+        return ORBAX.open(directory, limits=limits, verify=verify)
     left = leftovers(directory)
     if not chosen and left:
         raise CheckpointIncompleteError(
@@ -351,8 +321,8 @@ def orbax_checkpoint(directory: PathLike) -> str | None:
     if not is_orbax(path):
         return None
     names, _ = _listed(path)
-    marked = any(mark in names for mark in ORBAX_MARKS)
-    return checkpoint_of(path) if marked or not choose(path, names) else None
+    is_chosen = ORBAX.claims(names) or not choose(path, names)
+    return checkpoint_of(path) if is_chosen else None
 
 
 def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[str]]:

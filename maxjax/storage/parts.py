@@ -15,21 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtype import DType
-from .checksums import Sum, sum_of_parts, tapped
-from .entry import (
-    Box,
-    CodedJob,
-    Span,
-    TensorEntry,
-    check_bool,
-    coded_jobs,
-    count,
-    extents,
-    fill,
-    split,
-)
-from .files import OpenFile, aligned_empty, run_jobs
+from .boxes import Box, Span, count, extents, overlap, split, within
+from .checksums import Sum, check_values, sum_of_parts, tapped
+from .entry import CodedJob, TensorEntry, coded_jobs, fill
+from .files import OpenFile, aligned_empty, run, run_jobs
 from .table import BLOCK_BYTES, TensorTable
 
 # Scratch memory of one thread. It fits the cache of a core, so that the second copy is cheap;
@@ -96,16 +85,17 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
         entry, needed = table.entries[name], [t for t in wanted if t.array.size]
         nbytes += sum(target.array.nbytes for target in needed)
         one = sum_of_parts(entry, [target.region[:-1] for target in needed], sums)
+        file = tapped(table.files[entry.file], one)
         if entry.coding is None:
-            jobs.extend(_plan(table.files[entry.file], entry, needed, one))
+            jobs.extend(_plan(file, entry, needed, one))
         else:
             regions = [(t.region[:-1], t.array.view(entry.dtype.np)[..., 0]) for t in needed]
             if one:
                 one.parts.extend(regions)
-            jobs.extend(coded_jobs(tapped(table.files[entry.file], one), entry, regions))
+            jobs.extend(coded_jobs(file, entry, regions))
     jobs.sort(key=_place)
     with table.reading():
-        read = sum(run_jobs(_execute, jobs, nbytes, threads))
+        read = sum(run_jobs(run, jobs, nbytes, threads))
         table.checks.compare(sums, threads=threads)
         for number in {table.entries[name].file for name in targets}:
             table.files[number].check_unchanged()
@@ -114,10 +104,6 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
 
 def _place(job: _Job | CodedJob) -> Any:
     return job.entry.file, job.entry.offset, job.box if type(job) is _Job else ()
-
-
-def _execute(job: _Job | CodedJob) -> int:
-    return job.run() if isinstance(job, CodedJob) else _read(job)
 
 
 # --- what is asked for ------------------------------------------------------------------------
@@ -161,7 +147,7 @@ def _target(entry: TensorEntry, part: Part) -> _Target:
 class _Job:
     """Up to 16 MiB of the tensor that is ``whole``. With a ``target``, all within that part.
 
-    ``sum`` takes up what is read.
+    ``sum`` takes up what is read of ``file``.
     """
 
     file: OpenFile
@@ -172,6 +158,33 @@ class _Job:
     others: list[_Target]
     sum: Sum | None
 
+    def run(self) -> int:
+        """Reads it; gives the number of bytes that were read of the file."""
+        total = 0
+        limit = SCRATCH_BYTES if self.others or not self.target else BLOCK_BYTES
+        scratch = aligned_empty(0 if self.target else min(limit, count(self.box)))
+        for box in split(self.box, limit):
+            if self.target:
+                region, array = self.target.region, self.target.array
+            else:
+                region, array = box, scratch[: count(box)].reshape(extents(box))
+            total += self._fill(box, array.reshape(-1), region)
+            for other in self.others:
+                if (shared := overlap(box, other.region)) is not None:
+                    other.array[within(shared, other.region)] = array[within(shared, region)]
+        return total
+
+    def _fill(self, box: Box, memory: np.ndarray, region: Box) -> int:
+        """Reads a box into ``memory``, which holds ``region``; gives the number of bytes read."""
+        entry, view, total = self.entry, memoryview(memory), 0
+        axis, length = _run(self.whole, box)
+        places = _starts(box, region, axis)
+        for start, place in zip(_starts(box, self.whole, axis), places, strict=True):
+            fill(self.file, entry, start, view[place : place + length])
+            check_values(self.file, entry, start, memory[place : place + length], self.sum)
+            total += length
+        return total
+
 
 def _plan(
     file: OpenFile, entry: TensorEntry, targets: list[_Target], sum: Sum | None
@@ -180,7 +193,7 @@ def _plan(
     for large, target in _boxes(whole, targets, 0, 1) if targets else ():
         others = [other for other in targets if other is not target]
         for box in split(large, BLOCK_BYTES):
-            touched = [other for other in others if _overlap(box, box, other.region)]
+            touched = [other for other in others if overlap(box, other.region) is not None]
             yield _Job(file, entry, whole, box, target, touched, sum)
 
 
@@ -244,58 +257,6 @@ def _run(whole: Box, box: Box) -> tuple[int, int]:
     while axis and box[axis] == whole[axis]:
         axis -= 1
     return axis, count(box[axis:])
-
-
-# --- reading ----------------------------------------------------------------------------------
-
-
-def _read(job: _Job) -> int:
-    total = 0
-    limit = SCRATCH_BYTES if job.others or not job.target else BLOCK_BYTES
-    scratch = aligned_empty(0 if job.target else min(limit, count(job.box)))
-    for box in split(job.box, limit):
-        if job.target:
-            region, array = job.target.region, job.target.array
-        else:
-            region, array = box, scratch[: count(box)].reshape(extents(box))
-        total += _fill_box(job, box, array.reshape(-1), region)
-        for other in job.others:
-            if overlap := _overlap(box, region, other.region):
-                other.array[overlap[1]] = array[overlap[0]]
-    return total
-
-
-def _overlap(box: Box, region: Box, other: Box) -> tuple[tuple, tuple] | None:
-    """What a box shares with ``other``, as indices of arrays of ``region`` and of ``other``."""
-    here, there = [], []
-    for (start, stop), (base, _), (first, last) in zip(box, region, other, strict=True):
-        start, stop = max(start, first), min(stop, last)
-        if start >= stop:
-            return None
-        here.append(slice(start - base, stop - base))
-        there.append(slice(start - first, stop - first))
-    return tuple(here), tuple(there)
-
-
-def _fill_box(job: _Job, box: Box, memory: np.ndarray, region: Box) -> int:
-    """Reads a box into ``memory``, which holds ``region``; gives the number of bytes read."""
-    entry, view, total = job.entry, memoryview(memory), 0
-    axis, length = _run(job.whole, box)
-    places = _starts(box, region, axis)
-    for start, place in zip(_starts(box, job.whole, axis), places, strict=True):
-        run = view[place : place + length]
-        if job.sum is None:
-            fill(job.file, entry, start, run)
-        else:
-            job.sum.fill(entry, start, run)
-        total += length
-        if entry.dtype is DType.bool:
-            values = memory[place : place + length]
-            if job.sum is None:
-                check_bool(job.file, entry, start, values)
-            else:
-                job.sum.check_bool(entry, start, values)
-    return total
 
 
 def _starts(box: Box, region: Box, axis: int) -> Iterator[int]:

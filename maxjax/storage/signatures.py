@@ -9,44 +9,43 @@ from __future__ import annotations
 import re
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
+from .formats import FORMATS, PYTORCH, Format
 
 _FETCH = "The download gave an error page instead of the file: fetch it again."
 _RENAME = "Rename it so that its name ends in {}."
 _REFETCH = "Fetch the file again."
+_ONLY = "A pickle can run any code: only those of PyTorch are read, and they are not run."
 
-# What the first bytes say, in the order asked: (pattern, what it is, what to do).
+# What no reader reads by its first bytes: (pattern, what it is, what to do).
+_FOREIGN = [
+    (
+        rb"version https?://(git-lfs|hawser)",
+        "git-lfs pointer",
+        "The content was not downloaded: run `git lfs pull` in the repository.",
+    ),
+    (rb"PK(\x03\x04|\x05\x06)", "zip archive", "Unpack it first."),
+    (rb"\x89HDF\r\n", "HDF5", "Convert it to safetensors."),
+    (rb"\x1f\x8b", "gzip", "Decompress it first."),
+    (rb"\x28\xb5\x2f\xfd", "zstd", "Decompress it first."),
+    (rb"\xfd7zXZ\x00", "xz", "Decompress it first."),
+    (rb".{257}ustar", "tar archive", "Unpack it first."),
+    (rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|body|!--)", "HTML page", _FETCH),
+    (rb"(\xef\xbb\xbf)?\s*<\?xml", "XML document", _FETCH),
+    (rb"\x7fELF", "ELF program", _REFETCH),
+]
+# The same of every format too, in the order asked.
 _SIGNS: list[tuple[re.Pattern[bytes], str, str]] = [
     (re.compile(pattern, re.DOTALL | re.IGNORECASE), what, hint)
     for pattern, what, hint in [
-        (
-            rb"version https?://(git-lfs|hawser)",
-            "git-lfs pointer",
-            "The content was not downloaded: run `git lfs pull` in the repository.",
+        *(
+            (pattern, what, _RENAME.format(format.suffix))
+            for format in FORMATS
+            for what, pattern in format.signs.items()
         ),
-        (rb"GGUF|FUGG", "GGUF", _RENAME.format(".gguf")),
-        (rb"PK(\x03\x04|\x05\x06)", "zip archive", "Unpack it first."),
-        (
-            rb"\x80[\x02-\x05]|c[a-z_][\w.]*\n\w+\n|\(lp\d|\(dp\d",
-            "pickle",
-            "A pickle can run any code: only those of PyTorch are read, and they are not run.",
-        ),
-        (rb"\x93NUMPY", "NumPy array (.npy)", _RENAME.format(".npy")),
-        (rb"\x89HDF\r\n", "HDF5", "Convert it to safetensors."),
-        (rb"\x1f\x8b", "gzip", "Decompress it first."),
-        (rb"\x28\xb5\x2f\xfd", "zstd", "Decompress it first."),
-        (rb"\xfd7zXZ\x00", "xz", "Decompress it first."),
-        (rb".{257}ustar", "tar archive", "Unpack it first."),
-        (rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|body|!--)", "HTML page", _FETCH),
-        (rb"(\xef\xbb\xbf)?\s*<\?xml", "XML document", _FETCH),
-        (rb"\x7fELF", "ELF program", _REFETCH),
+        *_FOREIGN,
     ]
 ]
 
-# A zip archive by the end of its first member's name: what it is, and how its own name should end.
-_ARCHIVES = [
-    ((".pkl", ".format_version", ".storage_alignment", "version"), "PyTorch checkpoint", ".pt"),
-    ((".npy",), "NumPy .npz", ".npz"),
-]
 # What torch.save wrote before version 1.6: protocol 2 and the format's number.
 _PYTORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -66,6 +65,20 @@ def sniff(start: bytes) -> str | None:
     return next((what for sign, what, _ in _SIGNS if sign.match(start)), None)
 
 
+def format_of(start: bytes) -> Format | None:
+    """The format of a file that begins with ``start``; None of one that has no sign.
+
+    Example:
+        >>> format_of(b"GGUF" + bytes(20)).name
+        'gguf'
+    """
+    what = sniff(start)
+    if what == "zip archive":
+        kind = _archive(start)
+        return kind[1] if kind else PYTORCH
+    return next((format for format in FORMATS if what in format.signs), None)
+
+
 def foreign(path: str, start: bytes, expected: str) -> CheckpointError | None:
     """The error for a file that is recognisably not ``expected``; None when it is not.
 
@@ -74,9 +87,9 @@ def foreign(path: str, start: bytes, expected: str) -> CheckpointError | None:
     for sign, what, hint in _SIGNS:
         if sign.match(start):
             if what == "pickle":
-                return _pickle(path, start, expected, hint)
-            if what == "zip archive":
-                what, hint = zip_kind(start), _zip_hint(start) or hint
+                return _pickle(path, start, expected)
+            if what == "zip archive" and (kind := _archive(start)):
+                what, hint = f"zip archive ({kind[0]})", _RENAME.format(kind[1].suffix)
             return CheckpointFormatError(
                 f"the file is {_named(what)}",
                 path=path,
@@ -93,25 +106,11 @@ def _named(what: str) -> str:
     return f"{article} {what}{' file' if what in ('GGUF', 'HDF5') else ''}"
 
 
-def zip_kind(start: bytes) -> str:
-    """A zip archive by the name of its first member.
-
-    Example:
-        >>> zip_kind(b"PK\\x03\\x04" + bytes(22) + b"\\x05\\0\\0\\0w.npy")
-        'zip archive (NumPy .npz)'
-    """
-    kind = _archive(start)
-    return f"zip archive ({kind[0]})" if kind else "zip archive"
-
-
-def _zip_hint(start: bytes) -> str | None:
-    kind = _archive(start)
-    return _RENAME.format(kind[1]) if kind else None
-
-
-def _archive(start: bytes) -> tuple[str, str] | None:
+def _archive(start: bytes) -> tuple[str, Format] | None:
+    """What a zip archive is by the name of its first member."""
     name = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode("latin-1")
-    return next(((what, end) for ends, what, end in _ARCHIVES if name.endswith(ends)), None)
+    kinds = ((what, ends, format) for format in FORMATS for what, ends in format.members.items())
+    return next(((what, format) for what, ends, format in kinds if name.endswith(ends)), None)
 
 
 # A global by name and newline (protocols 0 to 3), or two short strings that STACK_GLOBAL takes.
@@ -121,7 +120,7 @@ _STACK_GLOBAL = re.compile(
 )
 
 
-def _pickle(path: str, start: bytes, expected: str, hint: str) -> CheckpointError:
+def _pickle(path: str, start: bytes, expected: str) -> CheckpointError:
     found = [m for m in (_GLOBAL.search(start), _STACK_GLOBAL.search(start)) if m]
     first = min(found, key=lambda match: match.start(), default=None)
     wants = b".".join(first.groups()).decode("ascii") if first else None
@@ -133,5 +132,5 @@ def _pickle(path: str, start: bytes, expected: str, hint: str) -> CheckpointErro
         offset=first.start() if first else 0,
         expected=expected,
         found=what,
-        hint=_RENAME.format(".pt") + " It is read without being run." if torch else hint,
+        hint=_RENAME.format(PYTORCH.suffix) + " It is read without being run." if torch else _ONLY,
     )

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
-from . import strict_json as jsonscan
 from .files import OpenFile, open_regular
 from .limits import Limits, in_force, of_digits
 from .signatures import SNIFF_BYTES, foreign
@@ -155,6 +154,47 @@ def read_json_bytes(source: str | os.PathLike[str] | OpenFile, limits: Limits) -
     return data
 
 
+def require(
+    holds: bool,
+    path: str,
+    what: str,
+    expected: str,
+    found: Any,
+    tensor: str | None = None,
+    *,
+    hint: str | None = None,
+) -> None:
+    """Raises the error of :func:`wrong` unless something holds."""
+    if not holds:
+        raise wrong(path, what, expected, found, tensor, hint=hint)
+
+
+def wrong(
+    path: str,
+    what: str,
+    expected: str,
+    found: Any,
+    tensor: str | None = None,
+    *,
+    hint: str | None = None,
+) -> CheckpointFormatError:
+    """The error for a field of a document that is not what it should be."""
+    problem, found = f"{what} is not what it should be", shown(found)
+    return CheckpointFormatError(
+        problem, path=path, tensor=tensor, expected=expected, found=found, hint=hint
+    )
+
+
+def shown(value: Any) -> str:
+    """A value of JSON as short text.
+
+    Example:
+        >>> shown("a"), shown([1, 2])
+        ("'a'", 'list')
+    """
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection inside: it would scan a growing table again and again.
@@ -272,11 +312,11 @@ class Text:
             found = f"{len(self.data)} bytes"
             problem = "the JSON text is empty"
             raise self.error(problem, cls=self.cut, expected="at least 2 bytes", found=found)
-        if mark := jsonscan.foreign_encoding(self.data):
+        if mark := foreign_encoding(self.data):
             problem = "the JSON text must be UTF-8 without a byte order mark"
             raise self.error(problem, expected="UTF-8 text", found=mark)
-        plain = jsonscan.without_escaped_quotes(self.data)
-        if lone := jsonscan.LONE_SURROGATE.search(plain):
+        plain = without_escaped_quotes(self.data)
+        if lone := LONE_SURROGATE.search(plain):
             raise self.error(
                 "a lone surrogate is no character",
                 expected="a pair of surrogates",
@@ -285,7 +325,7 @@ class Text:
             )
         # A tensor takes three: itself, its shape and its offsets.
         most = self.limits.json_depth, 3 * self.limits.tensors + 8
-        depth, containers, long_digits = jsonscan.structure(plain, most)
+        depth, containers, long_digits = structure(plain, most)
         if depth > most[0]:
             problem = "the JSON text is nested too deep"
             raise self.limits.error(problem, "json_depth", depth, path=self.path)

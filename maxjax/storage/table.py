@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dtype import DType
 from ..errors import CheckpointError, OutOfMemoryError
-from .checksums import Checks, Key, Sum, sum_of, tapped
+from .boxes import whole
+from .checksums import Checks, Key, Sum, check_values, sum_of, tapped
 from .checksums import Verify as Verify
-from .entry import CodedJob, TensorEntry, check_bool, coded_jobs, fill, whole
+from .entry import CodedJob, TensorEntry, coded_jobs, fill
 from .files import ALIGNMENT, OpenFile, aligned_empty, run, run_jobs
 from .save.beside import Beside, replaced
 
@@ -183,19 +183,15 @@ class _Job:
     def run(self) -> None:
         """Reads it."""
         views = [memoryview(view) for view in self.views]
-        if len(views) == 1 and self.sums[0] is not None:
-            self.sums[0].fill(self.entries[0], self.start, views[0])
+        if len(views) == 1:
+            fill(tapped(self.file, self.sums[0]), self.entries[0], self.start, views[0])
         else:
             self._scatter(views)
             for entry, view, sum in zip(self.entries, views, self.sums, strict=True):
                 if sum is not None:
                     sum.add(entry.offset + self.start, view)
         for entry, view, sum in zip(self.entries, self.views, self.sums, strict=True):
-            if entry.dtype is DType.bool:
-                if sum is None:
-                    check_bool(self.file, entry, self.start, view)
-                else:
-                    sum.check_bool(entry, self.start, view)
+            check_values(self.file, entry, self.start, view, sum)
 
     def _scatter(self, views: list[memoryview]) -> None:
         wanted = sum(map(len, views))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ..dtype import DType
 from ..errors import CheckpointCorruptError
-from .entry import Strided, TensorEntry, count, split, whole
+from .boxes import count, split, whole
+from .entry import Strided, TensorEntry
 from .files import OpenFile, aligned_empty
 from .parts import Part, read_parts
 from .table import TensorTable

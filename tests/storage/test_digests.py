@@ -27,9 +27,10 @@ from maxjax.storage import Limits, OpenFile, aligned_empty, checksums, open_chec
 from maxjax.storage import checksums as checking
 from maxjax.storage import files as parallel
 from maxjax.storage import parts as regions
+from maxjax.storage.boxes import count, whole
 from maxjax.storage.checksums import covers, crc32_of_boxes
 from maxjax.storage.digests import NAME, Digests, Record, parse, read_digests, to_bytes
-from maxjax.storage.entry import Checksum, Coding, TensorEntry, count, whole
+from maxjax.storage.entry import Checksum, Coding, TensorEntry
 from maxjax.storage.files import open_regular
 from maxjax.storage.parts import Part, read_parts
 from maxjax.storage.table import TensorTable

@@ -15,8 +15,7 @@ from maxjax.errors import (
     CheckpointUnsafeError,
     UserInputError,
 )
-from maxjax.storage import open_checkpoint
-from maxjax.storage import signatures as sniff
+from maxjax.storage import open_checkpoint, sniff
 from tests.storage.corpus import GGUF, PICKLE, A, file_bytes, floats
 
 INDEX = "model.safetensors.index.json"

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from maxjax.errors import CheckpointFormatError, CheckpointUnsafeError
-from maxjax.storage import open_checkpoint
-from maxjax.storage import signatures as sniff
+from maxjax.storage import open_checkpoint, sniff
 from maxjax.storage.signatures import foreign
 from tests.storage.corpus import GGUF, GOOD, HTML, LFS, PICKLE, SAFETENSORS
 

@@ -15,7 +15,7 @@ import numpy as np
 from ...dtype import DType
 from ...errors import UserInputError, some
 from ...graph.weights import WeightData
-from ...storage.directory import FORMATS
+from ...storage.formats import SUFFIXES
 from .source import Opened
 
 
@@ -67,7 +67,7 @@ def _replaced_files(target: Path, kind: str, others: Iterable[str]) -> list[str]
     if not target.is_dir():
         return [f"'{target.name}'"]
     names = sorted(entry.name for entry in target.iterdir() if not entry.name.startswith("."))
-    weights = [n for n in names if Path(n).suffix.lower() in FORMATS or n.endswith(".index.json")]
+    weights = [n for n in names if Path(n).suffix.lower() in SUFFIXES or n.endswith(".index.json")]
     replaced = [name for name in others if os.path.lexists(target / name)]
     return [f"'{name}'" for name in dict.fromkeys([*weights, *replaced])]
 

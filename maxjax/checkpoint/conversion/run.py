@@ -17,8 +17,7 @@ from ...errors import UserInputError
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.family import main_dtype
-from ...storage.directory import FORMATS as READ
-from ...storage.directory import UNREADABLE
+from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes
 from ..file_set import INDEX, SINGLE, json_bytes, write_file, write_set
@@ -119,7 +118,7 @@ def _format(target: Path, to: str | None) -> str:
         raise UserInputError(f"to={to!r} is none of {', '.join(FORMATS)}")
     if to is not None and end is not None and end != to:
         raise UserInputError(f"{target} is the name of a {end} file, and {to} was asked for")
-    if target.suffix.lower() in {*READ, *UNREADABLE} and end is None and not target.is_dir():
+    if target.suffix.lower() in {*SUFFIXES, *UNREADABLE} and end is None and not target.is_dir():
         raise UserInputError(
             f"{target}: {target.suffix} files are not written: name a .safetensors or .gguf file, or "
             "a directory"

@@ -15,7 +15,7 @@ from ...graph.program import default_device
 from ...graph.weight.stacked import StackedWeight
 from ...graph.weights import WeightData
 from ...graph.weights.device_reads import assemble, boxes, fill, is_host, memory_for, places
-from ...storage.entry import Box, count, extents
+from ...storage.boxes import Box, count, extents
 
 # Host memory, in bytes, that values on their way to devices take, approximately.
 _STAGED_BYTES = 64 << 20

@@ -18,12 +18,13 @@ from pathlib import Path
 from ... import distributed
 from ...errors import CheckpointError, PeerLostError
 from ...storage.digests import DIRECTORY, NAME, Record, to_bytes
+from ...storage.orbax.maxjax_metadata import custom_metadata
 from ...storage.save.durable import flush_folder, save_failed
 from ...storage.save.staging import Staging
 from .api import Writing, barrier, quiet, system_error
 from .arrays import is_on_host
-from .record import METADATA, Sums, metadata_of
 from .steps import Step, steps_in
+from .sums import Sums
 from .tree import Item
 
 MODEL = "model"
@@ -164,7 +165,7 @@ def _run(response: Response, target: Step, items: dict[str, Item], keep: Keep) -
 
 
 def _save(response: Response, target: Step, items: dict[str, Item], keep: Keep) -> Path:
-    metadata = {METADATA: metadata_of(items)}
+    metadata = custom_metadata(items)
     nested = {name: item.nested for name, item in items.items() if item.nested}
     writing = Writing(target.written, nested, metadata)
     try:

@@ -17,15 +17,14 @@ import numpy as np
 from ...dtype import DType
 from ...errors import OutOfMemoryError, UserInputError
 from ...graph.weights import WeightData, read_all
+from ...storage.boxes import whole
 from ...storage.checksums import crc32_of_boxes
-from ...storage.entry import whole
+from ...storage.orbax.maxjax_metadata import Added, custom_metadata
 from ..file_set import out_of_memory
 from .api import add, finish, quiet
 from .arrays import known
-from .record import METADATA, metadata_of
 from .save import commit, translated
 from .steps import Step
-from .tree import Item
 
 # Orbax's name for a tree that was written in parts.
 STATE = "state"
@@ -54,7 +53,7 @@ def stream(
         UserInputError: no tensor has values, or orbax cannot store the dtype of one.
         CheckpointError: the source cannot be read; the step cannot be written.
     """
-    item = Item()
+    item = Added()
     for name, data in tensors.items():
         shape = tuple(map(int, data.shape))
         if not math.prod(shape):
@@ -63,7 +62,7 @@ def stream(
             item.encodings[name] = data.quantization_encoding.value
     if len(item.empty) == len(tensors):
         raise UserInputError("there is nothing to save: no tensor has values")
-    metadata = {METADATA: metadata_of({STATE: item})}
+    metadata = custom_metadata({STATE: item})
     full = {name: data for name, data in tensors.items() if name not in item.empty}
     target = Step(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
     target.beside = dict(beside)

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from ...errors import UserInputError
 from ...nn.layer import Module
+from ...storage.orbax.maxjax_metadata import Added
 from .arrays import known, module_arrays, own_value
 
 # Types of leaves that are not arrays: they are also written exactly, as text in the metadata.
@@ -29,23 +30,15 @@ ONLY = "value"
 
 
 @dataclass(slots=True)
-class Item:
-    """One tree of a checkpoint.
+class Item(Added):
+    """One tree of a checkpoint, with what orbax cannot hold of it.
 
     Attributes:
         arrays: name → jax.Array, or NumPy array where the value is this process's own.
-        plain: name → leaf that is not an array.
-        encodings: name → encoding of quantised blocks.
-        empty: name → dtype and shape of an array without values, which orbax cannot store.
-        keys: name → random number generator of a random key.
         nested: the tree that orbax is given: dicts with text as keys.
     """
 
     arrays: dict[str, Any] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
-    encodings: dict[str, str] = field(default_factory=dict)
-    empty: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
     nested: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ...errors import OutOfMemoryError
-from ...storage.entry import Box, count, extents
+from ...storage.boxes import Box, count, extents
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
 from ..placement.arrays import out_of_memory

@@ -17,7 +17,8 @@ import numpy as np
 from ...driver import Buffer
 from ...dtype import DType
 from ...storage.blocks import decode
-from ...storage.entry import UnknownType, whole
+from ...storage.boxes import whole
+from ...storage.entry import UnknownType
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
 from ..quantization import QuantizationEncoding

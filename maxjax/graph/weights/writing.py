@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ...dtype import DType
-from ...storage.entry import Box, count, extents, split, whole, within
+from ...storage.boxes import Box, copy_shared, count, extents, overlap, split, whole, within
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
 from ...storage.save.outgoing import PIECE_BYTES, Outgoing, nibbles, pieces
@@ -151,7 +151,7 @@ def array_rows(array: Any, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
     """The values of ``array[index]`` in turn, on the host; what one device there has is not copied."""
     parts = _parts(array, index)
     for box in row_boxes(array.shape[len(index) :], array.dtype.itemsize):
-        whole_of = (part for part in parts if _is_inside(box, part[0]))
+        whole_of = (part for part in parts if overlap(box, part[0]) == box)
         outer, values = next(whole_of, (None, None))
         if outer is not None and values is not None:
             yield values.array[within(box, outer)]
@@ -193,10 +193,5 @@ class _Piece:
 def _gather(into: np.ndarray, box: Box, parts: list[tuple[Box, _Piece]]) -> None:
     """Fills the values of a box from the parts that have them."""
     for outer, piece in parts:
-        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, outer, strict=True))
-        if all(start < stop for start, stop in common):
-            into[(*within(common, box), ...)] = piece.array[within(common, outer)]
-
-
-def _is_inside(box: Box, outer: Box) -> bool:
-    return all(c <= a and b <= d for (a, b), (c, d) in zip(box, outer, strict=True))
+        if overlap(box, outer) is not None:  # others are not fetched
+            copy_shared((box, into), (outer, piece.array))

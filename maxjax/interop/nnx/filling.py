@@ -19,7 +19,7 @@ from ...graph.placement.arrays import put
 from ...graph.weights import WeightData, read_all
 from ...graph.weights.device_reads import assemble, boxes, is_host, memory_for, read_pieces, slices
 from ...nn.layer.load.fit import _host_or_jax
-from ...storage.entry import Box, count, extents, whole
+from ...storage.boxes import Box, count, extents, whole
 from ..layouts import BoundLayout
 from ..renaming import Function
 from .variables import Target

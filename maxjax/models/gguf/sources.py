@@ -16,7 +16,7 @@ from ...graph.weights import WeightData
 from ...graph.weights.weight_data import PartSource
 from ...storage import aligned_empty
 from ...storage.blocks import decode
-from ...storage.entry import Box, count, extents, whole
+from ...storage.boxes import Box, count, extents, whole
 from ...storage.parts import Part
 from .layouts import Layout, Matrix, Transposed
 from .names import Source

@@ -7,19 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import entry as entries
-from ..entry import (
-    DECODED_BYTES,
-    Box,
-    Coding,
-    TensorEntry,
-    Wanted,
-    count,
-    extents,
-    fill,
-    runs,
-    within,
-)
+from .. import boxes
+from ..boxes import Box, Wanted, count, extents, runs, within
+from ..entry import DECODED_BYTES, Coding, TensorEntry, fill
 from ..files import OpenFile, aligned_empty
 from .decoders import decode_into
 from .layout import Layout, layout_of, swap_blocks
@@ -76,7 +66,7 @@ class Decoded(Coding):
         layout = layout_of(self.type_name)
         limit = max(1, DECODED_BYTES // 4 // layout.elements)
         start, stop = box[-1]
-        for piece in entries.split(_enclosing(box, layout), limit):
+        for piece in boxes.split(_enclosing(box, layout), limit):
             first, last = piece[-1]
             span = max(start, first * layout.elements), min(stop, last * layout.elements)
             yield (*piece[:-1], span)
@@ -87,14 +77,14 @@ class Decoded(Coding):
         for box, array in parts:
             if array.size:
                 for piece in self.split(entry, box):
-                    total += self._read(file, entry, piece, array[entries.within(piece, box)])
+                    total += self._read(file, entry, piece, array[within(piece, box)])
         return total
 
     def _read(self, file: OpenFile, entry: TensorEntry, box: Box, array: np.ndarray) -> int:
         layout = layout_of(self.type_name)
         blocks = _enclosing(box, layout)
         shape = extents(blocks)
-        packed = aligned_empty(entries.count(blocks) * layout.nbytes)
+        packed = aligned_empty(count(blocks) * layout.nbytes)
         rows = packed.reshape(*shape, layout.nbytes)
         of_blocks = (*entry.shape[:-1], entry.shape[-1] // layout.elements)
         for start, run in runs(of_blocks, blocks, rows):

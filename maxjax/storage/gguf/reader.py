@@ -9,7 +9,6 @@ Source: docs/gguf.md of the ggml repository; where it leaves a choice, what llam
 from __future__ import annotations
 
 import os
-import re
 import sys
 from math import prod
 
@@ -17,7 +16,7 @@ from ...dtype import DType
 from ...errors import CheckpointError, CheckpointFormatError, CheckpointMissingError
 from ..blocks import DECODERS, KEPT, LAYOUTS, Decoded
 from ..blocks.codings import Swapped
-from ..directory import fetch_hint
+from ..directory import GGUF_PART, fetch_hint
 from ..entry import Coding, Strided, TensorEntry
 from ..files import OpenFile, open_regular
 from ..limits import Limits, in_force
@@ -25,7 +24,6 @@ from ..table import TensorTable
 from .header import Header, Info, bad, read_header
 
 _COUNT, _NUMBER, _TENSORS = "split.count", "split.no", "split.tensors.count"
-_PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 
 
 def open_gguf(
@@ -104,7 +102,7 @@ def _open_set(headers: list[Header], parts: list[OpenFile], limits: Limits) -> N
 
 def _stem(header: Header, number: int, count: int) -> str:
     """The path of a part without its number, which must be the one that the header says."""
-    match = _PART.fullmatch(header.file.path)
+    match = GGUF_PART.fullmatch(header.file.path)
     if match is None or int(match[3]) != count:
         name = os.path.basename(header.file.path)
         expected = f"a name that ends in -{number + 1:05d}-of-{count:05d}.gguf"

@@ -1,6 +1,6 @@
 """The tensor types of ggml, as a GGUF file numbers them: values and bytes of one block.
 
-Source: ``enum ggml_type`` in ggml.h and the block structures of ggml-common.h.
+Source: ``enum ggml_type`` in ggml.h; the blocks of the packed types are those of ``blocks.layout``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...dtype import DType
+from ..blocks.layout import LAYOUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,43 +37,44 @@ _PLAIN = [
     (30, "BF16", DType.bfloat16),
 ]
 
-# Number, name, values of a block, bytes of a block.
 _PACKED = [
-    (2, "Q4_0", 32, 18),
-    (3, "Q4_1", 32, 20),
-    (6, "Q5_0", 32, 22),
-    (7, "Q5_1", 32, 24),
-    (8, "Q8_0", 32, 34),
-    # Two float16 beside 32 bytes; the gguf package counts 40, which was so before March 2024.
-    (9, "Q8_1", 32, 36),
-    (10, "Q2_K", 256, 84),
-    (11, "Q3_K", 256, 110),
-    (12, "Q4_K", 256, 144),
-    (13, "Q5_K", 256, 176),
-    (14, "Q6_K", 256, 210),
-    (15, "Q8_K", 256, 292),
-    (16, "IQ2_XXS", 256, 66),
-    (17, "IQ2_XS", 256, 74),
-    (18, "IQ3_XXS", 256, 98),
-    (19, "IQ1_S", 256, 50),
-    (20, "IQ4_NL", 32, 18),
-    (21, "IQ3_S", 256, 110),
-    (22, "IQ2_S", 256, 82),
-    (23, "IQ4_XS", 256, 136),
-    (29, "IQ1_M", 256, 56),
-    (34, "TQ1_0", 256, 54),
-    (35, "TQ2_0", 256, 66),
-    (39, "MXFP4", 32, 17),
-    (40, "NVFP4", 64, 36),
-    (41, "Q1_0", 128, 18),
-    (42, "Q2_0", 64, 18),
+    (2, "Q4_0"),
+    (3, "Q4_1"),
+    (6, "Q5_0"),
+    (7, "Q5_1"),
+    (8, "Q8_0"),
+    (9, "Q8_1"),  # the gguf package counts 40 bytes, which was so before March 2024
+    (10, "Q2_K"),
+    (11, "Q3_K"),
+    (12, "Q4_K"),
+    (13, "Q5_K"),
+    (14, "Q6_K"),
+    (15, "Q8_K"),
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (20, "IQ4_NL"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (23, "IQ4_XS"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (39, "MXFP4"),
+    (40, "NVFP4"),
+    (41, "Q1_0"),
+    (42, "Q2_0"),
 ]
 
 GGML_TYPES: dict[int, GgmlType] = {
     type.number: type
     for type in sorted(
         [GgmlType(number, name, 1, dtype.np.itemsize, dtype) for number, name, dtype in _PLAIN]
-        + [GgmlType(*row) for row in _PACKED],
+        + [
+            GgmlType(number, name, LAYOUTS[name].elements, LAYOUTS[name].nbytes)
+            for number, name in _PACKED
+        ],
         key=lambda type: type.number,
     )
 }

@@ -23,14 +23,12 @@ from ...errors import (
     CheckpointTruncatedError,
     CheckpointUnsafeError,
 )
-from ..entry import Strided, TensorEntry, UnknownType
+from ..entry import MAX_DIMS, Strided, TensorEntry, UnknownType
 from ..files import OpenFile, open_regular
 from ..limits import Limits, in_force
 from ..signatures import foreign
 from ..table import TensorTable
 
-# NumPy's own bound.
-MAX_DIMS = 64
 # No size has more digits; a longer number is not worth its conversion.
 _DIGITS = 30
 _DTYPES = {

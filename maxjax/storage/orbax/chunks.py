@@ -17,7 +17,8 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import CheckpointChangedError, CheckpointFormatError
-from ..entry import Box, Coding, TensorEntry, Wanted, count, extents, within
+from ..boxes import Box, Wanted, copy_shared, count, enclosing, extents, overlap, within
+from ..entry import Coding, TensorEntry
 from ..files import OpenFile
 from .store import Store
 
@@ -108,8 +109,8 @@ class Chunks(Coding):
                 found.setdefault(index, []).append(part)
         for index, users in sorted(found.items(), key=lambda pair: pair[0]):
             whole = tuple((i * step, (i + 1) * step) for i, step in zip(index, block, strict=True))
-            shared = [_overlap(whole, box) for box, _ in users]
-            yield _around(shared), users
+            shared = (overlap(whole, box) for box, _ in users)
+            yield enclosing([box for box in shared if box is not None]), users
 
     def _covered(self, entry: TensorEntry, box: Box) -> list[int]:
         """The shape of all chunks that a box touches."""
@@ -146,9 +147,8 @@ class _Read:
             self.drop()
         if self.memory is None:
             return
-        for box, into in self.users:
-            shared = _overlap(self.box, box)
-            into[(*within(shared, box), ...)] = self.memory[(*within(shared, self.box), ...)]
+        for user in self.users:
+            copy_shared(user, (self.box, self.memory))
 
     def drop(self) -> None:
         """Gives back its share of what may be under way."""
@@ -202,16 +202,3 @@ def _block(shape: Sequence[int], chunk: Sequence[int], limit: int) -> list[int]:
         if block[axis] < shape[axis]:
             break
     return block
-
-
-def _overlap(a: Box, b: Box) -> Box:
-    return tuple(
-        (max(start, first), min(stop, last))
-        for (start, stop), (first, last) in zip(a, b, strict=True)
-    )
-
-
-def _around(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of some."""
-    spans = zip(*boxes, strict=True)
-    return tuple((min(a for a, _ in span), max(b for _, b in span)) for span in spans)

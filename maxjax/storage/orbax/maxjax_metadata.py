@@ -1,10 +1,10 @@
-"""What maxjax adds to the orbax checkpoints it writes: what stored bytes mean.
+"""What maxjax adds to the orbax checkpoints it writes: what orbax cannot hold.
 
-Orbax knows arrays alone, and none without elements. Quantised blocks are saved as their bytes,
-and so is a type that tensorstore lacks; which they are stands in the checkpoint's custom metadata,
-and so do empty arrays.
+Orbax knows arrays alone, and none without elements. Quantised blocks are saved as their bytes; which
+they are stands in the checkpoint's custom metadata, with a checksum, and so do empty arrays, the
+kinds of random keys, and leaves that are no arrays.
 
-    {"maxjax": {"version": 1, "encodings": {"model": {"w": "Q4_K"}}, "dtypes": {"model": {...}}}}
+    {"maxjax": {"version": 1, "encodings": {"model": {"w": "Q4_K"}}, …, "crc32": "0011aabb"}}
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...dtype import DType
@@ -20,52 +20,132 @@ from ...errors import CheckpointCorruptError, CheckpointFormatError
 from ..blocks import KEPT, layout_of
 from ..crc32 import crc32
 from ..entry import TensorEntry
-from ..limits import Limits
-from ..strict_json import load_json
-from .metadata import CHECKPOINT, wrong
-from .paths import Place
+from ..limits import Limits, in_force
+from ..strict_json import load_json, wrong
+from .metadata import CHECKPOINT
 
-KEY = "maxjax"
+_KEY = "maxjax"
 _VERSION = 1
 _MAX_DIMS = 32
 
 
+# --- writing ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Added:
+    """What one tree has beside its arrays.
+
+    Attributes:
+        plain: Name → a leaf that is no array.
+        encodings: Name → what the blocks are that packed bytes hold.
+        empty: Name → dtype and shape of an array without values, which orbax does not take.
+        keys: Name → what makes a random key.
+    """
+
+    plain: dict[str, Any] = field(default_factory=dict)
+    encodings: dict[str, str] = field(default_factory=dict)
+    empty: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+
+
+def custom_metadata(trees: Mapping[str, Added]) -> dict[str, Any]:
+    """The custom metadata that orbax is given for a checkpoint of these trees."""
+    content: dict[str, Any] = {
+        "version": _VERSION,
+        "items": sorted(trees),
+        "encodings": {name: tree.encodings for name, tree in trees.items() if tree.encodings},
+        "empty": {name: tree.empty for name, tree in trees.items() if tree.empty},
+        "keys": {name: tree.keys for name, tree in trees.items() if tree.keys},
+        "plain": {
+            name: {leaf: [type(value).__name__, _text(value)] for leaf, value in tree.plain.items()}
+            for name, tree in trees.items()
+            if tree.plain
+        },
+    }
+    return {_KEY: {**content, "crc32": f"{_sum(content):08x}"}}
+
+
+def _sum(content: Mapping[str, Any]) -> int:
+    """The checksum of the content, without the one that is in it."""
+    rest = {key: value for key, value in content.items() if key != "crc32"}
+    return crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def _text(value: Any) -> str:
+    """A leaf that is no array, as text that gives it back exactly."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if isinstance(value, str) else repr(value)
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Name of a tensor → kind of blocks, and → type, of those that are stored as their bytes.
+    """What the metadata of a checkpoint says of one of its trees; nothing if maxjax is not its writer.
 
-    ``empty`` has the tensors without elements, which orbax does not store.
+    Attributes:
+        path: The file that it stands in.
+        is_ours: Whether maxjax wrote the checkpoint.
+        has_tree: Whether it was saved with the tree, which orbax has not if all of it is empty.
+        encodings: Name of a tensor → kind of the blocks that its bytes are.
+        keys: Name of a tensor → what makes the random key that it is the data of.
+        empty: The tensors without elements.
     """
 
     path: str
-    encodings: dict[str, str]
-    dtypes: dict[str, DType]
+    is_ours: bool = False
+    has_tree: bool = False
+    encodings: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
     empty: tuple[TensorEntry, ...] = ()
+    _plain: dict[str, Any] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Name → leaf that is no array.
+
+        Raises:
+            CheckpointFormatError: A text is not that of a value.
+        """
+        return {name: self._value(name, found) for name, found in self._plain.items()}
+
+    def _value(self, name: str, found: Any) -> Any:
+        kind, text = found if isinstance(found, list) and len(found) == 2 else (None, found)
+        if isinstance(text, str) and kind in _VALUES:
+            try:
+                return _VALUES[kind](text)
+            except (KeyError, ValueError):
+                pass
+        raise CheckpointFormatError(
+            "not a value of its type", path=self.path, tensor=name, expected=kind, found=text
+        )
 
     def check_names(self, names: set[str]) -> None:
         """Raises CheckpointFormatError if a tensor it speaks of is not there."""
-        for name in [*self.encodings, *self.dtypes]:
+        for name in self.encodings:
             if name not in names:
-                raise wrong(self.path, KEY, "tensors of the tree", name, name)
+                raise wrong(self.path, _KEY, "tensors of the tree", name, name)
         for entry in self.empty:
             if entry.name in names:
                 raise wrong(self.path, "empty", "no tensor of the tree", entry.name, entry.name)
 
     def applied(self, entry: TensorEntry) -> TensorEntry:
-        """The entry with its encoding or its own type.
+        """The entry with its encoding.
 
         Raises:
             CheckpointFormatError: It is not stored as such bytes.
         """
-        encoding, dtype = self.encodings.get(entry.name), self.dtypes.get(entry.name)
-        if encoding is not None:
-            block = layout_of(encoding).nbytes
-            if not entry.shape or entry.shape[-1] % block:
-                raise self._other(entry, f"rows of blocks of {block} bytes ({encoding})")
-        if encoding is not None or dtype is not None:
-            if entry.dtype is not DType.uint8:
-                raise self._other(entry, "uint8")
-        return replace(entry, encoding=encoding, dtype=dtype or entry.dtype)
+        encoding = self.encodings.get(entry.name)
+        if encoding is None:
+            return entry
+        block = layout_of(encoding).nbytes
+        if not entry.shape or entry.shape[-1] % block:
+            raise self._other(entry, f"rows of blocks of {block} bytes ({encoding})")
+        if entry.dtype is not DType.uint8:
+            raise self._other(entry, "uint8")
+        return replace(entry, encoding=encoding)
 
     def _other(self, entry: TensorEntry, expected: str) -> CheckpointFormatError:
         return CheckpointFormatError(
@@ -77,67 +157,86 @@ class Own:
         )
 
 
-def read_own(metadata: dict[str, str], place: Place, limits: Limits) -> Own:
-    """What the custom metadata of a checkpoint says of the tensors of one of its trees.
+# The types of leaves that are no arrays → what makes one of its text.
+_VALUES = {
+    "str": str,
+    "bytes": bytes.fromhex,
+    "bool": {"True": True, "False": False}.__getitem__,
+    "int": int,
+    "float": float,
+    "complex": complex,
+}
+
+
+def read_own(
+    metadata: Mapping[str, str],
+    checkpoint: str,
+    item: str,
+    limits: Limits | None = None,
+    *,
+    must_sum: bool = False,
+) -> Own:
+    """What the custom metadata of a checkpoint says of one of its trees.
+
+    Args:
+        metadata: The custom metadata.
+        checkpoint: The checkpoint's directory.
+        item: The name of the tree.
+        limits: Bounds of its JSON.
+        must_sum: Whether content without a checksum is refused too.
 
     Raises:
         CheckpointFormatError: It is not what maxjax writes.
         CheckpointCorruptError: It has another checksum than it says.
     """
-    path = os.path.join(place.checkpoint, CHECKPOINT)
-    if KEY not in metadata:
-        return Own(path, {}, {})
-    document = load_json(metadata[KEY].encode(errors="replace"), limits=limits, name=path)
+    path = os.path.join(checkpoint, CHECKPOINT)
+    if _KEY not in metadata:
+        return Own(path)
+    text = metadata[_KEY].encode(errors="replace")
+    document = load_json(text, limits=in_force(limits), name=path)
     if not isinstance(document, dict):
-        raise wrong(path, KEY, "an object", document)
-    _check_sum(document, path)
+        raise wrong(path, _KEY, "an object", document)
+    if must_sum or "crc32" in document:
+        _check_sum(document, path)
     if document.get("version") != _VERSION:
-        raise wrong(path, f"{KEY}: version", str(_VERSION), document.get("version"))
-    encodings, dtypes = _encodings(document, place, path), _dtypes(document, place, path)
-    return Own(path, encodings, dtypes, tuple(_empty(document, place, path)))
+        raise wrong(path, f"{_KEY}: version", str(_VERSION), document.get("version"))
+    items = document.get("items", [])
+    if not isinstance(items, list):
+        raise wrong(path, "items", "a list", items)
+    return Own(
+        path,
+        True,
+        item in items,
+        _encodings(document, item, path),
+        _texts(document, "keys", item, path),
+        tuple(_empty(document, item, path)),
+        _part(document, "plain", item, path),
+    )
 
 
 def _check_sum(document: dict[str, Any], path: str) -> None:
     """Compares the checksum in it with that of the rest."""
-    if "crc32" not in document:
-        return
-    found = f"{metadata_sum(document):08x}"
-    if document["crc32"] != found:
+    found = f"{_sum(document):08x}"
+    if document.get("crc32") != found:
         raise CheckpointCorruptError(
-            f"{KEY}: what maxjax wrote into the metadata is not what is there",
+            f"{_KEY}: what maxjax wrote into the metadata is not what is there",
             path=path,
-            expected=f"CRC-32 {document['crc32']}",
+            expected=f"CRC-32 {document.get('crc32')}",
             found=found,
             hint="Open an earlier step.",
         )
 
 
-def metadata_sum(content: Mapping[str, Any]) -> int:
-    """The checksum of our metadata, without the one that is in it."""
-    rest = {key: value for key, value in content.items() if key != "crc32"}
-    return crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def _encodings(document: dict[str, Any], place: Place, path: str) -> dict[str, str]:
-    found = _texts(document, "encodings", place, path)
+def _encodings(document: dict[str, Any], item: str, path: str) -> dict[str, str]:
+    found = _texts(document, "encodings", item, path)
     for name, encoding in found.items():
         if encoding not in KEPT or layout_of(encoding).nbytes is None:
             raise wrong(path, "encodings", f"one of {', '.join(KEPT)}", encoding, name)
     return found
 
 
-def _dtypes(document: dict[str, Any], place: Place, path: str) -> dict[str, DType]:
-    found = {}
-    for name, title in _texts(document, "dtypes", place, path).items():
-        dtype = DType.__members__.get(title)
-        if dtype is None or dtype.np.itemsize != 1:
-            raise wrong(path, "dtypes", "a type of one byte", title, name)
-        found[name] = dtype
-    return found
-
-
-def _empty(document: dict[str, Any], place: Place, path: str) -> Iterator[TensorEntry]:
-    for name, found in _part(document, "empty", place, path).items():
+def _empty(document: dict[str, Any], item: str, path: str) -> Iterator[TensorEntry]:
+    for name, found in _part(document, "empty", item, path).items():
         title, shape = found if isinstance(found, list) and len(found) == 2 else ("", [])
         dtype = DType.__members__.get(title) if isinstance(title, str) else None
         if dtype is None or not _is_empty(shape):
@@ -151,20 +250,20 @@ def _is_empty(shape: Any) -> bool:
     return 0 in shape and all(type(size) is int and 0 <= size < 1 << 31 for size in shape)
 
 
-def _texts(document: dict[str, Any], key: str, place: Place, path: str) -> dict[str, str]:
-    found = _part(document, key, place, path)
+def _texts(document: dict[str, Any], key: str, item: str, path: str) -> dict[str, str]:
+    found = _part(document, key, item, path)
     for name, text in found.items():
         if not isinstance(text, str):
             raise wrong(path, key, "text", text, name)
     return found
 
 
-def _part(document: dict[str, Any], key: str, place: Place, path: str) -> dict[str, Any]:
+def _part(document: dict[str, Any], key: str, item: str, path: str) -> dict[str, Any]:
     """Of one of its tables the part that is of a tree."""
     table = document.get(key, {})
     if not isinstance(table, dict):
         raise wrong(path, key, "an object", table)
-    found = table.get(place.item, {})
+    found = table.get(item, {})
     if not isinstance(found, dict):
         raise wrong(path, key, "an object", found)
     return found

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointIncompleteError
+from ..formats import ORBAX
 from ..limits import Limits
-from ..strict_json import load_json
+from ..strict_json import load_json, require, wrong
 
-TREE = "_METADATA"
-CHECKPOINT = "_CHECKPOINT_METADATA"
+TREE, CHECKPOINT, INDICATOR = ORBAX.marks
 STRINGS = "_strings.json"
 ARRAYS = "array_metadatas"
 
@@ -81,9 +81,9 @@ def read_tree(directory: str, limits: Limits) -> Tree:
     """
     path = os.path.join(directory, TREE)
     document = load_json(path, limits=limits)
-    _require(isinstance(document, dict), path, "the document", "an object", document)
+    require(isinstance(document, dict), path, "the document", "an object", document)
     listed = document.get("tree_metadata")
-    _require(isinstance(listed, dict), path, "tree_metadata", "an object", listed)
+    require(isinstance(listed, dict), path, "tree_metadata", "an object", listed)
     if len(listed) > limits.tensors:
         raise limits.error("the tree has too many leaves", "tensors", len(listed), path=path)
     random_keys = dict(_random_keys(directory, limits))
@@ -111,7 +111,7 @@ def read_tree(directory: str, limits: Limits) -> Tree:
 
 def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits: Limits) -> Leaf:
     is_entry = isinstance(entry, dict)
-    _require(is_entry, path, "a leaf", "an object", entry, title)
+    require(is_entry, path, "a leaf", "an object", entry, title)
     keys = tuple(_keys(path, title, entry.get("key_metadata")))
     name = ".".join(key for key, _ in keys)
     if len(name.encode()) > limits.name_bytes:
@@ -122,13 +122,13 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
     # The title says the same once more. Python writes what is not ASCII differently over time.
     written = str(tuple(key for key, _ in keys))
     if written.isascii() and "\\" not in written:
-        _require(title == written, path, "the title of a leaf", written, title, name)
+        require(title == written, path, "the title of a leaf", written, title, name)
     value = entry.get("value_metadata")
-    _require(isinstance(value, dict), path, "value_metadata", "an object", value, name)
+    require(isinstance(value, dict), path, "value_metadata", "an object", value, name)
     kind, skipped = value.get("value_type"), value.get("skip_deserialize", False)
-    _require(isinstance(kind, str), path, "value_type", "text", kind, name)
-    _require(isinstance(skipped, bool), path, "skip_deserialize", "true or false", skipped, name)
-    _require(
+    require(isinstance(kind, str), path, "value_type", "text", kind, name)
+    require(isinstance(skipped, bool), path, "skip_deserialize", "true or false", skipped, name)
+    require(
         not skipped or kind in _EMPTY,
         path,
         "value_type of a leaf without data",
@@ -139,7 +139,7 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
     shape = value.get("write_shape")
     if shape is not None:
         is_shape = isinstance(shape, list) and all(map(_is_size, shape))
-        _require(is_shape, path, "write_shape", "a list of sizes", shape, name)
+        require(is_shape, path, "write_shape", "a list of sizes", shape, name)
         shape = tuple(shape)
     # A class of the user's own has a handler of its own, which stores arrays all the same.
     return Leaf(name, keys, _KINDS.get(kind, "array"), shape, random_keys.get(name))
@@ -150,12 +150,12 @@ def _keys(path: str, title: str, entries: Any) -> Iterator[tuple[str, str]]:
         raise wrong(path, "key_metadata", "a list of objects", entries, title)
     for one in entries:
         key, kind = one.get("key"), one.get("key_type")
-        _require(isinstance(key, str), path, "key", "text", key, title)
+        require(isinstance(key, str), path, "key", "text", key, title)
         is_kind = not isinstance(kind, bool) and isinstance(kind, int) and kind in _KEYS
-        _require(is_kind, path, "key_type", "1 or 2", kind, title)
+        require(is_kind, path, "key_type", "1 or 2", kind, title)
         if _KEYS[kind] == "sequence":
             is_index = key.isascii() and key.isdecimal()
-            _require(is_index, path, "the key of a sequence", "a number", key, title)
+            require(is_index, path, "the key of a sequence", "a number", key, title)
         yield key, _KEYS[kind]
 
 
@@ -194,10 +194,10 @@ def _strings(directory: str, leaves: dict[str, Leaf], limits: Limits) -> dict[st
         return {}
     path = os.path.join(directory, STRINGS)
     document = load_json(path, limits=limits)
-    _require(isinstance(document, dict), path, "the document", "an object", document)
+    require(isinstance(document, dict), path, "the document", "an object", document)
     for name in wanted:
         text = document.get(name)
-        _require(isinstance(text, str), path, "the text of a leaf", "text", text, name)
+        require(isinstance(text, str), path, "the text of a leaf", "text", text, name)
     return {name: document[name] for name in wanted}
 
 
@@ -213,7 +213,7 @@ def read_checkpoint_metadata(directory: str, limits: Limits) -> dict[str, str]:
     if not os.path.lexists(path):
         return {}
     document = load_json(path, limits=limits)
-    _require(isinstance(document, dict), path, "the document", "an object", document)
+    require(isinstance(document, dict), path, "the document", "an object", document)
     if document.get("init_timestamp_nsecs") and not document.get("commit_timestamp_nsecs"):
         raise CheckpointIncompleteError(
             "the checkpoint was never committed",
@@ -243,24 +243,3 @@ def texts(metadata: Any) -> dict[str, str]:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _require(
-    holds: bool, path: str, what: str, expected: str, found: Any, tensor: str | None = None
-) -> None:
-    if not holds:
-        raise wrong(path, what, expected, found, tensor)
-
-
-def wrong(
-    path: str, what: str, expected: str, found: Any, tensor: str | None = None
-) -> CheckpointFormatError:
-    """The error for a field that is not what it should be."""
-    shown = repr(found) if isinstance(found, str | int | float | None) else type(found).__name__
-    return CheckpointFormatError(
-        f"{what} is not what it should be",
-        path=path,
-        tensor=tensor,
-        expected=expected,
-        found=shown,
-    )

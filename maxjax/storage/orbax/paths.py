@@ -22,11 +22,9 @@ from ...errors import (
     some,
 )
 from ..files import os_error
-from .metadata import CHECKPOINT, TREE
+from ..formats import ORBAX
+from .metadata import CHECKPOINT, INDICATOR, TREE
 
-INDICATOR = "orbax.checkpoint"
-# Any of these in a directory makes it a checkpoint, or a tree of one.
-MARKS = (TREE, CHECKPOINT, INDICATOR)
 UNFINISHED = ".orbax-checkpoint-tmp"
 # What maxjax writes into (see storage.staging).
 _OWN = ".maxjax-", ".tmp"
@@ -207,7 +205,7 @@ def _items(checkpoint: str) -> dict[str, str]:
 
 def _is_checkpoint(path: str) -> bool:
     """Whether a directory is a checkpoint or a tree: by its marks, or because trees lie in it."""
-    if any(os.path.lexists(os.path.join(path, mark)) for mark in MARKS):
+    if any(os.path.lexists(os.path.join(path, mark)) for mark in ORBAX.marks):
         return True
     try:
         names = os.listdir(path)

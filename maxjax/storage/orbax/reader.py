@@ -72,7 +72,7 @@ def open_orbax(
     """
     limits = in_force(limits)
     place, tree, metadata = _open_tree(os.fsdecode(path), item, limits)
-    own = read_own(metadata, place, limits)
+    own = read_own(metadata, place.checkpoint, place.item, limits)
     store = Store(place.directory, limits)
     file = open_regular(os.path.join(place.directory, TREE))
     try:

@@ -29,7 +29,7 @@ from ...errors import (
     CheckpointUnsafeError,
     OutOfMemoryError,
 )
-from ..entry import Box
+from ..boxes import Box
 from ..files import os_error
 from ..limits import Limits
 

@@ -18,8 +18,7 @@ from ...dtype import DType
 from ...errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMissingError
 from ..entry import UnknownType
 from ..limits import Limits
-from ..strict_json import load_json
-from .metadata import wrong
+from ..strict_json import load_json, require, wrong
 
 # Format of the array → name of its description.
 DRIVERS = {"zarr3": "zarr.json", "zarr": ".zarray"}
@@ -80,7 +79,7 @@ def read_description(
     """
     shown = path if isinstance(source, bytes) else None
     value = load_json(source, limits=limits, name=shown)
-    _require(isinstance(value, dict), path, "the document", "an object", value, name)
+    require(isinstance(value, dict), path, "the document", "an object", value, name)
     found = (_zarr3 if driver == "zarr3" else _zarr2)(value, path, name)
     _check_sizes(found, path, name, limits)
     return found
@@ -88,28 +87,28 @@ def read_description(
 
 def _zarr2(value: dict[str, Any], path: str, name: str) -> Description:
     version, filters = value.get("zarr_format"), value.get("filters")
-    _require(version == 2, path, "zarr_format", "2", version, name)
-    _require(filters is None, path, "filters", "null", filters, name)
+    require(version == 2, path, "zarr_format", "2", version, name)
+    require(filters is None, path, "filters", "null", filters, name)
     shape, chunk = (_sizes(value.get(key), path, key, name) for key in ("shape", "chunks"))
     separator = value.get("dimension_separator", ".")
-    _require(separator in (".", "/"), path, "dimension_separator", "'.' or '/'", separator, name)
+    require(separator in (".", "/"), path, "dimension_separator", "'.' or '/'", separator, name)
     dtype = _dtype(value.get("dtype"), path, "dtype", name)
     return Description("zarr", dtype, shape, chunk, chunk, "", separator)
 
 
 def _zarr3(value: dict[str, Any], path: str, name: str) -> Description:
     version, kind = value.get("zarr_format"), value.get("node_type")
-    _require(version == 3, path, "zarr_format", "3", version, name)
-    _require(kind == "array", path, "node_type", "'array'", kind, name)
+    require(version == 3, path, "zarr_format", "3", version, name)
+    require(kind == "array", path, "node_type", "'array'", kind, name)
     grid, configuration = _named(value.get("chunk_grid"), path, "chunk_grid", name)
-    _require(grid == "regular", path, "chunk_grid", "'regular'", grid, name)
+    require(grid == "regular", path, "chunk_grid", "'regular'", grid, name)
     shape = _sizes(value.get("shape"), path, "shape", name)
     chunk = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
     encoding, options = _named(value.get("chunk_key_encoding"), path, "chunk_key_encoding", name)
     known = encoding in ("default", "v2")
-    _require(known, path, "chunk_key_encoding", "'default' or 'v2'", encoding, name)
+    require(known, path, "chunk_key_encoding", "'default' or 'v2'", encoding, name)
     separator = options.get("separator", "/" if encoding == "default" else ".")
-    _require(separator in (".", "/"), path, "separator", "'.' or '/'", separator, name)
+    require(separator in (".", "/"), path, "separator", "'.' or '/'", separator, name)
     dtype = _dtype(value.get("data_type"), path, "data_type", name)
     read = _inner(value.get("codecs"), path, name) or chunk
     prefix = "c" if encoding == "default" else ""
@@ -118,14 +117,14 @@ def _zarr3(value: dict[str, Any], path: str, name: str) -> Description:
 
 def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
     """The shape of the chunks that lie together in one (a "shard"), if they do."""
-    _require(isinstance(codecs, list), path, "codecs", "a list", codecs, name)
+    require(isinstance(codecs, list), path, "codecs", "a list", codecs, name)
     found = None
     for one in codecs:
         codec, configuration = _named(one, path, "codecs", name)
         if codec == "sharding_indexed":
             found = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
             inside = configuration.get("codecs")
-            _require(_inner(inside, path, name) is None, path, "codecs", "one level", "two", name)
+            require(_inner(inside, path, name) is None, path, "codecs", "one level", "two", name)
     return found
 
 
@@ -133,18 +132,18 @@ def _named(value: Any, path: str, what: str, name: str) -> tuple[str, dict[str, 
     """The name and the configuration of an extension."""
     if isinstance(value, str):
         return value, {}
-    _require(isinstance(value, dict), path, what, "an object", value, name)
+    require(isinstance(value, dict), path, what, "an object", value, name)
     title, configuration = value.get("name"), value.get("configuration", {})
-    _require(isinstance(title, str), path, f"{what}: name", "text", title, name)
+    require(isinstance(title, str), path, f"{what}: name", "text", title, name)
     is_object = isinstance(configuration, dict)
-    _require(is_object, path, f"{what}: configuration", "an object", configuration, name)
+    require(is_object, path, f"{what}: configuration", "an object", configuration, name)
     return title, configuration
 
 
 def _sizes(value: Any, path: str, what: str, name: str) -> tuple[int, ...]:
     holds = isinstance(value, list) and len(value) <= _MOST_DIMENSIONS
     holds = holds and all(type(size) is int and size >= 0 for size in value)
-    _require(holds, path, what, f"a list of up to {_MOST_DIMENSIONS} sizes", value, name)
+    require(holds, path, what, f"a list of up to {_MOST_DIMENSIONS} sizes", value, name)
     return tuple(value)
 
 
@@ -166,7 +165,7 @@ def _check_sizes(found: Description, path: str, name: str, limits: Limits) -> No
     shape, chunk, read = found.shape, found.chunk, found.read_chunk
     where: dict[str, Any] = {"path": path, "tensor": name}
     same = len(shape) == len(chunk) == len(read)
-    _require(same, path, "the number of axes of a chunk", str(len(shape)), str(len(chunk)), name)
+    require(same, path, "the number of axes of a chunk", str(len(shape)), str(len(chunk)), name)
     itemsize = 1 if isinstance(found.dtype, UnknownType) else found.dtype.np.itemsize
     nbytes = itemsize * math.prod(size for size in shape if size)
     if nbytes > limits.tensor_bytes:
@@ -258,10 +257,3 @@ def _index(found: Description, key: str) -> tuple[int, ...] | None:
     if not plain or len(numbers) != len(found.shape) or any(len(one) > 18 for one in numbers):
         return None
     return tuple(map(int, numbers))
-
-
-def _require(
-    holds: bool, path: str, what: str, expected: str, found: Any, tensor: str | None
-) -> None:
-    if not holds:
-        raise wrong(path, what, expected, found, tensor)

@@ -19,13 +19,11 @@ from ...errors import (
     CheckpointTruncatedError,
     CheckpointUnsafeError,
 )
-from ..entry import Checksum, Coding, Nibbles, Strided, TensorEntry, UnknownType
+from ..entry import MAX_DIMS, Checksum, Coding, Nibbles, Strided, TensorEntry, UnknownType
 from ..limits import Limits
 from .names import VIEW, Storage, Tensor
 from .pickle_machine import Token, shown
 
-# NumPy's own bound.
-MAX_DIMS = 64
 # What tensors may take whatever the size of their storages, before `expansion` is asked.
 _FREE_BYTES = 1 << 30
 _KEY = re.compile(r"[0-9A-Za-z_-]+")

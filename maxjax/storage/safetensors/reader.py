@@ -13,7 +13,7 @@ from typing import Any
 from ...dtype import DType
 from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from ..blocks import KEPT, layout_of
-from ..entry import Nibbles, TensorEntry, UnknownType
+from ..entry import MAX_DIMS, Nibbles, TensorEntry, UnknownType
 from ..files import OpenFile, open_regular
 from ..limits import Limits, in_force
 from ..signatures import SNIFF_BYTES, foreign, sniff
@@ -21,8 +21,6 @@ from ..strict_json import KeyPath, Text, collector_paused
 from ..table import TensorTable
 
 WHAT = "a safetensors file"
-# NumPy's own bound.
-MAX_DIMS = 64
 # A header length from here on is not a length: no header of a terabyte was ever written.
 _ABSURD = 1 << 40
 # In the format, but JAX has no arrays of them or would silently make them something else.

@@ -15,8 +15,9 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from ..boxes import Wanted, copy_shared, count, extents, in_order
 from ..crc32 import crc32
-from ..entry import DECODED_BYTES, Box, Coding, TensorEntry, Wanted, count, extents, swapped, within
+from ..entry import DECODED_BYTES, Coding, TensorEntry, swapped
 from ..files import OpenFile, aligned_empty
 
 # What is read of the file at a time.
@@ -60,11 +61,10 @@ class Deflated(Coding):
         first = 0
         for block in self._blocks(file, entry):
             values, done = self._values(file, entry, first, block), 0
-            for box in boxes(shape, first, first + values.size):
+            for box in in_order(shape, first, first + values.size):
                 piece = values[done : done + count(box)].reshape(extents(box))
-                for outer, array in wanted:
-                    if (common := overlap(box, outer)) is not None:
-                        array[(*within(common, outer), ...)] = piece[(*within(common, box), ...)]
+                for part in wanted:
+                    copy_shared(part, (box, piece))
                 done += count(box)
             first += values.size
         return entry.nbytes
@@ -158,43 +158,3 @@ class Deflated(Coding):
             )
         dtype = entry.dtype.np
         return (swapped(block, dtype) if self.swap else block).view(dtype)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up the values ``start`` to ``stop`` of an array in C order, in turn.
-
-    There are at most two for each axis.
-
-    Example:
-        >>> list(boxes((3, 4), 2, 9))
-        [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
-    """
-    while start < stop:
-        axis, row = len(shape), 1
-        while axis and start % (row * shape[axis - 1]) == 0:
-            if row * shape[axis - 1] > stop - start:
-                break
-            axis -= 1
-            row *= shape[axis]
-        box: list[tuple[int, int]] = [(0, size) for size in shape[axis:]]
-        rows, number = 1, start // row
-        if axis:
-            number, index = divmod(number, shape[axis - 1])
-            rows = min(shape[axis - 1] - index, (stop - start) // row)
-            box.insert(0, (index, index + rows))
-        for size in reversed(shape[: max(axis - 1, 0)]):
-            number, index = divmod(number, size)
-            box.insert(0, (index, index + 1))
-        yield tuple(box)
-        start += rows * row
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes share, or None.
-
-    Example:
-        >>> overlap(((0, 3),), ((2, 9),))
-        ((2, 3),)
-    """
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(start < stop for start, stop in both) else None

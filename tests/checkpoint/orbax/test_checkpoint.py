@@ -36,8 +36,8 @@ from maxjax.errors import (
 )
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.storage.boxes import whole
 from maxjax.storage.checksums import crc32_of_boxes
-from maxjax.storage.entry import whole
 from maxjax.storage.save.staging import Staging
 from tests.nn import test_device_major as device_major
 from tests.test_distributed import ROOT, clean, free_port

@@ -28,7 +28,7 @@ from maxjax.storage.blocks import (
     swap_blocks,
 )
 from maxjax.storage.blocks.scratch import KEPT, Scratch, bits, nibbles, weave
-from maxjax.storage.entry import whole
+from maxjax.storage.boxes import whole
 from maxjax.storage.gguf.types import GGML_TYPES_BY_NAME
 from maxjax.storage.parts import Part, read_parts
 

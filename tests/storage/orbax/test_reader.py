@@ -19,9 +19,9 @@ from maxjax.errors import (
     CheckpointMissingError,
 )
 from maxjax.storage import open_checkpoint
+from maxjax.storage.boxes import whole
 from maxjax.storage.crc32 import crc32
 from maxjax.storage.digests import DIRECTORY, NAME, Record, to_bytes
-from maxjax.storage.entry import whole
 from maxjax.storage.files import aligned_empty
 from maxjax.storage.orbax import chunks as orbax_chunks
 from maxjax.storage.orbax.reader import is_orbax, open_orbax, orbax_items, orbax_tree, steps
@@ -373,17 +373,16 @@ def test_checksums_find_every_change_of_values(made, tmp_path):
         assert len(table.entries) == len(tensors())
 
 
-def test_bytes_that_are_blocks_or_another_type(tmp_path):
+def test_bytes_that_are_blocks(tmp_path):
     stored = np.arange(2 * 144 * 2, dtype=np.uint8).reshape(2, 288)
     tiny = np.arange(8, dtype=np.uint8)
-    own = {"version": 1, "encodings": {"state": {"w": "Q4_K"}},
-           "dtypes": {"state": {"f": "float4_e2m1fn"}, "other": {"g": 3}}}  # fmt: skip
-    arrays = {"w": stored, "f": tiny, "b": tiny}
+    # "dtypes" is in files of the first versions alone, and always empty.
+    own = {"version": 1, "encodings": {"state": {"w": "Q4_K"}, "other": {"g": "Q9"}}, "dtypes": {}}
+    arrays = {"w": stored, "b": tiny}
     path = orbax_corpus.save(tmp_path / "c", arrays, custom_metadata={"maxjax": own})
     with open_orbax(path) as table:
-        assert [table.entries[n].encoding for n in "wfb"] == ["Q4_K", None, None]
-        assert table.read("f").dtype == ml_dtypes.float4_e2m1fn
-        assert np.array_equal(table.read("f").view(np.uint8), tiny)
+        assert [table.entries[n].encoding for n in "wb"] == ["Q4_K", None]
+        assert np.array_equal(table.read("b"), tiny)
         assert np.array_equal(table.read("w"), stored)
 
 
@@ -394,16 +393,19 @@ def test_bytes_that_are_blocks_or_another_type(tmp_path):
         ({"version": 1, "encodings": {"state": {"w": "Q9"}}}, "Q9"),
         ({"version": 1, "encodings": {"state": {"w": "Q4_K"}}}, "blocks of 144"),
         ({"version": 1, "encodings": {"state": {"no": "Q8_0"}}}, "'no'"),
-        ({"version": 1, "dtypes": {"state": {"w": "float32"}}}, "one byte"),
-        ({"version": 1, "dtypes": {"state": {"f": "int4"}}}, "uint8"),
-        ({"version": 1, "dtypes": {"state": {"w": 3}}}, "text"),
-        ({"version": 1, "dtypes": {"state": []}}, "object"),
-        ({"version": 1, "dtypes": 3}, "object"),
+        ({"version": 1, "encodings": {"state": {"f": "Q8_0"}}}, "blocks of 34"),
+        ({"version": 1, "encodings": {"state": {"b": "Q8_0"}}}, "uint8"),
+        ({"version": 1, "encodings": {"state": {"w": 3}}}, "text"),
+        ({"version": 1, "encodings": {"state": []}}, "object"),
+        ({"version": 1, "encodings": 3}, "object"),
+        ({"version": 1, "keys": {"state": {"w": 3}}}, "text"),
+        ({"version": 1, "plain": 3}, "object"),
+        ({"version": 1, "items": 3}, "list"),
         ([], "object"),
     ],
 )
 def test_what_maxjax_adds_is_checked(own, says, tmp_path):
-    arrays = {"w": np.zeros((2, 8), np.uint8), "f": np.zeros(2, np.float32)}
+    arrays = {"w": np.zeros((2, 8), np.uint8), "f": np.zeros(2, np.float32), "b": np.zeros(34, "b")}
     path = orbax_corpus.save(tmp_path / "c", arrays, custom_metadata={"maxjax": own})
     with pytest.raises(CheckpointFormatError, match=says) as caught:
         open_orbax(path)

@@ -19,10 +19,11 @@ from maxjax.errors import (
     CheckpointLimitError,
 )
 from maxjax.storage import open_regular
-from maxjax.storage.entry import Checksum, TensorEntry, extents
+from maxjax.storage.boxes import extents, in_order
+from maxjax.storage.entry import Checksum, TensorEntry
 from maxjax.storage.zip import deflate
 from maxjax.storage.zip.archive import Archive, read_directory
-from maxjax.storage.zip.deflate import Deflated, boxes
+from maxjax.storage.zip.deflate import Deflated
 from tests.storage.mutate import mutations, rewrite
 from tests.storage.numpy.corpus import Item, flipped, pack
 from tests.storage.numpy.corpus import deflate as deflated
@@ -316,7 +317,7 @@ def test_entry_that_asks_for_more_than_its_member_has(tmp_path):
 def test_boxes_make_up_a_run_of_values(shape):
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     for start, stop in product(range(values.size + 1), repeat=2):
-        found = list(boxes(shape, start, stop))
+        found = list(in_order(shape, start, stop))
         inside = [values[tuple(slice(*span) for span in box)] for box in found]
         assert [one.shape for one in inside] == [extents(box) for box in found]
         joined = [int(value) for one in inside for value in one.reshape(-1)]

@@ -16,7 +16,7 @@ from ....dtype import DType
 from ....errors import CheckpointFormatError, CheckpointMismatchError, some
 from ....graph.weights import WeightData
 from ....graph.weights.same import same_values
-from ....storage.entry import whole
+from ....storage.boxes import whole
 from ..config.defaults import Model, read_config
 from ..layouts import Layout, Permuted, Plus, Same, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source

@@ -31,7 +31,7 @@ from ....graph.weights.device_reads import (
     slices,
 )
 from ....graph.weights.weight_data import WeightData
-from ....storage.entry import Box, count, extents
+from ....storage.boxes import Box, count, extents
 from .fit import Fit, as_it_is, host, in_pieces, is_lazy, materialise, pieces
 
 

@@ -1,4 +1,4 @@
-"""What lies beside the arrays of a checkpoint: their checksums, and what orbax cannot hold."""
+"""The checksums of the arrays of a checkpoint, of which each process has its parts."""
 
 from __future__ import annotations
 
@@ -11,43 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...storage.boxes import Box
 from ...storage.checksums import crc32_of_boxes
 from ...storage.crc32 import combine, crc32
-from ...storage.entry import Box
-from ...storage.orbax.maxjax_metadata import metadata_sum
 from .arrays import held_parts, is_on_host, owners
 from .tree import Item
 
-# The key of what maxjax keeps in orbax's own metadata, and the version of it.
-METADATA, VERSION = "maxjax", 1
-
-
-def metadata_of(items: Mapping[str, Item]) -> dict[str, Any]:
-    """What orbax has no place for, with a checksum of it."""
-    content: dict[str, Any] = {
-        "version": VERSION,
-        "items": sorted(items),
-        "encodings": {name: item.encodings for name, item in items.items() if item.encodings},
-        "empty": {name: item.empty for name, item in items.items() if item.empty},
-        "keys": {name: item.keys for name, item in items.items() if item.keys},
-        "plain": {
-            name: {leaf: [type(value).__name__, _text(value)] for leaf, value in item.plain.items()}
-            for name, item in items.items()
-            if item.plain
-        },
-    }
-    return {**content, "crc32": f"{metadata_sum(content):08x}"}
-
-
-def _text(value: Any) -> str:
-    """A leaf that is no array, as text that gives it back exactly."""
-    if isinstance(value, bytes):
-        return value.hex()
-    return value if isinstance(value, str) else repr(value)
-
 
 class Sums:
-    """The checksums of arrays, of which each process has its parts.
+    """The checksums of arrays.
 
     A part that another process has counts as zeros here: sums of equal length add up by XOR,
     but for that of zeros, which is in all of them.
