@@ -47,7 +47,7 @@ kernels: __init__
 # 3 graph: what a weight is, where it lies, and programs of values
 graph/placement: strategy mesh device_major specs arrays
 graph: symbolic tensor_type operands rebinding operators value
-graph/weight: epoch transpose weight shard stacked __init__
+graph/weight: epoch running transpose weight shard stacked __init__
 graph/weights: weight_data cursor load __init__ device_reads writing same
 graph: subgraph reroll graph
 graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ...dtype import DType
 from ...kernels import QuantArray, StackSlice, explicit
+from ...kernels.stack_slice import whole
 from ..device import DeviceRef
 from ..kind import KIND
 from ..placement.arrays import as_used, put, relaid, stays
@@ -25,6 +27,7 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
+from .running import RUNNING
 from .transpose import TransposedValue
 from .transpose import WeightTranspose as WeightTranspose
 
@@ -32,19 +35,20 @@ from .transpose import WeightTranspose as WeightTranspose
 _SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
 
 
-# Set by the Module floor: the full name of a weight below the Module now running.
-running_name: Callable[[Weight], str | None] | None = None
 # Set by the file of shards: (weight, number, device) → the shard.
 make_shard: Callable[[Any, int, DeviceRef], Weight] | None = None
-# Set by the Module floor: whether a StackedWeight is below the outermost running Module.
-is_below: Callable[[Any], bool] | None = None
-# Set by the Graph's file: what stands for a weight in the Graph being written, if any is.
-graph_value: Callable[[Any], Any] | None = None
 
 
 def standing_for(weight: Any) -> Any:
     """What stands for a Weight or a StackedWeight in the Graph being written; None outside of one."""
-    return None if graph_value is None else graph_value(weight)
+    graphs = RUNNING.graphs
+    if not graphs:
+        return None
+    home = weight._home
+    if home is not None and RUNNING.is_below(home[0]):
+        stack = standing_for(home[0])
+        return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
+    return None if isinstance(whole(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
 
 
 class Weight(TensorValue):
@@ -484,7 +488,7 @@ class Weight(TensorValue):
         return value
 
     def _no_value(self) -> str:
-        name = (running_name(self) if running_name else None) or self.name
+        name = RUNNING.name_of(self) or self.name
         return (
             f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
             "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
