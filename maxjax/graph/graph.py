@@ -60,7 +60,7 @@ class Entry:
         else:
             kept, self.names = weight, [_name_of(weight)]
         self.template: Weight = kept
-        leaf = weight._leaf
+        leaf = weight.stored.leaf
         self.shape = tuple(map(int, kept.shape)) if leaf is None else tuple(leaf.shape)
         dtype = jax.dtypes.canonicalize_dtype(kept.dtype.np)
         # Constants without axes become literals in a jaxpr, so there is always one more.
@@ -82,8 +82,7 @@ class Entry:
     def tracer(self) -> Any:
         """The weight as a value of the trace now running."""
         array = jnp.asarray(self.stand_in).reshape(self.shape)
-        kept = self.weight
-        place = kept._leaf_sharding if isinstance(kept, Weight) else kept._sharding
+        place = self.weight.stored.leaf_sharding
         if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
             # Its type says where it is, and what is made of it goes by that.
             return jax.sharding.reshard(array, place.with_memory_kind("device"))
@@ -249,7 +248,7 @@ class Graph(metaclass=_Meta):
             ValueError: Another Weight of that name is in the graph, or it has symbolic
                 dimensions and no value.
         """
-        return TensorValue(weight._as_array())
+        return TensorValue(weight)
 
     def stand_in(self, weight: Weight | StackedWeight) -> Any:
         """What stands for a Weight, or the Weights of a stack, in the trace now running.
@@ -259,7 +258,7 @@ class Graph(metaclass=_Meta):
         """
         entry = self._by_weight.get(id(weight))
         if entry is None:
-            if weight._leaf is None:
+            if weight.stored.leaf is None:
                 raise ValueError(f"{weight!r} has symbolic dimensions and no value: its sizes must be known "
                                  "before it is used in a Graph")  # fmt: skip
             entry = Entry(weight)
@@ -273,7 +272,7 @@ class Graph(metaclass=_Meta):
         for name in entry.names:
             one, two = entry.find(name), self._by_name.setdefault(name, entry).find(name)
             if one is not two and (
-                one is None or two is None or one._is_missing or two._is_missing
+                one is None or two is None or one.stored.is_missing or two.stored.is_missing
             ):
                 raise ValueError(
                     f"Weight '{name}' already exists in Graph '{self.name}', and is another one: give one of them "

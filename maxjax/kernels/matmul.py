@@ -138,7 +138,7 @@ def _operand(a: Any) -> Any:
     """An array or a StackSlice, which a Weight may be inside."""
     if isinstance(a, (jax.Array, StackSlice, QuantArray)):
         return a
-    method = getattr(a, "_operand", None)
+    method = getattr(a, "__kernel_operand__", None)
     return _array(a) if method is None else method()
 
 

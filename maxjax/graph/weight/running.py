@@ -9,50 +9,17 @@ when a file is imported.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Set
-from typing import Any, Protocol
+from typing import Any
 
 from .epoch import EPOCH
-
-
-class Names(Protocol):
-    """The names below a Module, good for one count of structures.
-
-    Attributes:
-        structure: That count.
-        names: id(Weight) → first full name.
-        weights: Full name → Weight.
-        stacks: ids of the StackedWeights.
-    """
-
-    structure: int
-
-    @property
-    def names(self) -> Mapping[int, str]: ...
-    @property
-    def weights(self) -> Mapping[str, Any]: ...
-    @property
-    def stacks(self) -> Set[int]: ...
-
-
-class Module(Protocol):
-    """What is asked of a Module that runs."""
-
-    def _mx_names_below(self) -> Any: ...
-
-
-class Graph(Protocol):
-    """What is asked of a Graph that is written."""
-
-    def stand_in(self, weight: Any) -> Any: ...
-    def placeholder(self, name: str, template: Any) -> Any: ...
 
 
 class Running(threading.local):
     """What runs in this thread.
 
     Attributes:
-        modules: The Modules whose ``__call__`` is running, outermost first.
+        modules: The Modules whose ``__call__`` is running, outermost first. Each makes the names
+            below it when it is asked (``nn/layer/call_stack.py``).
         graphs: The Graphs being written, innermost last.
         traced: Whether the outermost of them was called under a trace.
         known: id(Module) → names below one of the Modules, made when they are asked for.
@@ -64,7 +31,7 @@ class Running(threading.local):
         self.traced = False
         self.known: dict[int, Any] = {}
 
-    def names_below(self, module: Module) -> Any:
+    def names_below(self, module: Any) -> Any:
         """The names below a Module that runs; made anew when a structure has changed."""
         known = self.known.get(id(module))
         if known is None or known.structure != EPOCH.structure:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ...graph.kind import KIND
-from ...graph.value import TensorValue
+from ...graph.value import TensorValue, wraps
 from ...graph.weight.epoch import EPOCH
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
@@ -101,12 +101,12 @@ def _has_value(args: Iterable[Any]) -> bool:
     """Whether a TensorValue is among them, at any depth of what holds others."""
     for arg in args:
         if isinstance(arg, TensorValue):
-            if arg._wraps:
+            if wraps(arg):
                 return True
         elif arg is None or isinstance(arg, _PLAIN) or _is_leaf(arg):
             continue
         elif any(
-            isinstance(x, TensorValue) and x._wraps for x in jax.tree.leaves(arg, is_leaf=_is_leaf)
+            isinstance(x, TensorValue) and wraps(x) for x in jax.tree.leaves(arg, is_leaf=_is_leaf)
         ):
             return True
     return False

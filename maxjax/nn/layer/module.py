@@ -180,14 +180,14 @@ class Module(Layer, StateDict, ABC):
 
     def _claim(self, name: str, weight: Weight) -> str:
         """The local name under which ``weight`` is registered when assigned to ``name``."""
-        for candidate in (weight._local_name, name):
+        for candidate in (weight.stored.local_name, name):
             holder = self._mx_weights.get(candidate)
             users = [attr for attr, local in self._mx_locals.items() if local == candidate]
             if holder is None or holder is weight or users == [name]:
                 return candidate
         raise ValueError(
             f"{type(self).__name__}.{name}: this module already has other weights named "
-            f"'{weight._local_name}' and '{name}'; give the Weight another name"
+            f"'{weight.stored.local_name}' and '{name}'; give the Weight another name"
         )
 
     def _forget(self, name: str, keep: str | None = None) -> None:

@@ -267,7 +267,7 @@ def _definition(i: int, layer: Any) -> Definition:
         raise NotImplementedError(
             f"layer {i} holds a LayerStack: stacks within stacks are not supported"
         )
-    if any(weight._home is not None for weight in holders):
+    if any(weight.stored.home is not None for weight in holders):
         raise ValueError(f"layer {i} belongs to another LayerStack: unstack() that first")
     return definition
 
@@ -315,7 +315,7 @@ def _difference(one: Module, other: Module) -> str:
         if (name in a.names) != (name in b.names):
             return f"only one of them has the weight '{name}'"
         u, v = (d.weights[d.names.index(name)] for d in (a, b))
-        if u._static() != v._static():
+        if u.stored.static() != v.stored.static():
             return f"the weight '{name}' is {_described(u)} in one and {_described(v)} in the other"
     return "their weights are tied in different ways"
 
@@ -327,8 +327,9 @@ def _at(layer: Module, path: str) -> Any:
 
 
 def _described(weight: Weight) -> str:
-    parts = [weight._dtype, list(map(str, weight._dims)), weight._device, weight._quantization_encoding,
-             weight._sharding_strategy, weight._sharding]  # fmt: skip
+    stored = weight.stored
+    parts = [stored.dtype, list(map(str, stored.dims)), weight.device, weight.quantization_encoding,
+             weight.sharding_strategy, stored.sharding]  # fmt: skip
     return " ".join(str(part).replace("'", "") for part in parts if part is not None)
 
 
@@ -384,7 +385,8 @@ def _replica(
         made[id(module)] = new
 
     def there(weight: Weight) -> Weight:
-        return weight if weight._home is None else weight._home[0].view(place)
+        home = weight.stored.home
+        return weight if home is None else home[0].view(place)
 
     for module, new in own:
         weights = {local: there(weight) for local, weight in module._mx_weights.items()}
