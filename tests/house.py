@@ -137,3 +137,69 @@ class House:
 
     def _passes(self, file: str, one: Import) -> bool:
         return file.endswith("__init__.py") and one.when == "types"
+
+
+def private_uses(house: House, folder: str) -> list[str]:
+    """Where a file outside of a folder uses private members of its classes: "file:line name".
+
+    What a file uses of itself (``self._x``) or of its own classes does not count, though its name
+    may be the same.
+    """
+    private = set[str]()
+    for file, tree in house.trees.items():
+        if file.startswith(folder):
+            private |= _members(tree)
+            private |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found = []
+    for file, tree in house.trees.items():
+        if not file.startswith(folder):
+            counted = {name for name in private - _members(tree) if _is_private(name)}
+            found += [
+                f"{file}:{node.lineno} {node.attr}"
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute)
+                and node.attr in counted
+                and getattr(node.value, "id", "") not in ("self", "cls")
+            ]
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _members(tree: ast.Module) -> set[str]:
+    """Names of methods and attributes of the classes in a file."""
+    found = set[str]()
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(cls):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+        for node in cls.body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def slots(house: House) -> list[str]:
+    """Attributes of imported modules or classes that a file assigns when it is loaded."""
+    found = []
+    for file, tree in house.trees.items():
+        names = {
+            alias.asname or alias.name
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.level
+            for alias in node.names
+        }
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") in names:
+                    found.append(f"{file}:{node.lineno} {ast.unparse(target)}")
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                call = node.value.func
+                if isinstance(call, ast.Attribute) and getattr(call.value, "id", "") in names:
+                    found.append(f"{file}:{node.lineno} {ast.unparse(call)}")
+    return found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import House, imports
+from tests.house import House, imports, private_uses, slots
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,7 +47,7 @@ kernels: __init__
 # 3 graph: what a weight is, where it lies, and programs of values
 graph/placement: strategy mesh device_major specs arrays
 graph: symbolic tensor_type operands rebinding operators value
-graph/weight: epoch transpose weight shard stacked __init__
+graph/weight: epoch running stored transpose weight stacked __init__
 graph/weights: weight_data cursor load __init__ device_reads writing same
 graph: subgraph reroll graph
 graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear
@@ -192,6 +192,16 @@ def test_no_file_is_too_long_to_read():
     assert not {path.name: count for path, count in lines.items() if count > MOST_LINES}
 
 
+def test_nobody_looks_into_a_weight():
+    """What others use of a Weight is public, or in ``weight.stored``."""
+    assert private_uses(House(ROOT / "maxjax"), "graph/weight/") == []
+
+
+def test_no_file_fills_what_belongs_to_another():
+    """What a lower floor asks of a higher one is in ``graph/weight/running.py``, not in a slot."""
+    assert slots(House(ROOT / "maxjax")) == []
+
+
 def _run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -297,3 +307,16 @@ def test_a_cycle_is_reported(tmp_path):
 )
 def test_a_forbidden_import_is_reported(tmp_path, text):
     assert len(foreign(_house(tmp_path, {"low.py": text}), FORBIDDEN)) == 1
+
+
+def test_looking_into_a_weight_is_reported(tmp_path):
+    files = {
+        "box/weight.py": "class Weight:\n    def _put(self):\n        self._leaf = 1",
+        "low.py": "class Other:\n    def _put(self): ...\ndef f(w):\n    w._put(w._leaf, w.__dict__)",
+    }
+    assert private_uses(House(_house(tmp_path, files)), "box/") == ["low.py:4 _leaf"]
+
+
+def test_a_filled_slot_is_reported(tmp_path):
+    files = {"top.py": "from . import low\nlow.slot = 1\nlow.LIST.append(2)\nx = low.slot"}
+    assert slots(House(_house(tmp_path, files))) == ["top.py:2 low.slot"]

@@ -49,8 +49,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "shape": "AlgebraicDim Dim DimLike Shape StaticDim SymbolicDim",
         "tensor_type": "TensorType Type",
         "value": "TensorValue TensorValueLike Value",
-        "weight": "Weight",
-        "weight.shard": "Shard",
+        "weight": "Shard Weight",
     },
     _absent(
         __name__,

@@ -9,7 +9,6 @@ program, whether it has a value or not; ``program.py`` compiles and runs the res
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -17,31 +16,18 @@ import greenlet
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
-from ..kernels.stack_slice import StackSlice, whole
-from . import subgraph as subgraph_module
 from .kind import giving
 from .reroll import reroll
-from .subgraph import LOOKUPS, Subgraph
+from .subgraph import Subgraph
 from .symbolic import Scope, naming, sizes_of
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
-from .weight import weight as weight_module
+from .weight.running import RUNNING
 from .weight.stacked import StackedWeight
 from .weight.weight import Weight
 from .weights.cursor import UnreadWeights
-
-
-class _Current(threading.local):
-    """The Graphs being written in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[Graph] = []
-
-
-_CURRENT = _Current()
 
 
 class _Meta(type):
@@ -52,9 +38,9 @@ class _Meta(type):
         Raises:
             LookupError: There is none.
         """
-        if not _CURRENT.stack:
+        if not RUNNING.graphs:
             raise LookupError("No graph found")
-        return _CURRENT.stack[-1]
+        return RUNNING.graphs[-1]
 
 
 class Entry:
@@ -74,7 +60,7 @@ class Entry:
         else:
             kept, self.names = weight, [_name_of(weight)]
         self.template: Weight = kept
-        leaf = weight._leaf
+        leaf = weight.stored.leaf
         self.shape = tuple(map(int, kept.shape)) if leaf is None else tuple(leaf.shape)
         dtype = jax.dtypes.canonicalize_dtype(kept.dtype.np)
         # Constants without axes become literals in a jaxpr, so there is always one more.
@@ -96,8 +82,7 @@ class Entry:
     def tracer(self) -> Any:
         """The weight as a value of the trace now running."""
         array = jnp.asarray(self.stand_in).reshape(self.shape)
-        kept = self.weight
-        place = kept._leaf_sharding if isinstance(kept, Weight) else kept._sharding
+        place = self.weight.stored.leaf_sharding
         if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
             # Its type says where it is, and what is made of it goes by that.
             return jax.sharding.reshard(array, place.with_memory_kind("device"))
@@ -105,8 +90,7 @@ class Entry:
 
 
 def _name_of(weight: Weight) -> str:
-    running = weight_module.running_name
-    return (running(weight) if running else None) or weight.name
+    return RUNNING.name_of(weight) or weight.name
 
 
 class Graph(metaclass=_Meta):
@@ -194,7 +178,7 @@ class Graph(metaclass=_Meta):
     @staticmethod
     def is_writing() -> bool:
         """Whether any Graph is being written in this thread."""
-        return bool(_CURRENT.stack)
+        return bool(RUNNING.graphs)
 
     def __enter__(self) -> Graph:
         if self.jaxpr is not None or self._greenlet is not None:
@@ -214,7 +198,7 @@ class Graph(metaclass=_Meta):
         self._greenlet = greenlet.greenlet(run)
         tracers = self._greenlet.switch()
         self.inputs = tuple(map(TensorValue, tracers))
-        _CURRENT.stack.append(self)
+        RUNNING.graphs.append(self)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -227,7 +211,7 @@ class Graph(metaclass=_Meta):
             if not writer.dead:
                 # However the block was left, the trace must not stay behind in this thread.
                 writer.throw(greenlet.GreenletExit)
-            _CURRENT.stack.remove(self)
+            RUNNING.graphs.remove(self)
             self._entered.close()
 
     def output(self, *values: Any) -> None:
@@ -264,33 +248,38 @@ class Graph(metaclass=_Meta):
             ValueError: Another Weight of that name is in the graph, or it has symbolic
                 dimensions and no value.
         """
-        return TensorValue(weight._as_array())
+        return TensorValue(weight)
 
-    def _entry(self, weight: Weight | StackedWeight) -> Entry:
+    def stand_in(self, weight: Weight | StackedWeight) -> Any:
+        """What stands for a Weight, or the Weights of a stack, in the trace now running.
+
+        Raises:
+            ValueError: As :meth:`add_weight`.
+        """
         entry = self._by_weight.get(id(weight))
         if entry is None:
-            if weight._leaf is None:
+            if weight.stored.leaf is None:
                 raise ValueError(f"{weight!r} has symbolic dimensions and no value: its sizes must be known "
                                  "before it is used in a Graph")  # fmt: skip
             entry = Entry(weight)
             self._check_names(entry)
             self._by_weight[id(weight)] = entry
             self.entries.append(entry)
-        return entry
+        return entry.tracer()
 
     def _check_names(self, entry: Entry) -> None:
         """No two Weights may have one name, unless each holds a value: only a name could tell them apart."""
         for name in entry.names:
             one, two = entry.find(name), self._by_name.setdefault(name, entry).find(name)
             if one is not two and (
-                one is None or two is None or one._is_missing or two._is_missing
+                one is None or two is None or one.stored.is_missing or two.stored.is_missing
             ):
                 raise ValueError(
                     f"Weight '{name}' already exists in Graph '{self.name}', and is another one: give one of them "
                     "another name, or call state_dict() on the Module that holds both first, which names them"
                 )
 
-    def _placeholder(self, name: str, template: Weight) -> Weight:
+    def placeholder(self, name: str, template: Weight) -> Weight:
         """The Weight of that name, made here if the graph has none: a subgraph asks for it."""
         for entry in self.entries:
             if (known := entry.find(name)) is not None:
@@ -345,32 +334,3 @@ class Module:
             "maxjax.graph.Module is MAX's container of several graphs: leave it out, each Graph is compiled by "
             "itself (a model's layers are maxjax.nn.Module)"
         )
-
-
-def _graph_value(weight: Any) -> Any:
-    """What a Weight, or a stack of them, is inside a Graph; None outside."""
-    if not _CURRENT.stack:
-        return None
-    home = getattr(weight, "_home", None)
-    below = weight_module.is_below
-    if home is not None and below is not None and below(home[0]):
-        stack = _graph_value(home[0])
-        return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
-    if isinstance(whole(weight._leaf), Tracer):
-        return None
-    return _CURRENT.stack[-1]._entry(weight).tracer()
-
-
-weight_module.graph_value = _graph_value
-
-
-def _weights_by_name(names: list[str], templates: list[Weight]) -> list[Weight] | None:
-    """The Weights of these names in the Graph being written, made where it has none yet."""
-    if not _CURRENT.stack:
-        return None
-    graph = _CURRENT.stack[-1]
-    return [graph._placeholder(n, t) for n, t in zip(names, templates, strict=True)]
-
-
-LOOKUPS.append(_weights_by_name)
-subgraph_module.is_writing = Graph.is_writing

@@ -22,7 +22,7 @@ from .shape import StaticDim
 from .subgraph import is_input, type_of_input
 from .symbolic import naming
 from .tensor_type import TensorType
-from .value import TensorValue
+from .value import TensorValue, unwrap
 from .weight.epoch import EPOCH
 from .weight.weight import Weight
 from .weights import WeightData
@@ -81,7 +81,7 @@ class Binding:
         if (lazy := _lazy_name(entry)) is not None:
             raise ValueError(f"weight '{lazy}' has no value: '{self._graph}' is compiled, but its weights are not "
                              "loaded yet (load_state_dict(), or maxjax.init())")  # fmt: skip
-        array, name = entry.weight._array(), entry.names[0]
+        array, name = entry.weight.stored.array(), entry.names[0]
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)
         if array.shape != kind.shape or array.dtype != kind.dtype:
@@ -118,7 +118,7 @@ def default_device() -> Any:
 
 def _placement(entry: Entry, fixed: Any) -> Any:
     """Where a weight is, or is to be; None where JAX is free to choose."""
-    value = whole(entry.weight._leaf) if fixed is None else fixed
+    value = whole(entry.weight.stored.leaf) if fixed is None else fixed
     return value.sharding if getattr(value, "committed", False) else _declared(entry)
 
 
@@ -126,7 +126,7 @@ def _lazy_name(entry: Entry) -> str | None:
     for name in entry.names:
         weight = entry.find(name)
         assert weight is not None
-        if weight._is_missing:
+        if weight.stored.is_missing:
             return name
     return None
 
@@ -146,28 +146,27 @@ def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | Non
         value = registry.get(name)
         if value is None:
             value = entry.find(name)
-            if value is not None and value._is_missing:
+            if value is not None and value.stored.is_missing:
                 raise ValueError(_missing(name, registry))
         values.append(_checked(name, entry, value))
     single = isinstance(entry.weight, Weight)
-    kept = [entry.template._arranged(value) for value in values]
+    kept = [entry.template.stored.arranged(value) for value in values]
     return jax.device_put(kept[0] if single else jnp.stack(kept), _declared(entry))
 
 
 def _declared(entry: Entry) -> Any:
     """Where what is stored of a weight is to be."""
-    weight = entry.weight
-    return weight._leaf_sharding if isinstance(weight, Weight) else weight._sharding
+    return entry.weight.stored.leaf_sharding
 
 
 def _checked(name: str, entry: Entry, value: Any) -> Any:
     array = np.asarray(value) if isinstance(value, (WeightData, Buffer)) else value
-    array = array._as_array() if isinstance(array, Weight) else array
+    array = unwrap(array) if isinstance(array, Weight) else array
     array = array if isinstance(array, jax.Array) else np.array(array)
     wanted = entry.stand_in.dtype
     shape = entry.shape if isinstance(entry.weight, Weight) else entry.shape[1:]
-    if entry.template._layout is not None:
-        shape = tuple(int(d) for d in entry.template._dims)
+    if entry.template.stored.layout is not None:
+        shape = tuple(int(d) for d in entry.template.stored.dims)
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
                          f"but the graph wants {wanted} {shape}")  # fmt: skip
@@ -291,7 +290,7 @@ class Trees:
         self._module = module
 
     def __call__(self, *values: TensorValue) -> tuple[Any, ...]:
-        args = jax.tree.unflatten(self.inputs, [value._as_array() for value in values])
+        args = jax.tree.unflatten(self.inputs, [unwrap(value) for value in values])
         with giving(False):  # what a call of the Module itself would give
             leaves, self.outputs = jax.tree.flatten(self._module(*args))
         return tuple(map(jnp.asarray, leaves))

@@ -23,14 +23,8 @@ from .shape import StaticDim
 from .symbolic import Scope, is_checked, is_known, naming, sizes_of, to_dim
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
-from .weight import weight as weight_module
+from .weight.running import RUNNING
 from .weight.weight import Weight
-
-# Each tries to find the Weights of some names, given one like each: first the running
-# Modules' (put in front by their file), then the one of the Graph being written.
-LOOKUPS: list[Callable[[list[str], list[Weight]], list[Weight] | None]] = []
-# Set by the Graph's file: whether a Graph is being written.
-is_writing: Callable[[], bool] | None = None
 
 
 class Subgraph:
@@ -82,7 +76,7 @@ class Subgraph:
         # Calls with sizes that are not of the Graph being written are traced anew, and checked there.
         with naming(fresh, Scope() if fresh or not is_checked() else None):
             shapes = [
-                jax.ShapeDtypeStruct(w._leaf_dims, jax.dtypes.canonicalize_dtype(w.dtype.np))
+                jax.ShapeDtypeStruct(w.stored.leaf_dims, jax.dtypes.canonicalize_dtype(w.dtype.np))
                 for w in self._templates
             ]
             kinds = [kind.to_jax() for kind in self.input_types]
@@ -100,19 +94,21 @@ class Subgraph:
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         self._check(flat)
         chosen = self._weights(prefix)
-        below = weight_module.is_below
-        homes = [w._home if w._home and below and below(w._home[0]) else None for w in chosen]
+        homes = [w.stored.home for w in chosen]
+        homes = [home if home and RUNNING.is_below(home[0]) else None for home in homes]
         places = {home[1] for home in homes if home is not None}
-        if len(places) == 1 and is_writing is not None and is_writing():
+        if len(places) == 1 and RUNNING.graphs:
             # One layer of a LayerStack, in a Graph, which makes a loop of such calls (reroll.py).
             stacked = tuple(home is not None for home in homes)
-            stacks = [home[0]._array() for home in homes if home is not None]
-            others = [w._array() for w, home in zip(chosen, homes, strict=True) if home is None]
+            stacks = [home[0].array() for home in homes if home is not None]
+            others = [
+                w.stored.array() for w, home in zip(chosen, homes, strict=True) if home is None
+            ]
             place = np.int32(places.pop())
             key = (self._target, self._in_tree, KIND.values, stacked)
             outputs = _call_at(*key, stacks, place, others, flat)
         else:
-            outputs = self._run([weight._array() for weight in chosen], flat)
+            outputs = self._run([weight.stored.array() for weight in chosen], flat)
         return [TensorValue(y) for y in outputs]
 
     def _check(self, flat: list[Any]) -> None:
@@ -139,10 +135,9 @@ class Subgraph:
         templates = [
             t for t, slot in zip(self._templates, self._slots, strict=True) if isinstance(slot, str)
         ]
-        for lookup in LOOKUPS:
-            if (found := lookup(names, templates)) is not None:
-                self._check_weights(names, found, templates)
-                return found
+        if (found := RUNNING.find(names, templates)) is not None:
+            self._check_weights(names, found, templates)
+            return found
         raise ValueError(f"ops.call({self.name}, prefix='{prefix}'): no running Module, and no Graph, has the "
                          f"weights {some(names)}")  # fmt: skip
 

@@ -138,7 +138,7 @@ def _operand(a: Any) -> Any:
     """The array, StackSlice or QuantArray that ``a`` is or, if it is a Weight, holds."""
     if isinstance(a, (jax.Array, StackSlice, QuantArray)):
         return a
-    method = getattr(a, "_operand", None)
+    method = getattr(a, "__kernel_operand__", None)
     return _array(a) if method is None else method()
 
 

@@ -50,17 +50,17 @@ def init(
     plan: list[_Draw] = []
     stacks: dict[int, _Draw] = {}
     for name, (weight, layer) in _owners(model):
-        if not weight._is_lazy:
+        if not weight.stored.is_lazy:
             continue
-        if weight._leaf is None:
+        if weight.stored.leaf is None:
             raise ValueError(
                 f"weight '{name}' has symbolic dimensions {weight.shape!r}: load a value"
             )
         fill = _choose(name, weight, layer, initializer)
-        home = weight._home
+        home = weight.stored.home
         known = None if home is None else stacks.get(id(home[0]))
         if known is None or known.fill is not fill:
-            known = _Draw(fill, weight._leaf, [], [])
+            known = _Draw(fill, weight.stored.leaf, [], [])
             plan.append(known)
             if home is not None:
                 stacks[id(home[0])] = known
@@ -93,35 +93,37 @@ class _Draw(NamedTuple):
 
     @property
     def sharding(self) -> Any:
-        home = self.weights[0]._home
-        return self.weights[0]._leaf_sharding if home is None else home[0]._sharding
+        stored = self.weights[0].stored
+        return stored.leaf_sharding if stored.home is None else stored.home[0].leaf_sharding
 
     def values(self, key: jax.Array) -> jax.Array:
         """``[n, ...]`` for a stack: the very values each weight would have on its own."""
 
         def one(code: Any) -> jax.Array:
             weight = self.weights[0]
-            shape = self.leaf.shape if weight._layout is None else tuple(map(int, weight.shape))
-            return weight._arranged(
+            shape = (
+                self.leaf.shape if weight.stored.layout is None else tuple(map(int, weight.shape))
+            )
+            return weight.stored.arranged(
                 self.fill(jax.random.fold_in(key, code), shape, self.leaf.dtype)
             )
 
         codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
-        return one(codes[0]) if self.weights[0]._home is None else jax.vmap(one)(codes)
+        return one(codes[0]) if self.weights[0].stored.home is None else jax.vmap(one)(codes)
 
     def store(self, values: jax.Array) -> None:
-        home = self.weights[0]._home
+        home = self.weights[0].stored.home
         if home is None:
-            self.weights[0]._put(values)
+            self.weights[0].stored.put(values)
         else:
-            places = [weight._home[1] for weight in self.weights if weight._home is not None]
+            places = [weight.stored.home[1] for weight in self.weights]
             if places == list(range(home[0].span.count)):
-                home[0]._put(values)
+                home[0].put(values)
             else:  # a tied weight comes where its owner is, or some have values
                 home[0].put_many(dict(zip(places, values, strict=True)))
         for name, weight in zip(self.names, self.weights, strict=True):
-            weight._source = None
-            weight._finalise(name)
+            weight.stored.source = None
+            weight.stored.finalise(name)
 
 
 def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module | None]]]:
@@ -137,7 +139,7 @@ def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module | None]]]:
 def _choose(name: str, weight: Weight, layer: Module | None, initializer: Any) -> Initializer:
     chosen = initializer(name) if initializer is not None else None
     if chosen is None and layer is not None:
-        chosen = layer.initializer(weight._local_name)
+        chosen = layer.initializer(weight.stored.local_name)
     if chosen is not None:
         return chosen
     if not weight.dtype.is_float():

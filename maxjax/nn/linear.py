@@ -93,7 +93,7 @@ class Linear(Module):
         """
         weight: Any = self.weight
         if self.clip_weight is not None:
-            array = jnp.asarray(self.weight._operand())
+            array = jnp.asarray(self.weight.stored.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
         y = matmul(x, weight)
         if self.bias is not None:

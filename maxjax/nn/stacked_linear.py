@@ -106,26 +106,26 @@ class StackedLinear(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, the maps in the order of their names."""
-        apart = not self.stacked or self.weight._layout is not None
+        apart = not self.stacked or self.weight.stored.layout is not None
         y = explicit.concatenate(self.apart(x), -1) if apart else self._product(x)
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:
         """What a call gives, as the maps' own results: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
         if self.stacked:
-            layout = self.weight._layout
+            layout = self.weight.stored.layout
             return self.split(self._product(x)) if layout is None else self._by_device(x, layout)
         return linears([getattr(self, name) for name in self.names], x)
 
     def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
         """Of weights with rows in the order of the devices: nothing moves between them."""
-        stored = self.weight._used()  # [n, r, in_dim]
+        stored = self.weight.stored.used()  # [n, r, in_dim]
         n, r, _ = stored.shape
         if self.clip_weight is not None:
             stored = jnp.clip(stored, -self.clip_weight, self.clip_weight)
         y = matmul(x, stored.reshape(n * r, -1))
         if self.bias is not None:
-            y = add_bias(y, self.bias._used().reshape(-1))
+            y = add_bias(y, self.bias.stored.used().reshape(-1))
         y = y.reshape(*y.shape[:-1], n, r)
         ends = list(accumulate(layout.own))[:-1]
         return [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]

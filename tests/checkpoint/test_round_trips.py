@@ -224,7 +224,7 @@ def state(kind: str) -> dict[str, np.ndarray]:
     found = {}
     for number, (name, weight) in enumerate(Net(kind, False).raw_state_dict().items()):
         shape = tuple(int(size) for size in weight.shape)
-        found[name] = values(weight._dtype, shape, number)
+        found[name] = values(weight.stored.dtype, shape, number)
     return found
 
 

@@ -36,9 +36,9 @@ def module_arrays(
     """
     layers: dict[int, list[Any]] = {}
     for name, weight in module.raw_state_dict().items():
-        held = leaf_of(weight)
-        if type(held) is jax.ShapeDtypeStruct and weight._source is not None:
-            held = weight._read_source()
+        held = weight.stored.leaf
+        if type(held) is jax.ShapeDtypeStruct and weight.stored.source is not None:
+            held = weight.stored.read()
         if not hasattr(held, "dtype") and holes and not jax.tree.leaves(held):
             continue
         if not hasattr(held, "dtype") or type(held) is jax.ShapeDtypeStruct:
@@ -48,32 +48,27 @@ def module_arrays(
         yield name, own_value(known(title, name, _value(weight, layers))), weight
 
 
-def leaf_of(weight: Weight) -> Any:
-    """The array that a Weight holds; for a layer of a stack, its slice of the stack."""
-    home = weight._home
-    return weight._leaf if home is None else home[0].leaf_of(home[1])
-
-
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
     """The value in logical order, in the dtype and shape of the checkpoint it was loaded from."""
-    home = weight._home
-    if home is not None and weight._layout is None and home[0].is_whole:
+    stored = weight.stored
+    home = stored.home
+    if home is not None and stored.layout is None and home[0].is_whole:
         if id(home[0]) not in layers:
             layers[id(home[0])] = unstacked(home[0])
         value = layers[id(home[0])][home[1]]
     else:
-        value = weight._stored()
-    declared = weight._dtype.np
+        value = stored.value
+    declared = stored.dtype.np
     narrowed = value.dtype != declared and jax.dtypes.canonicalize_dtype(declared) == value.dtype
     if narrowed and getattr(value, "is_fully_addressable", True):
         value = np.asarray(value).astype(declared)  # 64 bits, for which JAX has no arrays
-    shape = weight._loaded_shape
+    shape = stored.loaded_shape
     return value if shape is None else value.reshape(shape)
 
 
 def unstacked(stack: StackedWeight) -> list[Any]:
     """The arrays of the layers of a stack. On CPUs they share the memory of the stack."""
-    own, count = stack._own, stack.span.count
+    own, count = stack.leaf, stack.span.count
     sharding = _layer_sharding(own)
     if sharding is None:
         return [own[i] for i in range(count)]

@@ -139,18 +139,18 @@ def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> Target:
     """The target for a leaf of a Module: a Weight's, or that of a stack of several layers."""
     stacked = isinstance(holder, StackedWeight)
     template = holder.template if stacked else holder
-    layout = template._layout
+    layout = template.stored.layout
     names, shape = [name], tuple(leaf.shape)
     if stacked:
         names = [holder.span.name(name, i) for i in range(holder.span.count)]
         shape = shape[1:]
     if layout is not None:
         shape = (math.prod(shape[:2]), *shape[2:])
-    declared = template._dtype.np
+    declared = template.stored.dtype.np
     narrowed = declared != leaf.dtype and jax.dtypes.canonicalize_dtype(declared) == leaf.dtype
     sharding = sharding_of(leaf)
     if sharding is None and type(leaf) is jax.ShapeDtypeStruct:
-        sharding = holder._sharding if stacked else holder._leaf_sharding
+        sharding = holder.stored.leaf_sharding
     return Target(
         leaf,
         [prefix + one for one in names],

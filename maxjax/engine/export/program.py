@@ -16,7 +16,7 @@ from jax.core import Tracer
 from ...errors import CheckpointError, CheckpointMismatchError, closest
 from ...graph import compile_cache
 from ...graph.device import DeviceRef
-from ...graph.value import TensorValue
+from ...graph.value import TensorValue, unwrap
 from ...graph.weight.stacked import Span, StackedWeight
 from ...graph.weight.weight import Weight
 from ...graph.weights import WeightData, Weights
@@ -266,9 +266,9 @@ def _identity(arrays: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
 
 def _array(value: Any) -> Any:
     """What a mapping has under a name, None where it has nothing: a Weight may be unfilled."""
-    if isinstance(value, Weight) and value._is_missing:
+    if isinstance(value, Weight) and value.stored.is_missing:
         return None
-    return value._as_array() if isinstance(value, TensorValue) else value
+    return unwrap(value) if isinstance(value, TensorValue) else value
 
 
 def _reference(value: Any) -> Callable[[], Any]:

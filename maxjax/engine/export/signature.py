@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from ...graph.symbolic import naming, to_size
-from ...graph.value import TensorValue
+from ...graph.value import TensorValue, unwrap
 
 LEAF = "leaf"
 Path = tuple[Any, ...]
@@ -106,7 +106,7 @@ def level(value: Any) -> tuple[str | None, list[Any], list[Any]]:
     if value is None:
         return None, [], []
     if isinstance(value, TensorValue):
-        return LEAF, [], [value._as_array()]
+        return LEAF, [], [unwrap(value)]
     found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda v: v is not value)
     if len(found) == 1 and not found[0][0]:
         return LEAF, [], [value]

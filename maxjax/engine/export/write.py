@@ -119,7 +119,7 @@ def _unplaced(model: Module) -> Module:
         return model
     free = jax.tree.map(lambda leaf: leaf, model)
     for holder in free._mx_definition()[1]:
-        holder._own = holder._placeholder() if hasattr(holder, "span") else holder._blank()
+        holder.stored.put(holder.stored.blank())
     return free.to(jax.devices()[0])
 
 
@@ -169,7 +169,7 @@ def _weights(
 
 
 def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
-    leaf = holder._leaf
+    leaf = holder.stored.leaf
     if not hasattr(leaf, "shape"):
         raise ValueError(
             f"weight '{name}' has no shape: its dimensions are symbolic, or it is no array"
@@ -184,7 +184,7 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
 def _kind(declared: Any, found: Any) -> Kind:
     """The type as JAX has it, but of integers that JAX made narrower the wide one: files have that."""
     kind = Kind.of(found)
-    dtype = getattr(declared, "_dtype", declared.dtype)
+    dtype = declared.stored.dtype if isinstance(declared, Weight) else declared.dtype
     if kind.dtype not in ("int32", "uint32") or DType.of(dtype).name == kind.dtype:
         return kind
     narrowed = jax.dtypes.canonicalize_dtype(DType.of(dtype).np) == found.dtype

@@ -136,16 +136,18 @@ def _planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list[He
 
 def _where(holder: Any) -> Any:
     """The Sharding of what a leaf holds: that it was placed on, or that of its array."""
-    return holder._sharding or getattr(holder._leaf, "sharding", None)
+    stacked = isinstance(holder, StackedWeight)
+    where = holder.leaf_sharding if stacked else holder.stored.sharding
+    return where or getattr(holder.stored.leaf, "sharding", None)
 
 
 def _lying(name: str, holder: Any, dtype: DType | None) -> Held:
     """A leaf as it lies now."""
     template = holder.template if isinstance(holder, StackedWeight) else holder
-    known = all(isinstance(d, StaticDim) for d in template._dims)
-    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template._dims)
+    known = all(isinstance(d, StaticDim) for d in template.stored.dims)
+    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template.stored.dims)
     where, spec, parts = _where(holder), PartitionSpec(), 1
-    why = template._why if known else UNKNOWN
+    why = template.stored.why if known else UNKNOWN
     if where is not None and math.prod(shape):
         stacked = isinstance(holder, StackedWeight)
         whole = (holder.span.count, *shape) if stacked else shape
@@ -160,7 +162,7 @@ def _lying(name: str, holder: Any, dtype: DType | None) -> Held:
 
 def _packing(holder: Any) -> QuantizationEncoding | None:
     template = holder.template if isinstance(holder, StackedWeight) else holder
-    return template._packing
+    return template.stored.packing
 
 
 def _names(name: str, holder: Any) -> Sequence[str]:
@@ -171,7 +173,7 @@ def _names(name: str, holder: Any) -> Sequence[str]:
 
 def _dtype(holder: Any, wanted: DType | None) -> DType:
     template = holder.template if isinstance(holder, StackedWeight) else holder
-    leaf = getattr(holder._leaf, "dtype", None)
+    leaf = getattr(holder.stored.leaf, "dtype", None)
     # JAX without x64 has no 64-bit arrays.
     found = DType.of(jax.dtypes.canonicalize_dtype(template.dtype.np) if leaf is None else leaf)
     return wanted if wanted is not None and found.is_float() else found

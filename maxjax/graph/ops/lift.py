@@ -18,7 +18,7 @@ from ...dtype import DType
 from ..operands import check_broadcast, from_numpy, is_float
 from ..operands import same as same
 from ..shape import Dim
-from ..value import TensorValue, unify, unwrap
+from ..value import TensorValue, unify, unwrap, wraps
 from ..weight.weight import WeightTranspose
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -71,8 +71,8 @@ def wrapped(result: Any) -> Any:
 def _lower(x: Any, kinds: set[str]) -> Any:
     """The arrays in an argument; notes in ``kinds`` what they were. Shapes stay what they are."""
     if isinstance(x, TensorValue):
-        kinds.add(VALUE if x._wraps else WEIGHT)
-        return x._as_array()
+        kinds.add(VALUE if wraps(x) else WEIGHT)
+        return unwrap(x)
     if type(x) in (list, tuple):
         return type(x)([_lower(v, kinds) for v in x])
     if isinstance(x, (jax.Array, np.ndarray)):

@@ -35,7 +35,7 @@ def matmul(lhs: Any, rhs: Any) -> Any:
         (5, 2, 4)
     """
     if isinstance(rhs, (WeightTranspose, TransposedValue)):
-        if rhs.T._packing is None:
+        if rhs.T.stored.packing is None:
             promote(DType.of(lhs.dtype), rhs.dtype)
         return _after(lhs, lambda x: x @ rhs)
     return _matmul(lhs, rhs)

@@ -1,10 +1,11 @@
 """Weight: a named value of a model, abstract until it is loaded. At MAX's path.
 
-``weight`` is the class; ``transpose`` is what ``w.T`` gives; ``shard`` gives the part of one
-device, as a view; ``stacked`` is one layer's view of a weight that is stored stacked.
+``weight`` is the class, and the part of one device as a view; ``stored`` is what it holds, for what
+loads, places and saves; ``transpose`` is what ``w.T`` gives; ``stacked`` holds the weights of equal
+layers as one array; ``running`` knows what runs in a thread.
 """
 
 from ..placement.strategy import Segment as Segment
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
-from .shard import Shard as Shard
+from .weight import Shard as Shard
 from .weight import Weight as Weight

@@ -106,7 +106,7 @@ class TransposedValue(_OfWeight, TensorValue):
         array, weight = unwrap(x), self._weight
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)
-        if weight._packing is not None:
+        if weight.stored.packing is not None:
             check_product(array.shape, list(weight.logical_shape)[::-1])
         else:
             # Eagerly this counts: the usual case first.

@@ -7,44 +7,30 @@ array.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...dtype import DType
-from ...kernels import QuantArray, StackSlice, explicit
+from ...kernels import explicit
 from ..device import DeviceRef
 from ..kind import KIND
-from ..placement.arrays import as_used, put, relaid, stays
 from ..placement.device_major import DeviceMajor
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
+from ..placement.strategy import shard_shape
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
+from .stored import StoredWeight, register, standing_for
 from .transpose import TransposedValue
 from .transpose import WeightTranspose as WeightTranspose
 
 # What a copy of a Weight has in common with it.
 _SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
-
-
-# Set by the Module floor: the full name of a weight below the Module now running.
-running_name: Callable[[Weight], str | None] | None = None
-# Set by the file of shards: (weight, number, device) → the shard.
-make_shard: Callable[[Any, int, DeviceRef], Weight] | None = None
-# Set by the Module floor: whether a StackedWeight is below the outermost running Module.
-is_below: Callable[[Any], bool] | None = None
-# Set by the Graph's file: what stands for a weight in the Graph being written, if any is.
-graph_value: Callable[[Any], Any] | None = None
-
-
-def standing_for(weight: Any) -> Any:
-    """What stands for a Weight or a StackedWeight in the Graph being written; None outside of one."""
-    return None if graph_value is None else graph_value(weight)
 
 
 class Weight(TensorValue):
@@ -83,6 +69,10 @@ class Weight(TensorValue):
         (4, 2)
     """
 
+    _dtype: DType
+    _dims: tuple[Any, ...]
+    _own: Any
+
     @property
     def _wraps(self) -> bool:  # type: ignore[override]
         """Whether what is made of it is a TensorValue where nothing else decides."""
@@ -118,47 +108,14 @@ class Weight(TensorValue):
         # The StackedWeight that holds the value, and the place in it, of a layer of a LayerStack.
         self._home: tuple[Any, int] | None = None
         self.shard_idx: int | None = None
-        self._declare(DType.of(dtype), tuple(Shape(shape)))
+        self.stored.declare(DType.of(dtype), tuple(Shape(shape)))
+
+    @property
+    def stored(self) -> StoredWeight:
+        """What it holds, where and in which order: for what loads, places and saves weights."""
+        return StoredWeight(self)
 
     # -- what it was declared as
-
-    def _declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
-        """Sets dtype and shape and goes back to having no value."""
-        self._refuse_in_stack("another shape or dtype")
-        self._dtype, self._dims = dtype, dims
-        self._empty()
-        structure_changed()
-
-    def _refuse_in_stack(self, what: str) -> None:
-        if self._home is not None:
-            raise ValueError(
-                f"weight '{self.name}' belongs to a LayerStack and cannot have {what} of its own: "
-                "layers.unstack() first"
-            )
-
-    def _blank(self) -> Any:
-        """What stands for a value there is none of: a placeholder, or None without sizes."""
-        if any(not isinstance(d, StaticDim) for d in self._dims):
-            return None
-        # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
-        dtype = jax.dtypes.canonicalize_dtype(self._dtype.np)
-        return jax.ShapeDtypeStruct(self._leaf_dims, dtype, sharding=self._leaf_sharding)
-
-    @property
-    def _leaf_dims(self) -> Any:
-        """The sizes of the leaf; None while they are symbolic."""
-        if not all(isinstance(d, StaticDim) for d in self._dims):
-            return None
-        sizes = tuple(int(d) for d in self._dims)
-        return sizes if self._layout is None else self._layout.shape(sizes)
-
-    @property
-    def _leaf_sharding(self) -> Any:
-        """The sharding of the leaf."""
-        return self._sharding if self._layout is None else self._layout.sharding(self._sharding)
-
-    def _empty(self) -> None:
-        self._put(self._blank())
 
     @property
     def _leaf(self) -> Any:
@@ -172,26 +129,15 @@ class Weight(TensorValue):
             self._own = leaf
             values_changed()
         else:
-            self._home[0].put(self._home[1], leaf)
-
-    def _static(self) -> tuple[Any, ...]:
-        """Everything about it that is not its value or full name; hashable."""
-        dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in self._dims)
-        return (
-            self._plain[0], self._local_name, self._dtype, dims, self._device, self._quantization_encoding,
-            self._align, self._sharding_strategy, self._sharding, self._layout, self._flags,
-            self.shard_idx,
-        )  # fmt: skip
+            self._home[0].put_many({self._home[1]: leaf})
 
     @property
     def _plain(self) -> tuple[type[Weight], dict[str, Any]]:
         """The class and state that another Weight like it has."""
         return type(self), vars(self)
 
-    @classmethod
-    def _from_static(cls, weight: Weight, leaf: Any, name: str | None) -> Weight:
-        """A Weight like ``weight`` around ``leaf``, which is not looked at."""
-        kind, state = weight._plain
+    def _around(self, leaf: Any, name: str | None) -> Weight:
+        kind, state = self._plain
         new = object.__new__(kind)
         new.__dict__.update(
             state,
@@ -210,15 +156,9 @@ class Weight(TensorValue):
 
     @name.setter
     def name(self, name: str) -> None:
-        self._refuse_in_stack("a name")
+        self.stored.refuse_in_stack("a name")
         self._local_name, self._full_name = name, None
         structure_changed()
-
-    def _finalise(self, name: str) -> None:
-        """Records the full name. A child's state dict does not shorten what the parent's gave."""
-        known = self._full_name
-        if known is None or not known.endswith(f".{name}"):
-            self._full_name = name
 
     @property
     def dtype(self) -> DType:
@@ -250,22 +190,10 @@ class Weight(TensorValue):
             >>> w.shape, w.logical_shape
             ([Dim(4), Dim(144)], [Dim(4), Dim(256)])
         """
-        shape, encoding = Shape(self._dims), self._packing
+        shape, encoding = Shape(self._dims), self.stored.packing
         if encoding is None:
             return self.shape
         return Shape(encoding.logical_shape([*shape[:-1], int(shape[-1])]))  # type: ignore[list-item]
-
-    @property
-    def _packing(self) -> QuantizationEncoding | None:
-        """The encoding, where what is stored is bytes of its blocks."""
-        encoding = self._quantization_encoding
-        packed = encoding is not None and encoding.is_gguf and self._dtype is DType.uint8
-        return encoding if packed and self._dims else None
-
-    @property
-    def _block(self) -> int:
-        """How many values of the last axis stay together."""
-        return 1 if self._packing is None else self._packing.elements_per_block
 
     @property
     def rank(self) -> int:
@@ -298,7 +226,7 @@ class Weight(TensorValue):
 
     @quantization_encoding.setter
     def quantization_encoding(self, encoding: QuantizationEncoding | None) -> None:
-        self._refuse_in_stack("an encoding")
+        self.stored.refuse_in_stack("an encoding")
         self._quantization_encoding = encoding
         structure_changed()
 
@@ -309,7 +237,7 @@ class Weight(TensorValue):
 
     @align.setter
     def align(self, align: int | None) -> None:
-        self._refuse_in_stack("an alignment")
+        self.stored.refuse_in_stack("an alignment")
         self._align = align
         structure_changed()
 
@@ -320,7 +248,7 @@ class Weight(TensorValue):
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: Any) -> None:
-        self._refuse_in_stack("a strategy")
+        self.stored.refuse_in_stack("a strategy")
         self._sharding_strategy = strategy
         if strategy is not None:
             self._device = DeviceRef.CPU()
@@ -346,11 +274,10 @@ class Weight(TensorValue):
             raise ValueError(
                 f"Weight {self.name} cannot be sharded because no sharding strategy was specified."
             )
-        assert make_shard is not None
         devices = list(devices)
         if isinstance(self.sharding_strategy, ShardingStrategy):
             self.sharding_strategy.check_devices(len(devices), f"weight '{self.name}'")
-        return [make_shard(self, i, device) for i, device in enumerate(devices)]
+        return [Shard(self, i, device) for i, device in enumerate(devices)]
 
     @property
     def sharding(self) -> Any:
@@ -360,43 +287,19 @@ class Weight(TensorValue):
     # -- the value
 
     @property
-    def _is_lazy(self) -> bool:
-        leaf = self._leaf
-        return leaf is None or type(leaf) is jax.ShapeDtypeStruct
-
-    @property
-    def _is_missing(self) -> bool:
-        """Whether it has neither a value nor data of a checkpoint to read."""
-        return self._source is None and self._is_lazy
-
-    @property
     def value(self) -> Any:
         """The array, or None while the weight is lazy; inside a Graph, what stands for it there."""
         standing = standing_for(self)
-        return self._stored() if standing is None else self._in_order(standing)
-
-    def _stored(self) -> Any:
-        leaf = self._leaf
-        if type(leaf) is StackSlice:
-            leaf = leaf.__jax_array__()
-        return None if type(leaf) is jax.ShapeDtypeStruct else self._in_order(leaf)
-
-    def _in_order(self, leaf: Any) -> Any:
-        """What is stored, in logical order."""
-        return leaf if self._layout is None or leaf is None else self._layout.restore(leaf)
-
-    def _arranged(self, array: Any) -> Any:
-        """A value in logical order, as it is stored."""
-        return array if self._layout is None else self._layout.arrange(array)
+        return self.stored.value if standing is None else self.stored.logical(standing)
 
     @value.setter
     def value(self, value: Any) -> None:
         if value is None:
-            self._empty()
+            self._put(self.stored.blank())
         elif type(value) is jax.ShapeDtypeStruct:
-            self._refuse_in_stack("another shape or dtype")
+            self.stored.refuse_in_stack("another shape or dtype")
             self._sharding, self._layout = value.sharding, None
-            self._declare(DType.of(value.dtype), tuple(Shape(value.shape)))
+            self.stored.declare(DType.of(value.dtype), tuple(Shape(value.shape)))
         else:
             self._set(jnp.array(value) if isinstance(value, np.ndarray) else value)
 
@@ -416,9 +319,9 @@ class Weight(TensorValue):
         dtype = DType.of(value.dtype)
         other = jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np
         if other:
-            self._refuse_in_stack("another dtype")
+            self.stored.refuse_in_stack("another dtype")
         if self._sharding is not None:
-            value = self._to_store(value)
+            value = self.stored.placed(value)
         self._put(value)
         self._loaded_shape = None
         if other:
@@ -426,84 +329,11 @@ class Weight(TensorValue):
             structure_changed()
 
     def _as_array(self) -> jax.Array:
-        return self._in_order(self._used())
+        stored = self.stored
+        return stored.logical(stored.used())
 
-    def _operand(self) -> Any:
-        """What ``kernels.matmul`` takes: packed weights as such, a layer of a stack as it is."""
-        packing = self._packing
-        return self._uncut() if packing is None else QuantArray(self._uncut(), packing.value)
-
-    def _uncut(self) -> Any:
-        """The array, or a layer of a stack as it is where nothing is to be done with it first."""
-        leaf = self._leaf
-        if (
-            type(leaf) is not StackSlice
-            or self._layout is not None
-            or standing_for(self) is not None
-        ):
-            return self._as_array()
-        sharding = self._sharding
-        if sharding is None or stays(leaf, self._leaf_dims, sharding):
-            return leaf
-        return self._as_array()
-
-    def _used(self) -> Any:
-        """What is stored, where operations can use it: see ``placed.as_used``."""
-        array = self._array()
-        if self._sharding is None:
-            return array
-        return as_used(array, self._leaf_dims, self._leaf_sharding)
-
-    def _array(self) -> Any:
-        """What is stored, read by now; inside a Graph, what stands for it there."""
-        standing = standing_for(self)
-        if standing is not None:
-            return standing
-        leaf = self._leaf
-        if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
-            if self._source is None:
-                raise ValueError(self._no_value())
-            leaf = self._read_source()
-        return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
-
-    def _to_store(self, value: Any) -> Any:
-        """A value in logical order as it is stored, where it belongs."""
-        if self._layout is not None and getattr(value, "is_fully_addressable", False):
-            value = np.asarray(value)
-        return put(self._arranged(value), self._leaf_sharding, self.name)
-
-    def _read_source(self) -> jax.Array:
-        """Reads the data this weight was allocated from; it is its value from then on."""
-        host = np.array(
-            self._source
-        )  # a copy: JAX on a CPU would share memory the user can write to
-        with jax.ensure_compile_time_eval():
-            value = self._to_store(host)
-            self._put(value)
-        self._source = None
-        return value
-
-    def _no_value(self) -> str:
-        name = (running_name(self) if running_name else None) or self.name
-        return (
-            f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
-            "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
-        )
-
-    def _moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
-        """The value as it would be stored on another Sharding; None for none, or if a stack has it."""
-        if self._home is not None or self._is_lazy:
-            return None
-        return relaid(self._own, sharding, self._layout, layout, name)
-
-    def _settle(self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any) -> None:
-        """Takes a placement over, with what :meth:`_moved` gave for it."""
-        self._sharding, self._why, self._layout = sharding, why, layout
-        if moved is not None:
-            self._put(moved)
-        elif self._home is None:
-            self._empty()
-        structure_changed()
+    def __kernel_operand__(self) -> Any:
+        return self.stored.operand()
 
     @property
     def T(self) -> Any:
@@ -562,7 +392,9 @@ class Weight(TensorValue):
         free = object.__new__(type(self))
         free.__dict__.update(vars(self), _sharding=None, _layout=None, _why="")
         if self._home is None:
-            free.__dict__["_own"] = free._blank() if self._is_lazy else self._in_order(self._own)
+            free.__dict__["_own"] = (
+                free.stored.blank() if self.stored.is_lazy else self.stored.logical(self._own)
+            )
         return vars(free)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
@@ -578,43 +410,80 @@ class Weight(TensorValue):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        _register(cls)
+        register(cls)
 
 
-def _register(cls: type[Weight]) -> None:
-    def flatten_with_keys(w: Weight):
-        return ((jax.tree_util.GetAttrKey("value"), w._leaf),), _WeightDef(w)
-
-    def flatten(w: Weight):
-        return (w._leaf,), _WeightDef(w)
-
-    def unflatten(definition: _WeightDef, leaves: Any) -> Weight:
-        return Weight._from_static(definition.weight, leaves[0], definition.weight._full_name)
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+register(Weight)
 
 
-class _WeightDef:
-    """The treedef data of a Weight on its own: equal when all but value and full name is.
+class Shard(Weight):
+    """A view of a part of another Weight, which holds the value. Made by ``Weight.shard``.
 
-    What its operators give is a part of it: what was traced for one kind is not for the other.
+    Attributes:
+        shard_idx: Which part.
+        host: The Weight it is a part of.
     """
 
-    __slots__ = ("key", "weight")
+    def __init__(self, host: Weight, i: int, device: DeviceRef):
+        strategy, self.host = host.sharding_strategy, host
+        sizes = tuple(int(d) if isinstance(d, StaticDim) else d for d in host.shape)
+        known = all(isinstance(size, int) for size in sizes)
+        shape = shard_shape(strategy, sizes, i) if known else strategy(host, i).shape
+        encoding = host.quantization_encoding
+        super().__init__(
+            f"{host.name}[{i}]", host.dtype, shape, device, encoding, host.align, strategy
+        )
+        self.shard_idx = i
 
-    def __init__(self, weight: Weight):
-        self.key = (KIND.values, weight._static())
-        # A copy without its value: a treedef must not keep arrays alive.
-        self.weight = Weight._from_static(weight, None, weight._full_name)
+    def of(self, host: Weight | None) -> Shard:
+        """The same part of another Weight."""
+        new = object.__new__(Shard)
+        vars(new).update(vars(self), host=host)
+        return new
 
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _WeightDef) and self.key == other.key
+    @property
+    def _leaf(self) -> Any:
+        return self._own if self.host.stored.is_missing else self._as_array()
 
-    def __hash__(self) -> int:
-        return hash(self.key)
+    @property
+    def shape(self) -> Any:
+        """The part's shape."""
+        return Shape(self._dims)
 
-    def __repr__(self) -> str:
-        return f"Weight({self.weight._local_name})"
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self._dims)
 
+    @property
+    def dtype(self) -> Any:
+        """The element type: that of the whole."""
+        return self.host.dtype
 
-_register(Weight)
+    def _as_array(self) -> jax.Array:
+        return self._sharding_strategy(self.host._as_array(), self.shard_idx)
+
+    def _put(self, leaf: Any) -> None:
+        if self.shard_idx is None:  # the placeholder it is made with
+            self._own = leaf
+        else:
+            self._refuse()
+
+    def _set(self, value: Any) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(f"weight '{self.name}' is a shard: set the value of '{self.host.name}'")
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
+        """Refuses.
+
+        Raises:
+            ValueError: It is a shard already.
+        """
+        raise ValueError(f"Weight '{self.name}' was already sharded. Use __getitem__ instead.")
+
+    @property
+    def _plain(self) -> tuple[type[Weight], dict[str, Any]]:
+        # On its own, as a leaf of a pytree, it is a plain Weight of the part.
+        return Weight, {name: value for name, value in vars(self).items() if name != "host"}

@@ -230,9 +230,6 @@ class Weights:
         encoding = QuantizationEncoding(entry.encoding) if entry.encoding else None
         return WeightData._lazy(self._family, entry.name, entry.dtype, entry.shape, encoding)
 
-    def _leaf(self) -> Any:
-        return self.data()._leaf()
-
     def __jax_array__(self) -> jax.Array:
         return self.data().__jax_array__()
 
@@ -307,7 +304,7 @@ class Weights:
             data.quantization_encoding,
             align=self._alignment,
         )
-        weight._source = data
+        weight.stored.source = data
         self._family.allocated[self.name] = data
         return weight
 
@@ -374,8 +371,7 @@ class SafetensorWeights(Weights):
         sizes = [int(d) for d in data.shape] or [1]
         sizes[-1] = sizes[-1] * data.dtype.size_in_bits // 8
         weight = Weight(self.name, DType.of(dtype or DType.uint8), sizes, DeviceRef.CPU())
-        weight._source = _Bytes(data)
-        self._family.allocated[self.name] = weight._source
+        weight.stored.source = self._family.allocated[self.name] = _Bytes(data)
         return weight
 
 

@@ -215,7 +215,7 @@ def fill(pieces: Sequence[tuple[WeightData, Box, np.ndarray]]) -> None:
     """Reads parts of tensors, of one file all in parallel, into the memory for each."""
     by_source: dict[int, tuple[Any, list[Part]]] = {}
     for data, box, memory in pieces:
-        source = data._source
+        source = data.source
         parts = by_source.setdefault(id(source), (source, []))[1]
         parts.append(Part(data.name, box, memory))
     for source, parts in by_source.values():

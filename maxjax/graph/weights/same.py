@@ -31,8 +31,8 @@ def same_values(a: WeightData, b: WeightData) -> bool:
     """
     if not same_kind(a, b):
         return False
-    family = a._source
-    if isinstance(family, _Family) and family is b._source and _is_read_alike(a, b):
+    family = a.source
+    if isinstance(family, _Family) and family is b.source and _is_read_alike(a, b):
         key = (min(a.name, b.name), max(a.name, b.name))
         if key not in family.same:
             found = _by_entries(family.open_table(), a.name, b.name)

@@ -80,6 +80,9 @@ class WeightData:
         shape: Its shape. Trusted.
         quantization_encoding: The block format of packed bytes.
 
+    Attributes:
+        source: Where the data is read from, while it is not read.
+
     Example:
         >>> import numpy as np
         >>> from maxjax.graph.weights import WeightData
@@ -103,7 +106,7 @@ class WeightData:
         self.dtype = DType.of(dtype)
         self.shape = Shape(shape)
         self.quantization_encoding = quantization_encoding
-        self._source: Source | None = None
+        self.source: Source | None = None
         # What is done to what is read: blocks of this encoding decoded, then casts.
         self._decodes: QuantizationEncoding | None = None
         self._casts: tuple[DType, ...] = ()
@@ -120,7 +123,7 @@ class WeightData:
         unknown = isinstance(dtype, UnknownType)
         self = cls(None, name, DType.uint8 if unknown else dtype, tuple(shape), encoding)
         self.dtype = dtype  # an UnknownType stays what it is, for who asks more of it
-        self._source = source
+        self.source = source
         return self
 
     @classmethod
@@ -141,19 +144,19 @@ class WeightData:
     @property
     def data(self) -> Any:
         """The array; read from its file the first time."""
-        if self._data is None and self._source is not None:
-            self._data = self._cast(self._source.read(self.name))
+        if self._data is None and self.source is not None:
+            self._data = self._cast(self.source.read(self.name))
         return self._data
 
     @data.setter
     def data(self, data: Any) -> None:
         self._data = data
-        self._source, self._decodes, self._casts = None, None, ()
+        self.source, self._decodes, self._casts = None, None, ()
 
     @property
     def is_loaded(self) -> bool:
         """Whether the array is in memory."""
-        return self._data is not None or self._source is None
+        return self._data is not None or self.source is None
 
     def _cast(self, array: np.ndarray) -> np.ndarray:
         if self._decodes is not None:
@@ -165,14 +168,14 @@ class WeightData:
     @property
     def _stored_dtype(self) -> np.dtype:
         """What it is on the disk, before its casts."""
-        return self.dtype.np if self._source is None else self._source.stored(self.name)[0]
+        return self.dtype.np if self.source is None else self.source.stored(self.name)[0]
 
     @property
     def _is_as_stored(self) -> bool:
         """Whether it is on the disk, and there in the shape that its metadata has."""
-        if self._source is None or self.is_loaded:
+        if self.source is None or self.is_loaded:
             return False
-        return self._source.stored(self.name)[1] == tuple(self.shape)
+        return self.source.stored(self.name)[1] == tuple(self.shape)
 
     def astype(self, dtype: Any) -> WeightData:
         """The data in another element type; itself when it has that type already.
@@ -217,7 +220,7 @@ class WeightData:
         assert self.quantization_encoding is not None
         new = WeightData(None, self.name, DType.float32, self.logical_shape)
         if not self.is_loaded:
-            new._source, new._decodes = self._source, self.quantization_encoding
+            new.source, new._decodes = self.source, self.quantization_encoding
         elif isinstance(self._data, jax.ShapeDtypeStruct):
             shape = tuple(map(int, new.shape))
             new._data = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._data.sharding)
@@ -230,7 +233,7 @@ class WeightData:
             return self
         new = WeightData(None, self.name, dtype, self.shape)
         if not self.is_loaded:
-            new._source, new._decodes = self._source, self._decodes
+            new.source, new._decodes = self.source, self._decodes
             new._casts = (*self._casts, dtype)
         elif isinstance(self._data, jax.ShapeDtypeStruct):
             new._data = jax.ShapeDtypeStruct(
@@ -267,11 +270,6 @@ class WeightData:
         self._data = buffer = Buffer.from_numpy(array)
         return buffer
 
-    def _leaf(self) -> Any:
-        """What JAX's functions see of it: the array, read now; of data that is not there its type."""
-        there = isinstance(self._data, jax.ShapeDtypeStruct)
-        return self._data if there else self.__jax_array__()
-
     def __jax_array__(self) -> jax.Array:
         array = self._typed()
         # A copy: JAX on a CPU would share the memory of an array that ``data`` hands out too.
@@ -304,8 +302,15 @@ def as_leaf(cls: type) -> None:
     ``jnp.dot`` and others are jitted, and jit asks nothing but registered classes for arrays.
     """
     jax.tree_util.register_pytree_node(
-        cls, lambda one: ((one._leaf(),), None), lambda _, leaves: leaves[0]
+        cls, lambda one: ((_leaf(one),), None), lambda _, leaves: leaves[0]
     )
+
+
+def _leaf(one: Any) -> Any:
+    """What JAX's functions see of data, or of the name of some: the array, read now, or its type."""
+    data = one if isinstance(one, WeightData) else one.data()
+    there = isinstance(data._data, jax.ShapeDtypeStruct)
+    return data._data if there else data.__jax_array__()
 
 
 as_leaf(WeightData)
@@ -328,8 +333,8 @@ def read_all(items: list[WeightData]) -> dict[int, np.ndarray]:
     """
     by_source: dict[int, tuple[Source, list[WeightData]]] = {}
     for item in items:
-        assert item._source is not None
-        by_source.setdefault(id(item._source), (item._source, []))[1].append(item)
+        assert item.source is not None
+        by_source.setdefault(id(item.source), (item.source, []))[1].append(item)
     arrays: dict[int, np.ndarray] = {}
     for source, wanted in by_source.values():
         read = source.read_many(list({item.name for item in wanted}))

@@ -59,7 +59,7 @@ def data_rows(data: WeightData) -> Iterator[np.ndarray]:
 
     Each array has the tensor's rank and whole last axes. One that is in memory comes as it is.
     """
-    source = data._source
+    source = data.source
     if source is None or data.is_loaded:
         yield np.asarray(data._typed())
         return
@@ -100,10 +100,10 @@ def weight_data(name: str, weight: Weight) -> WeightData:
         ValueError: It has no value.
         NotImplementedError: Devices of another process hold a part of it.
     """
-    source = weight._source
-    if weight._is_lazy and isinstance(source, WeightData):
+    source = weight.stored.source
+    if weight.stored.is_lazy and isinstance(source, WeightData):
         return source
-    if weight._is_lazy:
+    if weight.stored.is_lazy:
         raise ValueError(f"weight '{name}' has no value: load a checkpoint, or call maxjax.init()")
     held = _Held.of(weight)
     if not getattr(held.array, "is_fully_addressable", True):
@@ -123,11 +123,12 @@ class _Held(PartSource):
 
     @classmethod
     def of(cls, weight: Weight) -> _Held:
-        shape = weight._loaded_shape or tuple(int(size) for size in weight.shape)
-        home = weight._home
-        if weight._layout is None and home is not None and home[0].is_whole:
-            return cls(home[0]._own, (home[1],), shape)
-        return cls(weight._stored(), (), shape)
+        stored = weight.stored
+        shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
+        home = stored.home
+        if stored.layout is None and home is not None and home[0].is_whole:
+            return cls(home[0].leaf, (home[1],), shape)
+        return cls(stored.value, (), shape)
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """Dtype and shape."""

@@ -209,7 +209,9 @@ class SparseMLP(Module):
         return chosen, SHARES[kind](scores, best)
 
     def _weights(self) -> list[ExpertWeights]:
-        return [ExpertWeights(*(m.weight._operand() for m in e.linears)) for e in self.experts]
+        return [
+            ExpertWeights(*(m.weight.stored.operand() for m in e.linears)) for e in self.experts
+        ]
 
     def _split(self) -> tuple[Any, tuple[str, ...] | None]:
         """The mesh of the experts and its axes that F is split over; None: not all are alike."""

@@ -146,14 +146,14 @@ class Exact:
 def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
     """A box of a tensor in the type its metadata gives it, and the bytes read for it."""
     index = tuple(slice(*span) for span in box)
-    if data.is_loaded or data._source is None:
+    if data.is_loaded or data.source is None:
         return np.asarray(data._typed())[index], 0
-    dtype, shape = data._source.stored(data.name)
+    dtype, shape = data.source.stored(data.name)
     region = box
     if data._decodes is not None:  # the box counts values, the file's last axis bytes
         region = (*box[:-1], (0, shape[-1]))
     memory = aligned_empty(math.prod(extents(region)) * dtype.itemsize)
-    total = data._source.read_parts([Part(data.name, region, memory)])
+    total = data.source.read_parts([Part(data.name, region, memory)])
     array = data._cast(memory.view(dtype).reshape(extents(region)))
     return (array[..., index[-1]] if data._decodes is not None else array), total
 

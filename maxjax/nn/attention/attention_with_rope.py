@@ -312,7 +312,7 @@ class AttentionWithRope(Module):
         return [self.q_norm(q), self.k_norm(k), v] if self.use_qk_norm else [q, k, v]
 
     def _apart(self, x: Any) -> list[jax.Array]:
-        if not self.qkv_proj.stacked or self.qkv_proj.weight._layout is not None:
+        if not self.qkv_proj.stacked or self.qkv_proj.weight.stored.layout is not None:
             return self.qkv_proj.apart(x)
         # The weight is whole, and the heads may be split: queries are not to be cut before that.
         return [last_axis_whole(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]

@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from ...graph.kind import KIND
 from ...graph.weight.epoch import EPOCH, LEAF_CACHES
+from ...graph.weight.stored import around, leaf_of
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, whole
 from .hooks import token
@@ -114,18 +115,19 @@ class Cache:
         definition: Definition,
         weights: tuple[Any, ...],
         lent: tuple[Lent, ...] = (),
+        sliced: bool = False,
     ):
         self.structure, self.definition, self.weights = structure, definition, weights
         self.lent = lent
         # Whether leaves are slices of stacks: they are kept as such, and cut when wanted.
-        self.sliced = any(weight._home is not None for weight in weights)
+        self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.values, self.leaves = -1, ()
 
     def refresh(self) -> tuple[Any, ...]:
         """Collects the weights' leaves anew."""
         values = EPOCH.values
-        leaves = tuple(weight._leaf for weight in self.weights)
+        leaves = tuple(map(leaf_of, self.weights))
         self.leaves, self.values = leaves, values
         LEAF_CACHES.add(self)
         return leaves
@@ -166,7 +168,7 @@ def define(root: Any) -> Cache:
     weights = tuple(weight for _, weight, _ in leaves)
     names = tuple(name for name, _, _ in leaves)
     owned = tuple(flag for _, _, flag in leaves)
-    key = (token(), nodes, names, owned, tuple(w._static() for w in weights))
+    key = (token(), nodes, names, owned, tuple(w.stored.static() for w in weights))
     definition = _INTERNED.get(key)
     if definition is None:
         definition = Definition()
@@ -177,7 +179,7 @@ def define(root: Any) -> Cache:
             aliases,
         )
         definition.nodes = nodes
-        definition.weights = tuple(type(w)._from_static(w, None, None) for w in weights)
+        definition.weights = tuple(around(w, None, None) for w in weights)
         definition.stacked = walk.stacked
         definition.shards = tuple(
             {a: shard.of(None) for a, shard in m._mx_shards.items() if hasattr(shard, "host")}
@@ -186,7 +188,8 @@ def define(root: Any) -> Cache:
         definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
-    return Cache(epoch, definition, weights, _lent(walk))
+    sliced = any(weight.stored.home is not None for weight in weights)
+    return Cache(epoch, definition, weights, _lent(walk), sliced)
 
 
 def _lent(walk: Walk) -> tuple[Lent, ...]:
@@ -207,7 +210,7 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
     for attr, local in module._mx_locals.items():
         weight = module._mx_weights[local]
         holder = walk.holder(weight)
-        place = None if holder is weight else weight._home[1]
+        place = None if holder is weight else weight.stored.home[1]
         weights.append((attr, local, index[id(holder)], attr in module._mx_shared, place))
     return Node(
         type(module),
@@ -229,8 +232,9 @@ def _part(
     holder = walk.holder(host)
     if id(holder) not in index:
         return attr, index[id(shard)], None, -1
-    place = None if host._home is None or holder is host else host._home[1]
-    return attr, index[id(holder)], place, shard._static()
+    home = host.stored.home
+    place = None if home is None or holder is host else home[1]
+    return attr, index[id(holder)], place, shard.stored.static()
 
 
 def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
@@ -263,7 +267,7 @@ def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any
     if isinstance(definition, Valued):
         definition = definition.definition
     holders = tuple(
-        type(w)._from_static(w, leaf, name)
+        around(w, leaf, name)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
     modules = [object.__new__(node.kind) for node in definition.nodes]

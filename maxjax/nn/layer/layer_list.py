@@ -16,9 +16,6 @@ from .hooks import Layer
 from .module import Module
 from .static import MIXED, holds_items
 
-# Set by the file of LayerStack, which is a LayerList.
-stacker: Callable[..., Any] | None = None
-
 
 class LayerList(Module, stands_for=list):
     """A list of layers whose weights are named by their position.
@@ -46,6 +43,13 @@ class LayerList(Module, stands_for=list):
 
     # What slices and sums give, and what it may equal.
     _plain_type: type = list
+    # What ``stack`` makes: the one subclass that says that it is a stack, when it is defined.
+    _stack_type: type[Any]
+
+    def __init_subclass__(cls, is_stack: bool = False, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if is_stack:
+            LayerList._stack_type = cls
 
     def __init__(self, layers: Iterable[Any] = ()):
         super().__init__()
@@ -110,12 +114,11 @@ class LayerList(Module, stands_for=list):
             ValueError: The layers differ; the message says in what.
             TypeError: The list holds more than layers.
         """
-        assert stacker is not None
         held = {*self._mx_children, *self._mx_locals, *self._mx_statics}
         if more := sorted(name for name in held if not name.isdecimal()):
             raise TypeError(f"this {type(self).__name__} holds more than layers ({', '.join(more)}): put the layers "
                             "into a LayerList of their own and stack that")  # fmt: skip
-        return stacker(self.layers, period=period, first=first, list_class=type(self))
+        return self._stack_type(self.layers, period=period, first=first, list_class=type(self))
 
     def append(self, layer: Layer) -> None:
         """Adds a layer at the end."""

@@ -22,9 +22,9 @@ from ...graph.program import Model, Program, Trees
 from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
 from ...graph.weight.epoch import structure_changed
+from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
-from . import call_stack as running
-from . import hooks
+from . import call_stack, hooks
 from . import place as placing
 from .definition import Cache, Definition, flatten, flatten_with_keys, known, rebuild
 from .hooks import Layer
@@ -125,7 +125,7 @@ class Module(Layer, StateDict, ABC):
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def wrapped(self: Module, *args: Any, **kwargs: Any) -> Any:
-            outputs = running.run(self, call, args, kwargs)
+            outputs = call_stack.run(self, call, args, kwargs)
             return hooks.dispatch(self, call, args, kwargs, outputs) if hooks._HOOKS else outputs
 
         return wrapped
@@ -167,8 +167,8 @@ class Module(Layer, StateDict, ABC):
                 return
             self._forget(name)
             self._mx_statics[name] = key
-        if any(module is self for module in running.RUNNING.stack):
-            running.warn_once(
+        if any(module is self for module in RUNNING.modules):
+            call_stack.warn_once(
                 "static",
                 self,
                 f"{type(self).__name__}.{name} is assigned while the module runs: under jax.jit "
@@ -180,14 +180,14 @@ class Module(Layer, StateDict, ABC):
 
     def _claim(self, name: str, weight: Weight) -> str:
         """The local name under which ``weight`` is registered when assigned to ``name``."""
-        for candidate in (weight._local_name, name):
+        for candidate in (weight.stored.local_name, name):
             holder = self._mx_weights.get(candidate)
             users = [attr for attr, local in self._mx_locals.items() if local == candidate]
             if holder is None or holder is weight or users == [name]:
                 return candidate
         raise ValueError(
             f"{type(self).__name__}.{name}: this module already has other weights named "
-            f"'{weight._local_name}' and '{name}'; give the Weight another name"
+            f"'{weight.stored.local_name}' and '{name}'; give the Weight another name"
         )
 
     def _forget(self, name: str, keep: str | None = None) -> None:
@@ -424,7 +424,7 @@ class Module(Layer, StateDict, ABC):
             )
         slots: list[str | Weight] = []
         for weight in weights:
-            full = running.running_name(weight) or weight.name
+            full = RUNNING.name_of(weight) or weight.name
             local = bool(weight_prefix) and full.startswith(weight_prefix)
             slots.append(full.removeprefix(weight_prefix) if local else weight)
         treedef = jax.tree.structure(self)
@@ -438,6 +438,9 @@ class Module(Layer, StateDict, ABC):
 
     def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
         return known(self).names(self)
+
+    def _mx_names_below(self) -> call_stack.Names:
+        return call_stack.Names(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mx_cache": None, "_mx_lent": {}}

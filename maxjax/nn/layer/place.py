@@ -62,16 +62,18 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         for holder, name, _, (spec, why, layout) in plan_places(module, mesh, strategy, rules):
             todo.append((holder, name, NamedSharding(mesh, spec, memory_kind=kind), why, layout))
     # All of them or none: a device may have no room for the last.
-    moved = [holder._moved(sharding, layout, name) for holder, name, sharding, _, layout in todo]
+    moved = [
+        holder.stored.moved(sharding, layout, name) for holder, name, sharding, _, layout in todo
+    ]
     for (holder, _, sharding, why, layout), leaf in zip(todo, moved, strict=True):
-        holder._settle(sharding, why, layout, leaf)
+        holder.stored.settle(sharding, why, layout, leaf)
     structure_changed()
 
 
 def _check_alone(module: Any) -> None:
     for weight in module._mx_definition()[1]:
         if isinstance(weight, Weight):
-            weight._refuse_in_stack("a placement")
+            weight.stored.refuse_in_stack("a placement")
 
 
 def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
@@ -138,14 +140,16 @@ def plan_places(
             )
         where = places[id(holder)]
         template = holder.template if isinstance(holder, StackedWeight) else holder
-        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template._dims)
-        if not all(isinstance(d, StaticDim) for d in template._dims):
+        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template.stored.dims)
+        if not all(isinstance(d, StaticDim) for d in template.stored.dims):
             found.append(
                 Place(holder, name, shape, Placed(PartitionSpec(), "its sizes are not known yet"))
             )
             continue
         wish = _wish(holder, where, said, strategy, rules, len(shape))
-        placed = place(name, tuple(map(int, template.logical_shape)), wish, mesh, template._block)
+        placed = place(
+            name, tuple(map(int, template.logical_shape)), wish, mesh, template.stored.block
+        )
         found.append(Place(holder, name, shape, placed))
     return found
 
@@ -191,6 +195,6 @@ def _wish(
         axis = strategy.sharded_axis
         return strategy if axis is None or -rank <= axis < rank else None
     for _, _, weight in where:
-        if weight._sharding_strategy is not None:
-            return weight._sharding_strategy
+        if weight.sharding_strategy is not None:
+            return weight.sharding_strategy
     return next((said[path] for _, path, _ in where if path in said), None)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
-from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight
 from ...graph.weights import Weights
 from .load.fit import Fit, fit, same_content
@@ -64,17 +63,17 @@ class StateDict:
         """
         values = {}
         for name, weight in self.raw_state_dict().items():
-            if weight._is_lazy and weight._source is not None:
-                weight._read_source()
-            if weight._is_lazy:
+            if weight.stored.is_lazy and weight.stored.source is not None:
+                weight.stored.read()
+            if weight.stored.is_lazy:
                 if not auto_initialize:
                     raise ValueError(
                         f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()"
                     )
-                weight._put(_zeros(name, weight))
-            weight._finalise(name)
-            value = weight._stored()
-            shape = weight._loaded_shape
+                weight.stored.put(_zeros(name, weight))
+            weight.stored.finalise(name)
+            value = weight.stored.value
+            shape = weight.stored.loaded_shape
             values[name] = value if shape is None else value.reshape(shape)
         return values
 
@@ -204,13 +203,13 @@ def _error(problems: list[str], state_dict: Any) -> ValueError:
 
 
 def _zeros(name: str, weight: Weight) -> jax.Array:
-    leaf = weight._leaf
+    leaf = weight.stored.leaf
     if leaf is None:
         raise ValueError(
             f"weight '{name}' of shape {weight.shape!r} cannot be filled with zeros: "
             "its symbolic dimensions have no size before a value is loaded"
         )
-    return jnp.zeros(leaf.shape, leaf.dtype, device=weight._leaf_sharding)
+    return jnp.zeros(leaf.shape, leaf.dtype, device=weight.stored.leaf_sharding)
 
 
 def _load(fits: list[Fit], single: list[Fit], loads: list[StackLoad]) -> None:
@@ -228,9 +227,9 @@ def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
     """Sets the values of single weights; those of one stack at once."""
     parts: dict[int, tuple[Any, dict[int, Any]]] = {}
     for one, array in zip(fits, arrays, strict=True):
-        home = one.weight._home
+        home = one.weight.stored.home
         if home is None:
-            one.weight._put(array)
+            one.weight.stored.put(array)
         else:
             parts.setdefault(id(home[0]), (home[0], {}))[1][home[1]] = array
     for stack, leaves in parts.values():
@@ -239,15 +238,8 @@ def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
 
 def _store(one: Fit) -> None:
     """What else the weight takes from its value."""
-    weight = one.weight
-    before = weight._static()
-    weight._dtype, weight._dims = one.dtype, one.dims
-    weight._quantization_encoding, weight._align = one.encoding, one.align
-    if one.original is not None:
-        weight._original = one.original
+    stored = one.weight.stored
+    stored.take(one.dtype, one.dims, one.encoding, one.align, one.original, one.loaded_shape)
+    stored.finalise(one.name)
     if one.loaded_shape is not None:
         one.value.shape = Shape(one.dims)  # as MAX: the metadata says what the weight is
-    weight._loaded_shape, weight._source = one.loaded_shape, None
-    weight._finalise(one.name)
-    if weight._static() != before:
-        structure_changed()

@@ -109,7 +109,7 @@ class Walk:
 
     def holder(self, weight: Weight) -> Any:
         """What holds the weight's leaf: itself, or its StackedWeight where that is below the root."""
-        home = weight._home
+        home = weight.stored.home
         return weight if home is None or id(home[0]) not in self.stacks else home[0]
 
     def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
@@ -267,7 +267,7 @@ class _Owners:
     def _add_weight(self, prefix: str, path: str, weight: Weight, within: bool) -> None:
         if not self._has(weight):
             self.placed.add(id(self.walk.holder(weight)))
-            self.walk.place(prefix + weight._local_name, path, weight, False, within)
+            self.walk.place(prefix + weight.stored.local_name, path, weight, False, within)
 
 
 def source_of(item: Any) -> Any:

@@ -200,7 +200,8 @@ class MoE(Module):
             shares = shares.astype(jnp.float32)
             if _are_plain(self.experts):
                 maps = [
-                    ExpertWeights(*(m.weight._operand() for m in _maps(e))) for e in self.experts
+                    ExpertWeights(*(m.weight.stored.operand() for m in _maps(e)))
+                    for e in self.experts
                 ]
                 y = mixture(tokens, chosen, shares, maps, self._activation)
             else:
@@ -225,7 +226,7 @@ class MoE(Module):
         What the devices have is summed once, with the shared expert's part.
         """
         definition, holders = self.gate._mx_definition()
-        gate = [holder._used() for holder in holders]
+        gate = [holder.stored.used() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
         fused = shared and _are_plain(shared) and _split_of(shared, mesh) == {axes}
         weights = [unwrap(m.weight) for e in shared if fused for m in _maps(e)]

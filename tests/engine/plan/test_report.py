@@ -112,7 +112,7 @@ def with_values(make):
 def test_the_bytes_are_those_that_devices_hold(make, sizes):
     model = make()
     before = plan(model, sizes)
-    assert model.raw_state_dict() and all(w._is_lazy for w in model.raw_state_dict().values())
+    assert model.raw_state_dict() and all(w.stored.is_lazy for w in model.raw_state_dict().values())
     placed = with_values(make).to(real_mesh(sizes))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(placed))
     after = plan(placed)
@@ -178,7 +178,7 @@ def test_weights_in_the_memory_of_the_host_take_none_of_a_device():
     mesh = real_mesh({"model": 2})
     place = NamedSharding(mesh, PartitionSpec("model"), memory_kind="pinned_host")
     gate = model.gate_proj.weight
-    gate._settle(place, "", None, gate._moved(place, None, "gate_proj.weight"))
+    gate.stored.settle(place, "", None, gate.stored.moved(place, None, "gate_proj.weight"))
     found = plan(model)
     kinds = {kind.name: kind for kind in found.kinds}
     assert kinds["gate_proj.weight"].bytes_per_device == 0

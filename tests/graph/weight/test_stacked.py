@@ -14,6 +14,7 @@ from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, TensorType, TensorValue, Weight
 from maxjax.graph.weight.stacked import Span, StackedWeight
+from maxjax.graph.weight.stored import around
 from maxjax.nn import LayerList, Module
 from tests.nn.layer.stack.test_layer_stack import values
 
@@ -70,7 +71,7 @@ def test_the_name_of_one(span, full, index, want):
 
 def test_of_weights_with_values():
     s, weights = stack([1, 2, 3])
-    assert s.is_whole and s._leaf.shape == (3, 2)
+    assert s.is_whole and s.leaf.shape == (3, 2)
     np.testing.assert_array_equal(jnp.asarray(s), [[1, 1], [2, 2], [3, 3]])
     for i, w in enumerate(weights):
         assert s.view(i) is w and (w.value == i + 1).all() and w.shape == [2] and w.rank == 1
@@ -80,7 +81,7 @@ def test_of_weights_with_values():
 
 def test_of_weights_without():
     s, weights = stack([None] * 3)
-    assert not s.is_whole and s._leaf == jax.ShapeDtypeStruct((3, 2), jnp.float32)
+    assert not s.is_whole and s.leaf == jax.ShapeDtypeStruct((3, 2), jnp.float32)
     assert [w.value for w in weights] == [None] * 3
     with pytest.raises(ValueError, match="'w' has no value"):
         s.__jax_array__()
@@ -88,7 +89,7 @@ def test_of_weights_without():
 
 def test_of_some_with_values():
     s, weights = stack([1, None, 3])
-    assert not s.is_whole and isinstance(s._leaf, jax.ShapeDtypeStruct)
+    assert not s.is_whole and isinstance(s.leaf, jax.ShapeDtypeStruct)
     assert [w.value is None for w in weights] == [False, True, False]
     weights[1].value = jnp.full(2, 2.0)
     assert s.is_whole
@@ -98,12 +99,12 @@ def test_of_some_with_values():
 def test_one_is_changed_emptied_and_filled():
     s, weights = stack([1, 2, 3])
     weights[1].value = jnp.full(2, 7.0)
-    np.testing.assert_array_equal(s._leaf[:, 0], [1, 7, 3])
+    np.testing.assert_array_equal(s.leaf[:, 0], [1, 7, 3])
     weights[0].value = None
     assert not s.is_whole and [w.value is None for w in weights] == [True, False, False]
     np.testing.assert_array_equal(weights[1].value, [7, 7])
     weights[0].value = np.full(2, 9, np.float32)
-    np.testing.assert_array_equal(s._leaf[:, 0], [9, 7, 3])
+    np.testing.assert_array_equal(s.leaf[:, 0], [9, 7, 3])
 
 
 def test_dissolved_each_has_its_own():
@@ -111,7 +112,7 @@ def test_dissolved_each_has_its_own():
         s, weights = stack(held)
         s.dissolve()
         for w, value in zip(weights, held, strict=True):
-            assert w._home is None
+            assert w.stored.home is None
             assert w.value is None if value is None else (w.value == value).all()
         weights[0].value = jnp.full(2, 8.0)
         assert weights[1].value is None or (weights[1].value != 8).all()
@@ -119,7 +120,7 @@ def test_dissolved_each_has_its_own():
 
 def test_the_weights_are_the_only_ones():
     s, weights = stack([1, 2, 3])
-    other = StackedWeight._from_static(s, s._leaf, "layers.*.w")
+    other = around(s, s.leaf, "layers.*.w")
     views = [other.view(i) for i in range(3)]
     assert views == [other.view(i) for i in range(3)] and views[0] is not weights[0]
     assert [v.name for v in views] == [f"layers.{i}.w" for i in range(3)]
@@ -134,9 +135,9 @@ def test_its_static_part_tells_it_from_others():
         stack([1, 2, 3], shape=(3,))[0],
         stack([1, 2, 3], dtype="bfloat16")[0],
     ]
-    assert len({s._static() for s in kinds}) == len(kinds)
-    assert kinds[0]._static() == stack([None] * 3)[0]._static()
-    assert hash(kinds[0]._static()) == hash(stack([4, 5, 6])[0]._static())
+    assert len({s.static() for s in kinds}) == len(kinds)
+    assert kinds[0].static() == stack([None] * 3)[0].static()
+    assert hash(kinds[0].static()) == hash(stack([4, 5, 6])[0].static())
 
 
 @pytest.mark.parametrize("held", [[1, 2, 3], [1, None, 3], [None] * 3])
@@ -144,17 +145,17 @@ def test_placed(held):
     s, weights = stack(held)
     device = jax.devices()[2]
     sharding = jax.sharding.SingleDeviceSharding(device)
-    s._settle(sharding, "", None, s._moved(sharding, None, "w"))
+    s.settle(sharding, "", None, s.moved(sharding, None, "w"))
     for w in weights:
         assert w.value is None or w.value.devices() == {device}
         w.value = jax.device_put(jnp.zeros(2), sharding)
-    assert s._leaf.devices() == {device}
+    assert s.leaf.devices() == {device}
 
 
 def test_pickled_together_they_stay_together():
     s, weights = pickle.loads(pickle.dumps(stack([1, 2, 3])))
     weights[1].value = jnp.zeros(2)
-    np.testing.assert_array_equal(s._leaf[:, 0], [1, 0, 3])
+    np.testing.assert_array_equal(s.leaf[:, 0], [1, 0, 3])
 
 
 def test_a_weight_of_a_stack_is_a_tree_of_its_slice():
@@ -166,7 +167,7 @@ def test_a_weight_of_a_stack_is_a_tree_of_its_slice():
 
 def test_the_old_stack_is_let_go():
     s, weights = stack([1, 2, 3])
-    old = weakref.ref(s._leaf)
+    old = weakref.ref(s.leaf)
     weights[1].value = jnp.zeros(2)
     gc.collect()
     assert old() is None

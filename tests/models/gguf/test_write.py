@@ -243,9 +243,9 @@ def test_parts_of_tensors_are_those_of_the_whole(case):
         expected = whole[tuple(slice(*span) for span in box)]
         array, _ = read_box(data, box)
         np.testing.assert_allclose(array, expected, rtol=0, atol=1e-7, err_msg=name)
-        if data._source is not None:
+        if data.source is not None:
             memory = np.empty(expected.nbytes, np.uint8)
-            data._source.read_parts([Part(name, box, memory)])
+            data.source.read_parts([Part(name, box, memory)])
             again = memory.view(expected.dtype).reshape(expected.shape)
             np.testing.assert_array_equal(again, array)
 

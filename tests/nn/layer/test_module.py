@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from maxjax.graph import DeviceRef, Weight
+from maxjax.graph.weight.running import RUNNING
 from maxjax.nn import LayerList, Module
-from maxjax.nn.layer import call_stack as running
 from maxjax.nn.layer import module as module_file
 
 CPU = DeviceRef.CPU()
@@ -525,4 +525,4 @@ def test_errors_name_weights_from_the_outermost_module():
                 return self.blk(x)
 
         Net()(jnp.ones(3))
-    assert not running.RUNNING.stack
+    assert not RUNNING.modules

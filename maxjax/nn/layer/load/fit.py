@@ -60,20 +60,26 @@ def fit(
 
 def _new(name: str, weight: Weight, value: Any, dims: Sequence[Any]) -> Fit:
     return Fit(
-        name, weight, value, weight._dtype, tuple(dims), weight.quantization_encoding, weight.align
+        name,
+        weight,
+        value,
+        weight.stored.dtype,
+        tuple(dims),
+        weight.quantization_encoding,
+        weight.align,
     )
 
 
 def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fit | str:
-    fitted = _new(name, weight, data, weight._dims)
-    shape, declared = tuple(data.shape), weight._dims
+    fitted = _new(name, weight, data, weight.stored.dims)
+    shape, declared = tuple(data.shape), weight.stored.dims
     if weight.quantization_encoding is QuantizationEncoding.GPTQ and data.dtype is not DType.uint8:
         fitted.original = (data.dtype, Shape(shape))
         shape = (*shape[:-1], Dim(int(shape[-1]) * data.dtype.size_in_bytes))
         fitted.as_bytes = True
-        if weight._dtype is not DType.uint8:
-            return _different(name, dtype=(DType.uint8, weight._dtype))
-    packed = data.dtype is DType.uint8 and weight._dtype is DType.uint8
+        if weight.stored.dtype is not DType.uint8:
+            return _different(name, dtype=(DType.uint8, weight.stored.dtype))
+    packed = data.dtype is DType.uint8 and weight.stored.dtype is DType.uint8
     if weight.quantization_encoding is not None or packed:
         fitted.dims = tuple(Shape(shape))
     elif list(shape) != list(declared) and _loose(shape) == _loose(declared):
@@ -95,12 +101,12 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
         dtype = _dtype_of(value)
     except (TypeError, ValueError, KeyError):
         return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
-    problem = _shape_problem(tuple(shape_of(value)), weight._dims)
-    if problem and dtype is not weight._dtype:
-        problem += f" and dtype (expected={weight._dtype}, actual={dtype})"
+    problem = _shape_problem(tuple(shape_of(value)), weight.stored.dims)
+    if problem and dtype is not weight.stored.dtype:
+        problem += f" and dtype (expected={weight.stored.dtype}, actual={dtype})"
     if problem:
         return f"Value provided to weight '{name}' had different {problem}."
-    return _new(name, weight, value, weight._dims)
+    return _new(name, weight, value, weight.stored.dims)
 
 
 def _loose(shape: Sequence[Any]) -> list[Any]:
@@ -205,7 +211,12 @@ def pieces(one: Fit) -> Pieces:
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
     weight = one.weight
     return Pieces(
-        one.value, one.name, weight._leaf_sharding, target, partial(convert, one), weight._layout
+        one.value,
+        one.name,
+        weight.stored.leaf_sharding,
+        target,
+        partial(convert, one),
+        weight.stored.layout,
     )
 
 
@@ -291,8 +302,8 @@ def _place(one: Fit, array: Any, owned: bool) -> jax.Array:
     JAX on a CPU keeps aligned NumPy memory instead of copying it: right for memory that
     only we have seen, and a trap for an array somebody may write to later.
     """
-    sharding = one.weight._leaf_sharding
-    array = one.weight._arranged(array)
+    sharding = one.weight.stored.leaf_sharding
+    array = one.weight.stored.arranged(array)
     if isinstance(array, np.ndarray) and is_spread(sharding):
         whole, parts = array, boxes(sharding, array.shape)
         copies = {box: np.array(whole[slices(box)], copy=True, order="C") for box in parts}

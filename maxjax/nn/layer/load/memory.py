@@ -174,4 +174,4 @@ def _larger(
 
 def _itemsize(place: Any) -> int:
     template = getattr(place.holder, "template", place.holder)
-    return template._dtype.np.itemsize
+    return template.stored.dtype.np.itemsize

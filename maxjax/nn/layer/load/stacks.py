@@ -48,15 +48,15 @@ class StackLoad:
         self.stack, self.fits = stack, fits
         first = fits[0]
         self._dtype = jax.dtypes.canonicalize_dtype(first.dtype.np)
-        template = stack.template
-        self._layout = template._layout
+        template = stack.template.stored
+        self._layout = template.layout
         self._layer = tuple(map(int, first.dims))
         if self._layout is not None:
             self._layer = self._layout.shape(self._layer)
-        self._target = stack._sharding or _committed(fits)  # None leaves the place to JAX
+        self._target = stack.leaf_sharding or _committed(fits)  # None leaves the place to JAX
         self._sharding = self._target or jax.sharding.SingleDeviceSharding(default_device())
         # Of one layer's weight.
-        self._placed = template._leaf_sharding or self._sharding
+        self._placed = template.leaf_sharding or self._sharding
         self._read: set[int] = set()
         self._memory: dict[Box, np.ndarray] = {}
         if not is_host(self._sharding):
@@ -115,7 +115,7 @@ class StackLoad:
             fill(list(asked.parts(memory)))
             found = asked.converted(memory)
         else:
-            value = one.weight._arranged(host(one))
+            value = one.weight.stored.arranged(host(one))
             found = {box: value[slices(box)] for box in layers}
         for box, array in layers.items():
             array[i] = found[box]
@@ -127,31 +127,31 @@ class StackLoad:
             if in_pieces(one):
                 yield from read_pieces([pieces(one)])
             else:
-                where = self.stack.template._leaf_sharding or self._target
-                yield put(one.weight._arranged(host(one)), where, one.name)
+                where = self.stack.template.stored.leaf_sharding or self._target
+                yield put(one.weight.stored.arranged(host(one)), where, one.name)
 
     def store(self, array: jax.Array) -> None:
         """Makes it the value, and what the weights were loaded as the declaration of all."""
-        self.stack._put(array)
-        template = self.stack.template
-        self.stack._declare(self.fits[0].weight, template._sharding, template._layout)
+        self.stack.put(array)
+        template = self.stack.template.stored
+        self.stack.declare(self.fits[0].weight, template.sharding, template.layout)
 
 
 def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
     """The stacks that get a value for every layer, all other values, and what does not fit."""
     groups: dict[int, tuple[StackedWeight, dict[int, Fit]]] = {}
     for one in fits:
-        if one.weight._home is not None:
-            stack, place = one.weight._home
+        if one.weight.stored.home is not None:
+            stack, place = one.weight.stored.home
             groups.setdefault(id(stack), (stack, {}))[1][place] = one
     whole, in_stacks, problems = [], set[int](), []
     for stack, group in groups.values():
         kinds = {(one.dtype, tuple(map(str, one.dims))) for one in group.values()}
-        template = stack.template
+        template = stack.template.stored
         if len(kinds) == 1 and len(group) == stack.span.count and _has_sizes(group[0]):
             whole.append((stack, [group[i] for i in range(len(group))]))
             in_stacks.update(id(one) for one in group.values())
-        elif kinds != {(template._dtype, tuple(map(str, template._dims)))}:
+        elif kinds != {(template.dtype, tuple(map(str, template.dims)))}:
             one = next(iter(group.values()))
             problems.append(f"weight '{one.name}' belongs to a LayerStack, whose layers must have one shape and dtype: "
                             "load all of them alike, or unstack() first")  # fmt: skip

@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....graph.weight.epoch import structure_changed
+from ....graph.weight.running import RUNNING
 from ....graph.weight.stacked import Span, StackedWeight
 from ....graph.weight.weight import Weight
-from .. import hooks, layer_list
-from ..call_stack import RUNNING, run
+from .. import hooks
+from ..call_stack import run
 from ..definition import Definition
-from ..layer_list import LayerList
+from ..layer_list import LayerList, in_turn
 from ..module import Module
 from ..walk import Walk, source_of
 from .per_layer import Layout, PerLayer
 from .scanning import Plan, loop, policy, scan
 
 
-class LayerStack(LayerList):
+class LayerStack(LayerList, is_stack=True):
     """Equal layers, or a pattern of layers that repeats, compiled once.
 
     Args:
@@ -186,7 +187,7 @@ class LayerStack(LayerList):
         """Runs the layers in order, as a LayerList: each gets what the one before returned."""
         if len(args) == 1 and not kwargs:
             return self.scan(args[0])
-        return layer_list.in_turn(self.layers, args, kwargs)
+        return in_turn(self.layers, args, kwargs)
 
     def scan(
         self,
@@ -244,7 +245,7 @@ class LayerStack(LayerList):
         if not isinstance(unroll, (int, bool)) or unroll < 0:
             raise ValueError(f"unroll is a number of steps or a bool, not {unroll!r}")
         plan = Plan(self._layout, index, policy(remat) if remat else None, unroll, type(unroll))
-        running = RUNNING.stack
+        running = RUNNING.modules
         if running and running[-1] is self:  # called by __call__
             return _run(self, plan, carry, xs, shared)
         return run(self, _run, (plan, carry, xs, shared), {})
@@ -253,9 +254,6 @@ class LayerStack(LayerList):
 def _run(stack: LayerStack, plan: Plan, carry: Any, xs: Any, shared: Any) -> Any:
     one_by_one = hooks.token() is not None or not stack._layout.slots
     return (loop if one_by_one else scan)(stack, plan, carry, xs, shared)
-
-
-layer_list.stacker = LayerStack
 
 
 # -- what may be stacked
@@ -269,7 +267,7 @@ def _definition(i: int, layer: Any) -> Definition:
         raise NotImplementedError(
             f"layer {i} holds a LayerStack: stacks within stacks are not supported"
         )
-    if any(weight._home is not None for weight in holders):
+    if any(weight.stored.home is not None for weight in holders):
         raise ValueError(f"layer {i} belongs to another LayerStack: unstack() that first")
     return definition
 
@@ -317,7 +315,7 @@ def _difference(one: Module, other: Module) -> str:
         if (name in a.names) != (name in b.names):
             return f"only one of them has the weight '{name}'"
         u, v = (d.weights[d.names.index(name)] for d in (a, b))
-        if u._static() != v._static():
+        if u.stored.static() != v.stored.static():
             return f"the weight '{name}' is {_described(u)} in one and {_described(v)} in the other"
     return "their weights are tied in different ways"
 
@@ -329,8 +327,9 @@ def _at(layer: Module, path: str) -> Any:
 
 
 def _described(weight: Weight) -> str:
-    parts = [weight._dtype, list(map(str, weight._dims)), weight._device, weight._quantization_encoding,
-             weight._sharding_strategy, weight._sharding]  # fmt: skip
+    stored = weight.stored
+    parts = [stored.dtype, list(map(str, stored.dims)), weight.device, weight.quantization_encoding,
+             weight.sharding_strategy, stored.sharding]  # fmt: skip
     return " ".join(str(part).replace("'", "") for part in parts if part is not None)
 
 
@@ -386,7 +385,8 @@ def _replica(
         made[id(module)] = new
 
     def there(weight: Weight) -> Weight:
-        return weight if weight._home is None else weight._home[0].view(place)
+        home = weight.stored.home
+        return weight if home is None else home[0].view(place)
 
     for module, new in own:
         weights = {local: there(weight) for local, weight in module._mx_weights.items()}

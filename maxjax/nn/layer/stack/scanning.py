@@ -49,7 +49,7 @@ class _Static(NamedTuple):
 def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
     """Runs the stack as one loop; see ``LayerStack.scan``."""
     definition, holders = stack._mx_definition()
-    arrays = [holder._array() for holder in holders]
+    arrays = [holder.stored.array() for holder in holders]
     carry, xs, shared = _present((_plain(carry), xs, dict(shared)))
     values = tuple(_per_layer(x, plan.layout) for x in xs)
     leaves, tree = jax.tree.flatten(shared)
@@ -92,7 +92,7 @@ def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
 def _plain(carry: Any) -> Any:
     """The carry without Weights: the next layer gets an array in any case."""
     return jax.tree.map(
-        lambda v: v._as_array() if isinstance(v, Weight) else v,
+        lambda v: unwrap(v) if isinstance(v, Weight) else v,
         carry,
         is_leaf=lambda v: isinstance(v, Weight),
     )
@@ -103,11 +103,11 @@ def _present(tree: Any) -> Any:
 
     def present(value: Any) -> Any:
         if isinstance(value, Weight):
-            return jax.tree.unflatten(jax.tree.structure(value), [value._array()])
+            return jax.tree.unflatten(jax.tree.structure(value), [value.stored.array()])
         if not hasattr(value, "_mx_definition"):
             return value
         definition, holders = value._mx_definition()
-        return rebuild(definition, [holder._array() for holder in holders])
+        return rebuild(definition, [holder.stored.array() for holder in holders])
 
     return jax.tree.map(
         present, tree, is_leaf=lambda v: isinstance(v, Weight) or hasattr(v, "_mx_definition")
@@ -219,13 +219,17 @@ class _Body:
 
     def __init__(self, layer: Any):
         self.definition, self.holders = layer._mx_definition()
-        self.stacks = [w._home[0]._leaf for w in self.holders if w._home is not None]
-        self.leaves = [w._leaf for w in self.holders]
+        self.homes = [w.stored.home for w in self.holders]
+        self.stacks = [home[0].leaf for home in self.homes if home is not None]
+        self.leaves = [w.stored.leaf for w in self.holders]
 
     def at(self, k: Any, scanned: Sequence[Any] | None) -> list[Any]:
         """The leaves of layer ``k``: slices of the stacks, or what was scanned out of them."""
         own = iter([StackSlice(stack, k) for stack in self.stacks] if scanned is None else scanned)
-        return [w._leaf if w._home is None else next(own) for w in self.holders]
+        return [
+            leaf if home is None else next(own)
+            for leaf, home in zip(self.leaves, self.homes, strict=True)
+        ]
 
 
 def _step(

@@ -1,0 +1,329 @@
+"""StoredWeight: what a Weight holds, where it lies and in which order; ``weight.stored`` gives it.
+
+This is how loaders, stacks, savers, plans and exports see a Weight, while users see its value.
+The *leaf* is what a pytree has of a Weight: an array, a placeholder, or a slice of the stack that
+is its *home*. Shapes, values and files are in *logical* order; a leaf is *arranged*, which is
+another order only where there is a layout (``placement/device_major.py``). A StackedWeight, which
+holds the leaf of many Weights, has the same names for what it has in common with a Weight.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ...dtype import DType
+from ...kernels import QuantArray, StackSlice
+from ...kernels.stack_slice import whole
+from ..kind import KIND
+from ..placement.arrays import as_used, put, relaid, stays
+from ..placement.device_major import DeviceMajor
+from ..quantization import QuantizationEncoding
+from ..shape import Shape, StaticDim
+from .epoch import structure_changed
+from .running import RUNNING
+
+# The leaf of a Weight or StackedWeight: flattening a Module asks for each.
+leaf_of = attrgetter("_leaf")
+
+
+def around(holder: Any, leaf: Any, name: str | None) -> Any:
+    """A Weight or StackedWeight like ``holder`` around ``leaf``, which is not looked at."""
+    return holder._around(leaf, name)
+
+
+def standing_for(weight: Any) -> Any:
+    """What stands for a Weight or a StackedWeight in the Graph being written; None outside of one."""
+    graphs = RUNNING.graphs
+    if not graphs:
+        return None
+    home = weight.stored.home
+    if home is not None and RUNNING.is_below(home[0]):
+        stack = standing_for(home[0])
+        return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
+    return None if isinstance(whole(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
+
+
+class StoredWeight:
+    """What a Weight holds: made when it is asked for, and nothing but another view of it.
+
+    Attributes:
+        weight: The Weight.
+        local_name: Its name within the layer that owns it.
+        dtype: The declared element type.
+        dims: The declared sizes, in logical order.
+        leaf: What it is in a pytree: an array, a placeholder, None, or a slice of a stack.
+        home: (StackedWeight, place in it) where that holds the value, else None.
+        source: Data of a checkpoint that has not been read yet.
+        sharding: The jax Sharding of the array in logical order, None where JAX is free to choose.
+        layout: The order of the leaf where it is not the logical one: it then has another shape.
+        why: Why it is placed so.
+        loaded_shape: The shape of the tensor it was loaded from, where that is another.
+    """
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Any):
+        self.weight = weight
+
+    local_name = property(attrgetter("weight._local_name"))
+    dtype = property(attrgetter("weight._dtype"))
+    dims = property(attrgetter("weight._dims"))
+    leaf = property(attrgetter("weight._leaf"))
+    home = property(attrgetter("weight._home"))
+    sharding = property(attrgetter("weight._sharding"))
+    layout = property(attrgetter("weight._layout"))
+    why = property(attrgetter("weight._why"))
+    loaded_shape = property(attrgetter("weight._loaded_shape"))
+
+    @property
+    def source(self) -> Any:
+        return self.weight._source
+
+    @source.setter
+    def source(self, data: Any) -> None:
+        self.weight._source = data
+
+    # -- what it was declared as
+
+    def static(self) -> tuple[Any, ...]:
+        """Everything about it that is not its value or full name; hashable."""
+        w = self.weight
+        dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in w._dims)
+        return (
+            w._plain[0], w._local_name, w._dtype, dims, w._device, w._quantization_encoding, w._align,
+            w._sharding_strategy, w._sharding, w._layout, w._flags, w.shard_idx,
+        )  # fmt: skip
+
+    def declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
+        """Sets dtype and shape and goes back to having no value."""
+        self.refuse_in_stack("another shape or dtype")
+        self.weight._dtype, self.weight._dims = dtype, dims
+        self.weight._put(self.blank())
+        structure_changed()
+
+    def take(
+        self,
+        dtype: DType,
+        dims: tuple[Any, ...],
+        encoding: QuantizationEncoding | None,
+        align: int | None,
+        original: tuple[DType, Shape] | None,
+        loaded_shape: tuple[int, ...] | None,
+    ) -> None:
+        """Takes over what a value that was loaded says of it; the value itself comes by :meth:`put`."""
+        w, before = self.weight, self.static()
+        w._dtype, w._dims, w._quantization_encoding, w._align = dtype, dims, encoding, align
+        w._original = original or w._original
+        w._loaded_shape, w._source = loaded_shape, None
+        if self.static() != before:
+            structure_changed()
+
+    def refuse_in_stack(self, what: str) -> None:
+        """Refuses what a layer of a stack cannot have of its own.
+
+        Raises:
+            ValueError: It is one.
+        """
+        if self.weight._home is not None:
+            raise ValueError(
+                f"weight '{self.weight.name}' belongs to a LayerStack and cannot have {what} of its own: "
+                "layers.unstack() first"
+            )
+
+    def finalise(self, name: str) -> None:
+        """Records the full name. A child's state dict does not shorten what the parent's gave."""
+        known = self.weight._full_name
+        if known is None or not known.endswith(f".{name}"):
+            self.weight._full_name = name
+
+    @property
+    def packing(self) -> QuantizationEncoding | None:
+        """The encoding, where what is stored is bytes of its blocks."""
+        encoding = self.weight._quantization_encoding
+        packed = encoding is not None and encoding.is_gguf and self.weight._dtype is DType.uint8
+        return encoding if packed and self.weight._dims else None
+
+    @property
+    def block(self) -> int:
+        """How many values of the last axis stay together."""
+        return 1 if self.packing is None else self.packing.elements_per_block
+
+    # -- the leaf
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether it has no value, though maybe data to read one from."""
+        leaf = self.leaf
+        return leaf is None or type(leaf) is jax.ShapeDtypeStruct
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it has neither a value nor data of a checkpoint to read."""
+        return self.weight._source is None and self.is_lazy
+
+    @property
+    def leaf_dims(self) -> Any:
+        """The sizes of the leaf; None while they are symbolic."""
+        dims, layout = self.weight._dims, self.weight._layout
+        if not all(isinstance(d, StaticDim) for d in dims):
+            return None
+        sizes = tuple(int(d) for d in dims)
+        return sizes if layout is None else layout.shape(sizes)
+
+    @property
+    def leaf_sharding(self) -> Any:
+        """The sharding of the leaf."""
+        sharding, layout = self.weight._sharding, self.weight._layout
+        return sharding if layout is None else layout.sharding(sharding)
+
+    def blank(self) -> Any:
+        """What stands for a value there is none of: a placeholder, or None without sizes."""
+        if (sizes := self.leaf_dims) is None:
+            return None
+        # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
+        dtype = jax.dtypes.canonicalize_dtype(self.weight._dtype.np)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=self.leaf_sharding)
+
+    def put(self, leaf: Any) -> None:
+        """Sets the leaf, as it is."""
+        self.weight._put(leaf)
+
+    # -- the value
+
+    def logical(self, leaf: Any) -> Any:
+        """What is stored, in logical order."""
+        layout = self.weight._layout
+        return leaf if layout is None or leaf is None else layout.restore(leaf)
+
+    def arranged(self, array: Any) -> Any:
+        """A value in logical order, as it is stored."""
+        layout = self.weight._layout
+        return array if layout is None else layout.arrange(array)
+
+    @property
+    def value(self) -> Any:
+        """The array in logical order, None while it is lazy; also inside a Graph."""
+        leaf = self.leaf
+        if type(leaf) is StackSlice:
+            leaf = leaf.__jax_array__()
+        return None if type(leaf) is jax.ShapeDtypeStruct else self.logical(leaf)
+
+    def array(self) -> Any:
+        """What is stored, read by now; inside a Graph, what stands for it there."""
+        standing = standing_for(self.weight)
+        if standing is not None:
+            return standing
+        leaf = self.leaf
+        if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
+            if self.weight._source is None:
+                raise ValueError(self._no_value())
+            leaf = self.read()
+        return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
+
+    def used(self) -> Any:
+        """What is stored, where operations can use it: see ``placement/arrays.py``."""
+        array = self.array()
+        if self.weight._sharding is None:
+            return array
+        return as_used(array, self.leaf_dims, self.leaf_sharding)
+
+    def operand(self) -> Any:
+        """What ``kernels.matmul`` takes: packed weights as such, a layer of a stack as it is."""
+        packing = self.packing
+        return self._uncut() if packing is None else QuantArray(self._uncut(), packing.value)
+
+    def _uncut(self) -> Any:
+        """The array, or a layer of a stack as it is where nothing is to be done with it first."""
+        w, leaf = self.weight, self.leaf
+        if type(leaf) is not StackSlice or w._layout is not None or standing_for(w) is not None:
+            return w._as_array()
+        if w._sharding is None or stays(leaf, self.leaf_dims, w._sharding):
+            return leaf
+        return w._as_array()
+
+    def placed(self, value: Any) -> Any:
+        """A value in logical order as it is stored, where it belongs."""
+        if self.weight._layout is not None and getattr(value, "is_fully_addressable", False):
+            value = np.asarray(value)
+        return put(self.arranged(value), self.leaf_sharding, self.weight.name)
+
+    def read(self) -> jax.Array:
+        """Reads the data this weight was allocated from; it is its value from then on."""
+        # A copy: JAX on a CPU would share memory the user can write to.
+        host = np.array(self.weight._source)
+        with jax.ensure_compile_time_eval():
+            value = self.placed(host)
+            self.weight._put(value)
+        self.weight._source = None
+        return value
+
+    def _no_value(self) -> str:
+        name = RUNNING.name_of(self.weight) or self.weight.name
+        return (
+            f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
+            "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
+        )
+
+    # -- where it lies
+
+    def moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
+        """The value as it would be stored on another Sharding; None for none, or if a stack has it."""
+        if self.weight._home is not None or self.is_lazy:
+            return None
+        return relaid(self.weight._own, sharding, self.weight._layout, layout, name)
+
+    def settle(self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any) -> None:
+        """Takes a placement over, with what :meth:`moved` gave for it."""
+        w = self.weight
+        w._sharding, w._why, w._layout = sharding, why, layout
+        if moved is not None:
+            w._put(moved)
+        elif w._home is None:
+            w._put(self.blank())
+        structure_changed()
+
+
+# --- as a pytree of one leaf -----------------------------------------------------------------
+
+
+def register(cls: type) -> None:
+    """Makes a class of Weights one of pytrees."""
+
+    def flatten_with_keys(w: Any):
+        return ((jax.tree_util.GetAttrKey("value"), w._leaf),), _Definition(w)
+
+    def flatten(w: Any):
+        return (w._leaf,), _Definition(w)
+
+    def unflatten(definition: _Definition, leaves: Any) -> Any:
+        return definition.weight._around(leaves[0], definition.weight._full_name)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+class _Definition:
+    """The treedef data of a Weight on its own: equal when all but value and full name is.
+
+    What its operators give is a part of it: what was traced for one kind is not for the other.
+    """
+
+    __slots__ = ("key", "weight")
+
+    def __init__(self, weight: Any):
+        self.key = (KIND.values, weight.stored.static())
+        # A copy without its value: a treedef must not keep arrays alive.
+        self.weight = weight._around(None, weight._full_name)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Definition) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Weight({self.weight._local_name})"
