@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig
@@ -17,14 +17,15 @@ from .llama import BARE, KNOWN
 class MistralConfig(DecoderConfig):
     """The settings of a Mistral: a Llama whose layers all look back through a window, if any."""
 
+    unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
+
     max_position_embeddings: int = setting(default=131072, minimum=1)
     num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The window is 4096 if nothing is said, and none if it is null; there are no biases."""
-        window = raw.get("sliding_window", 4096)
-        return {"sliding_window": window, "attention_bias": False, "mlp_bias": False}
+        """There are no biases, whatever its file says."""
+        return {"attention_bias": False, "mlp_bias": False}
 
 
 class Mistral(Decoder):

@@ -11,11 +11,14 @@ from .decoder.config import own
 from .decoder.experts import MoEConfig, MoEFamily, MoELayer, expert_count, sparse_layers
 from .decoder.model import Decoder, make
 from .llama import BARE, KNOWN
+from .qwen import WINDOW
 
 
 @dataclass(frozen=True)
 class Qwen3MoEConfig(MoEConfig):
     """The settings of a Qwen 3 with experts in all or some layers."""
+
+    unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 4}
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
     num_experts: int = setting(default=128, held="axis", also=("num_local_experts",))
@@ -28,7 +31,7 @@ class Qwen3MoEConfig(MoEConfig):
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
         """The width of an MLP counts nothing where every layer has experts."""
         try:
-            sparse = sparse_layers(raw, expert_count(raw, "num_experts", 128))
+            sparse = sparse_layers(raw, expert_count(raw, "num_experts", cls.num_experts))
         except ValueError:
             sparse = ()
         return raw, frozenset({"intermediate_size"} if sparse and all(sparse) else ())
@@ -36,11 +39,10 @@ class Qwen3MoEConfig(MoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts, which layers have them, and the window, if it is used."""
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-        experts = expert_count(raw, "num_experts", 128)
+        window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+        experts = expert_count(raw, "num_experts", cls.num_experts)
         return {
             "num_experts": experts, "sliding_window": window, "mlp_bias": False,
-            "num_key_value_heads": raw.get("num_key_value_heads", 4),
             "sparse": sparse_layers(raw, experts),
         }  # fmt: skip
 

@@ -21,7 +21,7 @@ from ...models.gguf import (
     gguf_tokenizer_metadata,
     is_wide,
 )
-from ...models.gguf.config.defaults import read_config
+from ...models.gguf.config.families import read_config
 from ...models.gguf.write_metadata import file_type
 from ...models.pooling import Pooling, gguf_mode, read_pooling
 from ...storage.blocks import Decoded, encode, layout_of
