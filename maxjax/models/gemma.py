@@ -19,10 +19,9 @@ from typing import Any, ClassVar, Self
 from ..errors import CheckpointFormatError, UnsupportedModelError
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import Decoder, make
+from .decoder.model import BARE, KNOWN, Decoder, make
 from .decoder.rope import Rope, rope_of
 from .family import Family, PretrainedModel
-from .llama import BARE, KNOWN
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"

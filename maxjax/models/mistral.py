@@ -1,4 +1,7 @@
-"""Mistral (https://arxiv.org/abs/2310.06825)."""
+"""Mistral 7B: a Llama whose layers look back through a window, with fewer heads of keys and values.
+
+Source: arXiv:2310.06825.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, make
+from .decoder.model import BARE, KNOWN, Decoder, make
 from .family import Family
-from .llama import BARE, KNOWN
 
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
-    """The settings of a Mistral: a Llama whose layers all look back through a window, if any."""
+    """The settings of a Mistral: all its layers look back through the window, if there is one."""
 
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
@@ -29,7 +31,13 @@ class MistralConfig(DecoderConfig):
 
 
 class Mistral(Decoder):
-    """A Mistral."""
+    """A Mistral.
+
+    Example:
+        >>> config = MistralConfig(100, 16, 32, num_layers=2, num_heads=8, sliding_window=4)
+        >>> config.slides, Mistral(config).cache(1, 64).sliding.size
+        ((True, True), 4)
+    """
 
 
 MISTRAL = Mistral.family = Family(

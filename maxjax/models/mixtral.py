@@ -1,4 +1,7 @@
-"""Mixtral (https://arxiv.org/abs/2401.04088)."""
+"""Mixtral: a Mistral whose MLPs are mixtures of experts.
+
+Source: arXiv:2401.04088.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.config import own
 from .decoder.experts import MAPS_W, MoEConfig, MoEFamily, MoELayer, expert_count
-from .decoder.model import Decoder, make
-from .llama import BARE, KNOWN
+from .decoder.model import BARE, KNOWN, Decoder, make
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import Decoder, make
+from .decoder.model import BARE, KNOWN, Decoder, make
 from .family import Family
-from .llama import BARE, KNOWN
 
 # A window is used only where a file says so.
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}

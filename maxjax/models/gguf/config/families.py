@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ....errors import CheckpointFormatError
 from ...bert import BertConfig
 from ...config import ModelConfig, setting
 from ...decoder.config import DecoderConfig, own
@@ -33,9 +34,7 @@ class Qwen2MoEConfig(Qwen3MoEConfig):
 
     unsaid: ClassVar[Mapping[str, Any]] = {**Qwen3MoEConfig.unsaid, "num_key_value_heads": 16}
 
-    num_experts: int = setting(
-        default=60, maximum=MAX_EXPERTS, held="axis", also=("num_local_experts",)
-    )
+    num_experts: int = setting(default=60, held="axis", also=("num_local_experts",))
     num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
     moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
     shared_size: int | None = setting(
@@ -124,7 +123,12 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> Model:
     if model.has_rope:
         said["rope_theta"] = size.rope.theta
     if model.experts:
-        said["num_experts"] = size.num_experts
+        said["num_experts"] = model.experts
+    if model.experts > MAX_EXPERTS:
+        raise CheckpointFormatError(
+            "'num_experts' is out of range", path=path,
+            expected=f"1 to {MAX_EXPERTS}", found=model.experts,
+        )  # fmt: skip
     if isinstance(size, Gemma3Config) and size.local_rope is not None:
         said["rope_local_base_freq"] = size.local_rope.theta
     if isinstance(size, GemmaConfig):
