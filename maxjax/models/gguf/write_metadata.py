@@ -19,7 +19,7 @@ from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError
 from ...graph.weights import WeightData
 from ..decoder.rope import rope_settings
-from .config.families import Model, read_config
+from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
 from .config.read import POOLING, hf_config
 from .config.rope import rope_keys
@@ -95,7 +95,7 @@ def gguf_metadata(
         _LOG.warning("%s%s", "" if path is None else f"{path}: ", line)
     found |= {f"{model.architecture}.{key}": value for key, value in keys.items()}
     if model.architecture == "bert":
-        found["tokenizer.ggml.token_type_count"] = model.size.type_vocab_size
+        found["tokenizer.ggml.token_type_count"] = model.config.type_vocab_size
     _check(model, found, tensors, path)
     return found
 
@@ -129,8 +129,8 @@ def _most(tensors: Mapping[str, WeightData]) -> str:
 # --- what several architectures have ------------------------------------------------------------
 
 
-def _decoder(model: Model, path: Any) -> dict[str, Any]:
-    size = model.size
+def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
+    size = model.config
     found = {
         "vocab_size": size.vocab_size,
         "context_length": size.max_position_embeddings,
@@ -152,8 +152,8 @@ def _decoder(model: Model, path: Any) -> dict[str, Any]:
     return found | (more(model, path) if more else {})
 
 
-def _experts(model: Model) -> dict[str, Any]:
-    size = model.size
+def _experts(model: FamilyConfig) -> dict[str, Any]:
+    size = model.config
     found = {"expert_count": size.num_experts, "expert_used_count": size.num_experts_per_tok}
     if size.moe_intermediate_size:
         found["expert_feed_forward_length"] = size.moe_intermediate_size
@@ -162,16 +162,16 @@ def _experts(model: Model) -> dict[str, Any]:
     return found
 
 
-def _window(model: Model, path: Any) -> dict[str, Any]:
+def _window(model: FamilyConfig, path: Any) -> dict[str, Any]:
     """The window of Mistral and Mixtral."""
-    window = model.size.sliding_window
+    window = model.config.sliding_window
     return {"attention.sliding_window": window} if window else {}
 
 
-def _gemma(model: Model, path: Any) -> dict[str, Any]:
+def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     """Soft caps, windows, and which layers look through one."""
     found: dict[str, Any] = {}
-    size, is_third = model.size, model.architecture == "gemma3"
+    size, is_third = model.config, model.architecture == "gemma3"
     if size.attn_soft_cap:
         found["attn_logit_softcapping"] = size.attn_soft_cap
     if size.logit_soft_cap:
@@ -204,7 +204,7 @@ def _period(slides: list[bool], usual: int) -> int | None:
     return None
 
 
-def _check_windows(model: Model, path: Any) -> None:
+def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers that look through a window where no key says which."""
     listed = model.said.get("layer_types")
     if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
@@ -217,9 +217,9 @@ def _check_windows(model: Model, path: Any) -> None:
             )  # fmt: skip
 
 
-def _plain(model: Model) -> dict[str, Any]:
+def _plain(model: FamilyConfig) -> dict[str, Any]:
     """The settings of GPT-2 and of BERT, which have neither rope nor grouped heads."""
-    size = model.size
+    size = model.config
     is_bert = model.architecture == "bert"
     found = {
         "vocab_size": size.vocab_size,
@@ -237,16 +237,16 @@ def _plain(model: Model) -> dict[str, Any]:
 
 
 def _check(
-    model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
+    model: FamilyConfig, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
 ) -> None:
     said = dict(model.said)
     if said.get("n_inner", ...) is None:
-        said["n_inner"] = 4 * model.size.hidden_size
+        said["n_inner"] = 4 * model.config.hidden_size
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     divisors = model.divisors(path)
     again = hf_config(metadata, shapes, rope_freqs=divisors, path=path)
     if model.has_rope:
-        again["head_dim"] = model.size.width
+        again["head_dim"] = model.config.width
         if not again.get("sliding_window") or not any(
             kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
         ):

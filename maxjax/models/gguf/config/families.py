@@ -63,40 +63,46 @@ ARCHITECTURE_OF: Mapping[str, tuple[str, type[ModelConfig]]] = {
 
 
 @dataclass(frozen=True)
-class Model:
-    """A configuration, read.
+class FamilyConfig:
+    """A configuration, read by its family.
 
     Attributes:
         architecture: GGUF's name of it.
-        said: The configuration with defaults and with one way of saying each thing.
-        size: What its family makes of it.
+        said: The content of the file with defaults and with one way of saying each thing.
+        config: What its family makes of it.
     """
 
     architecture: str
     said: dict[str, Any]
-    size: Any
+    config: Any
 
     @property
     def has_rope(self) -> bool:
         """Whether it is a decoder of Llama's kind."""
-        return isinstance(self.size, DecoderConfig) and not isinstance(self.size, GPT2Config)
+        return isinstance(self.config, DecoderConfig) and not isinstance(self.config, GPT2Config)
 
     @property
     def experts(self) -> int:
         """How many experts a layer has at most."""
-        return self.size.num_experts if isinstance(self.size, MoEConfig) else 0
+        return self.config.num_experts if isinstance(self.config, MoEConfig) else 0
 
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
-        return self.size.kv_heads if isinstance(self.size, DecoderConfig) else self.size.num_heads
+        return (
+            self.config.kv_heads
+            if isinstance(self.config, DecoderConfig)
+            else self.config.num_heads
+        )
 
     def divisors(self, path: Any = None) -> np.ndarray | None:
         """The values of ``rope_freqs.weight``, None where there is none."""
-        return rope_divisors(self.size.rope, self.size.width, path=path) if self.has_rope else None
+        return (
+            rope_divisors(self.config.rope, self.config.width, path=path) if self.has_rope else None
+        )
 
 
-def read_config(config: Mapping[str, Any], *, path: Any = None) -> Model:
+def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     """A configuration with its defaults filled in.
 
     Raises:
@@ -106,7 +112,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> Model:
 
     Example:
         >>> model = read_config({"model_type": "gpt2", "vocab_size": 64, "n_layer": 2})
-        >>> model.architecture, model.size.num_layers, model.size.max_position_embeddings
+        >>> model.architecture, model.config.num_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
     kind = config.get("model_type")
@@ -118,10 +124,10 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> Model:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if kind == "gemma2" and not said[key]:  # llama.cpp has a number of its own then
             raise unsupported(f"Gemma 2 without '{key}' in a GGUF file", path)
-    size: Any = family.from_dict(config, path=path)
-    model = Model(architecture, said, size)
+    model = FamilyConfig(architecture, said, family.from_dict(config, path=path))
+    read = model.config
     if model.has_rope:
-        said["rope_theta"] = size.rope.theta
+        said["rope_theta"] = read.rope.theta
     if model.experts:
         said["num_experts"] = model.experts
     if model.experts > MAX_EXPERTS:
@@ -129,9 +135,9 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> Model:
             "'num_experts' is out of range", path=path,
             expected=f"1 to {MAX_EXPERTS}", found=model.experts,
         )  # fmt: skip
-    if isinstance(size, Gemma3Config) and size.local_rope is not None:
-        said["rope_local_base_freq"] = size.local_rope.theta
-    if isinstance(size, GemmaConfig):
-        act = _TANH if size.hidden_act in _TANHS else size.hidden_act
+    if isinstance(read, Gemma3Config) and read.local_rope is not None:
+        said["rope_local_base_freq"] = read.local_rope.theta
+    if isinstance(read, GemmaConfig):
+        act = _TANH if read.hidden_act in _TANHS else read.hidden_act
         said["hidden_act"] = said["hidden_activation"] = act
     return model
