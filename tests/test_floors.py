@@ -72,14 +72,18 @@ nn: conv conv_transpose
 
 # 5 models: one file per family
 models: config bounds name_rules
+models/decoder: rope
 models/gguf: metadata layouts names sources
-models/gguf/config: rope defaults read llama_cpp
+models/gguf/config: rope read llama_cpp
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
-models/gguf/tensors: types read write
-models/gguf: write_metadata
+models/gguf/tensors: types read
 models: pooling family ties
-models/decoder: rope config attention block model experts
-models: llama mistral qwen mixtral qwen3_moe gemma gpt2 bert __init__
+models/decoder: config attention block model experts
+models: llama mistral qwen mixtral qwen3_moe gemma gpt2 bert
+models/gguf/config: families
+models/gguf/tensors: write
+models/gguf: write_metadata
+models: __init__
 
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
 text/template: thread budget caps sandbox files render

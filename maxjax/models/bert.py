@@ -54,10 +54,10 @@ class BertConfig(ModelConfig):
         if self.position_embedding_type != "absolute":
             kind = self.position_embedding_type
             raise UnsupportedModelError(
-                f"BERT with position_embedding_type {kind!r}: only 'absolute'"
+                f"BERT with 'position_embedding_type' {kind!r}: only 'absolute'"
             )
         if self.is_decoder:
-            raise UnsupportedModelError("BERT as a decoder (is_decoder): only as an encoder")
+            raise UnsupportedModelError("BERT as a decoder ('is_decoder'): only as an encoder")
 
 
 @dataclass(frozen=True)

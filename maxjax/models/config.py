@@ -8,7 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..errors import CheckpointFormatError
 from ..storage.strict_json import load_json
@@ -73,6 +73,17 @@ class ModelConfig:
         (expected int, found '8')
     """
 
+    # What a file means by a key that it leaves out, where null there means something else.
+    unsaid: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """What a file means by each key that it leaves out, where it means anything."""
+        fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]
+        found = {field.metadata.get("key") or field.name: field.default for field in fields}
+        said = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
+        return {**said, **cls.unsaid}
+
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Where a file's numbers are, and the keys of those that count nothing in its model."""
@@ -88,6 +99,7 @@ class ModelConfig:
             CheckpointFormatError: A key is missing, of the wrong type or out of range, or
                 the values do not go together; names the key.
         """
+        raw = {**cls.unsaid, **raw}
         types_of = typing.get_type_hints(cls)
         values = {}
         for field in dataclasses.fields(cls):

@@ -19,10 +19,9 @@ from typing import Any, ClassVar, Self
 from ..errors import CheckpointFormatError, UnsupportedModelError
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import Decoder, make
+from .decoder.model import BARE, KNOWN, Decoder, make
 from .decoder.rope import Rope, rope_of
 from .family import Family, PretrainedModel
-from .llama import BARE, KNOWN
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"
@@ -59,15 +58,14 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that files leave out; no window and no biases of the MLP."""
+        """No window and no biases of the MLP."""
         if raw.get("use_bidirectional_attention"):
             raise UnsupportedModelError(
                 "'use_bidirectional_attention' is set: tokens look back only here"
             )
-        found = {key: raw.get(key, value) for key, value in cls.unsaid.items()}
         # The first releases say "gelu" and mean its approximation.
         act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
-        return {**found, "hidden_act": act, "mlp_bias": False, "sliding_window": None}
+        return {"hidden_act": act, "mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)

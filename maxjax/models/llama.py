@@ -1,6 +1,6 @@
-"""Llama 1 to 3 and Mistral. Attributes are named as in Hugging Face's checkpoints.
+"""Llama 1 to 3: the decoder of ``decoder/`` as it stands. Attributes are named as in its checkpoints.
 
-Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; arXiv:2310.06825.
+Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783.
 """
 
 from __future__ import annotations
@@ -10,13 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, make
+from .decoder.model import BARE, KNOWN, Decoder, make
 from .family import Family
-
-# Tables of frequencies, which old files hold and which are computed.
-KNOWN = ("*rotary_emb.inv_freq",)
-# What files of a model without its head, as of one that makes embeddings, leave out of names.
-BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,43 @@
-"""Mistral (https://arxiv.org/abs/2310.06825)."""
+"""Mistral 7B: a Llama whose layers look back through a window, with fewer heads of keys and values.
+
+Source: arXiv:2310.06825.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, make
+from .decoder.model import BARE, KNOWN, Decoder, make
 from .family import Family
-from .llama import BARE, KNOWN
 
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
-    """The settings of a Mistral: a Llama whose layers all look back through a window, if any."""
+    """The settings of a Mistral: all its layers look back through the window, if there is one."""
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The window is 4096 if nothing is said, and none if it is null; there are no biases."""
-        window = raw.get("sliding_window", 4096)
-        return {"sliding_window": window, "attention_bias": False, "mlp_bias": False}
+        """There are no biases, whatever its file says."""
+        return {"attention_bias": False, "mlp_bias": False}
 
 
 class Mistral(Decoder):
-    """A Mistral."""
+    """A Mistral.
+
+    Example:
+        >>> config = MistralConfig(100, 16, 32, num_layers=2, num_heads=8, sliding_window=4)
+        >>> config.slides, Mistral(config).cache(1, 64).sliding.size
+        ((True, True), 4)
+    """
 
 
 MISTRAL = Mistral.family = Family(

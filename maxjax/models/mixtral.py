@@ -1,4 +1,7 @@
-"""Mixtral (https://arxiv.org/abs/2401.04088)."""
+"""Mixtral: a Mistral whose MLPs are mixtures of experts.
+
+Source: arXiv:2401.04088.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.config import own
 from .decoder.experts import MAPS_W, MoEConfig, MoEFamily, MoELayer, expert_count
-from .decoder.model import Decoder, make
-from .decoder.rope import read_rope
-from .llama import BARE, KNOWN
+from .decoder.model import BARE, KNOWN, Decoder, make
 
 
 @dataclass(frozen=True)
 class MixtralConfig(MoEConfig):
     """The settings of a Mixtral: a Mistral whose layers all have experts."""
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "rope_theta": 1e6}
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
@@ -33,16 +36,10 @@ class MixtralConfig(MoEConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts; there are no biases, whatever its file says."""
         return {
-            "num_experts": expert_count(raw, "num_local_experts", 8),
-            "num_key_value_heads": raw.get("num_key_value_heads", 8),
+            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
             "moe_intermediate_size": None, "norm_topk_prob": True,
             "attention_bias": False, "mlp_bias": False,
         }  # fmt: skip
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """With another base where the file does not say."""
-        return {"rope": read_rope(raw, context, 1e6)}
 
 
 class MixtralLayer(MoELayer):

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import Decoder, make
+from .decoder.model import BARE, KNOWN, Decoder, make
 from .family import Family
-from .llama import BARE, KNOWN
+
+# A window is used only where a file says so.
+WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 
 def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,8 +25,8 @@ def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: A value is of the wrong type.
         UnsupportedModelError: A layer of an unknown kind.
     """
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-    first, layers = raw.get("max_window_layers", 28), raw.get("num_hidden_layers")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    first, layers = raw.get("max_window_layers"), raw.get("num_hidden_layers")
     if type(first) is not int or type(layers) is not int or not 0 < layers <= 1000:
         return {"sliding_window": window}
     slides = [window is not None and i >= first for i in range(layers)]
@@ -38,6 +40,8 @@ def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
 class Qwen2Config(DecoderConfig):
     """The settings of a Qwen 2 or 2.5: queries, keys and values have biases, nothing else has."""
 
+    unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
+
     max_position_embeddings: int = setting(default=32768, minimum=1)
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = own(False)
@@ -45,14 +49,14 @@ class Qwen2Config(DecoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Biases and the window, whatever else its file says."""
-        heads = raw.get("num_key_value_heads", 32)
-        biases = {"attention_bias": True, "mlp_bias": False}
-        return {"num_key_value_heads": heads, **biases, **window_settings(raw)}
+        return {"attention_bias": True, "mlp_bias": False, **window_settings(raw)}
 
 
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     """The settings of a Qwen 3: each head of queries and keys is normalised."""
+
+    unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
     head_dim: int | None = setting(default=128, minimum=1, held="axis")
@@ -61,8 +65,7 @@ class Qwen3Config(DecoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The window, whatever else its file says."""
-        heads = raw.get("num_key_value_heads", 32)
-        return {"num_key_value_heads": heads, "mlp_bias": False, **window_settings(raw)}
+        return {"mlp_bias": False, **window_settings(raw)}
 
 
 class Qwen2(Decoder):

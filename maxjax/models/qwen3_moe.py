@@ -1,4 +1,7 @@
-"""Qwen3-MoE (https://arxiv.org/abs/2505.09388)."""
+"""Qwen 3 with experts: a Qwen 3 in which all MLPs, or some, are mixtures of experts.
+
+Source: arXiv:2505.09388.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,36 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import own
-from .decoder.experts import MoEConfig, MoEFamily, MoELayer, expert_count, sparse_layers
-from .decoder.model import Decoder, make
-from .llama import BARE, KNOWN
+from .decoder.experts import MoEConfig, MoEFamily, MoELayer, expert_count
+from .decoder.model import BARE, KNOWN, Decoder, make
+from .qwen import WINDOW
+
+
+def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
+    """Which layers have experts: each ``decoder_sparse_step``-th that is not listed.
+
+    Raises:
+        ValueError: A setting is of the wrong type.
+    """
+    layers, step = raw.get("num_hidden_layers"), raw.get("decoder_sparse_step")
+    step = 1 if step is None else step
+    dense = raw.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if type(step) is not int or step < 1:
+        raise ValueError(f"'decoder_sparse_step' is {str(step)[:60]}, not a positive integer")
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ValueError("'mlp_only_layers' is not a list of integers")
+    if type(layers) is not int or not 0 < layers <= 1000 or type(experts) is not int:
+        return ()  # the fields' own checks say so
+    listed = set(dense)
+    return tuple(i not in listed and experts > 0 and (i + 1) % step == 0 for i in range(layers))
 
 
 @dataclass(frozen=True)
 class Qwen3MoEConfig(MoEConfig):
     """The settings of a Qwen 3 with experts in all or some layers."""
+
+    unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 4}
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
     num_experts: int = setting(default=128, held="axis", also=("num_local_experts",))
@@ -28,7 +53,7 @@ class Qwen3MoEConfig(MoEConfig):
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
         """The width of an MLP counts nothing where every layer has experts."""
         try:
-            sparse = sparse_layers(raw, expert_count(raw, "num_experts", 128))
+            sparse = sparse_layers(raw, expert_count(raw, "num_experts", cls.num_experts))
         except ValueError:
             sparse = ()
         return raw, frozenset({"intermediate_size"} if sparse and all(sparse) else ())
@@ -36,17 +61,22 @@ class Qwen3MoEConfig(MoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts, which layers have them, and the window, if it is used."""
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-        experts = expert_count(raw, "num_experts", 128)
+        window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+        experts = expert_count(raw, "num_experts", cls.num_experts)
         return {
             "num_experts": experts, "sliding_window": window, "mlp_bias": False,
-            "num_key_value_heads": raw.get("num_key_value_heads", 4),
             "sparse": sparse_layers(raw, experts),
         }  # fmt: skip
 
 
 class Qwen3MoE(Decoder):
-    """A Qwen 3 with experts."""
+    """A Qwen 3 with experts.
+
+    Example:
+        >>> config = Qwen3MoEConfig(100, 8, 16, num_layers=2, num_heads=2, sparse=(False, True))
+        >>> [type(layer.mlp).__name__ for layer in Qwen3MoE(config, stacked=False).model.layers]
+        ['MLP', 'SparseMLP']
+    """
 
     layer_class: ClassVar[Any] = MoELayer
 

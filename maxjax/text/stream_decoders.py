@@ -1,7 +1,8 @@
 """The decoders of the ``tokenizers`` package, one token at a time.
 
 That package decodes a list at once; here each step takes a token's text and gives what is
-certain by then.
+certain by then. Its ``DecodeStream`` and a window over the last tokens give other texts than the
+list: where bytes are no text, after runs of byte tokens, and where spaces are stripped at the ends.
 
 Source: ``decoders/`` and ``pre_tokenizers/byte_level.rs`` of the package, version 0.23.
 """

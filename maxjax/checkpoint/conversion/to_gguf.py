@@ -21,7 +21,7 @@ from ...models.gguf import (
     gguf_tokenizer_metadata,
     is_wide,
 )
-from ...models.gguf.config.defaults import read_config
+from ...models.gguf.config.families import read_config
 from ...models.gguf.write_metadata import file_type
 from ...models.pooling import Pooling, gguf_mode, read_pooling
 from ...storage.blocks import Decoded, encode, layout_of
@@ -132,7 +132,7 @@ def _new_gguf(
         )  # fmt: skip
     model = read_config(config, path=path)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.tensors.items()}
-    check_bounds(type(model.size), model.said, shapes, path=path)
+    check_bounds(type(model.config), model.said, shapes, path=path)
     made = gguf_tensors(config, found.tensors, path=path)
     if made.left_out:
         _LOG.warning(

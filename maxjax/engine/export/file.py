@@ -1,19 +1,19 @@
 """The file of an exported program: its header, and reading it whole or not at all.
 
 The file is a prefix (magic, length and SHA-256 of the header), a JSON header, and the bytes
-of a ``jax.export.Exported``, whose SHA-256 the header has. The header says which names the
-program's weights have in a checkpoint, and what trees its other arrays are.
+of a ``jax.export.Exported``, whose SHA-256 the header has. The header says what JAX does not
+store: which names the program's weights have in a checkpoint, in which containers its other
+arrays are, and which integers were declared wider than they are in the program.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Tracer
 
 from ...errors import (
     CheckpointCorruptError,
@@ -30,34 +30,31 @@ from .signature import Kind, Signature, field, texts
 
 MAGIC = b"\x89MAXJAX\n"  # sent as text, it loses its first byte or its last
 PREFIX = struct.Struct("<8sQ32s")
-VERSION = 1
+VERSION = 2
 WHAT = "a file of maxjax.export"
 _FETCH = "Fetch it again, or export the model again."
+_AGAIN = "Export the model again."
 
 
 class Entry(NamedTuple):
-    """A weight: what it is, and its other names if it is tied."""
+    """A weight: its declared type, and its other names if it is tied."""
 
-    kind: Kind
+    dtype: str
     aliases: tuple[str, ...]
 
     @classmethod
     def read(cls, data: Any) -> Entry:
-        """Of what a header has; ValueError for anything else."""
-        return cls(Kind.read(data), texts(data.get("aliases", [])))
-
-    def json(self) -> dict[str, Any]:
-        aliases = {"aliases": self.aliases} if self.aliases else {}
-        return {**self.kind._asdict(), **aliases}
+        """Reads what a header has; ValueError for anything else."""
+        return cls(field(data, "dtype", str), texts(data.get("aliases")))
 
 
 class Header(NamedTuple):
-    """All that the file says of its program.
+    """All that the file says of its program and JAX does not.
 
     Attributes:
         name: The model's class.
         maxjax, jax: The versions that wrote it.
-        platforms, calling_convention, vjp_order: As ``jax.export`` has them.
+        vjp_order: How often it can be differentiated.
         weights: By name, in the order of a state dict.
         leaves: For each array the program takes its name, or the names of what is stacked.
         inputs, outputs: The rest of what it takes, and what it gives.
@@ -67,8 +64,6 @@ class Header(NamedTuple):
     name: str
     maxjax: str
     jax: str
-    platforms: tuple[str, ...]
-    calling_convention: int
     vjp_order: int
     weights: dict[str, Entry]
     leaves: tuple[str | tuple[str, ...], ...]
@@ -78,38 +73,29 @@ class Header(NamedTuple):
     sha256: str
 
     def json(self) -> dict[str, Any]:
-        weights = {name: entry.json() for name, entry in self.weights.items()}
-        trees = {"inputs": self.inputs.json(), "outputs": self.outputs.json()}
+        weights = {name: entry._asdict() for name, entry in self.weights.items()}
+        trees = {"inputs": self.inputs._asdict(), "outputs": self.outputs._asdict()}
         return {"format": VERSION, **self._asdict(), "weights": weights, **trees}
 
     @classmethod
     def read(cls, data: Any) -> Header:
-        """Of parsed JSON; ValueError names what is not as it should be."""
+        """Reads parsed JSON; ValueError names what is not as it should be."""
         entries = field(data, "weights", dict).items()
         leaves = field(data, "leaves", list)
         found = cls(
             **{name: field(data, name, str) for name in ("name", "maxjax", "jax", "sha256")},
-            **{n: field(data, n, int) for n in ("calling_convention", "vjp_order", "nbytes")},
-            platforms=texts(field(data, "platforms", list)),
+            **{name: field(data, name, int) for name in ("vjp_order", "nbytes")},
             weights={name: Entry.read(entry) for name, entry in entries},
             leaves=tuple(leaf if isinstance(leaf, str) else texts(leaf) for leaf in leaves),
-            inputs=Signature.read(data.get("inputs")),
-            outputs=Signature.read(data.get("outputs")),
+            inputs=Signature.read(field(data, "inputs", dict)),
+            outputs=Signature.read(field(data, "outputs", dict)),
         )
         used = [name for leaf in found.leaves for name in names_in(leaf)]
         if sorted(used) != sorted(found.weights) or () in found.leaves:
             raise ValueError("'leaves' has other names than 'weights'")
-        if not isinstance(found.inputs.tree, dict) or "tuple" not in found.inputs.tree:
+        if not isinstance(found.inputs.restore(found.inputs.dtypes), tuple):
             raise ValueError("'inputs' is no tuple")
         return found
-
-    def leaf(self, leaf: str | tuple[str, ...]) -> Kind:
-        """What the program takes for one of ``leaves``; ValueError where layers differ."""
-        kinds = {self.weights[name].kind for name in names_in(leaf)}
-        if len(kinds) > 1:
-            raise ValueError(f"{leaf!r:.80} are not alike")
-        kind = kinds.pop()
-        return kind if isinstance(leaf, str) else Kind(kind.dtype, (len(leaf), *kind.shape))
 
 
 def names_in(leaf: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -130,20 +116,20 @@ def open_program(path: str, limits: Limits) -> tuple[Header, Any]:
     from jax import export as jax_export  # takes a while to import
 
     header, program = read(path, limits)
-    least = jax_export.minimum_supported_calling_convention_version
-    most = jax_export.maximum_supported_calling_convention_version
-    if not least <= header.calling_convention <= most:
-        raise unreadable(header, path)
     try:
         exported = jax_export.deserialize(program)
-        problem = _disagreement(header, exported)
+        problem = next(_disagreements(header, exported), None)
     except ImportError:
         raise
     except Exception as error:  # of whatever class: flatbuffers and JAX check little
         raise unreadable(header, path) from error
+    least = jax_export.minimum_supported_calling_convention_version
+    most = jax_export.maximum_supported_calling_convention_version
+    if not least <= exported.calling_convention_version <= most:
+        raise unreadable(header, path)
     if problem:
         problem = f"the header does not go with the program: {problem}"
-        raise CheckpointFormatError(problem, path=path, hint="Export it again.")
+        raise CheckpointFormatError(problem, path=path, hint=_AGAIN)
     return header, exported
 
 
@@ -151,47 +137,34 @@ def unreadable(header: Header, path: str) -> CheckpointMismatchError:
     """The error for a program that JAX fails to read, now or when it is compiled."""
     return CheckpointMismatchError(
         "this version of JAX cannot read the program", path=path,
-        expected=f"one that JAX {jax.__version__} reads",
-        found=f"one of JAX {header.jax}, calling convention {header.calling_convention}",
+        expected=f"one that JAX {jax.__version__} reads", found=f"one of JAX {header.jax}",
         hint="Export the model again, or use the JAX it was exported with.",
     )  # fmt: skip
 
 
-def _disagreement(header: Header, exported: Any) -> str | None:
-    """What of the header is not so in the program, or None."""
-    try:
-        kinds = [header.leaf(leaf) for leaf in header.leaves]
-    except ValueError as error:
-        return str(error)
-    lists = ([0] * len(kinds), [0] * len(header.inputs.kinds))
-    trees = jax.tree.structure((lists, {})), jax.tree.structure([0] * len(header.outputs.kinds))
-    if (exported.in_tree, exported.out_tree) != trees:
-        return "numbers of arrays"
-    found = (*exported.in_avals, *exported.out_avals)
-    for kind, aval in zip(
-        (*kinds, *header.inputs.kinds, *header.outputs.kinds), found, strict=True
-    ):
-        real = Kind.of(aval)
-        # Integers are listed as they were declared, and JAX may have made them narrower.
-        narrow = kind.dtype.replace("64", "32") if kind.dtype in ("int64", "uint64") else kind.dtype
-        if real.shape != kind.shape or real.dtype not in (kind.dtype, narrow):
-            return f"{real} is listed as {kind}"
-    if tuple(exported.platforms) != header.platforms:
-        return f"it is for {exported.platforms}"
-    return None
+def _disagreements(header: Header, exported: Any) -> Iterator[str]:
+    """What of the header is not so in the program."""
+    count, inputs, outputs = len(header.leaves), header.inputs.dtypes, header.outputs.dtypes
+    trees = jax.tree.structure((([0] * count, [0] * len(inputs)), {})), [0] * len(outputs)
+    if (exported.in_tree, exported.out_tree) != (trees[0], jax.tree.structure(trees[1])):
+        yield "numbers of arrays"
+        return
+    for leaf, aval in zip(header.leaves, exported.in_avals, strict=False):
+        if not isinstance(leaf, str) and aval.shape[:1] != (len(leaf),):
+            yield f"{Kind.of(aval)} is listed as {len(leaf)} layers"
+        for name in names_in(leaf):
+            yield from _other_type(header.weights[name].dtype, aval)
+    for dtype, aval in zip(inputs, exported.in_avals[count:], strict=True):
+        yield from _other_type(dtype, aval)
+    for dtype, aval in zip(outputs, exported.out_avals, strict=True):
+        yield from _other_type(dtype, aval)
 
 
-def platform_of(values: Sequence[Any]) -> str:
-    """Where a program with these weights runs, in the words of jax.export."""
-    from jax import export as jax_export
-
-    default = jax_export.default_export_platform()
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    placed = [value for value in values if not isinstance(value, Tracer)]
-    if placed:
-        chosen = next(iter(placed[0].devices()))
-    platform = default if chosen is None else getattr(chosen, "platform", chosen)
-    return default if platform == "gpu" and default != "cpu" else platform
+def _other_type(dtype: str, aval: Any) -> Iterator[str]:
+    """What is wrong if an array is listed as of this type, as which it was declared."""
+    narrow = {"int64": "int32", "uint64": "uint32"}.get(dtype, dtype)
+    if str(aval.dtype) not in (dtype, narrow):
+        yield f"{Kind.of(aval)} is listed as {dtype}"
 
 
 def read(path: str, limits: Limits) -> tuple[Header, bytearray]:
@@ -248,18 +221,19 @@ def _prefix(file: OpenFile, limits: Limits) -> tuple[int, bytes]:
 def _header(file: OpenFile, text: bytes, limits: Limits) -> Header:
     data = load_json(text, limits=limits, name=file.path)
     try:
-        if (version := field(data, "format", int)) > VERSION:
+        if (version := field(data, "format", int)) != VERSION:
+            is_later = version > VERSION
+            age, hint = ("a later", "Update maxjax.") if is_later else ("an earlier", _AGAIN)
             raise CheckpointFormatError(
-                f"the file is of a later version (written by maxjax {data.get('maxjax')})",
-                path=file.path, expected=f"format {VERSION}", found=f"format {version}",
-                hint="Update maxjax.",
+                f"the file is of {age} version (written by maxjax {data.get('maxjax')})",
+                path=file.path, expected=f"format {VERSION}", found=f"format {version}", hint=hint,
             )  # fmt: skip
         return Header.read(data)
     except CheckpointError:
         raise
     except ValueError as error:
         problem = f"the header is not as export writes it: {error}"
-        raise CheckpointFormatError(problem, path=file.path, hint="Export it again.") from error
+        raise CheckpointFormatError(problem, path=file.path, hint=_AGAIN) from error
 
 
 def _require_size(file: OpenFile, offset: int, wanted: int, what: str) -> None:

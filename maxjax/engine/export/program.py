@@ -1,4 +1,4 @@
-"""Load_exported: a file of ``export`` → a program, for any weights of those names."""
+"""Exported programs, loaded: functions of any weights of the right names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ...graph.weights import WeightData, Weights
 from ...nn.layer.load.fit import Fit, fit, is_lazy, same_content
 from ...nn.layer.load.stacks import StackLoad, read
 from ...storage.limits import Limits, in_force
-from .file import Header, names_in, open_program, platform_of, unreadable
-from .signature import Arguments, Kind, Path, cut
+from .file import Entry, Header, names_in, open_program, unreadable
+from .signature import Arguments, Path, cut
 
 
 def load_exported(
@@ -85,16 +85,18 @@ class ExportedProgram:
 
     def __init__(self, header: Header, exported: Any, path: str):
         count = len(header.leaves)
-        self.name, self.names, self.platforms = header.name, list(header.weights), header.platforms
-        self.vjp_order = header.vjp_order
         self._types, arguments = exported.in_avals[:count], exported.in_avals[count:]
+        self.name, self.names = header.name, list(header.weights)
+        self.platforms, self.vjp_order = tuple(exported.platforms), header.vjp_order
         self.weights = {
-            name: jax.ShapeDtypeStruct(header.weights[name].kind.shape, kind.dtype)
-            for leaf, kind in zip(header.leaves, self._types, strict=True)
+            name: jax.ShapeDtypeStruct(aval.shape[not isinstance(leaf, str) :], aval.dtype)
+            for leaf, aval in zip(header.leaves, self._types, strict=True)
             for name in names_in(leaf)
         }
         self.inputs = header.inputs.restore(map(_type, arguments))
         self.outputs = header.outputs.restore(map(_type, exported.out_avals))
+        takes = header.inputs.show(arguments)[1:-1].rstrip(",")
+        self._shown = f"{cut(takes)}) -> {cut(header.outputs.show(exported.out_avals))}"
         self._header, self._path = header, path
         self._arguments = Arguments(header.name, header.inputs, arguments)
         self._run = jax.jit(exported.call)
@@ -153,20 +155,19 @@ class ExportedProgram:
         """A Fit for each weight; one error about all that have none."""
         fits, missing = {}, []
         problems = _narrowed([k.dtype for k in self._types] + self._arguments.dtypes)
-        for leaf, type_ in zip(self._header.leaves, self._types, strict=True):
-            for name in names_in(leaf):
-                kind, aliases = self._header.weights[name]
-                given = {key: _array(source.get(key)) for key in (name, *aliases)}
-                given = {key: value for key, value in given.items() if value is not None}
-                if not given:
-                    missing.append(name)
-                    continue
-                found = _fit(name, kind, type_.dtype, next(iter(given.values())))
-                if isinstance(found, Fit):
-                    fits[name] = found
-                else:
-                    problems.append(found)
-                problems += _different(given)
+        for name in (name for leaf in self._header.leaves for name in names_in(leaf)):
+            entry = self._header.weights[name]
+            given = {key: _array(source.get(key)) for key in (name, *entry.aliases)}
+            given = {key: value for key, value in given.items() if value is not None}
+            if not given:
+                missing.append(name)
+                continue
+            found = _fit(name, entry, self.weights[name], next(iter(given.values())))
+            if isinstance(found, Fit):
+                fits[name] = found
+            else:
+                problems.append(found)
+            problems += _different(given)
         if missing:
             problems.append(f"Missing required weights: {', '.join(missing)}")
             others = [str(key) for key in source if key not in self._known]
@@ -189,7 +190,7 @@ class ExportedProgram:
 
     def _explain(self, error: Exception, values: list[Any]) -> ValueError | None:
         """What JAX says when it lowers or compiles the program, in words of ours."""
-        here, header = platform_of(values), self._header
+        here = _platform_of(values)
         if here not in self.platforms:
             wanted = ", ".join(repr(name) for name in (*self.platforms, here))
             return CheckpointMismatchError(
@@ -198,16 +199,15 @@ class ExportedProgram:
                 hint=f"Export it with platforms=({wanted}).",
             )  # fmt: skip
         if "StableHLO" in str(error):
-            return unreadable(header, self._path)
+            return unreadable(self._header, self._path)
         if "refining shapes" in str(error):
             return ValueError(f"{self.name}: sizes break the constraints it was exported with")
         return None
 
     def __repr__(self) -> str:
-        arguments, result = str(self._header.inputs)[1:-1].rstrip(","), str(self._header.outputs)
-        text = f"{self.name}({cut(arguments)}) -> {cut(result)}"
         count = f"{len(self.names)} weight{'s' * (len(self.names) != 1)}"
-        return f"{type(self).__name__}({text}, {count}, {', '.join(self.platforms)})"
+        where = ", ".join(self.platforms)
+        return f"{type(self).__name__}({self.name}({self._shown}, {count}, {where})"
 
 
 class BoundProgram:
@@ -244,6 +244,19 @@ class BoundProgram:
 
 def _type(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _platform_of(values: Sequence[Any]) -> str:
+    """Where a program with these weights runs, in the words of jax.export."""
+    from jax import export as jax_export
+
+    default = jax_export.default_export_platform()
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    placed = [value for value in values if not isinstance(value, Tracer)]
+    if placed:
+        chosen = next(iter(placed[0].devices()))
+    platform = default if chosen is None else getattr(chosen, "platform", chosen)
+    return default if platform == "gpu" and default != "cpu" else platform
 
 
 # --- weights --------------------------------------------------------------------------------
@@ -285,9 +298,9 @@ def _narrowed(dtypes: Sequence[Any]) -> list[str]:
     return [said.format(wide[0])] if wide else []
 
 
-def _fit(name: str, kind: Kind, dtype: Any, value: Any) -> Fit | str:
+def _fit(name: str, entry: Entry, wanted: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
     """As ``load_state_dict`` fits values, but for traced arrays too."""
-    shape: Any = kind.shape
+    dtype, shape = wanted.dtype, wanted.shape
     if isinstance(value, (np.ndarray, np.generic)):
         value = np.asarray(value).astype(value.dtype.newbyteorder("="), copy=False)
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -297,7 +310,7 @@ def _fit(name: str, kind: Kind, dtype: Any, value: Any) -> Fit | str:
             return f"the value of weight '{name}': {error}"
     weight = Weight(name.rpartition(".")[2], dtype, shape, DeviceRef.CPU())
     # Integers of 64 bits where JAX has 32, if that is what the model declared.
-    wide = str(getattr(value, "dtype", "")).rpartition(".")[2] == kind.dtype != str(dtype)
+    wide = str(getattr(value, "dtype", "")).rpartition(".")[2] == entry.dtype != str(dtype)
     found = fit(name, weight, value, override=False, alignment=1, cast=wide)
     if isinstance(found, Fit) and tuple(map(int, found.dims)) != shape:  # bytes may be packed
         actual = tuple(map(int, found.dims))

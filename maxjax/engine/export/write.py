@@ -1,4 +1,4 @@
-"""Export: a model → one file that runs wherever JAX does, without the model's classes.
+"""Writing a model's program to one file that runs wherever JAX does, without the model's classes.
 
 The model's call is traced as a function of flat lists and written by ``jax.export``, with
 the names of its weights beside it.
@@ -28,7 +28,7 @@ from ...nn.layer import Module
 from ...storage.save.durable import replace_file, require_writable
 from ...storage.strict_json import load_json
 from .file import MAGIC, PREFIX, Entry, Header
-from .signature import Kind, Signature, describe
+from .signature import Signature, describe
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -100,13 +100,12 @@ def export(
     with _without_paths():
         program, results = _trace(model, types, specs, flat, chosen)
         blob = bytes(program.serialize(vjp_order=vjp_order))
-    inputs = tuple(map(_kind, flat, program.in_avals[len(types) :]))
-    outputs = tuple(map(Kind.of, program.out_avals))
+    inputs = tuple(map(_declared, flat, program.in_avals[len(types) :]))
+    outputs = tuple(str(aval.dtype) for aval in program.out_avals)
     # Not imported: the package itself is of a floor above, and always there.
     version = sys.modules[__name__.partition(".")[0]].__version__
     header = Header(
-        type(model).__name__, version, jax.__version__, chosen,
-        program.calling_convention_version, vjp_order, weights, leaves,
+        type(model).__name__, version, jax.__version__, vjp_order, weights, leaves,
         Signature(arguments, inputs), Signature(results, outputs),
         len(blob), hashlib.sha256(blob).hexdigest(),
     )  # fmt: skip
@@ -160,10 +159,9 @@ def _weights(
             views = map(holder.view, range(holder.span.count))
             names = [known.get(id(w), holder.span.name(full, i)) for i, w in enumerate(views)]
             leaves.append(tuple(names))
-            type_ = jax.ShapeDtypeStruct(type_.shape[1:], type_.dtype)
         declared = holder if isinstance(holder, Weight) else holder.template
         for name in names:
-            found[name] = Entry(_kind(declared, type_), tuple(others.get(name, ())))
+            found[name] = Entry(_declared(declared, type_), tuple(others.get(name, ())))
     order = [name for name in by_name if name in found]
     return {name: found[name] for name in [*order, *found]}, tuple(leaves), types
 
@@ -181,14 +179,13 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _kind(declared: Any, found: Any) -> Kind:
+def _declared(declared: Any, found: Any) -> str:
     """The type as JAX has it, but of integers that JAX made narrower the wide one: files have that."""
-    kind = Kind.of(found)
-    dtype = declared.stored.dtype if isinstance(declared, Weight) else declared.dtype
-    if kind.dtype not in ("int32", "uint32") or DType.of(dtype).name == kind.dtype:
-        return kind
-    narrowed = jax.dtypes.canonicalize_dtype(DType.of(dtype).np) == found.dtype
-    return Kind(DType.of(dtype).name, kind.shape) if narrowed else kind
+    name = str(found.dtype)
+    if name not in ("int32", "uint32"):
+        return name
+    dtype = DType.of(declared.stored.dtype if isinstance(declared, Weight) else declared.dtype)
+    return dtype.name if jax.dtypes.canonicalize_dtype(dtype.np) == found.dtype else name
 
 
 def _trace(

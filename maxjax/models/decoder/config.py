@@ -11,7 +11,7 @@ from typing import Any, Self
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
 from ..config import ModelConfig, setting
-from .rope import Rope, read_rope
+from .rope import DEFAULT_THETA, Rope, read_rope
 
 # The longest pattern of layers that is looked for.
 _LONGEST_PERIOD = 32
@@ -134,6 +134,7 @@ class DecoderConfig(ModelConfig):
             raise UnsupportedModelError(
                 f"'quantization_config' (quant_method {str(method)[:60]!r})"
             )
+        raw = {**cls.unsaid, **raw}
         fields = {field.name: field for field in dataclasses.fields(cls)}
         hidden = {name for name, field in fields.items() if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
@@ -155,7 +156,7 @@ class DecoderConfig(ModelConfig):
         Raises:
             ValueError, UnsupportedModelError: As of ``read_rope``.
         """
-        return {"rope": read_rope(raw, context)}
+        return {"rope": read_rope(raw, context, cls.unsaid.get("rope_theta", DEFAULT_THETA))}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

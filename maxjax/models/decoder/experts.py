@@ -1,11 +1,12 @@
-"""Mixtral and Qwen 3 with experts. Attributes are named as in Hugging Face's checkpoints.
+"""A mixture of experts in the place of a decoder's MLP, as Mixtral and Qwen 3 have it.
 
 Files hold each expert's maps by themselves, or all of a layer as one tensor (GGUF; transformers 5
 in memory): these are taken apart where they lie, before anything is read.
 
 Shapes: N tokens, hidden size E, X experts of F features between, k experts for each token.
 
-Sources: arXiv:2401.04088, arXiv:2505.09388; transformers' classes of these names.
+Sources: arXiv:2401.04088, arXiv:2505.09388; transformers' ``MixtralSparseMoeBlock`` and
+``Qwen3MoeSparseMoeBlock``.
 """
 
 from __future__ import annotations
@@ -87,26 +88,6 @@ def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
     return default if found is None else found
 
 
-def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
-    """Which layers have experts: each ``decoder_sparse_step``-th that is not listed.
-
-    Raises:
-        ValueError: A setting is of the wrong type.
-    """
-    layers, step = raw.get("num_hidden_layers"), raw.get("decoder_sparse_step")
-    step = 1 if step is None else step
-    dense = raw.get("mlp_only_layers")
-    dense = [] if dense is None else dense
-    if type(step) is not int or step < 1:
-        raise ValueError(f"'decoder_sparse_step' is {str(step)[:60]}, not a positive integer")
-    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
-        raise ValueError("'mlp_only_layers' is not a list of integers")
-    if type(layers) is not int or not 0 < layers <= 1000 or type(experts) is not int:
-        return ()  # the fields' own checks say so
-    listed = set(dense)
-    return tuple(i not in listed and experts > 0 and (i + 1) % step == 0 for i in range(layers))
-
-
 class Expert(Module):
     """One gated feed-forward network, its maps called as the checkpoint calls them.
 
@@ -149,9 +130,9 @@ class SparseMLP(Module):
         experts: LayerList of X :class:`Expert`.
 
     Example:
-        >>> config = MixtralConfig(100, 8, 16, num_layers=2, num_heads=2)
+        >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
         >>> sorted(SparseMLP(config, DType.float32).raw_state_dict())[:2]
-        ['experts.0.w1.weight', 'experts.0.w2.weight']
+        ['experts.0.down_proj.weight', 'experts.0.gate_proj.weight']
     """
 
     def __init__(self, config: MoEConfig, dtype: DType):

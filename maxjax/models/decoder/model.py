@@ -34,6 +34,11 @@ from .attention import Cached, DecoderAttention, Step
 from .block import DecoderLayer, norm
 from .config import DecoderConfig, pattern
 
+# Tables of frequencies, which old files hold and which are computed.
+KNOWN = ("*rotary_emb.inv_freq",)
+# What files of a model without its head, as of one that makes embeddings, leave out of names.
+BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
+
 
 class DecoderModel(Module):
     """Embedding, layers, norm: what Hugging Face's files call ``model``."""

@@ -125,12 +125,26 @@ def read_rope(raw: Mapping[str, Any], context: int, default_theta: float = DEFAU
         >>> read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 64)
         Rope(theta=500000.0, scaling=LinearScalingParams(factor=2.0), magnitude=1.0)
     """
+    name, given = rope_settings(raw)
+    return rope_of(given, name, context, raw, default_theta)
+
+
+def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The settings of rope in either spelling, and what the configuration calls them.
+
+    Raises:
+        ValueError: They are no object.
+
+    Example:
+        >>> rope_settings({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}})
+        ('rope_scaling', {'rope_theta': 500000.0, 'type': 'linear', 'factor': 2})
+    """
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"'{name}' is not an object but {type(given).__name__}")
     beside = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key)}
-    return rope_of({**beside, **given}, name, context, raw, default_theta)
+    return name, {**beside, **given}
 
 
 def rope_of(
@@ -145,9 +159,9 @@ def rope_of(
         if isinstance(value, Mapping):
             raise UnsupportedModelError(f"'{name}' with settings of its own for {key!r}")
     found = _Given(given, name, context, raw or {})
-    if found.number("partial_rotary_factor", 1.0) != 1:
+    if (part := found.number("partial_rotary_factor", 1.0)) != 1:
         raise UnsupportedModelError(
-            "'partial_rotary_factor' is not 1: heads are turned in whole only"
+            f"'partial_rotary_factor' {part:g}: heads are turned in whole only"
         )
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -1,7 +1,7 @@
 """The content of ``config.json`` → the metadata of a GGUF file.
 
-The tables of config.py, read from right to left; then they are read again, and a configuration
-that would not come back the same is refused.
+The tables of ``config.read``, read from right to left; then they are read again, and a
+configuration that would not come back the same is refused.
 
 Source: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``Keys`` and
 ``LlamaFileType`` in gguf-py's ``constants.py``.
@@ -18,7 +18,8 @@ from typing import Any
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError
 from ...graph.weights import WeightData
-from .config.defaults import Decoder, Model, Plain, read_config
+from ..decoder.rope import rope_settings
+from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
 from .config.read import POOLING, hf_config
 from .config.rope import rope_keys
@@ -81,9 +82,8 @@ def gguf_metadata(
     if name:
         found["general.name"] = name
     found |= file_type(encoding or dtype or _most(tensors))
-    size = model.size
     _check_windows(model, path)
-    keys = _decoder(model, size, path) if isinstance(size, Decoder) else _plain(model, size)
+    keys = _decoder(model, path) if model.has_rope else _plain(model)
     if pooling is not None:
         numbers = {text: number for number, text in POOLING.items()}
         if pooling not in numbers:
@@ -94,8 +94,8 @@ def gguf_metadata(
     for line in check_read(model.architecture, keys, tensors, path=path):
         _LOG.warning("%s%s", "" if path is None else f"{path}: ", line)
     found |= {f"{model.architecture}.{key}": value for key, value in keys.items()}
-    if isinstance(size, Plain) and size.token_types and model.architecture == "bert":
-        found["tokenizer.ggml.token_type_count"] = size.token_types
+    if model.architecture == "bert":
+        found["tokenizer.ggml.token_type_count"] = model.config.type_vocab_size
     _check(model, found, tensors, path)
     return found
 
@@ -129,62 +129,66 @@ def _most(tensors: Mapping[str, WeightData]) -> str:
 # --- what several architectures have ------------------------------------------------------------
 
 
-def _decoder(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
+def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
+    size = model.config
     found = {
         "vocab_size": size.vocab_size,
-        "context_length": size.context,
+        "context_length": size.max_position_embeddings,
         "embedding_length": size.hidden_size,
-        "block_count": size.layers,
+        "block_count": size.num_layers,
         "feed_forward_length": size.intermediate_size,
-        "attention.head_count": size.heads,
+        "attention.head_count": size.num_heads,
         "attention.head_count_kv": size.kv_heads,
-        "attention.key_length": size.head_dim,
-        "attention.value_length": size.head_dim,
+        "attention.key_length": size.width,
+        "attention.value_length": size.width,
         "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
-        "rope.dimension_count": size.head_dim,
-        "rope.freq_base": size.rope_theta,
-        **rope_keys(model.rope, size.context, path=path),
+        "rope.dimension_count": size.width,
+        "rope.freq_base": size.rope.theta,
+        **rope_keys(size.rope, rope_settings(model.said)[1], path=path),
     }
-    if size.experts:
-        found |= _experts(model, size, path)
+    if model.experts:
+        found |= _experts(model)
     more = {"llama": _window, "gemma2": _gemma, "gemma3": _gemma}.get(model.architecture)
-    return found | (more(model, size, path) if more else {})
+    return found | (more(model, path) if more else {})
 
 
-def _experts(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
-    found = {"expert_count": size.experts, "expert_used_count": size.experts_used}
-    if size.expert_width:
-        found["expert_feed_forward_length"] = size.expert_width
-    if size.shared_width and model.architecture == "qwen2moe":
-        found["expert_shared_feed_forward_length"] = size.shared_width
+def _experts(model: FamilyConfig) -> dict[str, Any]:
+    size = model.config
+    found = {"expert_count": size.num_experts, "expert_used_count": size.num_experts_per_tok}
+    if size.moe_intermediate_size:
+        found["expert_feed_forward_length"] = size.moe_intermediate_size
+    if model.architecture == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = size.shared_size
     return found
 
 
-def _window(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
+def _window(model: FamilyConfig, path: Any) -> dict[str, Any]:
     """The window of Mistral and Mixtral."""
-    has_one = model.said["model_type"] in ("mistral", "mixtral") and size.sliding_window
-    return {"attention.sliding_window": size.sliding_window} if has_one else {}
+    window = model.config.sliding_window
+    return {"attention.sliding_window": window} if window else {}
 
 
-def _gemma(model: Model, size: Decoder, path: Any) -> dict[str, Any]:
+def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     """Soft caps, windows, and which layers look through one."""
     found: dict[str, Any] = {}
-    caps = {"attn_logit_softcapping": size.attn_cap, "final_logit_softcapping": size.final_cap}
-    for key, cap in caps.items():
-        if cap:
-            found[key] = cap
-        elif model.architecture == "gemma2":
-            raise unsupported(f"Gemma 2 without '{key}' in a GGUF file", path)
-    if model.architecture == "gemma3":
-        if size.attn_cap:
+    size, is_third = model.config, model.architecture == "gemma3"
+    if size.attn_soft_cap:
+        found["attn_logit_softcapping"] = size.attn_soft_cap
+    if size.logit_soft_cap:
+        found["final_logit_softcapping"] = size.logit_soft_cap
+    if is_third:
+        if model.said.get("attn_logit_softcapping"):
             raise unsupported("Gemma 3 with 'attn_logit_softcapping' in a GGUF file", path)
-        found["rope.freq_base_swa"] = size.local_theta
-    usual = 2 if model.architecture == "gemma2" else 6
-    slides = _slides(model, size, usual)
-    if not any(slides) and model.architecture == "gemma3":
-        return found
-    found["attention.sliding_window"] = size.sliding_window or size.context
-    period = _period(slides, usual)
+        if size.local_rope.scaling is not None:
+            what = "rope that is stretched in layers with a window, in a GGUF file,"
+            raise unsupported(what, path)
+        found["rope.freq_base_swa"] = size.local_rope.theta
+        if not any(size.slides):
+            return found
+    window = model.said.get("sliding_window") or size.max_position_embeddings
+    found["attention.sliding_window"] = window
+    usual = 6 if is_third else 2
+    period = _period(list(size.slides), usual)
     if period is None:
         raise unsupported("'layer_types' that do not repeat with a full layer at the end", path)
     if period != usual:
@@ -200,16 +204,7 @@ def _period(slides: list[bool], usual: int) -> int | None:
     return None
 
 
-def _slides(model: Model, size: Decoder, usual: int) -> list[bool]:
-    listed = model.said.get("layer_types")
-    if isinstance(listed, list) and len(listed) == size.layers:
-        return [kind == "sliding_attention" for kind in listed]
-    period = model.said.get("sliding_window_pattern")
-    period = period if type(period) is int and period > 0 else usual
-    return [bool((i + 1) % period) for i in range(size.layers)]
-
-
-def _check_windows(model: Model, path: Any) -> None:
+def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers that look through a window where no key says which."""
     listed = model.said.get("layer_types")
     if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
@@ -222,35 +217,36 @@ def _check_windows(model: Model, path: Any) -> None:
             )  # fmt: skip
 
 
-def _plain(model: Model, size: Plain) -> dict[str, Any]:
+def _plain(model: FamilyConfig) -> dict[str, Any]:
+    """The settings of GPT-2 and of BERT, which have neither rope nor grouped heads."""
+    size = model.config
+    is_bert = model.architecture == "bert"
     found = {
         "vocab_size": size.vocab_size,
-        "context_length": size.context,
+        "context_length": size.max_position_embeddings,
         "embedding_length": size.hidden_size,
-        "block_count": size.layers,
-        "feed_forward_length": size.inner or 4 * size.hidden_size,
-        "attention.head_count": size.heads,
-        "attention.layer_norm_epsilon": size.eps,
+        "block_count": size.num_layers,
+        "feed_forward_length": size.intermediate_size,
+        "attention.head_count": size.num_heads,
+        "attention.layer_norm_epsilon": size.layer_norm_eps if is_bert else size.rms_norm_eps,
     }
-    if model.architecture == "bert":
-        found["attention.causal"] = False
-    return found
+    return {**found, "attention.causal": False} if is_bert else found
 
 
 # --- whether it comes back the same -------------------------------------------------------------
 
 
 def _check(
-    model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
+    model: FamilyConfig, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
 ) -> None:
     said = dict(model.said)
     if said.get("n_inner", ...) is None:
-        said["n_inner"] = 4 * model.size.hidden_size
+        said["n_inner"] = 4 * model.config.hidden_size
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     divisors = model.divisors(path)
     again = hf_config(metadata, shapes, rope_freqs=divisors, path=path)
-    if isinstance(model.size, Decoder):
-        again["head_dim"] = model.size.head_dim
+    if model.has_rope:
+        again["head_dim"] = model.config.width
         if not again.get("sliding_window") or not any(
             kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
         ):

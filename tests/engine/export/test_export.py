@@ -801,13 +801,12 @@ def rewritten(path, change, program=None):
 
 
 def test_a_jax_that_cannot_read_it(net, net_file, path, capfd):
-    for change, program in (
-        ({"calling_convention": 99, "jax": "0.99"}, None),
-        ({"jax": "0.99"}, b""),
-        ({"jax": "0.99"}, b"\xff" * 400),
-    ):
+    newer = dataclasses.replace(
+        jax_export.export(jax.jit(lambda w, x: x))([], [sds(2)]), calling_convention_version=99
+    )
+    for program in (bytes(newer.serialize()), b"", b"\xff" * 400):
         path.write_bytes(net_file.read_bytes())
-        rewritten(path, lambda header, change=change: {**header, **change}, program)
+        rewritten(path, lambda header: {**header, "jax": "0.99"}, program)
         with pytest.raises(CheckpointMismatchError) as caught:
             load_exported(path)
         assert "cannot read the program" in str(caught.value) and "JAX 0.99" in caught.value.found
@@ -886,7 +885,8 @@ def test_other_files(path):
 
 
 HEADERS = {
-    "a later version": (lambda h: {**h, "format": 2}, "later version"),
+    "a later version": (lambda h: {**h, "format": 3}, "later version"),
+    "an earlier version": (lambda h: {**h, "format": 1}, "an earlier version"),
     "no version": (lambda h: {k: v for k, v in h.items() if k != "format"}, "'format' is None"),
     "a list": (lambda h: [], "'format' is None"),
     "not JSON": (lambda h: b"{]", "not valid JSON"),
@@ -901,13 +901,16 @@ HEADERS = {
     "an empty stack": (lambda h: {**h, "leaves": [*h["leaves"], []]}, "other names"),
     "a leaf twice": (lambda h: {**h, "leaves": [*h["leaves"], h["leaves"][0]]}, "other names"),
     "another order": (lambda h: {**h, "leaves": h["leaves"][::-1]}, "is listed as"),
-    "another shape": (lambda h: {**h, "inputs": {**h["inputs"], "leaves": [
-        {"dtype": "float32", "shape": [9]}] * 2}}, "float32[3, 4] is listed as float32[9]"),
-    "a negative dimension": (lambda h: {**h, "inputs": {**h["inputs"], "leaves": [
-        {"dtype": "float32", "shape": [-9]}] * 2}}, "is no shape"),
-    "fewer inputs": (lambda h: {**h, "inputs": {"tree": {"tuple": ["leaf"]}, "leaves": h["inputs"]["leaves"][:1]}},
+    "another type": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": ["float32", "int64"]}},
+                     "float32[3, 3, 4] is listed as int64"),
+    "a type of a weight": (lambda h: {**h, "weights": {**h["weights"], "embed.weight": {
+        "dtype": "float16", "aliases": []}}}, "float32[4, 4] is listed as float16"),
+    "a type of a result": (lambda h: {**h, "outputs": {**h["outputs"], "dtypes": ["int8"] * 2}},
+                           "float32[3, 4] is listed as int8"),
+    "a type that is none": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": [-9] * 2}}, "no list of names"),
+    "fewer inputs": (lambda h: {**h, "inputs": {"tree": {"tuple": ["leaf"]}, "dtypes": ["float32"]}},
                      "numbers of arrays"),
-    "inputs and leaves": (lambda h: {**h, "inputs": {**h["inputs"], "leaves": []}}, "another number of leaves"),
+    "inputs and leaves": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": []}}, "another number of leaves"),
     "inputs that are no tuple": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"list": ["leaf"] * 2}}},
                                  "no tuple"),
     "no tree": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {"set": []}}}, "is no tree"),
@@ -915,12 +918,11 @@ HEADERS = {
         "dict": [["a", "leaf"], [1, "leaf"]]}}}, "is no tree"),
     "a key of a tree twice": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {
         "dict": [["a", "leaf"], ["a", "leaf"]]}}}, "a key twice"),
-    "another platform": (lambda h: {**h, "platforms": ["tpu"]}, "it is for ('cpu',)"),
 }  # fmt: skip
 
 
 @pytest.mark.fast(
-    "a later version", "a deep tree", "aliases", "a negative dimension", "keys of two kinds"
+    "a later version", "a deep tree", "aliases", "a type that is none", "keys of two kinds"
 )
 @pytest.mark.parametrize("case", HEADERS)
 def test_headers_that_nobody_wrote(net_file, path, case):
@@ -1105,7 +1107,7 @@ def test_a_header_reads_back(net_file):
     header = Header.read(json.loads(header_of(net_file)))
     assert json.loads(json.dumps(header.json())) == json.loads(header_of(net_file))
     assert header.weights["embed.weight"].aliases == ("head.weight",)
-    assert DType.of(header.weights["embed.weight"].kind.dtype) is DType.float32
+    assert DType.of(header.weights["embed.weight"].dtype) is DType.float32
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -30,7 +30,7 @@ from maxjax.models.gguf import (
     hf_tensors,
     pooling,
 )
-from maxjax.models.gguf.config.defaults import ARCHITECTURE_OF, DEFAULTS
+from maxjax.models.gguf.config.families import ARCHITECTURE_OF
 from maxjax.models.gguf.sources import read_box
 from maxjax.models.gguf.tensors.read import EXACT_KEY
 from maxjax.storage.gguf.writer import gguf_pieces
@@ -278,14 +278,13 @@ def test_experts_are_read_one_by_one():
 
 
 def test_tables_and_defaults_are_of_the_same_architectures():
-    assert set(ARCHITECTURE_OF.values()) == set(ARCHITECTURES)
-    assert DEFAULTS.keys() == ARCHITECTURE_OF.keys()
+    assert {name for name, _ in ARCHITECTURE_OF.values()} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURE_OF)
 def test_defaults_are_those_of_transformers(kind):
     oracle = files.transformers.CONFIG_MAPPING[kind]()
-    for key, value in DEFAULTS[kind].items():
+    for key, value in ARCHITECTURE_OF[kind][1].defaults().items():
         if key in ("rope_theta", "rope_local_base_freq", "sliding_window"):
             continue  # transformers 5 holds these otherwise
         if key == "hidden_act" and kind.startswith("gemma"):

@@ -1,4 +1,4 @@
-"""How a GGUF file says that rope is stretched → ``rope_scaling`` as Hugging Face has it.
+"""How a GGUF file says that rope is stretched → ``rope_scaling`` as Hugging Face has it, and back.
 
 Sources: ``TextModel.set_gguf_parameters`` and ``LlamaModel.generate_extra_tensors`` of llama.cpp's
 converter; for keys that only old files have, its reader of hyperparameters.
@@ -6,17 +6,22 @@ converter; for keys that only old files have, its reader of hyperparameters.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ....errors import CheckpointFormatError, UserInputError
-from ...config import ModelConfig, setting
-from ..metadata import Settings, short, unsupported
+from ....nn.rope_scaling import (
+    LinearScalingParams,
+    Llama3RopeScalingParams,
+    LongRoPEScalingParams,
+    YarnScalingParams,
+    yarn_mscale,
+)
+from ...decoder.rope import Rope
+from ..metadata import Settings, unsupported
 
 # What Llama 3.1 and 3.2 were made with. The file holds divisors only, not these.
 LLAMA3 = {
@@ -138,131 +143,56 @@ def required(factors: np.ndarray | None, tensors: Any) -> np.ndarray | None:
     return factors
 
 
-@dataclass(frozen=True)
-class Rope(ModelConfig):
-    """How rope is stretched; ``short`` and ``long`` are the divisors that LongRoPE lists."""
-
-    kind: str = setting("rope_type", default="default")
-    factor: float | None = setting(default=None, minimum=1e-3)
-    low: float = setting("low_freq_factor", default=LLAMA3["low_freq_factor"])
-    high: float = setting("high_freq_factor", default=LLAMA3["high_freq_factor"])
-    length: int | None = setting("original_max_position_embeddings", default=None, minimum=1)
-    attention_factor: float | None = setting(default=None)
-    beta_fast: float | None = setting(default=None, minimum=1e-3)
-    beta_slow: float | None = setting(default=None, minimum=1e-3)
-    mscale: float | None = setting(default=None)
-    mscale_all_dim: float | None = setting(default=None)
-    truncate: bool | None = setting(default=None)
-    short: tuple[float, ...] | None = dataclasses.field(default=None, metadata={"key": "-"})
-    long: tuple[float, ...] | None = dataclasses.field(default=None, metadata={"key": "-"})
-
-    def __post_init__(self) -> None:
-        if self.low >= self.high:
-            raise ValueError(
-                f"'low_freq_factor' {self.low} is not less than 'high_freq_factor' {self.high}"
-            )
-
-
-def one_rope(said: dict[str, Any], path: Any) -> tuple[dict[str, Any], Rope | None]:
-    """The settings with rope said as before transformers 5, and how rope is stretched.
-
-    Raises:
-        UnsupportedModelError: Rope is as no GGUF file can say.
-        CheckpointFormatError: A setting is wrong; names it.
-    """
-    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointFormatError(
-            "'rope_scaling' has the wrong type", path=path, expected="{…}", found=short(rope)
-        )
-    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
-    if isinstance(local, Mapping) and "rope_theta" in local:
-        said["rope_local_base_freq"] = local["rope_theta"]
-    if isinstance(local, Mapping) and local.get("rope_type") not in (None, "default"):
-        kind = short(local["rope_type"])
-        raise unsupported(
-            f"rope that is stretched in layers with a window ({kind}), in a GGUF file,", path
-        )
-    for part in (local, rope):
-        turned = part.get("partial_rotary_factor") if isinstance(part, Mapping) else None
-        if turned is not None and turned != 1:
-            raise unsupported(f"'partial_rotary_factor' {short(turned)} in a GGUF file", path)
-    if not isinstance(rope, Mapping):
-        raise CheckpointFormatError(
-            "'full_attention' has the wrong type", path=path, expected="{…}", found=short(rope)
-        )
-    if "rope_theta" in rope:
-        said["rope_theta"] = rope["rope_theta"]
-    found = Rope.from_dict({"rope_type": rope.get("type"), **rope}, path=path)
-    lists = {key: _divisors(key, rope.get(key), path) for key in ("short_factor", "long_factor")}
-    found = replace(found, short=lists["short_factor"], long=lists["long_factor"])
-    return said, found if found.kind != "default" else None
-
-
-def _divisors(key: str, given: Any, path: Any) -> tuple[float, ...] | None:
-    if given is None:
-        return None
-    if not isinstance(given, list) or not all(
-        type(value) in (int, float) and 0 < value < 1e30 for value in given
-    ):
-        raise CheckpointFormatError(
-            f"'{key}' is wrong",
-            path=path,
-            expected="a list of positive numbers",
-            found=short(given),
-        )
-    return tuple(map(float, given))
-
-
-def rope_divisors(
-    rope: Rope | None, head_dim: int, theta: float, *, path: Any = None
-) -> np.ndarray | None:
+def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray | None:
     """The values of ``rope_freqs.weight``: float32 [head_dim // 2]; None where rope needs none.
 
     Raises:
         UnsupportedModelError: Rope is stretched as no GGUF file can say.
     """
-    if rope is None:
+    scaling = rope.scaling
+    if isinstance(scaling, Llama3RopeScalingParams):
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if low >= high:
+            raise CheckpointFormatError(
+                f"'low_freq_factor' {low} is not less than 'high_freq_factor' {high}", path=path
+            )
+        length = scaling.orig_max_position
+        found = llama3_factors(head_dim, rope.theta, scaling.factor, low, high, length)
+        return found.astype(np.float32)
+    if not isinstance(scaling, LongRoPEScalingParams):
         return None
-    if rope.kind == "llama3":
-        factor = 8.0 if rope.factor is None else rope.factor
-        constants = rope.low, rope.high, rope.length or LLAMA3["original_max_position_embeddings"]
-        return llama3_factors(head_dim, theta, factor, *constants).astype(np.float32)
-    if rope.kind != "longrope":
-        return None
-    if rope.short != rope.long or rope.attention_factor != 1.0 or rope.short is None:
+    if scaling.short_factor != scaling.long_factor or rope.magnitude != 1.0:
         raise unsupported("rope whose divisors depend on the length ('longrope')", path)
-    if len(rope.short) != head_dim // 2:
-        raise CheckpointFormatError(
-            "'short_factor' is not one divisor for each pair of features",
-            path=path, expected=head_dim // 2, found=len(rope.short),
-        )  # fmt: skip
-    return np.asarray(rope.short, np.float32)
+    return np.asarray(scaling.short_factor, np.float32)
 
 
-def rope_keys(rope: Rope | None, context: int, *, path: Any = None) -> dict[str, Any]:
+def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict[str, Any]:
     """The metadata that says how rope is stretched, without the prefix of the architecture.
+
+    Args:
+        rope: How it is stretched.
+        given: The settings it was read from, of which some change nothing.
+        path: The checkpoint, for messages.
 
     Raises:
         UnsupportedModelError: Rope is stretched as no GGUF file can say.
     """
-    if rope is None or rope.kind in ("llama3", "longrope"):
+    scaling = rope.scaling
+    if scaling is None or isinstance(scaling, (Llama3RopeScalingParams, LongRoPEScalingParams)):
         return {}
-    factor = 1.0 if rope.factor is None else rope.factor
-    found: dict[str, Any] = {"rope.scaling.type": rope.kind, "rope.scaling.factor": factor}
-    if rope.kind == "linear":
-        return found
-    if rope.kind != "yarn":
-        raise unsupported(f"rope scaling of type {rope.kind[:80]!r} in a GGUF file", path)
-    usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    # llama.cpp multiplies by the usual factor whatever the file says.
-    if not math.isclose(usual if rope.attention_factor is None else rope.attention_factor, usual,
-                        rel_tol=1e-6):  # fmt: skip
-        raise unsupported("yarn with an 'attention_factor' of its own in a GGUF file", path)
-    if rope.mscale or rope.mscale_all_dim or rope.truncate is False:
+    if isinstance(scaling, LinearScalingParams):
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
+    if not isinstance(scaling, YarnScalingParams):
+        raise unsupported("rope scaling of type 'dynamic' in a GGUF file", path)
+    if given.get("mscale") or given.get("mscale_all_dim") or not scaling.truncate:
         raise unsupported("yarn with 'mscale' or without 'truncate' in a GGUF file", path)
-    found["rope.scaling.original_context_length"] = rope.length or context
-    for key, value in (("beta_fast", rope.beta_fast), ("beta_slow", rope.beta_slow)):
-        if value is not None:
-            found[f"rope.scaling.yarn_{key}"] = value
-    return found
+    # llama.cpp multiplies by the usual factor whatever the file says.
+    if not math.isclose(rope.magnitude, yarn_mscale(scaling.factor), rel_tol=1e-6):
+        raise unsupported("yarn with an 'attention_factor' of its own in a GGUF file", path)
+    betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": scaling.factor,
+        "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
+        **{f"rope.scaling.yarn_{k}": beta for k, beta in betas.items() if given.get(k) is not None},
+    }

@@ -17,7 +17,7 @@ from ....errors import CheckpointFormatError, CheckpointMismatchError, some
 from ....graph.weights import WeightData
 from ....graph.weights.same import same_values
 from ....storage.boxes import whole
-from ..config.defaults import Model, read_config
+from ..config.families import FamilyConfig, read_config
 from ..layouts import Layout, Permuted, Plus, Same, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
@@ -176,7 +176,7 @@ def _clean(architecture: str, name: str) -> str:
 
 
 def _place(
-    known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: Model
+    known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: FamilyConfig
 ) -> _Place | None:
     """Where a tensor goes, None if nobody knows."""
     stem, _, suffix = name.rpartition(".")
@@ -189,27 +189,27 @@ def _place(
     order, key, what = entry
     layer = numbers[0] if numbers else -1
     expert = numbers[1] if len(numbers) > 1 else -1
-    if layer >= model.size.layers or expert >= (model.size.experts or 0):
+    if layer >= model.config.num_layers or expert >= model.experts:
         return None
     return _Place(
         layer, order, f"{key.replace('*', str(layer))}.{suffix}", _back(what, suffix, model), expert
     )
 
 
-def _back(what: Layout | str, suffix: str, model: Model) -> Layout:
+def _back(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
     if what == QUERIES:
-        return Permuted(model.size.heads).back()
+        return Permuted(model.config.num_heads).back()
     if what == KEYS:
-        return Permuted(model.size.kv_heads).back()
+        return Permuted(model.kv_heads).back()
     if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus))):
         return Same()
     assert isinstance(what, Layout)
     return what.back()
 
 
-def _check_layers(places: Any, model: Model, path: Any) -> None:
+def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
     """All layers must have the same tensors, and stacks all experts."""
-    layers: dict[int, set[tuple[str, int]]] = {i: set() for i in range(model.size.layers)}
+    layers: dict[int, set[tuple[str, int]]] = {i: set() for i in range(model.config.num_layers)}
     for place in places:
         if place.layer >= 0:
             layers[place.layer].add(
@@ -222,7 +222,7 @@ def _check_layers(places: Any, model: Model, path: Any) -> None:
         )
     every = set.union(*layers.values())
     stacks = {name for name, expert in every if expert >= 0}
-    every |= {(name, i) for name in stacks for i in range(model.size.experts or 0)}
+    every |= {(name, i) for name in stacks for i in range(model.experts)}
     for i, names in layers.items():
         if missing := sorted(every - names):
             said = [
@@ -235,7 +235,7 @@ def _check_layers(places: Any, model: Model, path: Any) -> None:
 
 
 def _made(
-    tensors: Mapping[str, WeightData], places: Mapping[str, _Place], model: Model, path: Any
+    tensors: Mapping[str, WeightData], places: Mapping[str, _Place], model: FamilyConfig, path: Any
 ) -> tuple[dict[str, WeightData], list[str]]:
     """The file's tensors, and what was widened for them."""
     groups: dict[str, list[str]] = {}
