@@ -70,9 +70,9 @@ def test_what_is_no_prompt(loaded, prompts, error, says):
         ({"stop": 5}, TypeError, "a text or a list of texts, not int"),
         ({"chunk": 16.0}, UserInputError, "chunk is 16.0"),
         ({"key": np.zeros(3, np.uint32), "temperature": 1.0}, UserInputError, "one key"),
-        ({"banned": range(257)}, UserInputError, "leave no token"),
+        ({"banned": range(257)}, UserInputError, "exclude every token"),
         ({"banned": range(9), "logit_bias": dict.fromkeys(range(9, 257), -np.inf)},
-         UserInputError, "leave no token"),
+         UserInputError, "exclude every token"),
         ({"logit_bias": {3: 1e39}}, UserInputError, "token 3 a number of float32"),
     ],
 )  # fmt: skip
@@ -174,7 +174,7 @@ def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, close
     pieces = maxjax.stream(*loaded, "hello", max_new_tokens=20, eos_ids=())
     for _ in range(read):
         next(pieces)
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._decoding.state.cache)]
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._batch.state.cache)]
     if closed:
         pieces.close()
     else:
