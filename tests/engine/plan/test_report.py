@@ -348,7 +348,7 @@ def test_what_of_a_cache_does_not_divide_is_said():
     assert found.cache_bytes_per_device == 5 * 2 * 8 * 2 * 4 * 6 * 7
     assert len(found.notes) == 2
     assert "batch of 6 does not divide by data=4" in found.notes[0]
-    assert "2 heads of keys and values do not divide by model=4" in found.notes[1]
+    assert "2 KV heads do not divide by model=4" in found.notes[1]
 
 
 def test_an_encoder_has_none():
