@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import maxjax
 from maxjax import nn
-from maxjax.engine.plan.report import Plan, _reported, parse_bytes, plan
+from maxjax.engine.plan.report import Plan, _memory_of, parse_bytes, plan
 from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy
 from maxjax.models import BertConfig, BertModel, Decoder, DecoderConfig
@@ -461,7 +461,7 @@ def test_memory_that_devices_report(monkeypatch):
     assert plan(mlp(), real_mesh({"model": 2})).fits is None  # the CPU does not say
     mesh = type("Mesh", (), {"devices": np.array([Device(70), Device(50), Device(None)])})
     monkeypatch.setattr("maxjax.engine.plan.report.Mesh", mesh)
-    assert _reported(mesh()) == 50
+    assert _memory_of(mesh()) == 50
 
 
 @pytest.mark.fast(
