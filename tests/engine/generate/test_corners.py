@@ -183,7 +183,7 @@ def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, close
 
 
 def test_a_cache_that_grows_is_compiled_once(loaded, monkeypatch, caplog):
-    monkeypatch.setattr(decoding, "_ROOM", 16)
+    monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 16)
     options = {"max_new_tokens": 90, "eos_ids": ()}
     first = generate(loaded, "hello", **options)
     with jax.log_compiles():

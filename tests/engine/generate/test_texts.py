@@ -161,8 +161,8 @@ def test_a_stream_gives_the_same(model, expected):
 
 
 def test_a_cache_that_grows(model, expected, monkeypatch):
-    monkeypatch.setattr(decoding, "_ROOM", 1)
-    monkeypatch.setattr(decoding, "_LEAST_CAPACITY", 4)
+    monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 1)
+    monkeypatch.setattr(decoding, "_MIN_CAPACITY", 4)
     found = maxjax.generate(model, None, PROMPTS, max_new_tokens=64)
     assert [text.tokens for text in found] == expected
 
