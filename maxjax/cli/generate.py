@@ -64,9 +64,9 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
     )
     ids = request.tokens(_text(options, prompt, opened.tokenizer), 0, True)
     seed = chosen_seed(options, request.sampling)
-    decoding = request.decoding(ids, key_of(seed), options.chunk, options.cache_dtype)
-    stream = Stream(request, decoding, ids)
-    del decoding  # it is the stream's to close
+    batch = request.batch(ids, key_of(seed), options.chunk, options.cache_dtype)
+    stream = Stream(request, batch, ids)
+    del batch  # the stream closes it
     try:
         answer = show(stream, quiet=options.json)
     except FloatingPointError as error:

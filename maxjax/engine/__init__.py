@@ -1,9 +1,9 @@
-"""Programs that run: ``maxjax.load``, ``embed``, ``generate``, ``plan``, ``export``.
+"""What a user runs: ``maxjax.load``, ``embed``, ``generate``, ``plan`` and ``export``.
 
-``load`` makes a model and its tokenizer of a path or a name on the hub (``hub``); ``embed`` gives one
-vector for each text; ``generate/`` writes texts with the tokens that ``sampling/`` chooses; ``plan/``
-says what a model takes on a mesh before it is loaded; ``export/`` stores compiled programs.
-``session`` is MAX's way to run a Graph.
+``load`` opens a checkpoint, given as a path or as a name on the hub (``hub``), and returns a model and
+its tokenizer. ``embed`` computes one vector for each text. ``generate/`` generates text with the
+tokens that ``sampling/`` chooses. ``plan/`` says what memory a model needs on a mesh, before it is
+loaded. ``export/`` stores compiled programs. ``session`` runs a Graph through MAX's interface.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

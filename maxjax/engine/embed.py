@@ -1,7 +1,7 @@
-"""Embed: texts → vectors, one for each.
+"""``embed``: one vector for each text.
 
-Texts are sorted into batches of a few padded shapes, so that the number of compilations
-stays small whatever the texts are.
+Texts are sorted into batches of a few padded shapes, so that few programs are compiled whatever
+the texts are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..models.family import check_loaded
 from ..models.pooling import POOLINGS, Pooling, pool
 from ..text.tokenizer.tokenizer import Tokenizer, Tokens
 
-# No text is padded to less: shorter programs are hardly faster.
-_LEAST_LENGTH = 16
+# The smallest padded length: shorter programs are hardly faster.
+_MIN_LENGTH = 16
 
 
 def embed(
@@ -41,33 +41,33 @@ def embed(
     prompt: str | None = None,
     prompt_name: str | None = None,
 ) -> np.ndarray:
-    """One vector for each text, pooled as the model's own files say.
+    """Computes one vector for each text, pooled as the checkpoint's sentence-transformers files say.
 
-    An encoder without such files (``model.pooling``) gives the mean over a text's tokens; of a
-    decoder it must be said: the last token's state, or the mean.
+    Without such files (``model.pooling``), an encoder uses the mean over the tokens of a text; a
+    decoder needs ``pooling``, usually ``"lasttoken"`` or ``"mean"``.
 
     Args:
-        model: An encoder of text or a decoder, as ``maxjax.load`` gives it.
-        tokenizer: Its tokenizer.
-        texts: The texts; an empty one is a text.
-        batch_size: The most texts computed at once.
-        truncate: Cut texts that are longer than the model takes, instead of refusing them.
-        normalize: Scale each vector to length 1, or not; None does as the files say.
-        pooling: In the place of what the files say: ``"lasttoken"``, ``"mean"``, another name in
-            ``engine.pooling.POOLINGS``, or a ``Pooling``.
-        prompt: Put before every text.
-        prompt_name: One of the prompts that the files name is put there. None of both: the usual one,
-            if the files say which that is.
+        model: a text encoder or a decoder, as returned by ``maxjax.load``.
+        tokenizer: the model's tokenizer.
+        texts: the texts; an empty text is allowed.
+        batch_size: the largest number of texts in one batch.
+        truncate: whether texts longer than the model's limit are cut; otherwise they are refused.
+        normalize: whether each vector is scaled to length 1; None does as the files say.
+        pooling: the pooling that replaces that of the files: ``"lasttoken"``, ``"mean"``, another
+            name in ``maxjax.models.pooling.POOLINGS``, or a ``Pooling``.
+        prompt: a text that is put before every text.
+        prompt_name: the name of a prompt in the files, used as ``prompt``. Without either, the
+            files' default prompt is used if they have one.
 
     Returns:
-        float32 ``[len(texts), d]``, in the order of the texts.
+        The vectors, float32 ``[len(texts), d]``, in the order of the texts.
 
     Raises:
-        TypeError: A text is not a str.
-        UserInputError: No tokenizer, a text that is too long, a model without weights or
-            one that is neither; a decoder of which nobody says how its tokens are pooled; a prompt
-            that the files do not have.
-        UnsupportedModelError: The files ask for a step that maxjax does not have
+        TypeError: a text is not a str.
+        UserInputError: there is no tokenizer; a text is too long; the model's weights are not
+            loaded, or it is neither an encoder nor a decoder; the pooling of a decoder is not
+            known; the files do not have the named prompt.
+        UnsupportedModelError: the files ask for a step that maxjax does not support
             (a NotImplementedError).
     """
     if tokenizer is None:
@@ -79,7 +79,7 @@ def embed(
     if prompt is None:
         prompt = pooling.before(prompt_name)
     elif prompt_name is not None:
-        raise UserInputError("prompt= and prompt_name= say the same: pass one of them")
+        raise UserInputError("prompt= and prompt_name= are both given: pass one of them")
     normalize = pooling.normalize if normalize is None else bool(normalize)
     limit = _limit(model, tokenizer, pooling)
     rows = _rows(tokenizer, texts, pooling, limit, truncate, prompt)
@@ -91,14 +91,14 @@ def embed(
     for batch in batches([len(row.ids) for row in rows], batch_size, limit):
         members = [rows[i] for i in batch.members]
         padded = tokenizer.pad(members, batch.length, batch.count)
-        if mesh is not None:  # each device works on its part of the batch
+        if mesh is not None:  # shard the batch over the data axes
             split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, batch.count)))
             padded = jax.tree.map(partial(put, sharding=split), padded)
         pending.append((batch.members, run(padded)))
     if not rows:
-        width = jax.eval_shape(run, tokenizer.pad([], _LEAST_LENGTH, 1)).shape[1]
+        width = jax.eval_shape(run, tokenizer.pad([], _MIN_LENGTH, 1)).shape[1]
         return np.zeros((0, width), np.float32)
-    # Only now is anything waited for: the device works on while batches are put together.
+    # Waiting begins only here: the devices compute while the host prepares batches.
     result = np.empty((len(rows), pending[0][1].shape[1]), np.float32)
     for members, vectors in pending:
         result[members] = np.asarray(vectors)[: len(members)]
@@ -116,13 +116,13 @@ def _encode(
         states = model(*batch).last_hidden_state  # [B, T, E]
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
     mask = batch.attention_mask
-    if left:  # tokens of the prompt
+    if left:  # the tokens of the prompt do not count
         mask = jnp.where(jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :] >= left, mask, 0)
     pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
     return pooled.astype(jnp.float32)  # [B, d]
 
 
-# --- what can be wrong ----------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------
 
 
 def _pooling(model: Any, batch_size: Any, wanted: Any) -> Pooling:
@@ -138,16 +138,16 @@ def _pooling(model: Any, batch_size: Any, wanted: Any) -> Pooling:
     if isinstance(wanted, str):
         if wanted not in POOLINGS:
             known = ", ".join(map(repr, POOLINGS))
-            raise UserInputError(f"pooling={wanted[:60]!r} is none of {known}")
+            raise UserInputError(f"pooling={wanted[:60]!r} is not one of {known}")
         wanted = replace(said or Pooling(), modes=(wanted,), unsupported=None)
     elif wanted is not None and not isinstance(wanted, Pooling):
         raise UserInputError(f"pooling must be a name or a Pooling, not {type(wanted).__name__}")
     pooling = wanted or said
     if pooling is None and isinstance(model, Decoder):
         raise UserInputError(
-            f"a {type(model).__name__} is a decoder, and no file of its says how its tokens become one "
-            "vector: pass pooling='lasttoken' or pooling='mean' as it was trained, or put the "
-            "modules.json and 1_Pooling/config.json of sentence-transformers beside it"
+            f"{type(model).__name__} is a decoder, and its files do not say how its token states are "
+            "pooled: pass pooling='lasttoken' or pooling='mean', whichever it was trained with, or "
+            "put the modules.json and 1_Pooling/config.json of sentence-transformers beside it"
         )
     pooling = pooling or Pooling()
     if pooling.unsupported:
@@ -158,17 +158,17 @@ def _pooling(model: Any, batch_size: Any, wanted: Any) -> Pooling:
 
 
 def _tokens_of(tokenizer: Tokenizer, pooling: Pooling, prompt: str) -> int:
-    """How many tokens a prompt has at the front of a text, as sentence-transformers counts them."""
+    """The number of tokens of a prompt before a text, as sentence-transformers counts them."""
     if not prompt:
         return 0
     [row] = tokenizer.tokens([prompt.lower() if pooling.lower_case else prompt])
     plain = tokenizer.encode(prompt.lower() if pooling.lower_case else prompt, special=False)
-    # Of the special tokens around it those at the end come after the text.
+    # Special tokens at the end come after the text, so they are not part of the prompt.
     return len(row.ids) - int(len(row.ids) > len(plain) and row.ids[-1:] != plain[-1:])
 
 
 def _limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
-    """The most tokens a text may have, special ones and all."""
+    """The largest number of tokens of a text, special tokens included."""
     limits = (model.max_length, pooling.max_length, tokenizer.max_length)
     return min(limit for limit in limits if limit is not None)
 
@@ -192,13 +192,13 @@ def _rows(
 
 
 def _check_ids(model: Any, rows: list[Tokens]) -> None:
-    """An id outside the table would come out as NaN."""
+    """Raises an error for an id outside the embedding table, which would give NaN."""
     size = model.config.vocab_size
     highest = max((max(row.ids, default=0) for row in rows), default=0)
     if highest >= size:
         raise UserInputError(
-            f"the tokenizer gives the token id {highest} and the model knows {size}: "
-            "they do not belong together"
+            f"the tokenizer gives the token id {highest}, and the vocabulary of the model has {size} "
+            "tokens: they do not belong together"
         )
 
 
@@ -206,7 +206,7 @@ def _check_ids(model: Any, rows: list[Tokens]) -> None:
 
 
 class PaddedBatch(NamedTuple):
-    """Which texts are computed together, and the shape ``[count, length]`` they are padded to."""
+    """The indices of the texts of a batch, and the shape ``[count, length]`` it is padded to."""
 
     members: list[int]
     count: int
@@ -214,10 +214,10 @@ class PaddedBatch(NamedTuple):
 
 
 def batches(lengths: list[int], batch_size: int, limit: int) -> list[PaddedBatch]:
-    """Puts texts of similar length together.
+    """Groups texts of similar length into batches.
 
-    Lengths are padded to a power of two, counts to a power of four: a bounded number of
-    shapes, each of which is compiled once.
+    Lengths are padded to powers of two, and counts to powers of four, so that the number of shapes
+    is bounded; one program is compiled for each.
 
     Example:
         >>> for batch in batches([5, 100, 7, 6], batch_size=2, limit=120):
@@ -228,7 +228,7 @@ def batches(lengths: list[int], batch_size: int, limit: int) -> list[PaddedBatch
     """
     buckets: dict[int, list[int]] = {}
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        padded = _at_least(lengths[i], _LEAST_LENGTH, 2)
+        padded = _at_least(lengths[i], _MIN_LENGTH, 2)
         buckets.setdefault(min(padded, limit), []).append(i)
     found = []
     for length, members in buckets.items():
@@ -239,7 +239,7 @@ def batches(lengths: list[int], batch_size: int, limit: int) -> list[PaddedBatch
 
 
 def _at_least(number: int, start: int, factor: int) -> int:
-    """The first of start, start · factor, start · factor², … that is not below ``number``."""
+    """The smallest of start, start · factor, start · factor², … that is at least ``number``."""
     while start < number:
         start *= factor
     return start

@@ -1,8 +1,8 @@
-"""What a model is called → where its files are: a path, a name on the hub, or "tiny".
+"""Finds the files of a model by its name: a path, a name on the Hugging Face hub, or "tiny".
 
-A path that exists is always that path, and huggingface_hub is imported only for what is none. Its
-cache, its environment variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and its progress
-bars are used as they are.
+A path that exists always wins, and huggingface_hub is imported only for names that are not paths.
+Its cache, its environment variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) and its
+progress bars work as usual.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ BESIDE = (
     "[0-9]_*/*.json",
     "maxjax_digests.json",
 )
-"""Patterns of the small files that are read with the weights, those of sentence-transformers too."""
+"""Patterns of the small files that are read with the weights, including sentence-transformers'."""
 
 _INDEX = re.compile(r"(.*)\.(safetensors|bin)\.index(\.[\w-]+)?\.json", re.DOTALL)
 _GGUF_PART = re.compile(r"(.*-)\d{5,}(-of-\d{5,}\.gguf)", re.DOTALL)
-# Where sentence-transformers puts the model itself, if not beside modules.json.
+# The folder in which sentence-transformers keeps the transformer, if not beside modules.json.
 _FOLDER = re.compile(r"[0-9]_\w+")
 
 
 def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str]:
-    """The files to fetch: small ones, and the weights in one format.
+    """The files of a repository to download: the small ones, and the weights in one format.
 
     Args:
-        repo: The repository, for messages.
-        names: All its files, with "/" between folders.
-        file: The one with the weights, where it has been named.
+        repo: the name of the repository, for messages.
+        names: all files of the repository, with "/" between folders.
+        file: the file with the weights, if the user named one.
 
     Raises:
-        CheckpointMissingError: ``file`` is not among them, or none has weights.
-        CheckpointFormatError: The weights are in a format that is not read, or in several GGUF
-            files of which one has to be named.
+        CheckpointMissingError: ``file`` does not exist, or no file has weights.
+        CheckpointFormatError: the weights are in a format that is not supported, or in several GGUF
+            files, of which one must be named.
 
     Example:
         >>> needed("org/name", [
@@ -81,7 +81,7 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
         weights = _parts(file, names)
     else:
         weights = _weights(repo, names)
-    # Some megabytes: only where the tokenizer is read out of them, or refused by what they are.
+    # Vocabulary files have some megabytes: they are needed only without another tokenizer.
     has_one = "tokenizer.json" in names or any(name.endswith(".gguf") for name in weights)
     patterns = BESIDE if has_one else (*BESIDE, *VOCABULARIES)
     small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -89,9 +89,9 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
 
 
 def place(repo: str, wanted: Sequence[str], there: Sequence[str]) -> str:
-    """What to open in a folder with the files ``there``: "" for all of it, or a file.
+    """The file to open in a folder that contains ``there``; "" to open the folder itself.
 
-    A directory with weights in two formats is no model; here it is known which are meant.
+    A directory with weights in two formats is ambiguous; ``wanted`` decides which are used.
 
     Example:
         >>> place("o/n", ["model.safetensors"], ["model.safetensors"])
@@ -118,7 +118,7 @@ def _weights(repo: str, names: Sequence[str]) -> list[str]:
 
 
 def _in_folder(repo: str, names: Sequence[str]) -> list[str]:
-    """The weights of the model that a ``modules.json`` has in a folder of its own."""
+    """The weights of a transformer that ``modules.json`` places in a subfolder."""
     folders = sorted({name.split("/")[0] for name in names if name.count("/") == 1})
     for folder in folders if "modules.json" in names else []:
         if _FOLDER.fullmatch(folder):
@@ -130,7 +130,7 @@ def _in_folder(repo: str, names: Sequence[str]) -> list[str]:
 
 
 def _one_gguf(repo: str, names: Sequence[str]) -> list[str]:
-    """The only GGUF file, or the first of the only set."""
+    """The only GGUF file, or the first of the only set of parts."""
     top = [name for name in names if "/" not in name]
     try:
         found = choose(repo, top)
@@ -146,7 +146,7 @@ def _one_gguf(repo: str, names: Sequence[str]) -> list[str]:
 
 
 def _parts(file: str, names: Sequence[str]) -> list[str]:
-    """A file with weights and what is read with it: the files of an index, or of a set."""
+    """A file with weights, with all files of its index or of its set of parts."""
     if match := _INDEX.fullmatch(file):
         stem, end = match[1], match[2]
         part = re.compile(rf"{re.escape(stem)}-\d+-of-\d+\.{end}", re.DOTALL)
@@ -160,7 +160,7 @@ def _parts(file: str, names: Sequence[str]) -> list[str]:
 
 
 TINY = "tiny"
-"""The name of the small model that is installed with maxjax."""
+"""The name of the small model that maxjax includes."""
 
 _PART = r"\w(?:[\w.-]*\w)?"
 _NAME = re.compile(
@@ -179,15 +179,16 @@ class HubName(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Its page, for people."""
+        """The web page of the repository."""
         return f"https://huggingface.co/{self.repo}"
 
 
 def hub_name(text: str) -> HubName | None:
-    """A text as a name on the hub, None where it can be none: then it is a path.
+    """Parses a name on the hub; None if it can only be a path.
 
-    ``org/name``, ``org/name/file.gguf``, and either with ``@revision`` behind it. What is written
-    as a path (``./a/b``, ``/a/b``, ``a/b/``) or ends like a file of weights is a path.
+    Names are ``org/name`` and ``org/name/file.gguf``, each optionally followed by ``@revision``.
+    Text in the form of a path (``./a/b``, ``/a/b``, ``a/b/``), or with the suffix of a file of
+    weights, is a path.
 
     Example:
         >>> hub_name("org/name@v1.0")
@@ -213,25 +214,26 @@ def hub_name(text: str) -> HubName | None:
 
 
 def find_model(name: str | os.PathLike[str] | None, revision: str | None = None) -> Path:
-    """Where the files of a model are; those of a name on the hub are fetched unless they are there.
+    """Finds the files of a model, and downloads those of a hub name unless they are in the cache.
 
     Args:
-        name: A path; or ``org/name`` or ``org/name/file.gguf`` on the hub, if there is no such
-            path; or ``"tiny"``, the small model that comes with maxjax, which None is too. A Path
-            is only ever a path.
-        revision: A branch, tag or commit of the hub; ``org/name@revision`` says the same.
+        name: a path; or, if there is no such path, a name on the hub, ``org/name`` or
+            ``org/name/file.gguf``; or ``"tiny"`` or None for the small model that comes with
+            maxjax. A Path is never taken for a name.
+        revision: a branch, tag or commit on the hub, as in ``org/name@revision``.
 
     Returns:
-        A directory, or a GGUF file.
+        The path of a directory or of a GGUF file.
 
     Raises:
-        CheckpointMissingError: There is no such path, repository, revision or file; or it is not in
-            the hub's cache and the hub cannot be reached.
-        CheckpointAccessError: The hub does not let this user have it.
-        CheckpointFormatError: The repository has several GGUF files, and none is named.
-        CheckpointIncompleteError: The download was broken off.
-        CheckpointSaveError: There is no room for the files.
-        UserInputError: ``revision`` with a path, or not a revision; a name that cannot be a path.
+        CheckpointMissingError: there is no such path, repository, revision or file; or it is not in
+            the hub's cache, and the hub cannot be reached.
+        CheckpointAccessError: the hub denies access, or the cache is not writable.
+        CheckpointFormatError: the repository has several GGUF files, and none is named.
+        CheckpointIncompleteError: the download was interrupted.
+        CheckpointSaveError: the cache is full or read-only.
+        UserInputError: ``revision`` is given with a path or is malformed; the name is not a valid
+            path.
         TypeError: ``name`` is neither a str nor a Path.
 
     Example:
@@ -249,7 +251,9 @@ def find_model(name: str | os.PathLike[str] | None, revision: str | None = None)
         path = Path(str(files("maxjax"))) / TINY
     if _exists(path):
         if revision is not None:
-            raise UserInputError(f"revision={revision!r} is of the hub, and {path} is a path")
+            raise UserInputError(
+                f"revision={revision!r} needs a name on the hub, but {path} is a path"
+            )
         return path
     if found is None:
         single = isinstance(name, str) and re.fullmatch(_PART, name, re.ASCII)
@@ -263,15 +267,17 @@ def find_model(name: str | os.PathLike[str] | None, revision: str | None = None)
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError) as error:  # a name too long, or with a NUL in it
+    except (OSError, ValueError) as error:  # the name is too long, or has a NUL in it
         raise UserInputError(f"the path cannot be used: {error}") from None
 
 
 def _one_revision(in_name: str | None, given: str | None) -> str | None:
     if given is not None and not (isinstance(given, str) and re.fullmatch(r"\w[\w./+-]*", given)):
-        raise UserInputError(f"revision={given!r} is no branch, tag or commit")
+        raise UserInputError(f"revision={given!r} is not a branch, tag or commit")
     if given is not None and in_name not in (None, given):
-        raise UserInputError(f"the name says revision {in_name!r}, and revision={given!r}")
+        raise UserInputError(
+            f"the name says revision {in_name!r}, but revision={given!r} is passed: drop one of them"
+        )
     return given or in_name
 
 
@@ -279,10 +285,10 @@ def _one_revision(in_name: str | None, given: str | None) -> str | None:
 
 
 def fetch(name: HubName) -> Path:
-    """The files of a repository in the hub's cache, fetched if they are not there.
+    """The path of a repository in the hub's cache, after downloading what is missing.
 
-    Without a connection, and with HF_HUB_OFFLINE=1, what the cache has is taken as it is.
-    Raises as :func:`find_model`.
+    Without a connection, or with HF_HUB_OFFLINE=1, the cached copy is used as it is. The errors are
+    those of :func:`find_model`.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RevisionNotFoundError
@@ -293,7 +299,7 @@ def fetch(name: HubName) -> Path:
         info = hub.model_info(name.repo, revision=name.revision, timeout=seconds)
     except RevisionNotFoundError:
         raise _missing(name, f"the repository has no revision {name.revision!r}") from None
-    except Exception as error:  # of any class: huggingface_hub's, httpx's, the system's
+    except Exception as error:  # its class may be huggingface_hub's, httpx's or the system's
         return _cached(name, error)
     names = [file.rfilename for file in info.siblings or []]
     wanted = needed(name.repo, names, name.file)
@@ -305,7 +311,7 @@ def fetch(name: HubName) -> Path:
 
 
 def _cached(name: HubName, cause: Exception) -> Path:
-    """The copy in the cache, when the hub did not answer or refused for the reason ``cause``."""
+    """The path of the cached copy, after the hub failed to answer or refused with ``cause``."""
     try:
         folder = _snapshot(name, local_files_only=True, allow_patterns=list(BESIDE))
     except Exception as error:
@@ -334,11 +340,11 @@ def _snapshot(name: HubName, **options: Any) -> Path:
     )
 
 
-# --- its errors in one line each ----------------------------------------------------------
+# --- errors of the hub as one-line CheckpointErrors ---------------------------------------
 
 
 def _unavailable(name: HubName, cause: Exception, partly: bool) -> CheckpointError:
-    """What to say of a repository that the hub does not give and the cache does not have."""
+    """The error for a repository that neither the hub nor the cache can provide."""
     from huggingface_hub import constants
 
     refused = _refused(name, cause)
@@ -347,24 +353,24 @@ def _unavailable(name: HubName, cause: Exception, partly: bool) -> CheckpointErr
     there = "only a part of it is in the cache" if partly else "not in the cache"
     if constants.HF_HUB_OFFLINE:
         return _missing(
-            name, f"{there} of the hub, and HF_HUB_OFFLINE forbids to ask it",
-            hint="Unset HF_HUB_OFFLINE to fetch it.",
+            name, f"{there} of the hub, and HF_HUB_OFFLINE forbids downloads",
+            hint="Unset HF_HUB_OFFLINE to download it.",
         )  # fmt: skip
     return _missing(
         name, f"no such path, and {there} of the hub, which cannot be reached", found=_line(cause),
-        hint="Connect to the network, or name a directory; HF_HUB_OFFLINE=1 does not wait for it.",
+        hint="Check the connection, or pass a local directory. HF_HUB_OFFLINE=1 skips the wait.",
     )  # fmt: skip
 
 
 def _refused(name: HubName, error: Exception) -> CheckpointError | None:
-    """The hub answered, and the answer is no."""
+    """The error for a request that the hub refused; None if it did not refuse."""
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return CheckpointAccessError(
-            "the repository is gated: its owner has to let you in", path=name.repo,
-            hint=f"Ask for it at {name.url}. {_TOKEN}.",
+            "the repository is gated: its owner must grant you access", path=name.repo,
+            hint=f"Request access at {name.url}. {_TOKEN}.",
         )  # fmt: skip
     if isinstance(error, errors.RepositoryNotFoundError):
         return _missing(
@@ -372,34 +378,36 @@ def _refused(name: HubName, error: Exception) -> CheckpointError | None:
             hint=f"Check the name. {_TOKEN} for a private one.",
         )  # fmt: skip
     if isinstance(error, errors.HFValidationError):
-        return _missing(name, "no such path, and no name that the hub allows")
+        return _missing(name, "no such path, and not a valid name on the hub")
     if isinstance(error, errors.DisabledRepoError):
         return CheckpointAccessError("the hub has disabled the repository", path=name.repo)
     if status in (401, 403):
         return CheckpointAccessError(
-            f"the hub refuses ({status})", path=name.repo, hint=f"{_TOKEN} to one that may read it."
+            f"the hub denies access ({status})",
+            path=name.repo,
+            hint=f"{_TOKEN} to a token that may read it.",
         )
     return None
 
 
 def _download_error(name: HubName, error: Exception) -> CheckpointError:
-    """What stopped a download that had begun."""
+    """The error for a download that failed after it began."""
     from huggingface_hub import constants
 
     refused = _refused(name, error)
     if refused is not None:
         return refused
-    cache, doing = str(constants.HF_HUB_CACHE), f"{name.repo} cannot be kept in the cache"
+    cache, doing = str(constants.HF_HUB_CACHE), f"{name.repo} cannot be stored in the cache"
     local = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
     for one in _chain(error):
         if isinstance(one, OSError) and one.errno in local:
             return save_error(one, cache, doing)
-    if "os error 28" in str(error) or "No space left" in str(error):  # of compiled code
+    if "os error 28" in str(error) or "No space left" in str(error):  # raised by compiled code
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return save_error(full, cache, doing)
     return CheckpointIncompleteError(
-        "the download was broken off", path=name.repo, found=_line(error),
-        hint="Do the same again: it goes on where it stopped.",
+        "the download was interrupted", path=name.repo, found=_line(error),
+        hint="Run it again: the download continues where it stopped.",
     )  # fmt: skip
 
 

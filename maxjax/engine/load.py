@@ -1,7 +1,6 @@
-"""Load: a path → a model that is ready to run, and its tokenizer.
+"""``maxjax.load``: opens a checkpoint and returns a model that is ready to run, and its tokenizer.
 
-Everything is put together here: ``models.build`` makes the lazy Module, its own
-``load_state_dict`` fills it.
+``models.build`` makes the lazy Module, and its ``load_state_dict`` fills it.
 """
 
 from __future__ import annotations
@@ -79,38 +78,39 @@ def load(
     """Opens a checkpoint and loads its model.
 
     Args:
-        path: A directory with ``config.json`` and weights, a file of weights with
-            ``config.json`` beside it, or a GGUF file, whose metadata has all of it. What is
-            no path may be a name on the Hugging Face hub, ``org/name``, ``org/name@revision``
-            or ``org/name/file.gguf``, or ``"tiny"``, the small model that comes with maxjax.
-        dtype: Of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
-            keeps the checkpoint's, and the blocks of quantised weights packed.
-        reduce_dtype: What norms, softmax and pooling are computed in. With
-            ``"bfloat16"`` as well as ``dtype="bfloat16"`` everything is in 16 bits.
-        mesh: Where the weights go (``make_mesh``): each device's part is read by itself.
-        config: The content of ``config.json``, or the path of one, instead of that file.
-        verify: When checksums are compared with what is read: ``"auto"`` when all of a tensor
-            is read at once, which costs next to nothing; True always; False never.
-        revision: A branch, tag or commit on the hub.
-        limits: What the files may ask of this process, where one says that it needs more than
-            usual: of weights, configuration and tokenizer.
-        tokenizer: False loads the model alone, whatever its tokenizer is.
-        tie: Whether the head is the table of embeddings; True leaves a head in the file aside.
-            None does as the configuration says, unless the file holds a head of other values: a
-            warning says that the two are not tied.
-        compile: Specs as of ``Module.compile``, one for each argument of the model: a program
-            for them is compiled in another thread while the weights are read.
+        path: a directory with ``config.json`` and weights, a file of weights with
+            ``config.json`` beside it, or a GGUF file, whose metadata includes the config. If there
+            is no such path: a name on the Hugging Face hub (``org/name``, ``org/name@revision``
+            or ``org/name/file.gguf``), or ``"tiny"``, the small model that comes with maxjax.
+        dtype: dtype of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
+            keeps the checkpoint's dtype, and keeps quantised weights quantised.
+        reduce_dtype: dtype in which norms, softmax and pooling are computed. With ``"bfloat16"``
+            and ``dtype="bfloat16"`` the whole model is computed in 16 bits.
+        mesh: the mesh over which the weights are sharded (``make_mesh``); the shard of each device
+            is read separately.
+        config: the content of ``config.json``, or the path of another config, to use instead.
+        verify: when checksums are compared with the data: ``"auto"`` when a tensor is read as a
+            whole, which costs next to nothing; True always; False never.
+        revision: a branch, tag or commit on the hub.
+        limits: the limits on weights, config and tokenizer, to raise where an error message says
+            that a file exceeds one.
+        tokenizer: False loads the model alone, without its tokenizer.
+        tie: whether the output head is the embedding table; True ignores a head in the file. None
+            does as the config says, unless the file has a head with other values: the two are then
+            not tied, and a warning says so.
+        compile: one spec for each argument of the model, as for ``Module.compile``: a program for
+            them is compiled in another thread while the weights are read.
 
     Returns:
-        The model, and its tokenizer, which is None when there is none or none is wanted; with
-        ``compile`` the program as a third.
+        The model and its tokenizer, which is None if there is none or ``tokenizer=False``; with
+        ``compile`` the compiled program as the third value.
 
     Raises:
-        CheckpointError: The checkpoint is missing, damaged or does not fit; the class
-            says which, the message where.
-        UnsupportedModelError: It is of an architecture that maxjax does not have.
-        UserInputError: ``dtype`` or ``reduce_dtype`` is no float type.
-        TypeError: An argument of another name; what is meant is named where that is known.
+        CheckpointError: the checkpoint is missing, corrupt or does not fit the model; the subclass
+            says which, and the message where.
+        UnsupportedModelError: the model has an architecture that maxjax does not support.
+        UserInputError: ``dtype`` or ``reduce_dtype`` is not a float dtype.
+        TypeError: an argument is unknown; the message suggests the right name if it can.
     """
     for name in unknown:
         hint = meant(name, ("dtype", "reduce_dtype", "mesh", "config", "revision", "tokenizer"))
@@ -136,7 +136,7 @@ def _load(
     compile_cache.enable()
     wanted = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)
-    if path is None:  # to find_model it is "tiny"
+    if path is None:  # find_model would take it for "tiny"
         raise TypeError("path must be a str or a Path, not NoneType")
     path = find_model(path, revision)
 
@@ -166,16 +166,16 @@ def _prepared(
     tie: Any,
     tokenizer: bool,
 ) -> tuple[Weights, PretrainedModel, Tokenizer | None]:
-    """The open weights, the model for them and the tokenizer: all of one checkpoint."""
+    """Opens the weights of a checkpoint, builds the lazy model for them, and reads the tokenizer."""
     directory = path if path.is_dir() else path.parent
-    if step := orbax_checkpoint(path):  # the newest, which has its own config.json
+    if step := orbax_checkpoint(path):  # the newest step, which has its own config.json
         directory = Path(step)
     place = _transformer(directory)
     pooling = read_pooling(directory)[0] if place != directory else None
     if path == directory:
         path = place
     if not (config is not None or step or _has_gguf(path) or waiting(os.fspath(place))):
-        config_beside(path)  # without it, whatever else is there is of no use
+        config_beside(path)  # raises early: nothing can be loaded without a config
     weights = load_weights(path, verify=verify)
     try:
         if wanted is None:
@@ -203,7 +203,7 @@ def _prepared(
 
 
 def _transformer(directory: Path) -> Path:
-    """The directory of the transformer itself, of several modules."""
+    """The directory of the transformer, which ``modules.json`` may place in a subfolder."""
     if not (directory / "modules.json").exists() and not waiting(os.fspath(directory)):
         return directory
     with beside_of(directory).files() as folder:
@@ -211,7 +211,7 @@ def _transformer(directory: Path) -> Path:
 
 
 def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | None:
-    """The one in a GGUF file, or that of the files beside the weights."""
+    """The tokenizer of a GGUF file, or of the files beside the weights."""
     found = None
     if isinstance(weights, GGUFWeights):
         try:
@@ -225,7 +225,7 @@ def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | Non
 
 
 def _has_gguf(path: Path) -> bool:
-    """Whether it is a GGUF file, or a directory of such."""
+    """Whether the path is a GGUF file, or a directory with one."""
     if path.is_dir():
         return any(file.suffix == ".gguf" for file in path.iterdir())
     return path.suffix == ".gguf"
@@ -240,7 +240,9 @@ def _float_type(option: str, dtype: Any) -> DType:
         names = "float32, bfloat16, float16 or float64"
         raise UserInputError(f"{option} must be {names}, not {found.name}")
     if found is DType.float64 and not _has_float64():
-        raise UserInputError(f"{option}='float64' needs jax_enable_x64: JAX runs in 32 bits")
+        raise UserInputError(
+            f"{option}='float64' needs jax_enable_x64: without it JAX computes in 32 bits"
+        )
     return found
 
 
@@ -254,6 +256,6 @@ def _refuse_float64(weights: Weights) -> None:
     for name, entry in weights._family.open_table().entries.items():
         if entry.dtype in (DType.float64, DType.complex128):
             raise CheckpointMismatchError(
-                f"is {entry.dtype.name}, and JAX runs in 32 bits", path=weights._path, tensor=name,
-                hint="Pass dtype='float32', or set jax_enable_x64.",
+                f"is {entry.dtype.name}, and JAX computes in 32 bits", path=weights._path,
+                tensor=name, hint="Pass dtype='float32', or set jax_enable_x64.",
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""InferenceSession: MAX's way to compile and run a Graph."""
+"""InferenceSession: MAX's interface to compile and run a Graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class InferenceSession:
     """Compiles Graphs with their weights.
 
     Args:
-        devices: MAX's list of devices. Programs run where their weights and inputs are;
-            without placement that is JAX's default device.
-        num_threads: MAX's. XLA chooses its own.
+        devices: MAX's list of devices, which is only stored. A program runs where its weights and
+            inputs are, by default on JAX's default device.
+        num_threads: MAX's option, which is ignored: XLA chooses its threads.
 
     Example:
         >>> import numpy as np
@@ -41,14 +41,16 @@ class InferenceSession:
         """Compiles a Graph.
 
         Args:
-            weights_registry: Values by name, as ``Module.state_dict()`` or
-                ``Weights.allocated_weights`` gives them. Of a weight that is not in it,
-                its own value counts. Other names are ignored.
+            model: the Graph.
+            weights_registry: values by name, as returned by ``Module.state_dict()`` or
+                ``Weights.allocated_weights``. A weight that is not in it keeps its own value.
+                Unknown names are ignored.
+            custom_extensions: MAX's custom kernels, which are not supported.
 
         Raises:
-            TypeError: ``model`` is no Graph.
-            ValueError: A weight has no value, or one of another type.
-            NotImplementedError: MAX's custom extensions.
+            TypeError: ``model`` is not a Graph.
+            ValueError: a weight has no value, or a value of another type.
+            NotImplementedError: ``custom_extensions`` are given.
         """
         if custom_extensions:
             raise NotImplementedError(

@@ -1,6 +1,6 @@
-"""The messages of a chat → the prompt its model was trained on, as text or tokens.
+"""``apply_chat_template``: formats the messages of a chat as the prompt its model was trained on.
 
-As ``apply_chat_template`` of transformers has it.
+The result is the same as that of ``apply_chat_template`` in transformers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserInputError, some
 from .template.render import render
 
-# Names of what a model thought before it answered; templates read the first, gpt-oss the second.
+# Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -25,22 +25,22 @@ def apply_chat_template(
     chat_template: str | None = None,
     **kwargs: Any,
 ) -> str:
-    """The prompt of a chat.
+    """Formats the messages of a chat as a prompt.
 
     Args:
-        tokenizer: A :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer`.
-        messages: ``{"role": …, "content": …}`` each, and whatever else the template reads.
-        add_generation_prompt: Whether what begins an answer stands at the end.
-        tools: Functions the model may call, each as a JSON schema.
-        documents: Texts the model may use.
-        chat_template: The name of one of the tokenizer's templates, or a template. By default
-            "tool_use" if there are tools and such a template, else the one without a name.
-        kwargs: Further variables of the template, e.g. ``enable_thinking=False``.
+        tokenizer: the :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer` with the chat template.
+        messages: dicts with "role", "content" and any other keys that the template reads.
+        add_generation_prompt: whether the prompt ends with the header of an answer.
+        tools: functions that the model may call, each as a JSON schema.
+        documents: documents that the model may use.
+        chat_template: the name of one of the tokenizer's templates, or the source of a template. By
+            default "tool_use" if there are tools and such a template, else the unnamed one.
+        kwargs: further variables of the template, e.g. ``enable_thinking=False``.
 
     Raises:
-        UserInputError: There is no message or no template, or it says that it cannot be used for these
-            messages, fails, or does not end.
-        TypeError: A message is no dict.
+        UserInputError: there is no message or no template; or the template refuses the messages,
+            fails, or exceeds its time or memory.
+        TypeError: a message is not a dict.
 
     Example:
         >>> class Tiny:
@@ -50,7 +50,9 @@ def apply_chat_template(
         '<s>Hi'
     """
     if "continue_final_message" in kwargs:
-        raise UserInputError("continue_final_message is not there: append the beginning yourself")
+        raise UserInputError(
+            "continue_final_message is not supported: append the beginning of the answer to the prompt"
+        )
     messages = [_message(i, message) for i, message in enumerate(_listed(messages))]
     if not messages:
         raise UserInputError("the chat is empty: give it at least one message")
@@ -67,19 +69,18 @@ def apply_chat_template(
 
 
 def chat_tokens(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **options: Any) -> list[int]:
-    """The token ids of :func:`apply_chat_template`'s prompt.
+    """The token ids of the prompt that :func:`apply_chat_template` makes.
 
-    Special tokens are those of the template alone: what a tokenizer puts around other texts is
-    not put there again.
+    The template writes the special tokens, so the tokenizer adds none.
 
     Raises:
-        UserInputError, TypeError: As :func:`apply_chat_template`.
+        UserInputError, TypeError: the same errors as for :func:`apply_chat_template`.
     """
     return tokenizer.encode(apply_chat_template(tokenizer, messages, **options), special=False)
 
 
 def _chosen(tokenizer: Any, given: str | None, tools: Any) -> str:
-    """The template: by name, as it is given, or the tokenizer's own."""
+    """The source of the template: by name, as given, or the tokenizer's default."""
     templates = tokenizer.chat_templates
     if given is not None:
         return templates.get(given, given)
@@ -89,10 +90,10 @@ def _chosen(tokenizer: Any, given: str | None, tools: Any) -> str:
         return templates["default"]
     if templates:
         names = some(sorted(templates))
-        raise UserInputError(f"which chat template? Give chat_template=, one of: {names}")
+        raise UserInputError(f"which chat template? Pass chat_template=, one of: {names}")
     raise UserInputError(
-        "this model has no chat template: it is not made for chats. Give it a prompt, or pass "
-        "chat_template="
+        "this model has no chat template, so it was not trained for chats. Pass a plain prompt "
+        "instead, or chat_template="
     )
 
 

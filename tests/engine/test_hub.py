@@ -273,12 +273,12 @@ def test_tiny_is_what_is_installed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("revision", ["", "-x", "a b", "a\n", 3])
 def test_a_revision_that_is_none(cache, revision):
-    with pytest.raises(UserInputError, match="is no branch, tag or commit"):
+    with pytest.raises(UserInputError, match="is not a branch, tag or commit"):
         find_model("org/name", revision)
 
 
 def test_two_revisions(cache):
-    with pytest.raises(UserInputError, match="the name says revision 'a', and revision='b'"):
+    with pytest.raises(UserInputError, match="the name says revision 'a', but revision='b'"):
         find_model("org/name@a", "b")
 
 
@@ -445,8 +445,8 @@ def test_not_in_the_cache(cache):
     with pytest.raises(CheckpointMissingError) as caught:
         maxjax.load("org/name")
     assert str(caught.value) == (
-        "org/name: not in the cache of the hub, and HF_HUB_OFFLINE forbids to ask it. "
-        "Unset HF_HUB_OFFLINE to fetch it."
+        "org/name: not in the cache of the hub, and HF_HUB_OFFLINE forbids downloads. "
+        "Unset HF_HUB_OFFLINE to download it."
     )
 
 
@@ -486,7 +486,7 @@ except FileNotFoundError as error:
         ((401, "RepoNotFound"), CheckpointMissingError, "no such repository on the hub.*HF_TOKEN"),
         ((404, "RepoNotFound"), CheckpointMissingError, "no such path, and no such repository"),
         ((403, "GatedRepo"), CheckpointAccessError, "gated.*https://huggingface.co/org/name"),
-        ((403, ""), CheckpointAccessError, r"the hub refuses \(403\)"),
+        ((403, ""), CheckpointAccessError, r"the hub denies access \(403\)"),
         ((418, ""), CheckpointMissingError, "not in the cache of the hub, which cannot be .*418"),
     ],
 )
@@ -523,11 +523,11 @@ def failing(monkeypatch, error):
 
 @pytest.mark.fast(
     "error0-CheckpointSaveError-ENOSPC.*are free",
-    "error5-CheckpointIncompleteError-broken off",
+    "error5-CheckpointIncompleteError-interrupted",
     "error1-CheckpointSaveError-ENOSPC",
     "error2-CheckpointAccessError-permission denied",
     "error3-CheckpointSaveError-EROFS",
-    "error4-CheckpointIncompleteError-goes on where",
+    "error4-CheckpointIncompleteError-continues where",
 )
 @pytest.mark.parametrize(
     ("error", "expected", "says"),
@@ -536,8 +536,12 @@ def failing(monkeypatch, error):
         (RuntimeError("xet: I/O error: No space left on device"), CheckpointSaveError, "ENOSPC"),
         (PermissionError(errno.EACCES, "denied"), CheckpointAccessError, "permission denied"),
         (OSError(errno.EROFS, "read-only"), CheckpointSaveError, "EROFS"),
-        (OSError("Consistency check failed:\n1 of 2"), CheckpointIncompleteError, "goes on where"),
-        (ConnectionResetError(errno.ECONNRESET, "reset"), CheckpointIncompleteError, "broken off"),
+        (
+            OSError("Consistency check failed:\n1 of 2"),
+            CheckpointIncompleteError,
+            "continues where",
+        ),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), CheckpointIncompleteError, "interrupted"),
     ],
 )
 def test_downloads_that_fail(hub, monkeypatch, error, expected, says):
@@ -562,7 +566,7 @@ def test_a_broken_download_goes_on(hub, cache, monkeypatch):
         "time.sleep", lambda seconds: None
     )  # huggingface_hub waits between attempts
     hub.repos["org/name"], hub.cut = repository(), True
-    with pytest.raises(CheckpointIncompleteError, match="org/name: the download was broken off"):
+    with pytest.raises(CheckpointIncompleteError, match="org/name: the download was interrupted"):
         maxjax.load("org/name")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointMissingError, match="only a part of it is in the cache"):

@@ -290,7 +290,7 @@ def test_objects_reach_no_template_and_messages_are_not_changed(tokenizer):
         ("{{ raise_exception('only two\nroles') }}", "the chat template says: only two roles"),
         ("{% if %}", "mistake in line 1"),
         ("\n\n{% for x in %}", "mistake in line 3"),
-        ("{{ a.b.c }}", "needs what is not there"),
+        ("{{ a.b.c }}", "uses an undefined value"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ 'a' + 1 }}", "TypeError"),
         ("{{ [].append(1) }}", "unsafe|not safe"),
@@ -300,7 +300,7 @@ def test_objects_reach_no_template_and_messages_are_not_changed(tokenizer):
         ("{% include 'x' %}", "TypeError|not"),
         ("{{ x|nosuch }}", "mistake in line 1"),
         ("{{ (" * 3000 + "1" + ") }}" * 3000, "mistake|too much|failed"),
-        ("x" * (2 << 20), "most"),
+        ("x" * (2 << 20), "at most"),
     ],
 )
 def test_a_template_that_fails_says_why(template, says):

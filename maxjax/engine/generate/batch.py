@@ -1,4 +1,4 @@
-"""A batch of texts as a model writes them on: its prompts, its cache, where they are."""
+"""Batch: the prompts that are generated together, their KV cache and state on the devices."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from ..sampling.penalties import History
 from ..sampling.settings import GREEDY, Amounts, Sampling
 from .programs import MAX_STEPS, SamplerArgs, Shardings, State, Tokens, decode, prefill
 
-_LEAST_PREFILL, _LEAST_CAPACITY = 16, 64
-# What is made room for at first: a text that may become longer grows into it.
-_ROOM = 1024
+_MIN_PREFILL, _MIN_CAPACITY = 16, 64
+# Slots of the first KV cache beyond the longest prompt; the cache grows when a text needs more.
+_FIRST_NEW_TOKENS = 1024
 
 
 class Batch:
-    """A batch of texts that a model goes on with.
+    """A batch of texts that a model continues.
 
     Args:
-        model: A decoder, loaded.
-        prompts: Token ids of each text; a row with none is a blank that is never written.
-        limits: How many tokens each text may have at most, its prompt included.
-        sampling: How tokens are chosen.
-        eos_ids: Tokens that end a text.
-        key: Of the random numbers; greedy needs none.
-        rows: The number of each text among all, for the random numbers; 0, 1, 2, … by default.
-        chunk: The most tokens of a prompt that are read at once; a power of two.
-        cache_dtype: Of keys and values: None as the model's, or ``"int8"``.
+        model: a decoder whose weights are loaded.
+        prompts: the token ids of each prompt; an empty row is padding, for which nothing is generated.
+        limits: the largest number of tokens of each text, its prompt included.
+        sampling: how the next token is chosen.
+        eos_ids: the token ids that end a text.
+        key: the random key; greedy sampling needs none.
+        rows: the number of each text among all texts of the call, from which its random key is
+            made; 0, 1, 2, … by default.
+        chunk: the largest number of prompt tokens in one prefill; a power of two.
+        cache_dtype: dtype of the KV cache: None for the model's dtype, or ``"int8"``.
 
     Example:
         >>> import maxjax
@@ -66,27 +67,27 @@ class Batch:
     ):
         check_model(model)
         if not isinstance(chunk, Integral) or chunk < 1 or chunk & (chunk - 1):
-            raise UserInputError(f"chunk is {chunk!r}: a power of two is wanted")
+            raise UserInputError(f"chunk is {chunk!r}: it must be a power of two")
         chunk = int(chunk)
         self.model, self.sampling, self.chunk = model, sampling, chunk
-        self._home = _home(model)
+        self._sharding = _sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
-        self._read = 0  # tokens of each row that are in the cache already
+        self._read = 0  # number of tokens of each row that are in the cache already
         batch = len(self._prompts)
-        # Numbers are arguments: for another temperature there is no other program.
+        # Temperature etc. are arguments of the program: another value compiles nothing.
         self._kind = sampling.kind
         self._sampler = SamplerArgs(
             eos=self._put(_padded_ids(eos_ids)),
-            key=None if sampling.is_greedy else self._put(_one_key(key)),
+            key=None if sampling.is_greedy else self._put(_checked_key(key)),
             amounts=Amounts(*map(self._put, map(np.float32, sampling.amounts))),
         )
-        self._numbers: dict[int, jax.Array] = {}
-        most = max(len(prompt) for prompt in self._prompts)
-        capacity = self._capacity(min(max(self._limits), most + _ROOM))
+        self._counts: dict[int, jax.Array] = {}
+        longest = max(len(prompt) for prompt in self._prompts)
+        capacity = self._capacity(min(max(self._limits), longest + _FIRST_NEW_TOKENS))
         numbers = np.arange(batch) if rows is None else np.asarray(rows)
         lengths = np.asarray([len(prompt) for prompt in self._prompts], np.int32)
-        self._used = most  # no row has more tokens
+        self._used = longest  # no row has more tokens
         self.state = State(
             cache=_committed(model.cache(batch, capacity, cache_dtype)),
             last=self._put(np.zeros(batch, np.int32)),
@@ -95,24 +96,24 @@ class Batch:
             prompts=self._put(lengths),
             limits=self._put(np.asarray(self._limits, np.int32)),
             rows=self._put(numbers.astype(np.int32)),
-            first=self._blank(batch),
+            first=self._empty_sampled(batch),
             history=self._history(),
         )
         self._shardings = self._shardings_of(self.state)
 
-    # --- what is done ------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------
 
     def prefill(self) -> Tokens:
-        """Reads what of the prompts has not been read, and writes the first token of each answer.
+        """Runs the prompt tokens that are not in the cache yet, and samples each first token.
 
         Returns:
-            That token of each text, on the host.
+            The first token of each answer, on the host.
         """
         lengths = [len(prompt) for prompt in self._prompts]
         longest, start = max(lengths), self._read
         while start < longest:
-            width = min(self.chunk, bucket(longest - start, _LEAST_PREFILL))
-            part, counts = _piece(self._prompts, start, width)
+            width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
+            part, counts = _slice(self._prompts, start, width)
             self.state = prefill(
                 self.model, self.state, part, counts, self._sampler,
                 settings=self._kind, shardings=self._shardings,
@@ -125,22 +126,22 @@ class Batch:
         return Tokens(first.tokens, counts, np.asarray(state.done), np.asarray(state.bad), first)
 
     def decode(self, count: int = MAX_STEPS) -> Tokens:
-        """Starts to write up to ``count`` tokens of each text; :meth:`fetch` waits for them."""
+        """Dispatches the next decode steps, at most ``count``; :meth:`fetch` waits for the tokens."""
         if not 0 < count <= MAX_STEPS:
-            raise UserInputError(f"{count} tokens at once: from 1 to {MAX_STEPS}")
+            raise UserInputError(f"count is {count}: it must be from 1 to {MAX_STEPS}")
         self._used = min(self._used + count, max(self._limits))
-        self._make_room()
-        # Always from a device: for a number of the host there would be another program.
-        if count not in self._numbers:
-            self._numbers[count] = self._put(np.int32(count))
+        self._grow_cache()
+        # Always a device array: a host number would compile another program.
+        if count not in self._counts:
+            self._counts[count] = self._put(np.int32(count))
         self.state, written = decode(
-            self.model, self.state, self._numbers[count], self._sampler,
+            self.model, self.state, self._counts[count], self._sampler,
             settings=self._kind, shardings=self._shardings,
         )  # fmt: skip
         return written
 
     def fetch(self, written: Tokens) -> Tokens:
-        """The same on the host."""
+        """Waits for the tokens of :meth:`decode` and copies them to the host."""
         return jax.device_get(written)
 
     def stop(self, which: Sequence[bool]) -> None:
@@ -149,10 +150,10 @@ class Batch:
         self.state = self.state._replace(done=self._put(done))
 
     def resume(self, prompt: Sequence[int], limit: int, key: jax.Array | None = None) -> bool:
-        """Goes on with another text instead of the only one there is, from where they part.
+        """Replaces the only row by another prompt, and keeps the cache of their common prefix.
 
         Returns:
-            False if that needs tokens the cache no longer has: make a new Batch.
+            False if the cache no longer holds that prefix; a new Batch is needed then.
         """
         held = int(np.asarray(self.state.cache.lengths)[0])
         before, kept = self._prompts[0], 0
@@ -164,47 +165,47 @@ class Batch:
         self._prompts, self._limits = [list(prompt)], [int(limit)]
         self._read, self._used = kept, len(prompt)
         if not self.sampling.is_greedy:
-            self._sampler = self._sampler._replace(key=self._put(_one_key(key)))
+            self._sampler = self._sampler._replace(key=self._put(_checked_key(key)))
         self.state = self.state._replace(
             cache=cache, done=self._put(np.zeros(1, bool)), bad=self._put(np.zeros(1, bool)),
             prompts=self._put(np.array([len(prompt)], np.int32)),
             limits=self._put(np.array([limit], np.int32)), history=self._history(),
         )  # fmt: skip
-        self._make_room()
+        self._grow_cache()
         return True
 
     def wrote(self, tokens: Sequence[int]) -> None:
-        """Tells what of the only text was written, so that :meth:`resume` can go on after it."""
+        """Records the tokens that the only row got, so that :meth:`resume` can reuse their cache."""
         self._prompts[0] += [int(token) for token in tokens]
 
     def close(self) -> None:
-        """Lets go of the cache, also where a traceback still holds this."""
+        """Frees the cache, even while a traceback still refers to this Batch."""
         if hasattr(self, "state"):
             del self.state
 
-    # --- where things are --------------------------------------------------------------------
+    # --- arrays on the devices ---------------------------------------------------------------
 
     def _put(self, array: Any) -> jax.Array:
-        return jax.device_put(array, self._home)
+        return jax.device_put(array, self._sharding)
 
     def _shardings_of(self, state: State) -> Shardings:
-        if not isinstance(self._home, NamedSharding):
+        if not isinstance(self._sharding, NamedSharding):
             return None
         return tuple(leaf.sharding for leaf in jax.tree.leaves(state))
 
     def _capacity(self, tokens: int) -> int:
-        """Slots for so many tokens: a power of two, but no more than the model can use."""
+        """The cache capacity for ``tokens``: a power of two, but no more than the model can use."""
         longest = max(self.model.max_length, tokens)
-        return min(bucket(tokens, _LEAST_CAPACITY), longest)
+        return min(bucket(tokens, _MIN_CAPACITY), longest)
 
-    def _make_room(self) -> None:
+    def _grow_cache(self) -> None:
         cache = self.state.cache
         if self._used > cache.capacity:
             grown = _committed(cache.grow(self._capacity(self._used)))
             self.state = self.state._replace(cache=grown)
             self._shardings = self._shardings_of(self.state)
 
-    def _blank(self, batch: int) -> Sampled:
+    def _empty_sampled(self, batch: int) -> Sampled:
         count = self.sampling.logprobs
         make = lambda kind, *shape: self._put(np.zeros((batch, *shape), kind))
         tokens, valid = make(np.int32), make(bool)
@@ -226,11 +227,11 @@ class Batch:
         return History(self._put(prompt), self._put(np.zeros(prompt.shape, np.int32)))
 
 
-# --- small things -------------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------------
 
 
 def bucket(count: int, least: int = 1) -> int:
-    """The power of two that is at least ``count`` and ``least``.
+    """The smallest power of two that is not below ``count``, or ``least`` if that is larger.
 
     Example:
         >>> bucket(5), bucket(5, 16), bucket(64)
@@ -240,11 +241,11 @@ def bucket(count: int, least: int = 1) -> int:
 
 
 def check_model(model: Any) -> None:
-    """Refuses what no text can be written with.
+    """Raises an error unless ``model`` can generate.
 
     Raises:
-        UserInputError: It is no language model, or has no weights yet.
-        UnsupportedModelError: Its weights are on the devices of several processes.
+        UserInputError: ``model`` is not a language model, or its weights are not loaded.
+        UnsupportedModelError: the weights are sharded over the devices of several processes.
     """
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
         raise UserInputError(
@@ -253,11 +254,13 @@ def check_model(model: Any) -> None:
     check_loaded(model)
     leaves = jax.tree.leaves(model)
     if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-        raise UnsupportedModelError("generating with a model that is spread over several processes")
+        raise UnsupportedModelError(
+            "generating with a model whose weights are sharded over several processes"
+        )
 
 
-def _home(model: Any) -> Any:
-    """Where what is no weight goes: whole on every device of the model's mesh, or its device."""
+def _sharding_of_inputs(model: Any) -> Any:
+    """The sharding of inputs and state: replicated over the model's mesh, or its single device."""
     found = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)]
     mesh = mesh_of(found)
     if mesh is not None:
@@ -267,11 +270,11 @@ def _home(model: Any) -> Any:
 
 
 def _committed(cache: KVCache) -> KVCache:
-    """The same, said to be where it is: what comes out of a program is, and there is to be one."""
+    """The cache with committed arrays, like those a program returns: both use one executable."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), cache)
 
 
-def _one_key(key: Any) -> jax.Array:
+def _checked_key(key: Any) -> jax.Array:
     if key is None:
         return jax.random.key(0)
     found = key if isinstance(key, jax.Array) else np.asarray(key)
@@ -279,22 +282,23 @@ def _one_key(key: Any) -> jax.Array:
     raw = found.dtype == np.uint32 and found.shape in ((2,), (4,))
     if not (typed and found.ndim == 0) and not raw:
         raise UserInputError(
-            f"key is one key of jax.random, as jax.random.key(0), not {found.dtype}{list(found.shape)}"
+            "key is one key of jax.random, such as jax.random.key(0), not "
+            f"{found.dtype}{list(found.shape)}"
         )
     return jnp.asarray(found)
 
 
 def _padded_ids(ids: Sequence[int]) -> np.ndarray:
-    """At least 8, so that one more or less is no other program; -1 is no token."""
+    """The ids padded with -1 to a power of two, at least 8: so few programs are compiled."""
     found = np.full(bucket(len(ids), 8), -1, np.int32)
     found[: len(ids)] = list(ids)
     return found
 
 
-def _piece(
+def _slice(
     prompts: Sequence[Sequence[int]], start: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens ``start`` to ``start + width`` of each prompt, and how many of them there are."""
+    """Tokens ``start`` to ``start + width`` of each prompt, zero-padded, and the count of each row."""
     part = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(part, prompts, strict=True):
         piece = prompt[start : start + width]

@@ -1,4 +1,4 @@
-"""Completion: an answer as text, with its tokens and how it ended; and how it grows."""
+"""Completion: an answer as a str with its token ids; PartialCompletion builds it token by token."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from .programs import Tokens
 
 
 class TokenLogprob(NamedTuple):
-    """A token and how probable it was.
+    """A token of an answer and its log-probability.
 
     Attributes:
-        token: Its id.
-        logprob: The logarithm of its probability, by the model's own distribution.
-        top: The most probable tokens at this place with theirs, falling.
+        token: the token id.
+        logprob: the natural logarithm of its probability in the model's own distribution, that
+            is, before temperature, penalties and filters.
+        top: the most probable tokens at this position as ``(token id, logprob)``, most probable
+            first.
     """
 
     token: int
@@ -24,15 +26,16 @@ class TokenLogprob(NamedTuple):
 
 
 class Completion(str):
-    """What a model wrote: a str, with what else is known of it.
+    """The text that a model generated: a str with the token ids and the finish reason.
 
     Attributes:
-        tokens: The ids of all tokens it wrote, also of one that ended it.
-        finish_reason: ``"stop"``: a token or text that ends it came; ``"length"``: it was as long
-            as it may be.
-        stop: That token's id or that text, or None. The text is not part of the str.
-        prompt_tokens: The ids of what it was given.
-        logprobs: Of each token, if they were asked for.
+        tokens: the ids of all generated tokens, including an end-of-text token.
+        finish_reason: ``"stop"`` after an end-of-text token or a stop string, ``"length"`` if the
+            answer reached its largest length.
+        stop: the id of that token, or the stop string, or None. A stop string is not part of the
+            text.
+        prompt_tokens: the token ids of the prompt.
+        logprobs: one :class:`TokenLogprob` for each token, or None if they were not requested.
 
     Example:
         >>> text = Completion("four", tokens=(7, 2), finish_reason="stop", stop=2)
@@ -64,16 +67,16 @@ class Completion(str):
 
 
 class PartialCompletion:
-    """An answer while it is written: tokens in, text out.
+    """An answer while it is generated: it takes tokens and gives text.
 
     Args:
-        tokenizer: Makes text of tokens; without one there is none.
-        prompt: The prompt's ids.
-        eos_ids: Tokens that end it; they have no text.
-        stops: Texts that end it.
+        tokenizer: the tokenizer that decodes the tokens; None for an answer without text.
+        prompt: the token ids of the prompt.
+        eos_ids: the token ids that end the answer; they have no text.
+        stops: the stop strings.
 
     Attributes:
-        done: Whether it is ended by a token or a text.
+        done: whether an end-of-text token or a stop string has ended the answer.
     """
 
     def __init__(
@@ -90,12 +93,12 @@ class PartialCompletion:
         self._stop: int | str | None = None
 
     def take(self, written: Tokens, row: int) -> str:
-        """Takes a row of what was written, up to what ends the answer; the text that is certain."""
+        """Adds the tokens of a row until the answer ends, and returns the text that is now certain."""
         return "".join(self.pieces(written, row))
 
     def pieces(self, written: Tokens, row: int) -> Iterator[str]:
-        """As :meth:`take`, a token at a time: what is not asked for is not taken."""
-        # The last token of a row whose logits were no numbers is none.
+        """Does as :meth:`take`, but lazily: a token is added when its piece is asked for."""
+        # If the logits of a row were not finite, its last token is meaningless.
         for i in range(int(written.counts[row]) - bool(written.bad[row])):
             if self.done:
                 break
@@ -123,7 +126,7 @@ class PartialCompletion:
         return text
 
     def flush(self) -> str:
-        """Ends it: what was held back."""
+        """Ends the answer and returns the text that was held back."""
         if self._flushed:
             return ""
         self._flushed = True
@@ -135,7 +138,7 @@ class PartialCompletion:
         return text
 
     def completion(self) -> Completion:
-        """What has been written so far."""
+        """The answer so far."""
         return Completion(
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
             finish_reason="length" if self._stop is None else "stop",

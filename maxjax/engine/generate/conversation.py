@@ -1,7 +1,6 @@
 """Conversation: a chat of several turns with a language model.
 
-What the turns before have put into the cache of keys and values is used again, as far as the
-prompt begins with the same tokens.
+A turn reuses the KV cache of the turns before, as far as its prompt begins with the same tokens.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ _OPENING = ("system", "developer")
 
 
 class Conversation:
-    """A chat with a model that has a chat template.
+    """A chat with a model whose tokenizer has a chat template.
 
     Args:
-        model, tokenizer: As ``maxjax.load`` gives them.
-        messages: What has been said: ``{"role": "system", "content": …}`` and so on.
-        max_new_tokens, stop, eos_ids, key, sampling, chunk, cache_dtype, values: As of
-            :func:`~maxjax.engine.generate.generate`.
-        template: The name of one of the tokenizer's chat templates, or a template.
-        template_kwargs: Further variables of the template, e.g. ``{"enable_thinking": False}``.
+        model, tokenizer: the pair that ``maxjax.load`` returns.
+        messages: the messages that the chat begins with: ``{"role": "system", "content": …}`` …
+        max_new_tokens, stop, eos_ids, key, sampling, chunk, cache_dtype, values: the arguments of
+            :func:`maxjax.generate`.
+        template: the name of one of the tokenizer's chat templates, or the source of a template.
+        template_kwargs: further variables of the template, e.g. ``{"enable_thinking": False}``.
 
     Attributes:
-        messages: The chat so far; an answer that was interrupted as far as it came.
+        messages: the chat so far. An answer that was interrupted is in it as far as it came.
 
     Raises:
-        UserInputError: No chat template; and as ``generate``.
+        UserInputError: there is no chat template, or an argument is wrong as for ``generate``.
 
     Example:
         >>> import maxjax
@@ -73,31 +72,31 @@ class Conversation:
         self._request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         self._tokenizer, self._template = tokenizer, template
         self._template_kwargs = dict(template_kwargs or {})
-        self._left_out = 0  # so many messages, with those of the system at the beginning
+        self._start = 0  # the messages before this one are left out, except the system messages
         self._key = jax.random.key(0) if key is None else key
         self._chunk, self._cache_dtype = chunk, cache_dtype
         self._turns = 0
-        self._decoding: Batch | None = None
-        self._speaking: Callable[[], Stream | None] = lambda: None
+        self._batch: Batch | None = None
+        self._current_stream: Callable[[], Stream | None] = lambda: None
         self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
         self._opening = list(self.messages)
-        self._prompt([{"role": "user", "content": "?"}])  # no template: said now, not later
+        self._prompt([{"role": "user", "content": "?"}])  # raises now if there is no template
 
     def say(self, text: str) -> Stream:
-        """The answer to what the user says, piece by piece.
+        """Sends a message of the user, and streams the answer.
 
-        Both are among :attr:`messages` once it has ended, also if it was closed before, or dropped;
-        a turn to which not one token was written is as if it had not been. An answer that has not
-        ended when the next thing is said ends there.
+        Once the stream ends, is closed or is dropped, the message and the answer are added to
+        :attr:`messages`, unless not one token was generated. The next call of ``say`` ends an
+        answer that is still being streamed.
 
         Raises:
-            UserInputError: The chat has become longer than the model's context, see
-                :meth:`make_room`; the template refuses it.
-            TypeError: ``text`` is none.
+            UserInputError: the chat is longer than the model's context (see :meth:`make_room`), or
+                the template refuses it.
+            TypeError: ``text`` is not a str.
         """
         if not isinstance(text, str):
-            raise TypeError(f"what is said is a text, not {type(text).__name__}")
-        check_unicode(text, "what is said")
+            raise TypeError(f"the message must be a str, not {type(text).__name__}")
+        check_unicode(text, "the message")
         self._interrupt()
         said = [{"role": "user", "content": text}]
         prompt = self._prompt(said)
@@ -106,92 +105,92 @@ class Conversation:
         if not self._request.sampling.is_greedy:
             key = jax.random.fold_in(self._key, self._turns)
         self._turns += 1
-        decoding, self._decoding = self._decoding, None
-        if decoding is None or not decoding.resume(prompt, limit, key):
-            decoding = self._request.decoding(prompt, key, self._chunk, self._cache_dtype)
+        batch, self._batch = self._batch, None
+        if batch is None or not batch.resume(prompt, limit, key):
+            batch = self._request.batch(prompt, key, self._chunk, self._cache_dtype)
 
-        def ended(growing: PartialCompletion, whole: bool) -> None:
-            if growing.tokens:
-                answer = {"role": "assistant", "content": str(growing.completion())}
+        def ended(partial: PartialCompletion, clean: bool) -> None:
+            if partial.tokens:
+                answer = {"role": "assistant", "content": str(partial.completion())}
                 self.messages += [*said, answer]
-            if whole:
-                decoding.wrote(growing.tokens)
-                self._decoding = decoding
-            else:  # interrupted somewhere: what is in the cache is not known
-                decoding.close()
+            if clean:
+                batch.wrote(partial.tokens)
+                self._batch = batch
+            else:  # interrupted within a step: the content of the cache is not known
+                batch.close()
 
-        stream = Stream(self._request, decoding, prompt, ended)
-        self._speaking = weakref.ref(stream)
+        stream = Stream(self._request, batch, prompt, ended)
+        self._current_stream = weakref.ref(stream)
         return stream
 
     def make_room(self, text: str, tokens: int | None = None) -> int:
         """Leaves the oldest turns out of the prompt until ``text`` and an answer to it fit.
 
-        Messages of the system at the beginning stay in it. What is left out stays among
-        :attr:`messages`, and the model does not see it again before :meth:`reset`.
+        System messages at the beginning stay in the prompt. Messages that are left out stay in
+        :attr:`messages`, but the model does not see them again before :meth:`reset`.
 
         Args:
-            text: What the user is about to say.
-            tokens: Of the answer; by default as many as it may have, at most a quarter of the
-                context, so that not every turn has to make room anew.
+            text: the next message of the user.
+            tokens: the number of tokens kept free for the answer; by default ``max_new_tokens``,
+                but at most a quarter of the context, so that the next turns fit as well.
 
         Returns:
-            How many messages are left out that were not before; 0 if all fits, or if ``text`` does not
+            The number of messages that are newly left out; 0 if all fits, or if ``text`` does not
             fit even by itself, which :meth:`say` refuses.
 
         Raises:
-            UserInputError: The template refuses the chat.
+            UserInputError: the template refuses the chat.
         """
         longest = self._request.model.max_length
         if tokens is None:
             tokens = min(self._request.max_new_tokens, longest // 4)
         said = [{"role": "user", "content": text}]
-        before = max(self._left_out, self._opening_length())
+        before = max(self._start, self._system_length())
         turns = [
             i for i, one in enumerate(self.messages) if one.get("role") == "user" and i > before
         ]
         for start in [before, *turns, len(self.messages)]:
             length = len(self._ids(said, start))
             if length + tokens <= longest or (start == len(self.messages) and length < longest):
-                self._left_out = start
+                self._start = start
                 return start - before
         return 0
 
     def reset(self) -> None:
-        """Begins anew, with the messages it was made with."""
+        """Starts the chat again with the messages that it was made with."""
         self._interrupt()
-        self.messages, self._decoding, self._left_out = list(self._opening), None, 0
+        self.messages, self._batch, self._start = list(self._opening), None, 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the messages as a JSON file, in the place of one that is there.
+        """Writes the messages as a JSON file, and replaces one that exists.
 
         Raises:
-            CheckpointError: It cannot be written; what was there still is.
+            CheckpointError: the file cannot be written; an existing file is unchanged.
         """
         text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
-        # Half a character becomes what JSON's own escape of it is.
+        # A lone surrogate becomes its JSON escape.
         require_writable(os.fsdecode(path))
         replace_file(os.fsdecode(path), [text.encode("utf-8", "backslashreplace")])
 
     def _interrupt(self) -> None:
-        """Ends the answer that still goes on."""
-        stream = self._speaking()
+        """Ends the answer that is still being streamed."""
+        stream = self._current_stream()
         if stream is not None:
             stream.close()
 
     def _prompt(self, said: list[dict[str, Any]]) -> list[int]:
-        return self._request.tokens(self._ids(said, self._left_out), 0, True)
+        return self._request.tokens(self._ids(said, self._start), 0, True)
 
     def _ids(self, said: list[dict[str, Any]], start: int) -> list[int]:
-        """The tokens of the chat, without the messages between its opening and number ``start``."""
-        opening = self._opening_length()
+        """Token ids of the chat: the system messages, then the messages from ``start`` on."""
+        opening = self._system_length()
         messages = [*self.messages[:opening], *self.messages[max(start, opening) :], *said]
         return chat_tokens(
             self._tokenizer, messages, chat_template=self._template, **self._template_kwargs
         )
 
-    def _opening_length(self) -> int:
-        """How many messages of the system stand at the beginning."""
+    def _system_length(self) -> int:
+        """The number of system messages at the beginning of the chat."""
         others = (i for i, one in enumerate(self.messages) if one.get("role") not in _OPENING)
         return next(others, len(self.messages))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about generating with it: its ``generation_config.json``."""
+"""The generation defaults of a checkpoint, read from its ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ...models.config import read_object
 from ..sampling.settings import Sampling, eos_token_ids, meant
 
 FILE = "generation_config.json"
-# Each character is a state of the automaton that looks for them, of 300 bytes.
-_MOST_STOPS = 1 << 16
+# Limit on all stop strings together: each character is a state, of 300 bytes, of the automaton.
+_MAX_STOP_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What holds where the caller of ``generate`` says nothing.
+    """The values of the arguments that a caller of ``generate`` does not give.
 
     Attributes:
-        sampling: How tokens are chosen.
-        max_new_tokens: The most tokens of an answer, or None.
-        eos_ids: The tokens that end it.
-        stop: Texts that end it.
+        sampling: how the next token is chosen.
+        max_new_tokens: the largest number of tokens of an answer, or None.
+        eos_ids: the token ids that end an answer.
+        stop: the stop strings.
     """
 
     sampling: Sampling = Sampling()
@@ -37,15 +37,16 @@ class GenerationDefaults:
 def read_defaults(
     directory: Path, config: Mapping[str, Any] | None = None, eos_ids: tuple[int, ...] = ()
 ) -> GenerationDefaults:
-    """The defaults of a checkpoint directory.
+    """Reads the defaults of a checkpoint directory.
 
     Args:
-        directory: Where ``generation_config.json`` may be.
-        config: The content of ``config.json``, which says the ends of texts where that does not.
-        eos_ids: Those of the tokenizer, where neither does.
+        directory: the directory; it may have no ``generation_config.json``.
+        config: the content of ``config.json``, whose ``eos_token_id`` is used if
+            ``generation_config.json`` has none.
+        eos_ids: the tokenizer's end-of-text tokens, used if neither file has any.
 
     Raises:
-        CheckpointFormatError: A file says something that cannot be; names it.
+        CheckpointFormatError: a value in the file is invalid; the message names the file and the value.
 
     Example:
         >>> read_defaults(Path("."), {"eos_token_id": [2, 3]}).eos_ids
@@ -65,20 +66,22 @@ def _count(given: Mapping[str, Any]) -> int | None:
     value = given.get("max_new_tokens")
     if value is None or (type(value) is int and value > 0):
         return value
-    raise UserInputError(f"max_new_tokens is {str(value)[:60]}: a positive integer is wanted")
+    raise UserInputError(f"max_new_tokens is {str(value)[:60]}: it must be a positive integer")
 
 
 def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     value = given.get("stop_strings") or ()
     value = (value,) if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) and s for s in value):
-        raise UserInputError("stop_strings is no list of texts")
-    if (size := sum(map(len, value))) > _MOST_STOPS:
-        raise UserInputError(f"stop_strings has {size} characters, {_MOST_STOPS} at most are read")
+        raise UserInputError("stop_strings must be a list of non-empty strings")
+    if (size := sum(map(len, value))) > _MAX_STOP_CHARACTERS:
+        raise UserInputError(
+            f"stop_strings has {size} characters; the limit is {_MAX_STOP_CHARACTERS}"
+        )
     return tuple(value)
 
 
-# What the functions that take single settings of Sampling have besides.
+# The other arguments of the functions that take settings of Sampling as keywords.
 _ARGUMENTS = (
     "max_new_tokens",
     "stop",
@@ -98,10 +101,10 @@ def _there_are(names: list[str]) -> str:
 def chosen_sampling(
     defaults: GenerationDefaults, sampling: Sampling | None, changes: Mapping[str, Any]
 ) -> Sampling:
-    """The caller's Sampling, or the defaults with the caller's changes.
+    """The caller's Sampling, or the default one with the caller's changes.
 
     Raises:
-        UserInputError: Both are given, a name is unknown, or a value out of range.
+        UserInputError: both are given, a name is unknown, or a value is out of range.
 
     Example:
         >>> chosen_sampling(GenerationDefaults(), None, {"temperature": 0.5}).temperature
@@ -118,6 +121,6 @@ def chosen_sampling(
         raise UserInputError(f"sampling is a maxjax.Sampling, not {type(sampling).__name__}")
     if changes:
         raise UserInputError(
-            f"{next(iter(changes))} belongs in sampling=Sampling(…), given beside it"
+            f"{next(iter(changes))}= and sampling= are both given: put it in sampling=Sampling(…)"
         )
     return sampling

@@ -1,4 +1,4 @@
-"""First_nan: which layer of a model is the first to make a NaN or an infinity."""
+"""``first_nan`` finds the first layer of a model whose output has a NaN or an infinity."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from .batch import check_model
 
 
 def first_nan(model: Any, ids: Sequence[int]) -> str | None:
-    """The first layer whose result has a NaN or an infinity, when a text is read.
+    """Finds the first layer whose output has a NaN or an infinity for a prompt.
 
-    It runs layer by layer, without ``jax.jit``, and holds the layers a second time while it does
-    if they are stacked.
+    The model runs layer by layer, without ``jax.jit``. If its layers are stacked, they are in
+    memory twice during the call.
 
     Args:
-        model: A language model.
-        ids: The text's token ids.
+        model: a language model.
+        ids: the token ids of the prompt.
 
     Returns:
-        The layer's name, and which of its weights are not finite; None if all is well.
+        The layer's name and those of its weights that are not finite; None if every output is
+        finite.
 
     Raises:
-        UserInputError: As the model, for ids that are none.
+        UserInputError: the model refuses the token ids.
 
     Example:
         >>> import maxjax
@@ -41,7 +42,7 @@ def first_nan(model: Any, ids: Sequence[int]) -> str | None:
         'model.layers.1.mlp.down_proj, whose weight has 1 value that is not finite'
     """
     check_model(model)
-    flat = jax.tree.map(lambda leaf: leaf, model)  # one of our own; the arrays are shared
+    flat = jax.tree.map(lambda leaf: leaf, model)  # a copy that shares the arrays
     if hasattr(flat, "unstack"):
         flat.unstack()
     names = {id(module): name.rstrip(".") for name, module in flat.named_modules()}

@@ -1,10 +1,10 @@
-"""The two programs that write texts, and what they keep on the devices.
+"""The two jitted programs of generation, prefill and decode, and their state on the devices.
 
-``prefill`` reads a piece of the prompts, padded to a bucket; ``decode`` writes up to ``MAX_STEPS``
-tokens of every text in one dispatch, as many as it is told at run time, so that there is one
-program whether tokens are streamed or not. Both take the state and give it back in place.
+``prefill`` runs a chunk of the prompts, padded to a bucket. ``decode`` generates up to
+``MAX_STEPS`` tokens of every row in one dispatch; the number of steps is a run-time argument, so
+that one program serves streaming and whole batches. Both donate the state they take.
 
-Shapes: B texts, T tokens, n top tokens that are reported.
+Shapes: B rows, T tokens, n top tokens that are reported.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from ..sampling.penalties import History
 from ..sampling.settings import Amounts, Sampling
 
 MAX_STEPS = 32
-"""The most tokens of a text that one dispatch writes."""
+"""The largest number of tokens of a row that one dispatch of ``decode`` generates."""
 
 
 class State(NamedTuple):
-    """What is known of each text, on the devices.
+    """The state of a batch on the devices. A pytree.
 
     Attributes:
-        cache: Keys and values of all tokens but the last.
-        last: The last token ``[B]``, of which the model has not been told.
-        done: Which texts are ended ``[B]``.
-        bad: Whose logits were no numbers ``[B]``.
-        prompts, limits: How many tokens the prompt has, and the text may have ``[B]``.
-        rows: The number of each text among all ``[B]``.
-        first: What was sampled for the first token of the answer.
-        history: For the penalties.
+        cache: the KV cache of all tokens but the last.
+        last: the last token of each row, int32 ``[B]``; the next step feeds it to the model.
+        done: whether each row has ended, bool ``[B]``.
+        bad: whether the logits of each row were NaN or infinite, bool ``[B]``.
+        prompts, limits: the number of prompt tokens, and the largest number of all tokens, of each
+            row, int32 ``[B]``.
+        rows: the number of each text among all texts of the call, int32 ``[B]``.
+        first: the sample of each answer's first token.
+        history: the token counts that the penalties need, or None.
     """
 
     cache: KVCache
@@ -51,13 +52,13 @@ class State(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What one dispatch wrote. Arrays of the host, or of devices that still compute.
+    """The tokens of one dispatch, on the devices (possibly not computed yet) or on the host.
 
     Attributes:
-        tokens: ``[B, MAX_STEPS]``; of each row the first ``counts``.
-        counts: ``[B]``.
-        done, bad: As in State.
-        sampled: Log-probabilities, with an axis of tokens after that of texts.
+        tokens: token ids ``[B, MAX_STEPS]``; the first ``counts`` of each row are valid.
+        counts: the number of new tokens of each row ``[B]``.
+        done, bad: the same as in :class:`State`, after the dispatch.
+        sampled: the samples with their log-probabilities; axis 1 is the step.
     """
 
     tokens: Any
@@ -68,12 +69,12 @@ class Tokens(NamedTuple):
 
 
 class SamplerArgs(NamedTuple):
-    """By what the next token is chosen, and a text ends: arguments of the programs. A pytree.
+    """The run-time arguments of sampling. A pytree.
 
     Attributes:
-        eos: Tokens that end a text; -1 is none.
-        key: Of the random numbers, or None.
-        amounts: The numbers of the settings, of which the program has the kind alone.
+        eos: the token ids that end a text, padded with -1.
+        key: the random key, or None for greedy sampling.
+        amounts: the numeric settings; the program is compiled for their kind alone.
     """
 
     eos: jax.Array
@@ -95,7 +96,7 @@ def prefill(
     settings: Sampling,
     shardings: Shardings,
 ) -> State:
-    """Reads ``ids`` ``[B, T]``; of texts whose prompt ends here the first token is chosen."""
+    """Runs the chunk ``ids`` ``[B, T]``, and samples the first token of rows whose prompt ends here."""
     logits, cache = model(ids, state.cache, lengths=counts, last=True)
     ends = (counts > 0) & (_replicated(cache.lengths, shardings) == state.prompts)
     state = state._replace(cache=cache)
@@ -117,9 +118,9 @@ def decode(
     settings: Sampling,
     shardings: Shardings,
 ) -> tuple[State, Tokens]:
-    """Writes one token after the other, until all texts are done or ``steps`` are."""
+    """Generates token by token until every row is done, but at most ``steps`` tokens."""
     batch = state.last.shape[0]
-    room = jax.tree.map(
+    samples = jax.tree.map(
         lambda a: _replicated(jnp.zeros((batch, MAX_STEPS, *a.shape[1:]), a.dtype), shardings),
         state.first,
     )
@@ -130,20 +131,20 @@ def decode(
         return (i < steps) & ~jnp.all(state.done)
 
     def step(carry: Any) -> Any:
-        i, state, room, counts = carry
-        going = ~state.done
+        i, state, samples, counts = carry
+        active = ~state.done
         logits, cache = model(
-            state.last[:, None], state.cache, lengths=going.astype(jnp.int32), last=True
+            state.last[:, None], state.cache, lengths=active.astype(jnp.int32), last=True
         )
         state = state._replace(cache=cache)
-        state, sampled = _choose(state, logits, going, sampler, settings, shardings)
+        state, sampled = _choose(state, logits, active, sampler, settings, shardings)
         state = _resharded(state, shardings)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
-        return i + 1, state, jax.tree.map(put, room, sampled), counts + going.astype(jnp.int32)
+        return i + 1, state, jax.tree.map(put, samples, sampled), counts + active.astype(jnp.int32)
 
-    start = (_replicated(jnp.int32(0), shardings), state, room, counts)
-    _, state, room, counts = jax.lax.while_loop(more, step, start)
-    return state, Tokens(room.tokens, counts, state.done, state.bad, room)
+    start = (_replicated(jnp.int32(0), shardings), state, samples, counts)
+    _, state, samples, counts = jax.lax.while_loop(more, step, start)
+    return state, Tokens(samples.tokens, counts, state.done, state.bad, samples)
 
 
 def _choose(
@@ -154,7 +155,7 @@ def _choose(
     settings: Sampling,
     shardings: Shardings,
 ) -> tuple[State, Sampled]:
-    """The next token of some of the texts, and what it means for them."""
+    """Samples the next token of the rows in ``which``, and updates their state."""
     lengths = _replicated(state.cache.lengths, shardings)
     rows = state.rows if sampler.key is not None else None
     found = sample(
@@ -177,14 +178,14 @@ def _choose(
 
 
 def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
-    """On a mesh: whole on every device."""
+    """The array, replicated if there is a mesh."""
     if shardings is None:
         return array
     return _with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
 
 
 def _resharded(state: State, shardings: Shardings) -> State:
-    """On a mesh: where it was, so that the next call finds what this one was compiled for."""
+    """The state with its given shardings, so that the next call needs no other executable."""
     if shardings is None:
         return state
     leaves, structure = jax.tree.flatten(state)

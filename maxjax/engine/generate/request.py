@@ -1,4 +1,4 @@
-"""What a call of ``generate`` asks for, checked: prompts, how they end, how tokens are chosen."""
+"""Request: the checked arguments of a call of ``generate``, ``stream`` or ``Conversation``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_NEW_TOKENS = 256
 
 
 class Request:
-    """What all texts of a call have in common, checked."""
+    """The checked arguments that all prompts of a call share."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Request:
         check_model(model)
         if tokenizer is not None and not hasattr(tokenizer, "_backend"):
             raise TypeError(
-                f"tokenizer is a {type(tokenizer).__name__}: one of maxjax is wanted, as maxjax.load "
-                "and maxjax.load_tokenizer give it, or None"
+                f"tokenizer is a {type(tokenizer).__name__}: it must be a tokenizer of maxjax, from "
+                "maxjax.load or maxjax.load_tokenizer, or None"
             )
         defaults = getattr(model, "generation", None)
         if defaults is None:
@@ -50,20 +50,20 @@ class Request:
         self.eos_ids = eos_token_ids({"eos_token_id": given})
         self.stops = defaults.stop if stop is None else _stops(stop)
         if self.stops and tokenizer is None:
-            raise UserInputError("a text that stops needs a tokenizer")
+            raise UserInputError("stop= needs a tokenizer: without one there is no text to search")
         if max_new_tokens is None:
             max_new_tokens = defaults.max_new_tokens or _MAX_NEW_TOKENS
         self.max_new_tokens = positive("max_new_tokens", max_new_tokens)
-        PartialCompletion(None, (), (), self.stops)  # refuses what is no stop text
+        PartialCompletion(None, (), (), self.stops)  # raises for invalid stop strings
 
     def tokens(self, prompt: Any, index: int, single: bool) -> list[int]:
-        """The ids of a prompt's tokens."""
+        """The token ids of a prompt, checked against the vocabulary and the context length."""
         which = "the prompt" if single else f"prompts[{index}]"
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserInputError(
                     f"{which} is text, and there is no tokenizer: the model's directory has no "
-                    "tokenizer.json. Give the ids of its tokens"
+                    "tokenizer.json. Pass token ids instead"
                 )
             check_unicode(prompt, which)
             ids = self.tokenizer.encode(prompt) if prompt else []
@@ -71,7 +71,7 @@ class Request:
             ids = _ids(prompt, which)
         size, longest = self.model.config.vocab_size, self.model.max_length
         if not ids:
-            raise UserInputError(f"{which} is empty: there is nothing to go on with")
+            raise UserInputError(f"{which} is empty: it must have at least one token")
         wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
             raise UserInputError(
@@ -81,18 +81,18 @@ class Request:
         if len(ids) >= longest:
             raise UserInputError(
                 f"{which} has {len(ids)} tokens, and the model's context is {longest}: there is no "
-                "room for an answer"
+                "room for an answer. Shorten it"
             )
         return ids
 
     def limit(self, prompt: Sequence[int]) -> int:
-        """How many tokens a text may have."""
+        """The largest number of tokens of a text, its prompt included."""
         return min(len(prompt) + self.max_new_tokens, self.model.max_length)
 
-    def growing(self, prompt: Sequence[int]) -> PartialCompletion:
+    def partial_completion(self, prompt: Sequence[int]) -> PartialCompletion:
         return PartialCompletion(self.tokenizer, prompt, self.eos_ids, self.stops)
 
-    def decoding(self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any) -> Batch:
+    def batch(self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any) -> Batch:
         return Batch(
             self.model, [prompt], [self.limit(prompt)], sampling=self.sampling,
             eos_ids=self.eos_ids, key=key, chunk=chunk, cache_dtype=cache_dtype,
@@ -103,18 +103,18 @@ class Request:
 
 
 def positive(name: str, value: Any) -> int:
-    """A positive integer.
+    """Checks that an argument is a positive integer, and returns it as an int.
 
     Raises:
-        UserInputError: ``value`` is none.
+        UserInputError: ``value`` is not a positive integer.
 
     Example:
         >>> positive("batch_size", 0)
         Traceback (most recent call last):
-        maxjax.errors.UserInputError: batch_size is 0: a positive integer is wanted
+        maxjax.errors.UserInputError: batch_size is 0: it must be a positive integer
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise UserInputError(f"{name} is {value!r}: a positive integer is wanted")
+        raise UserInputError(f"{name} is {value!r}: it must be a positive integer")
     return int(value)
 
 
@@ -122,12 +122,12 @@ def _stops(stop: Any) -> tuple[str, ...]:
     if isinstance(stop, str):
         return (stop,)
     if isinstance(stop, (bytes, Mapping)) or not isinstance(stop, Iterable):
-        raise TypeError(f"stop is a text or a list of texts, not {type(stop).__name__}")
+        raise TypeError(f"stop must be a str or a list of str, not {type(stop).__name__}")
     return tuple(stop)
 
 
 def _check_choice(sampling: Sampling, size: int) -> None:
-    """Refuses tokens that are none, and a choice of nothing."""
+    """Raises an error for ids outside the vocabulary, or if every token is banned."""
     biases = dict(sampling.logit_bias)
     for name, tokens in (("logit_bias", biases), ("banned", sampling.banned)):
         wrong = max(tokens, default=0)
@@ -135,17 +135,17 @@ def _check_choice(sampling: Sampling, size: int) -> None:
             raise UserInputError(f"{name} names token {wrong}: the vocabulary has {size} tokens")
     never = {token for token, bias in biases.items() if bias == -math.inf}
     if len(never.union(sampling.banned)) >= size:
-        raise UserInputError("banned and logit_bias leave no token that could be chosen")
+        raise UserInputError("banned and logit_bias exclude every token of the vocabulary")
 
 
 # --- prompts --------------------------------------------------------------------------------
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one prompt, and a list of prompts.
+    """Whether ``prompts`` is a single prompt, and the list of prompts.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: ``prompts`` is neither text nor token ids, nor a list of either.
 
     Example:
         >>> listed([1, 2]), listed(["a", [1, 2]])
@@ -154,7 +154,7 @@ def listed(prompts: Any) -> tuple[bool, list[Any]]:
     if isinstance(prompts, str):
         return True, [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
-        raise TypeError(f"prompts are texts or ids of tokens, not {type(prompts).__name__}")
+        raise TypeError(f"prompts must be text or token ids, not {type(prompts).__name__}")
     if isinstance(prompts, (np.ndarray, jax.Array)) and prompts.shape == (0,):
         return True, [prompts]
     found = list(prompts)
@@ -163,7 +163,7 @@ def listed(prompts: Any) -> tuple[bool, list[Any]]:
 
 
 def _is_number(item: Any) -> bool:
-    if isinstance(item, str):  # NumPy's have no axes either
+    if isinstance(item, str):  # a NumPy string has ndim 0 too
         return False
     return isinstance(item, Integral) or getattr(item, "ndim", None) == 0
 
@@ -176,5 +176,5 @@ def _ids(prompt: Any, which: str) -> list[int]:
     if found is not None and found.size == 0 and found.ndim == 1:
         return []
     if found is None or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise TypeError(f"{which} is neither text nor ids of tokens but {type(prompt).__name__}")
+        raise TypeError(f"{which} must be text or token ids, not {type(prompt).__name__}")
     return found.tolist()

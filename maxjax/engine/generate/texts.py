@@ -1,4 +1,4 @@
-"""Generate and stream: prompts → what a language model writes after them."""
+"""``generate`` and ``stream``: text generation from one or more prompts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .completion import Completion, PartialCompletion
 from .programs import MAX_STEPS, Tokens
 from .request import Request, listed, positive
 
-# A dispatch is to last no longer: for so long Ctrl-C waits, and texts that ended are not noticed.
+# The longest dispatch in seconds: Ctrl-C waits for it, and a stop string is noticed only after it.
 _DISPATCH_S = 0.1
-# Of a stream: more tokens at once as long as that is quicker, which nobody sees at 20 times a second.
+# A stream doubles the tokens per dispatch while one takes less than this many seconds.
 _STREAM_S = 0.025
 
 
@@ -35,33 +35,36 @@ def generate(
     cache_dtype: Any = None,
     **values: Any,
 ) -> Any:
-    """Has a language model go on with texts.
+    """Generates text from one or more prompts.
 
     Args:
-        model: A decoder, as ``maxjax.load`` gives it.
-        tokenizer: Its tokenizer; with None, prompts are token ids and there is no text.
-        prompts: A text, or the ids of its tokens; or several of either.
-        max_new_tokens: The most tokens of an answer; what ``generation_config.json`` says, or 256,
-            by default. The model's context ends it in any case.
-        stop: Texts that end an answer; the answer does not contain them.
-        eos_ids: Tokens that end an answer: by default those of the checkpoint's files; () for none.
-        key: Of the random numbers. The same key gives the same texts, on any mesh and in any batch;
-            ``jax.random.key(0)`` by default. Greedy sampling uses none.
-        sampling: How tokens are chosen; by default as ``generation_config.json`` says, else greedy.
-        batch_size: The most texts at once.
-        chunk: The most tokens of a prompt that are read at once; a power of two.
-        cache_dtype: Of the cache of keys and values: as the model's by default; ``"int8"`` halves
-            a bfloat16 cache, and changes results a little.
-        values: Single settings of :class:`Sampling` instead: ``temperature=0.7``, ``top_p=0.9`` …
+        model: a decoder, as returned by ``maxjax.load``.
+        tokenizer: the model's tokenizer; with None, prompts are token ids and completions have no
+            text.
+        prompts: a text or its token ids, or a list of either.
+        max_new_tokens: the largest number of tokens of an answer; by default that of
+            ``generation_config.json``, or 256. The model's context length is a limit as well.
+        stop: a stop string or several; they end an answer and are not part of it.
+        eos_ids: the token ids that end an answer; by default those of the checkpoint, () for none.
+        key: the random key, ``jax.random.key(0)`` by default; greedy sampling uses none. The same
+            key gives the same texts, on any mesh and in any batch.
+        sampling: how the next token is chosen; by default as in ``generation_config.json``, or
+            greedy without that file.
+        batch_size: the largest number of prompts that are generated together.
+        chunk: the largest number of prompt tokens in one prefill; a power of two.
+        cache_dtype: dtype of the KV cache, the model's by default; ``"int8"`` halves a bfloat16
+            cache, and changes results a little.
+        values: single settings of :class:`Sampling` in the place of ``sampling``:
+            ``temperature=0.7``, ``top_p=0.9`` …
 
     Returns:
         A :class:`Completion`, which is a str, for one prompt; a list of them for several.
 
     Raises:
-        UserInputError: A prompt is empty, longer than the context, or has tokens that are not in
-            the vocabulary; no language model; an unknown or wrong sampling value.
-        TypeError: A prompt is neither text nor ids.
-        FloatingPointError: The logits became NaN or infinite.
+        UserInputError: a prompt is empty, longer than the context, or has token ids outside the
+            vocabulary; the model is not a language model; a sampling setting is unknown or invalid.
+        TypeError: a prompt is neither text nor token ids.
+        FloatingPointError: the logits became NaN or infinite.
 
     Example:
         >>> import maxjax
@@ -77,19 +80,19 @@ def generate(
     rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]
     batch_size = positive("batch_size", batch_size)
     found: list[Completion | None] = [None] * len(rows)
-    # Texts of like length together: less of a batch is padding.
+    # Prompts of similar length share a batch: less of it is padding.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        # The last batch is as wide as the others, which are compiled already.
+        # The last batch is padded to the size of the others, whose programs are compiled already.
         blanks = batch_size - len(members) if start else 0
-        texts = _batch(request, rows, members, blanks, key, chunk, cache_dtype)
+        texts = _generate_batch(request, rows, members, blanks, key, chunk, cache_dtype)
         for i, text in zip(members, texts, strict=True):
             found[i] = text
     return found[0] if single else found
 
 
-def _batch(
+def _generate_batch(
     request: Request,
     rows: Sequence[Sequence[int]],
     members: Sequence[int],
@@ -99,15 +102,15 @@ def _batch(
     cache_dtype: Any,
 ) -> list[Completion]:
     prompts = [rows[i] for i in members]
-    decoding = Batch(
+    batch = Batch(
         request.model, [*prompts, *[[]] * blanks],
         [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
         sampling=request.sampling, eos_ids=request.eos_ids, key=key,
         rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
     )  # fmt: skip
-    texts = [request.growing(prompt) for prompt in prompts]
+    texts = [request.partial_completion(prompt) for prompt in prompts]
     try:
-        for written in _dispatches(decoding):
+        for written in _dispatches(batch):
             for row, text in enumerate(texts):
                 text.take(written, row)
             check_written(written, texts, members)
@@ -115,43 +118,43 @@ def _batch(
             if all(done or end for done, end in zip(written.done.tolist(), ended, strict=True)):
                 break
             if any(end and not done for done, end in zip(written.done, ended, strict=True)):
-                decoding.stop(ended)
+                batch.stop(ended)
     finally:
-        decoding.close()
+        batch.close()
     for text in texts:
         text.flush()
     return [text.completion() for text in texts]
 
 
-def _dispatches(decoding: Batch) -> Iterator[Tokens]:
-    """What one dispatch after the other writes, each of as many tokens as is quick enough."""
-    yield decoding.prefill()
+def _dispatches(batch: Batch) -> Iterator[Tokens]:
+    """The tokens of one dispatch after the other, each as long as ``_DISPATCH_S`` allows."""
+    yield batch.prefill()
     count = 4
     while True:
         began = time.perf_counter()
-        yield decoding.fetch(decoding.decode(count))
+        yield batch.fetch(batch.decode(count))
         if time.perf_counter() - began < _DISPATCH_S / 2:
             count = min(2 * count, MAX_STEPS)
 
 
 class Stream(Iterator[str]):
-    """The text of an answer piece by piece, as it is written. Made by :func:`stream`.
+    """An iterator over the pieces of an answer while it is generated. Made by :func:`stream`.
 
     Attributes:
-        completion: The answer so far; all of it at the end.
+        completion: the answer so far.
     """
 
     def __init__(
         self,
         request: Request,
-        decoding: Batch,
+        batch: Batch,
         prompt: Sequence[int],
         ended: Callable[[PartialCompletion, bool], None] | None = None,
     ):
-        self._decoding, self._growing = decoding, request.growing(prompt)
-        # It refers to this object nowhere: who drops a stream lets go of its cache at once.
-        self._pieces = _pieces(decoding, self._growing, ended)
-        next(self._pieces)  # begins it, so that its end is seen to also if nothing is ever read
+        self._batch, self._partial = batch, request.partial_completion(prompt)
+        # The generator does not refer to this object, so that dropping a stream frees its cache.
+        self._pieces = _pieces(batch, self._partial, ended)
+        next(self._pieces)  # starts it, so that its ``finally`` runs even if nothing is ever read
 
     def __iter__(self) -> Stream:
         return self
@@ -160,55 +163,55 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Ends it before its end, and lets go of the cache."""
+        """Stops the generation and frees the cache."""
         self._pieces.close()
 
     @property
     def completion(self) -> Completion:
-        return self._growing.completion()
+        return self._partial.completion()
 
 
 def _pieces(
-    decoding: Batch,
-    growing: PartialCompletion,
+    batch: Batch,
+    partial: PartialCompletion,
     ended: Callable[[PartialCompletion, bool], None] | None,
 ) -> Generator[str, None, None]:
-    """An empty piece, and those of :func:`_texts`; sees to the end, whatever it is."""
-    whole = False
+    """An empty piece, then those of :func:`_texts`; at the end it calls ``ended`` or frees the cache."""
+    clean = False
     try:
         yield ""
-        yield from _texts(decoding, growing)
-        whole = True
+        yield from _texts(batch, partial)
+        clean = True
     except GeneratorExit:
-        whole = True  # between two tokens: nothing is lost
+        clean = True  # between two tokens: nothing is lost
         raise
     finally:
         if ended is None:
-            decoding.close()
+            batch.close()
         else:
-            ended(growing, whole)
+            ended(partial, clean)
 
 
-def _texts(decoding: Batch, growing: PartialCompletion) -> Iterator[str]:
-    written = decoding.prefill()
-    piece = growing.take(written, 0)
-    check_written(written, [growing], [0])
+def _texts(batch: Batch, partial: PartialCompletion) -> Iterator[str]:
+    written = batch.prefill()
+    piece = partial.take(written, 0)
+    check_written(written, [partial], [0])
     if piece:
         yield piece  # before the program that decodes is compiled
     count, began = 1, time.perf_counter()
-    coming = decoding.decode(1) if not (growing.done or written.done[0]) else None
+    coming = batch.decode(1) if not (partial.done or written.done[0]) else None
     while coming is not None:
-        written = decoding.fetch(coming)
+        written = batch.fetch(coming)
         if time.perf_counter() - began < _STREAM_S:
             count = min(2 * count, MAX_STEPS)
-        # While the host makes text of these tokens, the devices write the next.
+        # The devices compute the next tokens while the host decodes these.
         began = time.perf_counter()
-        coming = None if written.done[0] else decoding.decode(count)
-        yield from growing.pieces(written, 0)
-        check_written(written, [growing], [0])
-        if growing.done:
+        coming = None if written.done[0] else batch.decode(count)
+        yield from partial.pieces(written, 0)
+        check_written(written, [partial], [0])
+        if partial.done:
             break
-    if rest := growing.flush():
+    if rest := partial.flush():
         yield rest
 
 
@@ -226,16 +229,17 @@ def stream(
     cache_dtype: Any = None,
     **values: Any,
 ) -> Stream:
-    """As :func:`generate` for one prompt, and gives pieces of the text as they are written.
+    """Generates text from one prompt, and gives it piece by piece.
 
-    The pieces together are what ``generate`` gives. No piece ends within a character, and what may
-    be the beginning of a stop text is held back until that is known.
+    The arguments are those of :func:`generate`, and the pieces together are its result. No piece
+    ends within a character, and text that may be the beginning of a stop string is held back until
+    that is decided.
 
     Returns:
-        An iterator of str; its ``completion`` is the whole, with tokens and how it ended.
+        An iterator of str; its ``completion`` is the whole answer, with its tokens and finish reason.
 
     Raises:
-        UserInputError, TypeError, FloatingPointError: As :func:`generate`.
+        UserInputError, TypeError, FloatingPointError: the same errors as for :func:`generate`.
 
     Example:
         >>> import maxjax
@@ -248,21 +252,21 @@ def stream(
     """
     request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
     ids = request.tokens(prompt, 0, True)
-    return Stream(request, request.decoding(ids, key, chunk, cache_dtype), ids)
+    return Stream(request, request.batch(ids, key, chunk, cache_dtype), ids)
 
 
 def check_written(
     written: Tokens, texts: Sequence[PartialCompletion], numbers: Sequence[int]
 ) -> None:
-    """Refuses texts that could not be gone on with, and were not ended before.
+    """Raises an error if an answer had logits that are not finite before it ended.
 
     Args:
-        written: What was written.
-        texts: Which have taken it.
-        numbers: Of their prompts.
+        written: the tokens of a dispatch.
+        texts: the answers, which have taken these tokens.
+        numbers: the index of each answer's prompt among the prompts of the call.
 
     Raises:
-        FloatingPointError: Logits were NaN or infinite.
+        FloatingPointError: the logits were NaN or infinite.
     """
     bad = [row for row, text in enumerate(texts) if written.bad[row] and not text.done]
     if bad:

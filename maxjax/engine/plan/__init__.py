@@ -1,5 +1,5 @@
-"""Memory and placement before anything is allocated: ``maxjax.plan``.
+"""``maxjax.plan``: memory and sharding of a model before anything is allocated.
 
-``footprint`` computes the bytes of weights, cache and activations for each device; ``planned``
-holds the result and prints it; ``report`` is the public function. Only headers are read.
+``footprint`` computes the bytes of weights and KV cache on each device; ``report`` has the public
+function and the table that it prints. Of a checkpoint only the headers are read.
 """

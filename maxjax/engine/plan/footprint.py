@@ -1,6 +1,6 @@
-"""What a model takes on the devices of a mesh: its weights, and a cache of keys and values.
+"""Footprint: the bytes that the weights and the KV cache of a model take on each device of a mesh.
 
-Shapes and types are all that is looked at, but where a head may be its table (``models.ties``).
+Only shapes and dtypes are read, except to find out whether an output head is the embedding table.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from ...nn.attention import AttentionWithRope
 from ...nn.layer.place import plan_places
 from ...nn.layer.walk import Walk
 
-# The reason that plan_places gives for a weight with symbolic sizes, which counts as no bytes.
+# The reason that plan_places gives for a weight with symbolic sizes, which counts as 0 bytes.
 UNKNOWN = "its sizes are not known yet"
 
 
-class Held(NamedTuple):
-    """Tensors of one size that lie in one way.
+class TensorGroup(NamedTuple):
+    """Tensors with the same shape, dtype and sharding.
 
     Attributes:
-        names: Of each.
-        shape, dtype: Of one.
-        spec: For each axis, the axes of the mesh it is split over.
-        parts: How many parts it is split into; 0 for one in the memory of the host.
-        why: One phrase for people.
-        encoding: The blocks that it is packed in, if it is; ``shape`` is then in bytes.
+        names: the names of the tensors.
+        shape, dtype: the stored shape and dtype of one tensor.
+        spec: the PartitionSpec: for each dimension, the mesh axes that it is sharded over.
+        parts: the number of shards of one tensor; 0 if it is in host memory.
+        why: the reason for the sharding, as a phrase.
+        encoding: the encoding of a quantised tensor, or None; its ``shape`` is in bytes.
     """
 
     names: Sequence[str]
@@ -66,36 +66,37 @@ class Held(NamedTuple):
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
-        """The shape counted in weights."""
+        """The shape in elements, also of a quantised tensor."""
         return self.shape if self.encoding is None else self.encoding.logical_shape(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one of them; types of 4 bits take half a byte."""
+        """Bytes of one tensor; 4-bit dtypes take half a byte per element."""
         return -(-math.prod(self.shape) * self.dtype.size_in_bits // 8)
 
     @property
     def nbytes_per_device(self) -> int:
-        """Of one of them, what one device has."""
+        """Bytes of one tensor on one device."""
         return -(-self.nbytes // self.parts) if self.parts else 0
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Something whose size can be told for any mesh.
+    """A model or checkpoint whose size can be computed for any mesh.
 
     Attributes:
-        basis: By what rules its tensors are split.
-        held: (mesh or None, dtype of floats or None) → all of its tensors.
-        attention: Gives its layers of attention; raises UserInputError where nothing is known.
-        encoder: Whether it keeps no keys and values.
-        mesh: That it lies on now.
-        devices: On how many it lies now.
-        notes: What else is to be said.
+        basis: the origin of the sharding rules, as text.
+        held: a function of (mesh or None, dtype of floats or None) that returns all tensors.
+        attention: a function that returns the attention layers; it raises UserInputError if they
+            are not known.
+        encoder: whether the model is an encoder, which has no KV cache.
+        mesh: the mesh on which the model is now, or None.
+        devices: the number of devices on which the model is now.
+        notes: further remarks for the user.
     """
 
     basis: str
-    held: Callable[[Any, DType | None], list[Held]]
+    held: Callable[[Any, DType | None], list[TensorGroup]]
     attention: Callable[[], list[names.Heads]]
     encoder: bool = False
     mesh: Any = None
@@ -107,17 +108,17 @@ class Footprint:
 
 
 def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
-    """Of a Module: as it lies, without a mesh; as its rules say, on one."""
+    """The footprint of a Module: sharded by its rules on a mesh; without a mesh, as it is now."""
     _, leaves, _ = Walk(module, stacked=True).owners()
-    places = [_where(holder) for _, holder, _ in leaves]
+    places = [_sharding_of(holder) for _, holder, _ in leaves]
     shardings = [where for where in places if where is not None]
     mesh = mesh_of(shardings)
     devices = max((len(where.device_set) for where in shardings), default=1)
 
-    def held(on: Any, dtype: DType | None) -> list[Held]:
+    def held(on: Any, dtype: DType | None) -> list[TensorGroup]:
         if on is not None:
-            return _planned(module, on, rules, dtype)
-        return [_lying(name, holder, dtype) for name, holder, _ in leaves]
+            return _as_planned(module, on, rules, dtype)
+        return [_as_placed(name, holder, dtype) for name, holder, _ in leaves]
 
     return Footprint(
         "where Module.to placed it" if mesh is not None else "the model's own rules",
@@ -125,28 +126,28 @@ def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
     )  # fmt: skip
 
 
-def _planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list[Held]:
-    """As ``module.to(mesh, rules=rules)`` would place it."""
+def _as_planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list[TensorGroup]:
+    """The tensors with the shardings that ``module.to(mesh, rules=rules)`` would give them."""
     return [
-        Held(_names(one.name, one.holder), one.shape, _dtype(one.holder, dtype),
+        TensorGroup(_names(one.name, one.holder), one.shape, _dtype(one.holder, dtype),
              one.placed.spec, _parts(one.placed.spec, mesh), one.placed.why, _packing(one.holder))
         for one in plan_places(module, mesh, None, rules)
     ]  # fmt: skip
 
 
-def _where(holder: Any) -> Any:
-    """The Sharding of what a leaf holds: that it was placed on, or that of its array."""
+def _sharding_of(holder: Any) -> Any:
+    """The Sharding that was chosen for a leaf, or that of its array; None if it has neither."""
     stacked = isinstance(holder, StackedWeight)
     where = holder.leaf_sharding if stacked else holder.stored.sharding
     return where or getattr(holder.stored.leaf, "sharding", None)
 
 
-def _lying(name: str, holder: Any, dtype: DType | None) -> Held:
-    """A leaf as it lies now."""
+def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
+    """A leaf with its present sharding."""
     template = holder.template if isinstance(holder, StackedWeight) else holder
     known = all(isinstance(d, StaticDim) for d in template.stored.dims)
     shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template.stored.dims)
-    where, spec, parts = _where(holder), PartitionSpec(), 1
+    where, spec, parts = _sharding_of(holder), PartitionSpec(), 1
     why = template.stored.why if known else UNKNOWN
     if where is not None and math.prod(shape):
         stacked = isinstance(holder, StackedWeight)
@@ -155,7 +156,7 @@ def _lying(name: str, holder: Any, dtype: DType | None) -> Held:
         spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[int(stacked) :])
         if where.memory_kind not in (None, "device"):
             parts, why = 0, f"{why}; in the memory of the host ({where.memory_kind})".lstrip("; ")
-    return Held(
+    return TensorGroup(
         _names(name, holder), shape, _dtype(holder, dtype), spec, parts, why, _packing(holder)
     )
 
@@ -195,7 +196,7 @@ def _attention_of(module: Any) -> list[names.Heads]:
             names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
         ]
     config = getattr(module, "config", None)
-    said = _attention_said(config, f"{type(module).__name__} has no AttentionWithRope, and")
+    said = _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
     if not isinstance(config, DecoderConfig) or not any(config.slides):
         return said
     sliding = sum(config.slides)
@@ -207,7 +208,7 @@ def _attention_of(module: Any) -> list[names.Heads]:
 
 
 def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> Footprint:
-    """Of an open checkpoint: by the rules of its model if maxjax has it, else by names."""
+    """The footprint of a checkpoint: by its model's rules, or by tensor names for unknown models."""
     try:
         if isinstance(weights, GGUFWeights):
             return _of_gguf(weights, rules)
@@ -227,7 +228,7 @@ def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> F
 
 
 def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
-    """Of a GGUF file: its metadata is the configuration. Of unknown architectures it is names alone."""
+    """The footprint of a GGUF file, whose metadata is the config; by names if it is unknown."""
     try:
         config = config_of(weights)
     except UnsupportedModelError:
@@ -240,12 +241,12 @@ def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
 
 
 def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footprint:
-    # As ``load(dtype=...)`` makes it: of norms, it may keep a wider type.
+    # Built as by ``load(dtype=...)``, which may keep a wider dtype for norms.
     model = build(weights, config)
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
     make = cache(lambda dtype: build(weights, config, dtype, tie=tied))
 
-    def held(mesh: Any, dtype: DType | None) -> list[Held]:
+    def held(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
         made = model if dtype is None else make(dtype)
         return of_module(made, rules).held(mesh, None)
 
@@ -270,26 +271,28 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
         key = (pattern, shape, logical, data.dtype, encoding, given, id(wish))
         groups.setdefault(key, ([], wish))[0].append(tensor)
 
-    def held(mesh: Any, dtype: DType | None) -> list[Held]:
+    def held(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
         if mesh is not None and rules is None:
             check_mesh(mesh)
         found = []
         for (_, shape, logical, own, encoding, given, _), (members, wish) in groups.items():
             block, stored, packing = (encoding.elements_per_block if encoding else 1), own, encoding
             if dtype is not None and (encoding or own.is_float()):
-                shape, block, stored, packing = logical, 1, dtype, None  # decoded, and rounded
+                shape, block, stored, packing = logical, 1, dtype, None  # dequantised, or cast
             placed = _placed(members[0], logical, wish, mesh, given, block)
             parts = 1 if mesh is None else _parts(placed.spec, mesh)
-            found.append(Held(members, shape, stored, placed.spec, parts, placed.why, packing))
+            found.append(
+                TensorGroup(members, shape, stored, placed.spec, parts, placed.why, packing)
+            )
         return found
 
     note = () if config is not None else (
-        "there is no config.json: heads are not known, and the rows of queries, keys and values "
-        "are split wherever their heads end",)  # fmt: skip
+        "there is no config.json: the number of heads is not known, and the rows of queries, keys "
+        "and values are sharded without regard to heads",)  # fmt: skip
     said = config or {}
     encoder = said.get("model_type") in names.ENCODERS and said.get("is_decoder") is not True
     return Footprint(
-        "rules by tensor names", held, lambda: _attention_said(config, "config.json"), encoder,
+        "rules by tensor names", held, lambda: _attention_from_config(config, "config.json"), encoder,
         notes=note,
     )  # fmt: skip
 
@@ -304,23 +307,25 @@ def _placed(
     except UserInputError as error:
         if given:
             raise
-        # A name is a guess: of packed values, or of another kind of attention, it does not hold.
+        # A rule by name is a guess: it may not fit quantised values or another kind of attention.
         placed = place(name, shape, None, mesh, block)
         return Placed(placed.spec, f"{str(error).partition(': ')[2]}; {placed.why}")
 
 
-def _attention_said(config: Any, who: str) -> list[names.Heads]:
-    """What a configuration says of its attention."""
+def _attention_from_config(config: Any, who: str) -> list[names.Heads]:
+    """The attention layers that a config describes."""
     said = names.text_part(config)
     found = names.heads(config)
     if said.get("kv_lora_rank") or said.get("is_encoder_decoder"):
         what = "latent attention" if said.get("kv_lora_rank") else "an encoder with a decoder"
-        raise UserInputError(f"the size of the cache of {what} is not known: leave batch= out")
+        raise UserInputError(
+            f"the size of the KV cache of {what} is not known: leave batch= and length= out"
+        )
     if None in found[: found._fields.index("window")]:
         raise UserInputError(
-            f"the size of a cache is not known: {who} does not say how many layers, heads of keys "
-            "and values and how wide ones there are (num_hidden_layers, num_key_value_heads, "
-            "head_dim). Leave batch= and length= out"
+            f"the size of the KV cache is not known: {who} does not give the number of layers, the "
+            "number of KV heads and their width (num_hidden_layers, num_key_value_heads, head_dim). "
+            "Leave batch= and length= out"
         )
     return [found]
 
@@ -331,7 +336,7 @@ def _attention_said(config: Any, who: str) -> list[names.Heads]:
 def cache_bytes(
     layers: Sequence[names.Heads], batch: int, length: int, dtype: DType, mesh: Any
 ) -> tuple[int, list[str]]:
-    """Bytes of keys and values on one device, and what is not split though there are axes.
+    """Bytes of the KV cache on one device, and notes on what is replicated in spite of mesh axes.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
@@ -346,8 +351,8 @@ def cache_bytes(
     rows, total, notes = batch, 0, []
     for kind in ("data", "fsdp"):
         if rows % n[kind]:
-            notes.append(f"the cache: a batch of {batch} does not divide by {axes[kind]}="
-                         f"{n[kind]}, every device along it keeps all")  # fmt: skip
+            notes.append(f"the KV cache: a batch of {batch} does not divide by {axes[kind]}="
+                         f"{n[kind]}, so the cache is replicated along it")  # fmt: skip
         else:
             rows //= n[kind]
     for one in layers:
@@ -355,10 +360,10 @@ def cache_bytes(
         heads, rest = divmod(one.kv_heads or 0, n["model"])
         if rest:
             heads = one.kv_heads or 0
-            notes.append(f"the cache: the {heads} heads of keys and values do not divide by "
-                         f"{axes['model']}={n['model']}, every device along it keeps all")  # fmt: skip
+            notes.append(f"the KV cache: {heads} KV heads do not divide by {axes['model']}="
+                         f"{n['model']}, so the cache is replicated along it")  # fmt: skip
         kept = count * rows * heads * min(length, one.window or length)
         total += kept * (key + value) * dtype.size_in_bits // 8
-        if dtype == DType.int8:  # one scale for each row of keys and of values
+        if dtype == DType.int8:  # one float32 scale for each row of keys and of values
             total += kept * 2 * DType.float32.size_in_bits // 8
     return total, list(dict.fromkeys(notes))

@@ -1,4 +1,4 @@
-"""Plan: does a model fit on these devices, and if not, on which does it."""
+"""``maxjax.plan``: says whether a model fits on a mesh of devices, and if not, on which it does."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ...graph.weights import load_weights
 from ...models import name_rules as names
 from ...nn.layer import Module
 from ...storage.limits import Limits, allowing
-from .footprint import UNKNOWN, Footprint, Held, cache_bytes, of_checkpoint, of_module
+from .footprint import UNKNOWN, Footprint, TensorGroup, cache_bytes, of_checkpoint, of_module
 
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Tensors that differ only in the numbers of their names.
+    """Tensors that differ only in the numbers in their names.
 
     Attributes:
-        name: With ``*`` for the numbers.
-        count: How many there are.
-        dtype, shape: Of each.
-        spec: For each axis the axes of the mesh that it is split over, as text.
-        bytes, bytes_per_device: Of all of them.
-        why: Why they are split so.
+        name: their name, with ``*`` for the numbers.
+        count: the number of tensors.
+        dtype, shape: the dtype and the shape of each tensor.
+        spec: the PartitionSpec of each tensor, as text.
+        bytes, bytes_per_device: the size of all of them together.
+        why: the reason for the sharding.
     """
 
     name: str
@@ -52,13 +52,13 @@ class WeightKind:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What fits: a mesh, and the dtype of floats where another one is needed.
+    """A mesh on which the model fits, and the dtype of floats if another one is needed.
 
     Attributes:
-        mesh: Sizes by axis.
-        devices: Their product.
-        dtype: Its name, or None: as planned.
-        bytes_per_device, cache_bytes_per_device: What it takes there.
+        mesh: the size of each axis.
+        devices: the number of devices.
+        dtype: the name of the dtype, or None for the planned one.
+        bytes_per_device, cache_bytes_per_device: bytes of weights and of KV cache on each device.
     """
 
     mesh: dict[str, int]
@@ -75,25 +75,28 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model takes on each device. ``print`` shows it as a table.
+    """The memory that a model takes on each device. ``print`` shows it as a table.
 
-    Every device holds the same number of bytes: an axis that a mesh does not divide evenly is
-    not split. Weights and cache are counted; activations and what a compiler needs are not.
+    All devices hold the same number of bytes: a dimension that the mesh axis does not divide
+    evenly is replicated. Weights and KV cache are counted; activations and the temporary buffers of
+    compiled programs are not.
 
     Attributes:
-        devices: How many there are.
-        mesh: Size of each axis; empty for one device.
-        bytes_per_device: Of weights.
-        total_bytes: One copy of all weights.
-        kinds: One :class:`WeightKind` for tensors that differ only in numbers.
-        largest: (name, bytes) of the ten largest tensors.
-        replicated: Those kinds that every device of several has whole, the largest first.
-        cache_bytes_per_device: Of keys and values for ``batch`` sequences of ``length`` tokens.
-        basis: By what rules tensors are split.
-        hbm: Bytes of memory of a device, where it is known.
-        fits: Whether weights and cache are no more; None where memory or sizes are not known.
-        suggestion: What fits, on the fewest devices, where this does not.
-        notes: What else is to be said.
+        devices: the number of devices.
+        mesh: the size of each axis; empty for one device.
+        bytes_per_device: bytes of weights on each device.
+        total_bytes: bytes of one copy of all weights.
+        kinds: one :class:`WeightKind` for all tensors that differ only in the numbers in their
+            names.
+        largest: name and bytes of the ten largest tensors.
+        replicated: the kinds that are replicated on several devices, the largest first.
+        cache_bytes_per_device: bytes of the KV cache for ``batch`` sequences of ``length`` tokens.
+        basis: the origin of the sharding rules.
+        hbm: bytes of memory of a device, or None if it is not known.
+        fits: whether weights and KV cache fit; None if the memory or a size is not known.
+        suggestion: a mesh with the fewest devices on which the model fits, if this one is too
+            small.
+        notes: further remarks.
     """
 
     devices: int
@@ -111,7 +114,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as dicts, lists, text and numbers, for JSON."""
+        """The plan as dicts, lists, strings and numbers, for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -145,7 +148,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     ]  # fmt: skip
     yield from columns([head, *table], right=(1, 5, 6))
     if plan.replicated:
-        yield from ("", "whole on every device")
+        yield from ("", "replicated on every device")
         rows = [[f"  {visible(k.name)}", f"{k.bytes:,}", k.why] for k in plan.replicated]
         yield from columns(rows, right=(1,))
     if plan.largest:
@@ -172,9 +175,9 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGTP", 1)
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_LARGEST, _MOST = 10, 4096
-# Memory of accelerators by a part of jax's name of their kind, the first that fits. The devices of
-# a topology say nothing of theirs, and what a program may use is a little less.
+_LARGEST, _MAX_GROWTH = 10, 4096
+# Memory in bytes by a part of JAX's ``device_kind``; the first match counts. The devices of a
+# topology do not report their memory, and a program can use a little less than this.
 _MEMORY = {
     "v5 lite": 16 << 30, "v5e": 16 << 30, "v6 lite": 32 << 30, "v6e": 32 << 30, "v5": 95 << 30, "v4": 32 << 30,
     "h200": 141 * 10**9, "h100": 80 * 10**9, "a100-sxm4-80gb": 80 * 10**9, "a100-sxm4-40gb": 40 * 10**9,
@@ -193,23 +196,24 @@ def plan(
     hbm: int | str | None = None,
     limits: Limits | None = None,
 ) -> Plan:
-    """What a model or a checkpoint takes on each device of a mesh; nothing is loaded or moved.
+    """Computes the memory that a model takes on each device of a mesh, without loading it.
 
     Args:
-        model_or_path: A Module, or the path of a checkpoint, of which headers are read. Without
-            a mesh a Module is taken as it lies.
-        mesh: A jax Mesh or AbstractMesh, or sizes of axes: ``{"model": 8}``, ``"model=8,data=2"``.
-        dtype: What floats would be stored as; None: as they are.
-        batch, length: Add a cache of keys and values for so many sequences of so many tokens.
-        cache_dtype: Of that cache; by default that of most weights.
-        rules: As of ``Module.to``: they go before the model's own.
-        hbm: Memory of a device in bytes, or as ``"80GB"`` or ``"16GiB"``; by default what the
-            devices of a real mesh report, or their kind is known to have.
-        limits: As of ``maxjax.load``.
+        model_or_path: a Module, or the path of a checkpoint, whose headers are read. Without a
+            mesh, a Module is counted with its present sharding.
+        mesh: a jax Mesh or AbstractMesh, or the sizes of its axes: ``{"model": 8}`` or
+            ``"model=8,data=2"``.
+        dtype: dtype in which floats would be stored; None for the present dtypes.
+        batch, length: number of sequences, and of tokens of each, of a KV cache to be counted.
+        cache_dtype: dtype of the KV cache; by default that of most weights.
+        rules: sharding rules that precede the model's own, as for ``Module.to``.
+        hbm: memory of a device in bytes, or as ``"80GB"`` or ``"16GiB"``; by default what the
+            devices of a real mesh report, or the known memory of their kind.
+        limits: the limits of ``maxjax.load``.
 
     Raises:
-        UserInputError: An option that cannot be used, or a cache of which nothing is known.
-        CheckpointError: The checkpoint is missing or damaged.
+        UserInputError: an option is invalid, or the size of the KV cache is not known.
+        CheckpointError: the checkpoint is missing or corrupt.
 
     Example:
         >>> from maxjax import nn
@@ -223,10 +227,10 @@ def plan(
     """
     grid = read_mesh(mesh, rules)
     if (batch is None) != (length is None):
-        raise UserInputError("the size of a cache takes both batch= and length=")
+        raise UserInputError("batch= and length= belong together: pass both, or neither")
     for option, value in (("batch", batch), ("length", length)):
         if value is not None and (type(value) is not int or value < 1):
-            raise UserInputError(f"{option}={value!r} is not a positive number")
+            raise UserInputError(f"{option}={value!r} is not a positive integer")
     request = _Request(
         _dtype("dtype", dtype), batch, length, _dtype("cache_dtype", cache_dtype), parse_bytes(hbm)
     )
@@ -242,7 +246,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Request:
-    """The options, checked."""
+    """The checked options of ``plan``."""
 
     dtype: DType | None
     batch: int | None
@@ -255,29 +259,29 @@ def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
     held = source.held(mesh, request.dtype)
     cached, notes = _cache(source, held, mesh or source.mesh, request)
     kinds = _kinds(held)
-    lies_on = source.mesh if mesh is None else mesh
+    placed_on = source.mesh if mesh is None else mesh
     devices = source.devices if mesh is None else mesh.size
     taken = sum(kind.bytes_per_device for kind in kinds)
-    hbm = _reported(lies_on) if request.hbm is None else request.hbm
+    hbm = _memory_of(placed_on) if request.hbm is None else request.hbm
     unknown = [name for one in held if one.why == UNKNOWN for name in one.names]
     if unknown:
-        notes.append(f"sizes are not known yet, and count as nothing: {some(unknown, 3)}")
+        notes.append(f"these sizes are not known yet and count as nothing: {some(unknown, 3)}")
     fits = None if hbm is None or unknown else taken + cached <= hbm
     whole = [k for k in kinds if devices > 1 and k.bytes and k.bytes_per_device == k.bytes]
     largest = heapq.nlargest(
         _LARGEST, ((n, one.nbytes) for one in held for n in one.names), key=lambda row: row[1]
     )
     return Plan(
-        devices=devices, mesh={} if lies_on is None else dict(lies_on.shape),
+        devices=devices, mesh={} if placed_on is None else dict(placed_on.shape),
         bytes_per_device=taken, total_bytes=sum(kind.bytes for kind in kinds), kinds=tuple(kinds),
         largest=tuple(largest), replicated=tuple(sorted(whole, key=lambda k: -k.bytes)),
         cache_bytes_per_device=cached, basis=source.basis, hbm=hbm, fits=fits,
-        suggestion=_suggest(source, lies_on, request, hbm) if hbm and fits is False else None,
+        suggestion=_suggest(source, placed_on, request, hbm) if hbm and fits is False else None,
         notes=(*source.notes, *notes),
     )  # fmt: skip
 
 
-def _kinds(held: list[Held]) -> list[WeightKind]:
+def _kinds(held: list[TensorGroup]) -> list[WeightKind]:
     rows: dict[tuple[Any, ...], list[int]] = {}
     for one in held:
         spec = str(tuple(one.spec))
@@ -293,13 +297,13 @@ def _kinds(held: list[Held]) -> list[WeightKind]:
 
 
 def _cache(
-    source: Footprint, held: list[Held], mesh: Any, request: _Request
+    source: Footprint, held: list[TensorGroup], mesh: Any, request: _Request
 ) -> tuple[int, list[str]]:
-    """Bytes of the cache on a device, and notes."""
+    """Bytes of the KV cache on a device, and notes."""
     if request.batch is None or request.length is None:
         return 0, []
     if source.encoder:
-        return 0, ["an encoder keeps no keys and values: there is no cache"]
+        return 0, ["an encoder has no KV cache"]
     dtype = request.cache_dtype
     if dtype is None:
         sizes: dict[DType, int] = {DType.bfloat16: 0}
@@ -311,12 +315,14 @@ def _cache(
 
 
 def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Suggestion | None:
-    """The fewest devices that the model fits on; with as many, rather at the dtype it has."""
+    """The smallest mesh on which the model fits; the planned dtype is preferred on equal sizes."""
     base = {} if mesh is None else dict(mesh.shape)
     named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
     narrow = dataclasses.replace(request, dtype=DType.bfloat16)
-    whole = [(wanted, _whole(source.held(None, wanted.dtype))) for wanted in (request, narrow)]
-    for doublings in range(_MOST.bit_length()):
+    whole = [
+        (wanted, _total_bytes(source.held(None, wanted.dtype))) for wanted in (request, narrow)
+    ]
+    for doublings in range(_MAX_GROWTH.bit_length()):
         for wanted, nbytes in whole:
             for over_fsdp in range(doublings + 1):
                 sizes = dict(base)
@@ -325,7 +331,7 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
                         sizes[named[kind]] = sizes.get(named[kind], 1) << power
                 devices = math.prod(sizes.values())
                 if nbytes > hbm * devices:
-                    continue  # not even if everything were split
+                    continue  # it would not fit even if everything were sharded
                 taken = _attempt(source, sizes, wanted)
                 if taken is not None and sum(taken) <= hbm:
                     dtype = None if wanted.dtype is request.dtype else "bfloat16"
@@ -333,16 +339,16 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
     return None
 
 
-def _whole(held: list[Held]) -> int:
+def _total_bytes(held: list[TensorGroup]) -> int:
     return sum(len(one.names) * one.nbytes for one in held)
 
 
 def _attempt(source: Footprint, sizes: dict[str, int], request: _Request) -> tuple[int, int] | None:
-    """Bytes of weights and of the cache on a device of such a mesh; None: it cannot be."""
+    """Bytes of weights and of KV cache on a device of such a mesh; None if the mesh is invalid."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
     try:
         held = source.held(mesh, request.dtype)
-    except UserInputError:  # a spec of the caller's that does not divide
+    except UserInputError:  # a rule of the caller does not divide evenly
         return None
     taken = sum(len(one.names) * one.nbytes_per_device for one in held)
     return taken, _cache(source, held, mesh, request)[0]
@@ -352,7 +358,7 @@ def _attempt(source: Footprint, sizes: dict[str, int], request: _Request) -> tup
 
 
 def read_mesh(mesh: Any, rules: Any = None) -> Any:
-    """The mesh that is meant; sizes alone make one without devices.
+    """Makes a mesh of an option; from sizes alone, one without devices.
 
     Example:
         >>> dict(read_mesh("model=8,data=2").shape)
@@ -360,7 +366,7 @@ def read_mesh(mesh: Any, rules: Any = None) -> Any:
     """
     if mesh is None:
         if rules is not None:
-            raise UserInputError("rules= are for a mesh: plan(model, mesh, rules=...)")
+            raise UserInputError("rules= need a mesh: plan(model, mesh, rules=...)")
         return None
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
@@ -368,7 +374,9 @@ def read_mesh(mesh: Any, rules: Any = None) -> Any:
     said = ",".join(f"{name}={size}" for name, size in sizes)
     found = {axis_name(name): size for name, size in sizes}
     if not found or any(type(n) is not int or not 0 < n <= 2**31 for n in found.values()):
-        raise UserInputError(f"mesh: '{said}': sizes are positive numbers, as model=8,data=2")
+        raise UserInputError(
+            f"mesh: '{said}': sizes must be positive integers, as in model=8,data=2"
+        )
     if len(found) < len(sizes):
         raise UserInputError(f"mesh: '{said}' names one axis twice")
     unknown = [name for name in found if name not in AXES]
@@ -379,7 +387,9 @@ def read_mesh(mesh: Any, rules: Any = None) -> Any:
 
 def _items(mesh: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(mesh, Mapping):
-        raise TypeError(f"mesh must be a mesh of jax or sizes of axes, not {type(mesh).__name__}")
+        raise TypeError(
+            f"mesh must be a jax Mesh or a dict of axis sizes, not {type(mesh).__name__}"
+        )
     return iter(mesh.items())
 
 
@@ -395,7 +405,7 @@ def _dtype(option: str, dtype: Any) -> DType | None:
     if dtype is None:
         return None
     try:
-        # "fp16" is what PyTorch's tools call it.
+        # PyTorch's tools call float16 "fp16".
         found = DType.of(re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype)
     except (TypeError, ValueError, KeyError) as error:
         raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
@@ -405,10 +415,10 @@ def _dtype(option: str, dtype: Any) -> DType | None:
 
 
 def parse_bytes(size: int | str | None) -> int | None:
-    """A number of bytes, said with or without a unit.
+    """Parses a number of bytes with or without a unit.
 
     Raises:
-        UserInputError: It is none, or not positive.
+        UserInputError: ``size`` is not a size, or not positive.
 
     Example:
         >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes(1024)
@@ -423,19 +433,19 @@ def parse_bytes(size: int | str | None) -> int | None:
     factor = units.get(match[2].lower() or "b") if match else None
     if match and factor and (found := int(float(match[1]) * factor)) > 0:
         return found
-    raise UserInputError(f"hbm={size!r} is not a size of memory: say it as 80GB or 16GiB")
+    raise UserInputError(f"hbm={size!r} is not a size of memory: write it as 80GB or 16GiB")
 
 
-def _reported(mesh: Any) -> int | None:
-    """The memory of the smallest device of a real mesh, where they say or their kind is known."""
+def _memory_of(mesh: Any) -> int | None:
+    """Bytes of memory of the smallest device of a real mesh; None if no device's is known."""
     if not isinstance(mesh, Mesh):
         return None
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    found = [memory_stats(device).get("bytes_limit") or _built_with(device) for device in local]
+    found = [memory_stats(device).get("bytes_limit") or _known_memory(device) for device in local]
     return min((n for n in found if n), default=None)
 
 
-def _built_with(device: Any) -> int | None:
-    """The memory of a device that cannot be asked, by the name of its kind."""
+def _known_memory(device: Any) -> int | None:
+    """Bytes of memory of a device that does not report it, by the name of its kind."""
     kind = str(getattr(device, "device_kind", "")).lower()
     return next((size for part, size in _MEMORY.items() if part in kind), None)

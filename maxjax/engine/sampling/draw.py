@@ -1,8 +1,8 @@
-"""The next token of each text: pure functions of (logits, key), made for jit.
+"""Sampling of the next token of each row: pure functions of logits and a random key, for jit.
 
-A token is drawn by adding to each logit a random number that belongs to the key, the row, the
-position and the token, and taking the largest sum (the Gumbel trick). So what is drawn depends
-neither on the other rows of a batch, nor on how a mesh splits the vocabulary, nor on its padding.
+They use the Gumbel-max trick: add to each logit a random number that is a function of the key, the
+row, the position and the token id, and take the argmax. So the sample depends neither on the other
+rows of the batch, nor on the sharding of the vocabulary, nor on its padding.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .settings import GREEDY, Amounts, Sampling
 
 
 class Sampled(NamedTuple):
-    """What was chosen for each row of a batch. A pytree.
+    """The sampled token of each row of a batch. A pytree.
 
     Attributes:
-        tokens: The token ids, int32 ``[B]``; 0 where ``valid`` is False.
+        tokens: the token ids, int32 ``[B]``; 0 where ``valid`` is False.
         valid: False for a row that has a NaN or plus infinity, or no token left to choose.
-        logprobs: The chosen tokens' log-probabilities, float32 ``[B]``, or None when not asked
-            for. They are of the model's own distribution, before bias, penalties, bans,
-            temperature and filters, as vLLM and the OpenAI API report them.
-        top_tokens, top_logprobs: The n most probable tokens by the same distribution, falling,
-            int32 and float32 ``[B, n]``, or None.
+        logprobs: the log-probabilities of the sampled tokens, float32 ``[B]``, or None if they were
+            not requested. They belong to the model's own distribution, before bias, penalties,
+            bans, temperature and filters, as vLLM and the OpenAI API report them.
+        top_tokens, top_logprobs: the n most probable tokens of the same distribution, most probable
+            first, int32 and float32 ``[B, n]``, or None.
     """
 
     tokens: jax.Array
@@ -52,26 +52,25 @@ def sample(
     positions: jax.Array | int = 0,
     vocab_size: int | None = None,
 ) -> Sampled:
-    """Chooses the next token of each row.
+    """Samples the next token of each row.
 
     Args:
-        logits: ``[B, V]`` of any float dtype; float32 is used inside.
-        key: One key for the batch, from which each row's is made by its number in ``rows``; or
-            keys ``[B]``, one for each text. Greedy needs none.
-        settings: Static under jit. All rows have the same.
-        amounts: The numbers of the settings, by default constants of the program. With
-            ``settings.kind`` and these one jitted function serves all settings of that kind.
-        history: The tokens so far, for the penalties.
-        rows: The number of each row's text among all texts, integers ``[B]``; 0, 1, 2, … when
-            absent. A text keeps its number whatever batch it is in.
-        positions: Where in its text the token will stand, an integer or ``[B]``: each step needs
-            another, or another key.
-        vocab_size: How many of the columns are tokens; the rest is padding. All when absent.
+        logits: logits ``[B, V]`` of any float dtype; the computation is in float32.
+        key: one key, from which the key of each row is made by its number in ``rows``; or keys
+            ``[B]``, one for each row. Greedy sampling needs none.
+        settings: the settings of all rows, static under jit.
+        amounts: the numeric settings, by default constants of the program. With ``settings.kind``
+            and these as arguments, one jitted function serves all settings of that kind.
+        history: the tokens so far, which the penalties need.
+        rows: the number of each row's text among all texts, integers ``[B]``; by default 0, 1, 2, …
+            A text keeps its number whatever batch it is in.
+        positions: the position of the new token in its text, an integer or ``[B]``. Each step
+            needs another position or another key.
+        vocab_size: the number of columns that are tokens; the others are padding. By default all.
 
     Raises:
-        UserInputError: Shapes, dtypes or token ids that do not fit, or no key or history where
-            one is needed. NaN is no error here: see :attr:`Sampled.valid` and
-            :func:`check_logits`.
+        UserInputError: shapes, dtypes or token ids do not fit, or a key or history is missing. NaN
+            logits do not raise: see :attr:`Sampled.valid` and :func:`check_logits`.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
@@ -91,7 +90,7 @@ def sample(
         return [*found, *_logprobs(logits, found[0], settings.logprobs, vocab_size)]
 
     mesh = explicit.mesh_of(logits)
-    if mesh is not None:  # there each operation would have to be told where its result is
+    if mesh is not None:  # under explicit sharding each operation would need an out_sharding
         batch = explicit.entries(logits)[:1]
         count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
         wanted = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
@@ -106,10 +105,10 @@ def process_logits(
     history: History | None = None,
     vocab_size: int | None = None,
 ) -> jax.Array:
-    """The logits that :func:`sample` draws from, float32 ``[B, V]``; -inf for what is left out.
+    """The logits that :func:`sample` draws from, float32 ``[B, V]``, with -inf for excluded tokens.
 
-    They are shifted: the largest of a row is 0. For greedy settings nothing is left out but
-    what is banned.
+    They are shifted so that the largest of each row is 0. Greedy settings exclude banned tokens
+    only.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
@@ -123,10 +122,10 @@ def process_logits(
 
 
 def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
-    """Refuses logits from which no token can be chosen. Not for use under jit.
+    """Raises an error for logits from which no token can be sampled. It does not work under jit.
 
     Raises:
-        FloatingPointError: A row has a NaN or plus infinity, or nothing above minus infinity.
+        FloatingPointError: a row has a NaN or plus infinity, or nothing above minus infinity.
 
     Example:
         >>> check_logits(jnp.array([[0.0, jnp.nan, 1.0]]))
@@ -135,7 +134,7 @@ def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
     """
     vocab_size = _checked_size(logits, vocab_size)
     if isinstance(logits, jax.core.Tracer):
-        raise UserInputError("check_logits looks at values: under jit use Sampled.valid")
+        raise UserInputError("check_logits does not work under jit: use Sampled.valid there")
     values = np.asarray(logits)[:, :vocab_size].astype(np.float32)
     for found, text in ((np.isnan(values), "NaN"), (np.isposinf(values), "plus infinity")):
         if found.any():
@@ -156,7 +155,7 @@ def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
 def _choose(
     values: jax.Array, keys: jax.Array | None, settings: Sampling, amounts: Amounts
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens and whether they are valid, of values that bias, penalties and bans went over."""
+    """The tokens and whether they are valid; bias, penalties and bans are in ``values`` already."""
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
     valid = jnp.isfinite(top)[:, 0]
     if keys is None:
@@ -171,7 +170,7 @@ def _choose(
 
 
 def _first(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Array:
-    """The smallest of the columns that have the top value; as argmax, and many times as fast."""
+    """The smallest column that has the top value: argmax, but many times as fast."""
     none = jnp.iinfo(jnp.int32).max
     return jnp.min(jnp.where(values == top, columns, none), axis=1)
 
@@ -208,7 +207,7 @@ def _left(values: jax.Array, edge: jax.Array) -> jax.Array:
 
 
 def _scaled(values: jax.Array, top: jax.Array, temperature: Any) -> jax.Array:
-    """Values less their largest, by the temperature: at most 0, so that none overflows."""
+    """Values minus their largest, divided by the temperature: at most 0, so that none overflows."""
     return (values - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
 
 
@@ -235,32 +234,32 @@ def _row_keys(
     """The key of each row at its position, as uint32 ``[B, 2]``."""
     if key is None:
         raise UserInputError(
-            "a temperature above 0 needs a key: sample(logits, jax.random.key(0), …)"
+            "a temperature above 0 needs a random key: sample(logits, jax.random.key(0), …)"
         )
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed and (key.dtype != jnp.uint32 or key.ndim == 0):
-        raise UserInputError(f"a key of jax.random is wanted, not {key.dtype}{list(key.shape)}")
-    # Always threefry: of the others' bits a row depends on the shape of the whole array.
+        raise UserInputError(f"key must be a key of jax.random, not {key.dtype}{list(key.shape)}")
+    # Always threefry: with other generators the bits of a row depend on the array's full shape.
     words = (jax.random.key_data(key) if typed else key)[..., :2]
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
     if keys.shape not in ((), (batch,)):
-        raise UserInputError(f"keys have the shape {list(keys.shape)}: [] or [{batch}] is wanted")
+        raise UserInputError(f"keys have the shape {list(keys.shape)}: it must be [] or [{batch}]")
     if keys.ndim == 0:
         rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
         keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, rows)
     elif rows is not None:
-        raise UserInputError("rows are for one key; with a key for each row they say nothing")
+        raise UserInputError("rows= needs a single key: with one key for each row, leave it out")
     positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (batch,))
     return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, positions))
 
 
 def _gumbel(words: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Standard Gumbel numbers ``[B, N]``: a function of each row's key and each token's id."""
+    """Standard Gumbel noise ``[B, N]``: a function of each row's key and each token's id."""
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
     folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, tokens)
-    # A folded key is itself 64 random bits: no need to make others out of it.
+    # A folded key is itself 64 random bits, so none are drawn from it.
     bits = jax.random.key_data(folded)[..., 0]
-    # The small numbers decide who wins among many tokens, and there floats are dense.
+    # The numbers near 0 decide which of many tokens wins, and floats are dense there.
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
@@ -268,11 +267,13 @@ def _gumbel(words: jax.Array, tokens: jax.Array) -> jax.Array:
 def _checked_size(logits: jax.Array, vocab_size: int | None) -> int:
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating) or 0 in logits.shape[1:]:
         raise UserInputError(
-            f"logits of shape [B, V] and a float dtype are wanted, not {logits.dtype}"
+            f"logits must have the shape [B, V] and a float dtype, not {logits.dtype}"
             f"{list(logits.shape)}"
         )
     width = logits.shape[1]
     size = width if vocab_size is None else vocab_size
     if not 0 < size <= width:
-        raise UserInputError(f"vocab_size is {size}: from 1 to the {width} columns of the logits")
+        raise UserInputError(
+            f"vocab_size is {size}: it must be from 1 to {width}, the number of columns of the logits"
+        )
     return size

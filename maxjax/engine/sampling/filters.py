@@ -1,8 +1,8 @@
-"""Top-k, top-p and min-p as one number per row: the smallest logit that stays.
+"""Top-k, top-p and min-p as one threshold per row: the smallest logit that is kept.
 
-Nothing here sorts a vocabulary. The number is found among the few largest logits where that is
-enough, and otherwise by halving: each filter keeps a logit if those above it have less than a
-certain number, or a certain probability, together.
+Nothing here sorts the vocabulary. The threshold is found among the few largest logits where they
+suffice, and otherwise by bisection: a filter keeps a logit if the logits above it are together
+fewer than k, or less probable than p.
 
 All values are shifted so that the largest of a row is 0, and divided by the temperature.
 """
@@ -14,32 +14,32 @@ import jax.numpy as jnp
 
 from .settings import Amounts, Sampling
 
-# So many of the largest logits usually hold what top-p keeps.
+# This many of the largest logits usually include all that top-p keeps.
 _CANDIDATES = 256
-# Of more than these, halving is faster than finding the largest.
+# For more candidates than this, bisection is faster than finding the largest logits.
 MOST_CANDIDATES = 1024
-# The largest of a wide row are looked for in the blocks with the largest maxima, which costs
-# about half of the time; below this width it does not.
+# In a row of at least _WIDE columns, the largest logits are searched in the blocks with the largest
+# maxima, which takes about half the time.
 _BLOCK, _WIDE = 64, 65536
-# Bits of a positive float32 up to infinity; halving them takes 31 steps.
-_INFINITY, _HALVINGS = 0x7F800000, 31
+# The bits of infinity in float32; bisection over the bits of positive floats takes 31 steps.
+_INFINITY, _BISECTIONS = 0x7F800000, 31
 
 
 def candidate_count(settings: Sampling, width: int) -> int:
-    """How many of the largest logits are looked at first.
+    """The number of largest logits among which the threshold is searched first.
 
     Example:
         >>> candidate_count(Sampling(temperature=1, top_k=50), 32000)
         66
     """
-    # A few more than k: the filter is right only where the last of them is left out.
+    # A few more than k: the threshold is exact only if the last candidate is below it.
     return min(width, settings.top_k + 16 if settings.top_k else _CANDIDATES)
 
 
 def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest values of each row ``[B, V]``, falling, and their columns: ``[B, count]`` each.
+    """The largest values of each row of ``[B, V]``, descending, and their columns: ``[B, count]``.
 
-    Of equal ones the first column comes first, as with :func:`jax.lax.top_k`.
+    Equal values are in the order of their columns, as with :func:`jax.lax.top_k`.
 
     Example:
         >>> largest(jnp.array([[1.0, 3.0, 2.0, 3.0]]), 3)[1].tolist()
@@ -53,7 +53,7 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     tiles = jnp.pad(values, ((0, 0), (0, spare)), constant_values=-jnp.inf)
     tiles = tiles.reshape(batch, blocks, _BLOCK)
     _, chosen = jax.lax.top_k(jnp.max(tiles, axis=-1), count)
-    chosen = jnp.sort(chosen, axis=-1)  # in the order of the columns, for equal values
+    chosen = jnp.sort(chosen, axis=-1)  # keeps equal values in the order of their columns
     held = jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(batch, -1)
     found, places = jax.lax.top_k(held, count)
     columns = jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
@@ -63,10 +63,11 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def edge_among(
     found: jax.Array, values: jax.Array, settings: Sampling, amounts: Amounts
 ) -> tuple[jax.Array, jax.Array]:
-    """The smallest logit that stays, by the largest ``found [B, C]`` of ``values [B, V]``.
+    """The threshold found among ``found [B, C]``, the largest of ``values [B, V]``.
 
     Returns:
-        The edge ``[B, 1]``, and whether it is right, bool ``[B]``: what stays is all in ``found``.
+        The threshold ``[B, 1]``, and whether it is exact, bool ``[B]``: every logit that is kept is
+        in ``found``.
 
     Example:
         >>> v = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
@@ -75,8 +76,8 @@ def edge_among(
         >>> (v >= edge).tolist(), right.tolist()
         ([[True, True, False]], [True])
     """
-    # Never a slice of ``found``: XLA would merge it with the one inside top_k, which it then no
-    # longer knows, and sort the vocabulary.
+    # Never a slice of ``found``: XLA would merge it with the slice inside top_k, no longer
+    # recognise top_k, and sort the whole vocabulary.
     last = jnp.min(found, axis=1)
     edge = jnp.full((found.shape[0], 1), amounts.least, jnp.float32)
     top_k = min(settings.top_k, values.shape[1])
@@ -86,14 +87,14 @@ def edge_among(
         kth = jnp.min(jnp.where(rank < top_k, found, 0.0), axis=1, keepdims=True)
         edge = jnp.maximum(edge, kth)
     if settings.top_p < 1:
-        # What top-p looks at has been through top-k, not yet through min-p.
+        # Top-p applies to the result of top-k; min-p comes after it.
         weights = jnp.exp(found)
         total = jnp.sum(jnp.exp(values), axis=1, keepdims=True)
         if kth is not None:
             weights = jnp.where(found >= kth, weights, 0.0)
             total = jnp.sum(weights, axis=1, keepdims=True)
         above = jnp.cumsum(weights, axis=1) - weights
-        # The largest, at 0, always stays: it is what the minimum is when nothing else does.
+        # The largest value, 0, is always kept: it is the minimum if nothing else is.
         stays = above < amounts.top_p * total
         edge = jnp.maximum(edge, jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True))
     right = (edge[:, 0] > last) | (last == -jnp.inf)
@@ -101,7 +102,7 @@ def edge_among(
 
 
 def edge_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Array:
-    """The smallest logit that stays, ``[B, 1]``, by all of ``values [B, V]``.
+    """The threshold ``[B, 1]``, found by bisection over all of ``values [B, V]``.
 
     Example:
         >>> v = jnp.log(jnp.array([[0.3, 0.5, 0.2]]))
@@ -113,20 +114,20 @@ def edge_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Arra
     weights = None
     if 0 < settings.top_k < values.shape[1]:
         limit = jnp.full(edge.shape, settings.top_k, jnp.float32)
-        top_k = _halved(values, jnp.ones_like(values), limit)
+        top_k = _bisected(values, jnp.ones_like(values), limit)
         weights = jnp.where(values >= top_k, jnp.exp(values), 0.0)
         edge = jnp.maximum(edge, top_k)
     if settings.top_p < 1:
         weights = jnp.exp(values) if weights is None else weights
         limit = amounts.top_p * jnp.sum(weights, axis=1, keepdims=True)
-        edge = jnp.maximum(edge, _halved(values, weights, limit))
+        edge = jnp.maximum(edge, _bisected(values, weights, limit))
     return edge
 
 
-def _halved(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
-    """The smallest number of which all above weigh less than the limit together, ``[B, 1]``."""
+def _bisected(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
+    """The smallest number for which the weights of all larger values sum to less than ``limit``."""
 
-    # The shift makes every value at most 0; floats of one sign are in the order of their bits.
+    # Every value is at most 0, and floats of one sign are in the order of their bits.
     def number(bits: jax.Array) -> jax.Array:
         return -jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -137,7 +138,7 @@ def _halved(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Arra
         light = above < limit
         return jnp.where(light, middle, low), jnp.where(light, high, middle - 1)
 
-    # The largest value, at distance 0, has nothing above it: it always stays.
+    # The largest value, 0, has nothing above it, so it is always kept.
     bounds = jnp.zeros(limit.shape, jnp.int32), jnp.full(limit.shape, _INFINITY, jnp.int32)
-    low, _ = jax.lax.fori_loop(0, _HALVINGS, halve, bounds)
+    low, _ = jax.lax.fori_loop(0, _BISECTIONS, halve, bounds)
     return number(low)

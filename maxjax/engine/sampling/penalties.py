@@ -1,7 +1,7 @@
-"""The tokens so far, as the penalties need them, and the logits with penalties and bans.
+"""Bias, penalties and bans on the logits, and History, the token counts that penalties need.
 
-Counts per token of the vocabulary rather than the tokens themselves: a step adds one number to
-each row, and using them is elementwise, whatever the length of the text.
+History counts each token of the vocabulary instead of keeping the tokens: a step adds one number
+to each row, and a penalty is elementwise, whatever the length of the text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .settings import Amounts, Sampling
 
 
 class History(NamedTuple):
-    """The tokens so far of each text of a batch. A pytree; 5 bytes per token of the vocabulary.
+    """The tokens so far of each row. A pytree of 5 bytes per row and token of the vocabulary.
 
     Attributes:
-        prompt: Which tokens the prompt has, bool ``[B, V]``.
-        counts: How often each token is in the answer so far, int32 ``[B, V]``.
+        prompt: whether each token is in the prompt, bool ``[B, V]``.
+        counts: the number of times each token is in the answer so far, int32 ``[B, V]``.
     """
 
     prompt: jax.Array
@@ -28,39 +28,37 @@ class History(NamedTuple):
 
     @staticmethod
     def start(ids: jax.Array, vocab_size: int, lengths: jax.Array | None = None) -> History:
-        """The history of texts of which only the prompt is there.
+        """The history before the first token of the answer.
 
         Args:
-            ids: The prompts' token ids, integers ``[B, T]``, padded on the right. An id outside
-                the vocabulary is left out.
-            vocab_size: How wide the logits are (with their padding, if they have any).
-            lengths: How many ids of each row are real, ``[B]``; all when absent.
+            ids: the token ids of the prompts, integers ``[B, T]``, padded on the right. Ids outside
+                the vocabulary are ignored.
+            vocab_size: the width of the logits, including padding.
+            lengths: the number of ids of each row without padding, ``[B]``; by default all.
 
         Example:
             >>> History.start(jnp.array([[2, 0, 3]]), 5, jnp.array([2])).prompt.tolist()
             [[True, False, True, False, False]]
         """
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise UserInputError(
-                f"the history is made of token ids [B, T], not of {ids.dtype}{list(ids.shape)}"
-            )
+            raise UserInputError(f"ids must be integers [B, T], not {ids.dtype}{list(ids.shape)}")
         real = (ids >= 0) & (ids < vocab_size)
         if lengths is not None:
             real &= jnp.arange(ids.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
-        # A negative index would count from the end: what is left out goes past the end instead.
-        places = jnp.where(real, ids.astype(jnp.int32), jnp.int32(vocab_size))
+        # Ignored ids become an index past the end: a negative index would count from the end.
+        columns = jnp.where(real, ids.astype(jnp.int32), jnp.int32(vocab_size))
         empty = jnp.zeros((ids.shape[0], vocab_size), bool)
         rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
         return History(
-            empty.at[rows, places].set(True, mode="drop"), jnp.zeros(empty.shape, jnp.int32)
+            empty.at[rows, columns].set(True, mode="drop"), jnp.zeros(empty.shape, jnp.int32)
         )
 
     def add(self, tokens: jax.Array, active: jax.Array | None = None) -> History:
         """The history with one more token of the answer in each row.
 
         Args:
-            tokens: int32 ``[B]``.
-            active: Rows that are still being written, bool ``[B]``; all when absent.
+            tokens: the new tokens, int32 ``[B]``.
+            active: whether each row gets its token, bool ``[B]``; by default all do.
 
         Example:
             >>> h = History.start(jnp.array([[2]]), 4).add(jnp.array([3])).add(jnp.array([3]))
@@ -104,7 +102,7 @@ def adjusted(
 
 
 def without_padding(values: jax.Array, vocab_size: int) -> jax.Array:
-    """Values ``[B, V]`` with -inf in the columns that are no token."""
+    """Values ``[B, V]`` with -inf in the columns from ``vocab_size`` on, which are padding."""
     if vocab_size == values.shape[1]:
         return values
     column = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
@@ -141,9 +139,9 @@ def _check(
         return
     if history is None:
         raise UserInputError(
-            "penalties need the tokens so far: sample(…, history=History.start(…))"
+            "penalties need the tokens so far: pass history=History.start(…) to sample"
         )
     if history.counts.shape != shape or history.prompt.shape != shape:
         raise UserInputError(
-            f"the history is for logits {list(history.counts.shape)}, these are {list(shape)}"
+            f"the history is for logits {list(history.counts.shape)}, but these are {list(shape)}"
         )

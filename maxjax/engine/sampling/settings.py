@@ -1,6 +1,6 @@
-"""Sampling: how the next token is chosen, as one static value, checked when it is made.
+"""Sampling: the settings by which the next token is chosen, checked and static under jit.
 
-The words are those of transformers' ``GenerationConfig`` and, for the penalties and
+The names are those of transformers' ``GenerationConfig`` and, for the penalties and
 log-probabilities that it lacks, of the OpenAI API and vLLM.
 """
 
@@ -17,11 +17,11 @@ from ...errors import UserInputError, closest
 
 _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
-# Twice as much is still no infinity in float32.
+# The largest logit bias: twice as much is still finite in float32.
 _LARGEST = 1e38
 
 
-# What other libraries call it, and how it is said here.
+# Arguments of other libraries, and what to use here instead.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("max_tokens", "max_length", "max_completion_tokens", "n_predict", "max_gen_len"),
@@ -49,11 +49,11 @@ _ELSEWHERE = {
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """What to write in the place of an argument that is not there; "" if nothing is like it.
+    """A hint for an unknown argument: what to write instead; "" if nothing is similar.
 
     Args:
-        name: As it was given.
-        names: Those that are there.
+        name: the unknown name.
+        names: the names of the arguments that exist.
 
     Example:
         >>> meant("max_tokens", ["max_new_tokens"]), meant("temprature", ["temperature"])
@@ -65,17 +65,17 @@ def meant(name: str, names: Iterable[str]) -> str:
         said = like and f"{like}="
     if not said:
         return ""
-    return f": did you mean {said}?" if said.endswith("=") else f": say {said}"
+    return f": did you mean {said}?" if said.endswith("=") else f": use {said}"
 
 
 class Amounts(NamedTuple):
-    """The numbers of a Sampling as the arithmetic takes them, Python's or scalars. A pytree.
+    """The numeric settings of a Sampling, as Python floats or scalar arrays. A pytree.
 
     Attributes:
-        temperature: What logits are divided by, 1 for greedy.
-        top_p: As in Sampling.
-        least: Of shifted logits, by min-p: its logarithm.
-        repetition_penalty, presence_penalty, frequency_penalty: As in Sampling.
+        temperature: the divisor of the logits; 1 for greedy.
+        top_p: the same as in Sampling.
+        least: the smallest shifted logit that min-p keeps: the logarithm of ``min_p``.
+        repetition_penalty, presence_penalty, frequency_penalty: the same as in Sampling.
     """
 
     temperature: Any
@@ -88,36 +88,39 @@ class Amounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Hashable: an argument that is static under jit.
+    """The settings by which the next token is chosen. Hashable, hence static under jit.
 
-    The steps are taken in transformers' order: logit bias, repetition penalty, then presence
-    and frequency penalty, banned tokens, temperature, top-k, top-p, min-p.
+    They apply in transformers' order: logit bias, repetition penalty, then presence and frequency
+    penalty, banned tokens, temperature, top-k, top-p, min-p.
 
     Attributes:
-        temperature: Divides the logits; 0 is greedy: the most probable token (of several, the
-            first), and top-k, top-p and min-p say nothing.
-        top_k: Only the k most probable tokens, with all that equal the last; 0 is off.
-        top_p: Only the most probable tokens, as many as hold this probability together; 1 is off.
-        min_p: Only tokens at least this many times as probable as the most probable; 0 is off.
-        repetition_penalty: Logits of tokens in the prompt or the answer are divided by it where
-            positive and multiplied by it where negative (transformers); 1 is off.
-        presence_penalty: Subtracted from the logits of tokens in the answer so far (OpenAI).
-        frequency_penalty: Subtracted once for each time that the token is in the answer so far.
-        logit_bias: Token id → what is added to its logit. Kept as sorted pairs.
-        banned: Token ids that are never chosen.
-        logprobs: How many of the most probable tokens are reported with their log-probabilities
-            beside the chosen one; 0 for the chosen one alone, None for nothing.
+        temperature: the divisor of the logits. 0 is greedy: the most probable token (the first, if
+            several are equal), without top-k, top-p and min-p.
+        top_k: keeps only the k most probable tokens, with all that equal the last; 0 is off.
+        top_p: keeps only the most probable tokens that together reach this probability; 1 is off.
+        min_p: keeps only tokens at least this many times as probable as the most probable; 0 is
+            off.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the
+            prompt or the answer (as in transformers); 1 is off.
+        presence_penalty: is subtracted from the logits of tokens in the answer (as in the OpenAI
+            API); 0 is off.
+        frequency_penalty: is subtracted once for each time that the token is in the answer; 0 is
+            off.
+        logit_bias: a number for each of some token ids, added to its logit. Stored as sorted pairs.
+        banned: token ids that are never chosen.
+        logprobs: the number of most probable tokens that are reported, with log-probabilities, in
+            addition to the chosen one; 0 for the chosen one alone, None for no report.
 
     Raises:
-        UserInputError: A value that is out of range; it names the field, the value and the range.
-        TypeError: A name that is none of these; what is meant is named where that is known.
+        UserInputError: a value is out of range; the message has the field, the value and the range.
+        TypeError: a name is unknown; the message suggests the right one if it can.
 
     Example:
         >>> Sampling(temperature=0.7, top_p=0.9).is_greedy
         False
         >>> Sampling(top_p=1.5)
         Traceback (most recent call last):
-        maxjax.errors.UserInputError: top_p is 1.5: a number from 0 to 1 is wanted (1: off)
+        maxjax.errors.UserInputError: top_p is 1.5: it must be a number from 0 to 1 (1: off)
     """
 
     temperature: float = 0.0
@@ -153,12 +156,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken: no randomness, no key."""
+        """Whether the most probable token is chosen, without randomness or a key."""
         return self.temperature == 0
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k, top-p or min-p take some tokens out."""
+        """Whether top-k, top-p or min-p exclude some tokens."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -169,13 +172,13 @@ class Sampling:
 
     @property
     def amounts(self) -> Amounts:
-        """Its numbers, those beyond float32 moved into it.
+        """The numeric settings, clipped to what float32 can hold.
 
         Example:
             >>> Sampling(temperature=0.5).amounts.temperature
             0.5
         """
-        # Otherwise float32 would make 0 or infinity of them, and NaN or infinity of a logit.
+        # Beyond these, float32 would round to 0 or infinity, and a logit would become NaN or infinite.
         inside = lambda number: min(max(number, 1e-30), 1e30)
         return Amounts(
             1.0 if self.is_greedy else inside(self.temperature),
@@ -188,7 +191,7 @@ class Sampling:
 
     @property
     def kind(self) -> Sampling:
-        """The same but for its numbers: of one kind are those that one program serves.
+        """The settings with their numbers normalised: equal for all settings that share a program.
 
         Example:
             >>> Sampling(temperature=0.5, top_p=0.9).kind == Sampling(temperature=0.7, top_p=0.8).kind
@@ -206,14 +209,14 @@ class Sampling:
 
     @staticmethod
     def from_generation_config(config: Mapping[str, Any]) -> Sampling:
-        """What ``generation_config.json`` says, with transformers' values where it is silent.
+        """The settings of a ``generation_config.json``, with transformers' defaults.
 
-        Without ``do_sample`` transformers is greedy; with it, and without ``top_k``, it takes
-        50. Settings that would change the result and are not supported are named in a warning
-        of the logger "maxjax"; unknown ones, and those about length and stopping, are left alone.
+        As in transformers, sampling is greedy without ``do_sample``, and ``top_k`` is 50 with it by
+        default. A warning of the logger "maxjax" names settings that would change the result and
+        are not supported. Unknown settings, and those about length and stopping, are ignored.
 
         Raises:
-            UserInputError: A value of the wrong type or out of range.
+            UserInputError: a value has the wrong type or is out of range.
 
         Example:
             >>> s = Sampling.from_generation_config({"do_sample": True, "temperature": 0.6})
@@ -224,7 +227,7 @@ class Sampling:
         """
         do_sample = _given(config, "do_sample", False)
         if not isinstance(do_sample, bool):
-            raise _refused("do_sample", do_sample, "true or false is wanted")
+            raise _refused("do_sample", do_sample, "it must be true or false")
         unsupported = _unsupported(config, do_sample)
         banned = list(_tokens("suppress_tokens", _given(config, "suppress_tokens", ())))
         eos = eos_token_ids(config)
@@ -232,13 +235,13 @@ class Sampling:
             ids = _tokens("bad_words_ids", word)
             if len(ids) > 1 or len(word) > 1:
                 unsupported.append("bad_words_ids of several tokens")
-            else:  # transformers never bans the end of the text here
+            else:  # transformers never bans an end-of-text token here
                 banned += [token for token in ids if token not in eos]
         bias, several = _sequence_bias(config)
         unsupported += several
         if unsupported:
             names = ", ".join(dict.fromkeys(unsupported))
-            _LOG.warning("the generation config asks for what is not supported: %s", names)
+            _LOG.warning("the generation config has settings that are not supported: %s", names)
         drawing = {
             "temperature": _given(config, "temperature", 1.0),
             "top_k": _given(config, "top_k", 50),
@@ -254,10 +257,10 @@ class Sampling:
 
 
 def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text, of ``eos_token_id``: one, several or none.
+    """The token ids of ``eos_token_id``, which may be one, several or none.
 
     Raises:
-        UserInputError: Something that is no token id.
+        UserInputError: a value is not a token id.
 
     Example:
         >>> eos_token_ids({"eos_token_id": [128009, 128001]})
@@ -269,21 +272,21 @@ def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 # --- checks ---------------------------------------------------------------------------------
 
-# Lowest, highest, and the words for it.
+# The smallest and the largest value, and the text of the error.
 _RANGES: dict[str, tuple[float, float, str]] = {
-    "temperature": (0, math.inf, "a number of at least 0 is wanted (0: greedy)"),
-    "top_p": (0, 1, "a number from 0 to 1 is wanted (1: off)"),
-    "min_p": (0, 1, "a number from 0 to 1 is wanted (0: off)"),
-    "repetition_penalty": (0, math.inf, "a number above 0 is wanted (1: off)"),
-    "presence_penalty": (-2, 2, "a number from -2 to 2 is wanted (0: off)"),
-    "frequency_penalty": (-2, 2, "a number from -2 to 2 is wanted (0: off)"),
+    "temperature": (0, math.inf, "it must be a number of at least 0 (0: greedy)"),
+    "top_p": (0, 1, "it must be a number from 0 to 1 (1: off)"),
+    "min_p": (0, 1, "it must be a number from 0 to 1 (0: off)"),
+    "repetition_penalty": (0, math.inf, "it must be a number above 0 (1: off)"),
+    "presence_penalty": (-2, 2, "it must be a number from -2 to 2 (0: off)"),
+    "frequency_penalty": (-2, 2, "it must be a number from -2 to 2 (0: off)"),
 }
 
 
 def _refused(name: str, value: Any, wanted: str) -> UserInputError:
     try:
         shown = repr(value)
-    except ValueError:  # an integer of more digits than Python will write
+    except ValueError:  # an integer with more digits than Python converts to a str
         shown = "a very large integer"
     shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
     return UserInputError(f"{name} is {shown}: {wanted}")
@@ -308,24 +311,24 @@ def _is_index(value: Any) -> bool:
 
 def _count(name: str, value: Any, rest: str) -> int:
     if not _is_index(value):
-        raise _refused(name, value, f"an integer of at least 0 is wanted {rest}")
+        raise _refused(name, value, f"it must be an integer of at least 0 {rest}")
     return int(value)
 
 
 def _token(name: str, value: Any) -> int:
     if not _is_index(value):
-        raise _refused(name, value, f"a token id from 0 to {_LAST_TOKEN} is wanted")
+        raise _refused(name, value, f"it must be a token id from 0 to {_LAST_TOKEN}")
     return int(value)
 
 
 def _tokens(name: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise _refused(name, values, "a list of token ids is wanted")
+        raise _refused(name, values, "it must be a list of token ids")
     return tuple(sorted({_token(name, value) for value in values}))
 
 
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
-    wanted = "a table of token ids and numbers is wanted"
+    wanted = "it must be a dict from token ids to numbers"
     pairs = values.items() if isinstance(values, Mapping) else values
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise _refused("logit_bias", values, wanted)
@@ -335,14 +338,14 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
             raise _refused("logit_bias", values, wanted)
         token, bias = _token("logit_bias", pair[0]), pair[1]
         banning = isinstance(bias, float) and bias == -math.inf
-        text = f"for token {token} a number of float32, or minus infinity, is wanted"
+        text = f"for token {token} it must be a float32 number or minus infinity"
         found[token] = bias if banning else _number("logit_bias", bias, -_LARGEST, _LARGEST, text)
     return tuple(sorted(found.items()))
 
 
 # --- generation_config.json -----------------------------------------------------------------
 
-# What changes the result and is not here, with the values at which it does not.
+# Settings that are not supported, with the values that have no effect on the result.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -374,7 +377,7 @@ _UNSUPPORTED_IN_DRAWING: dict[str, tuple[Any, ...]] = {
 
 
 def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A setting; null is as good as absent."""
+    """A setting of the config; null counts as absent."""
     value = config.get(name)
     return default if value is None else value
 
@@ -391,17 +394,17 @@ def _unsupported(config: Mapping[str, Any], do_sample: bool) -> list[str]:
 def _lists(config: Mapping[str, Any], name: str) -> list[list[Any]]:
     values = _given(config, name, [])
     if not isinstance(values, list) or not all(isinstance(v, (list, tuple)) for v in values):
-        raise _refused(name, values, "a list of lists is wanted")
+        raise _refused(name, values, "it must be a list of lists")
     return values
 
 
 def _sequence_bias(config: Mapping[str, Any]) -> tuple[dict[int, float], list[str]]:
-    """The biases of single tokens, and the name of what is left out."""
+    """The biases of single tokens, and the name of the part that is not supported."""
     bias: dict[int, float] = {}
     several = []
     for entry in _lists(config, "sequence_bias"):
         if len(entry) != 2 or not isinstance(entry[0], (list, tuple)):
-            raise _refused("sequence_bias", entry, "a list of token ids and a number are wanted")
+            raise _refused("sequence_bias", entry, "it must be a list of token ids and a number")
         if len(entry[0]) == 1:
             bias[_token("sequence_bias", entry[0][0])] = entry[1]
         else:
@@ -410,4 +413,4 @@ def _sequence_bias(config: Mapping[str, Any]) -> tuple[dict[int, float], list[st
 
 
 GREEDY = Sampling()
-"""The most probable token, always."""
+"""Greedy sampling: always the most probable token."""

@@ -1,5 +1,5 @@
-"""Chat templates: Jinja programs from a file that nobody has checked, run within bounds.
+"""Chat templates: Jinja programs from untrusted files, run with limits on time and memory.
 
-``files`` finds the template of a checkpoint, ``sandbox`` limits what it may call, ``caps`` the size of
-each call, ``budget`` the total, ``thread`` the time; ``render`` is the function.
+``files`` finds the template of a checkpoint, and ``render`` runs it. ``sandbox`` limits what it may
+call, ``caps`` the size of each call's result, ``budget`` the total size, and ``thread`` the time.
 """

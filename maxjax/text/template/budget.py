@@ -1,9 +1,9 @@
-"""How much a template may still make, counted before or as soon as it is there.
+"""Budget: limits on the values that a template makes, checked before or as soon as they exist.
 
-No value may be larger than ``at_once`` where it is written out, so that one step is short; and all
-that is made, kept or not, may not be more than ``left``, so that memory is bounded. A unit is a
-character; each object has some more, so that a unit is never more than four bytes. Both grow with
-the messages, for which what a template makes of them is no more than it should.
+No single value may be larger than ``at_once`` in its written form, so that each step is short. The
+sum of all values, kept or not, may not exceed ``left``, so that memory is bounded. The unit is a
+character, plus some units for each object, so that a unit is at most four bytes. Both limits grow
+with the size of the messages.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .thread import Stopped
 _AT_ONCE, _IN_ALL = 1 << 20, 1 << 25
 _TEXT, _NUMBER, _OTHER = 50, 32, 512
 _LIST, _ITEM, _ENTRY = 64, 16, 100
-_NESTED = 100  # lists in lists
-_CALLS = 200  # macros in macros; jinja's own frames of so many are within Python's limit
+_NESTED = 100  # depth of nested lists
+_CALLS = 200  # depth of calls; jinja's frames for that many are within Python's recursion limit
 INT_BITS = 1 << 16
 TOO_MUCH = 1 << 60
 
 
 class TooMuchError(Stopped):
-    """A template that works or grows without end."""
+    """A template exceeds its limits on size or time."""
 
 
 class Budget:
-    """What one rendering may still do."""
+    """The limits of one rendering, and what is left of them."""
 
     def __init__(self) -> None:
         self.at_once, self.left, self.calls = _AT_ONCE, _IN_ALL, 0
@@ -41,8 +41,8 @@ class Budget:
         self.known: dict[int, int] = {}
 
     def learn(self, inputs: Any, text: str) -> None:
-        """Takes the values and the text of a template, with which the budget grows."""
-        self.inputs = inputs  # alive, so that no other value has the id of one of them
+        """Raises the limits by the size of the template's values and source."""
+        self.inputs = inputs  # kept alive, so that no new value reuses one of their ids
         weight = self._learn(inputs) + len(text)
         self.at_once += 4 * weight
         self.left += 64 * weight
@@ -61,7 +61,7 @@ class Budget:
         return size
 
     def stop(self, why: str) -> None:
-        """From another thread: the next thing that is counted is the last."""
+        """Ends the rendering from another thread: the next value that is counted raises."""
         self.over = why
 
     def check(self) -> None:
@@ -73,7 +73,7 @@ class Budget:
             raise TooMuchError(f"it makes something of more than {self.at_once} characters")
 
     def spend(self, value: Any) -> Any:
-        """The value, after what is new in it was taken from what is left."""
+        """Subtracts the size of what is new in a value from ``left``, and returns the value."""
         if self.over is not None:
             raise TooMuchError(self.over)
         if type(value) is str:
@@ -87,12 +87,13 @@ class Budget:
         return value
 
     def weigh(self, *values: Any) -> tuple[int, int]:
-        """How large values are where they are written out, and how much of it no message has.
+        """The size of the values when written out, and the part of it that is not in the inputs.
 
-        Afterwards ``opaque`` says whether there are objects in it that may have more in them.
+        Afterwards ``opaque`` says whether there are objects among them of unknown size.
 
         Raises:
-            TooMuchError: Larger than ``at_once``, nested too deep, or a number of too many digits.
+            TooMuchError: a value is larger than ``at_once``, nested too deeply, or a number with too
+                many digits.
         """
         whole, new, todo = 0, 0, [(iter(values), 0)]
         self.opaque = False
@@ -112,7 +113,7 @@ class Budget:
         return whole, new
 
     def _size(self, item: Any) -> tuple[int, Iterator[Any] | None]:
-        """The size of an object, and what is in it, unless that is counted."""
+        """The size of an object, and an iterator over its items if they are not counted in it."""
         if isinstance(item, (str, bytes)):
             return _TEXT + len(item), None
         if isinstance(item, int):
@@ -134,26 +135,27 @@ class Budget:
         return _OTHER, None
 
     def enter(self) -> None:
-        """Before a template calls what may call it again; afterwards ``calls`` is one less."""
+        """Counts the start of a call that may recurse; the caller decrements ``calls`` after it."""
         if self.calls >= _CALLS:
-            raise TooMuchError(f"it calls itself, more than {_CALLS} deep")
+            raise TooMuchError(f"its calls are nested more than {_CALLS} deep")
         self.calls += 1
 
 
-class _Here(threading.local):
+class _Current(threading.local):
     """The budget of the template that runs in this thread."""
 
     def __init__(self) -> None:
         self.budget = Budget()
 
 
-_here = _Here()
+_current = _Current()
 
 
 def use(budget: Budget) -> None:
-    """Makes it that of this thread."""
-    _here.budget = budget
+    """Makes ``budget`` the budget of this thread."""
+    _current.budget = budget
 
 
 def budget() -> Budget:
-    return _here.budget
+    """The budget of this thread."""
+    return _current.budget

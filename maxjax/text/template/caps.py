@@ -1,9 +1,9 @@
-"""Every filter, test, method and variable that jinja gives a template, and what bounds it.
+"""The filters, tests, methods and globals of jinja that a template may use, each with its size cap.
 
-Some make more than they get, by a width, a count or a repetition, or take longer than what they get
-is long; neither can be stopped once it runs, as it is one step of C. So each has a line here: a
-function of its arguments that gives a size which what it makes cannot exceed, or refuses. What has no
-line cannot be used, so that a later jinja brings nothing that nobody has looked at.
+Some make a result larger than their arguments (by a width, a count or a repetition), or take more
+than linear time, and none can be interrupted, since each is a single call of C code. So each has a
+cap here: a function of the arguments that returns an upper bound of the result's size, or refuses.
+What is not listed cannot be used, so that a later version of jinja adds nothing unreviewed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Cap = Callable[..., int]
 
 
 def _least(*arguments: Any, **options: Any) -> int:
-    """No more than a few times what it gets, in a time that grows with it."""
+    """The cap of functions that need linear time, and make a few times their input at most."""
     return 0
 
 
 def _refused(*arguments: Any, **options: Any) -> int:
-    raise TooMuchError("it uses a function that no chat needs")
+    raise TooMuchError("it uses a function that chat templates may not use")
 
 
 def _numbers(*arguments: Any, **options: Any) -> int:
@@ -37,12 +37,12 @@ def _numbers(*arguments: Any, **options: Any) -> int:
 
 
 def _wide(value: Any, *arguments: Any, **options: Any) -> int:
-    """Where a number is a width or a count."""
+    """The cap of functions that have a width or a count as an argument."""
     return _numbers(*arguments, **options)
 
 
 def _few(most: int) -> Cap:
-    """Where a number or a text is used again and again: no more than ``most``."""
+    """The cap of functions that repeat a number or text: each may be at most ``most``."""
 
     def cap(value: Any, *arguments: Any, **options: Any) -> int:
         given = []
@@ -55,9 +55,9 @@ def _few(most: int) -> Cap:
 
 
 def _short(most: int, *others: str, few: int = 256) -> Cap:
-    """Where the time grows faster than the text: one of no more than ``most`` characters.
+    """The cap of functions of more than linear time: the text may have ``most`` characters.
 
-    ``others`` are arguments whose size is of no consequence.
+    ``others`` names arguments whose size does not matter.
     """
 
     def cap(value: Any, *arguments: Any, **options: Any) -> int:
@@ -71,13 +71,13 @@ def _short(most: int, *others: str, few: int = 256) -> Cap:
 
 
 def _attribute(value: Any, *arguments: Any, **options: Any) -> int:
-    """Each comma of ``attribute`` is one more value for each item."""
+    """The cap of functions with an ``attribute``: each of its commas adds a value for each item."""
     given = [item for item in [*arguments, *options.values()] if isinstance(item, str)]
     return 0 if max(map(len, given), default=0) <= 100 else TOO_MUCH
 
 
 def _sorted(items: Any, *arguments: Any, **options: Any) -> int:
-    """What is compared may be an attribute, or the default of one: the larger, the longer it takes."""
+    """The cap of sorting, which compares attributes or their default: large ones take long."""
     given = [*arguments, *options.values()]
     budget().weigh(items)
     if budget().opaque and any(isinstance(item, str) for item in given):
@@ -87,7 +87,7 @@ def _sorted(items: Any, *arguments: Any, **options: Any) -> int:
 
 
 def _backwards(text: Any, sought: Any = None, *more: Any, **options: Any) -> int:
-    """Searches from the end are quadratic."""
+    """The cap of searches from the end, which take quadratic time."""
     sought = options.get("sep", sought)
     if not isinstance(sought, (str, bytes)):
         return 0
@@ -114,7 +114,7 @@ def _filter_joined(items: Any, d: Any = "", attribute: Any = None) -> int:
 
 
 def _number(value: Any, *arguments: Any, **options: Any) -> int:
-    """Where ``%`` or ``*`` of what should be a number would format or repeat a text."""
+    """The cap of arithmetic, which would format or repeat a text given in the place of a number."""
     precision = _numbers(*arguments, **options)
     if isinstance(value, (int, float)):
         return 0 if precision <= 400 else TOO_MUCH
@@ -126,7 +126,7 @@ def _divided(value: Any, *arguments: Any, **options: Any) -> int:
 
 
 def _parsed(value: Any, *arguments: Any, **options: Any) -> int:
-    """The digits of a number: Python's own limit may be off."""
+    """The cap of parsing a number: Python's own limit on its digits may be switched off."""
     return 0 if not isinstance(value, (str, bytes)) or len(value) <= 1 << 14 else TOO_MUCH
 
 
@@ -140,21 +140,21 @@ def _encoded(text: Any, encoding: Any = "utf-8", errors: Any = "strict") -> int:
 
 
 def _keys(keys: Any, *value: Any) -> int:
-    """Numbers can be chosen so that a dict of them takes the square of its size."""
+    """The cap of making a dict: keys can be chosen so that it takes quadratic time."""
     return 0 if hasattr(keys, "__len__") and len(keys) <= 1000 else TOO_MUCH
 
 
 def percent_size(text: str, arguments: Any) -> int:
-    """No less than what ``%`` can make of a format and its arguments."""
+    """An upper bound of the size of ``text % arguments``."""
     if re.search(r"%[^%a-zA-Z]*\*", text):
         return TOO_MUCH
     return _fields(text, text.count("%"), arguments)
 
 
 def _formatted(text: Any, *arguments: Any, **options: Any) -> int:
-    """The same for ``str.format``; a width that is an argument is refused.
+    """An upper bound of the size of ``text.format(…)``; a width that is an argument is refused.
 
-    A field may be an attribute, which can be larger than what is weighed of its object.
+    A field may be an attribute, which can be larger than the known size of its object.
     """
     parsed = [part for part in string.Formatter().parse(text) if part[1] is not None]
     fields, specs = [part[1] or "" for part in parsed], [part[2] or "" for part in parsed]
@@ -188,7 +188,7 @@ FILTERS = {
     "replace": _replaced, "round": _number, "sum": _summed, "tojson": _few(16), "trim": _few(100),
     "urlize": _short(1 << 10), "wordwrap": _short(1 << 16, "width", few=16),
 }  # fmt: skip
-# Filters that use every item of what they get in one step: it is weighed as a list first.
+# Filters that read their whole input in one step: a generator becomes a list first, to be counted.
 LISTED = frozenset({"groupby", "join", "sort", "urlencode"})
 
 TESTS = {
@@ -210,7 +210,7 @@ _TEXT = {
     "expandtabs": lambda text, tabsize=8: len(text) + text.count("\t") * abs(tabsize),
     "translate": _refused,
 }  # fmt: skip
-# By the type whose method it is. What writes into a value the sandbox has refused already.
+# Methods by their type. The sandbox itself refuses methods that change a value.
 METHODS: dict[type, dict[str, Cap]] = {
     str: _TEXT,
     Markup: {**_TEXT, **_named(_least, "escape striptags unescape")},

@@ -1,4 +1,4 @@
-"""Where the chat templates of a checkpoint directory are."""
+"""Reads the chat templates of a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ...errors import CheckpointFormatError, CheckpointLimitError
 from ...storage.files import open_regular
 
 TEMPLATE_FILE = "chat_template.jinja"
-_MOST_BYTES = 1 << 20  # published ones have some thousands
+_MAX_BYTES = 1 << 20  # published templates have some thousands
 
 
 def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name; the one that has none is "default".
+    """The chat templates by name; an unnamed one is "default".
 
-    ``chat_template.jinja`` counts more than ``tokenizer_config.json``, where there is a text or a
-    list of them with names.
+    ``chat_template.jinja`` takes precedence over ``tokenizer_config.json``, which has a template or
+    a list of named ones.
 
     Raises:
-        CheckpointFormatError: A template is no text.
-        CheckpointLimitError: The file is too large for one.
+        CheckpointFormatError: a template is not text.
+        CheckpointLimitError: the file is too large.
     """
     found = listed_templates(settings, directory / "tokenizer_config.json")
     file = directory / TEMPLATE_FILE
@@ -44,7 +44,7 @@ def listed_templates(settings: Mapping[str, Any], file: Path | None = None) -> d
         name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (0, 0)
         if not isinstance(name, str) or not isinstance(text, str):
             raise CheckpointFormatError(
-                "'chat_template' is no template",
+                "'chat_template' is not a template",
                 path=file, expected="a string, or a list of objects with name and template",
             )  # fmt: skip
         found[name] = text
@@ -54,10 +54,10 @@ def listed_templates(settings: Mapping[str, Any], file: Path | None = None) -> d
 def _text(file: Path) -> str:
     opened = open_regular(file)
     try:
-        if opened.size > _MOST_BYTES:
+        if opened.size > _MAX_BYTES:
             raise CheckpointLimitError(
                 "the chat template is too long",
-                path=file, expected=f"at most {_MOST_BYTES} bytes", found=opened.size,
+                path=file, expected=f"at most {_MAX_BYTES} bytes", found=opened.size,
             )  # fmt: skip
         data = opened.pread(0, opened.size)
     finally:

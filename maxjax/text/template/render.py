@@ -1,7 +1,7 @@
-"""A chat template and the messages of a chat → the prompt, as text.
+"""``render``: runs a chat template on the messages of a chat and returns the prompt as text.
 
-Templates come out of files that anybody may have written: they run in a sandbox, in a thread of their
-own that ends after a short time, and up to a size.
+Templates come from untrusted files. They run in a sandbox, in a thread of their own, with limits on
+time and size.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import numpy as np
 
 from ...errors import UserInputError
 
-_LONGEST = 1 << 20  # characters; published ones have some thousands
-_SECONDS = 2.5  # for all of it; published ones take milliseconds
+_MAX_CHARACTERS = 1 << 20  # published templates have some thousands
+_SECONDS = 2.5  # for the whole rendering; published templates take milliseconds
 _LATE = f"it ran for more than {_SECONDS:g} seconds"
-_NESTED = "a message has too much in itself"
+_NESTED = "a message is nested too deeply, or in itself"
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """The text that a template makes of the values of its variables.
+    """Renders a template with the values of its variables.
 
-    Lists and dicts reach the template as copies, and objects that JSON has not by their type's name.
+    The template gets copies of lists and dicts; an object that JSON cannot represent is replaced by
+    the name of its type.
 
     Raises:
-        UserInputError: It says so itself (``raise_exception``), has a mistake, or takes too long
-            or makes too much.
+        UserInputError: the template raises an error itself (``raise_exception``), is invalid, takes
+            too long or makes too much text.
 
     Example:
         >>> render("{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}",
@@ -42,8 +43,10 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     from .budget import Budget
     from .thread import Stopped, run_until
 
-    if len(template) > _LONGEST:
-        raise UserInputError(f"the chat template has {len(template)} characters; most: {_LONGEST}")
+    if len(template) > _MAX_CHARACTERS:
+        raise UserInputError(
+            f"the chat template has {len(template)} characters; at most {_MAX_CHARACTERS} are allowed"
+        )
     _sandbox()
     budget = Budget()
     try:
@@ -55,7 +58,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         made, error = None, f"does too much: {str(stopped) or _LATE}"
     except RecursionError:
         made, error = None, f"or {_NESTED}"
-    except Exception as caught:  # of the messages: their objects may raise whatever Python can
+    except Exception as caught:  # objects in the messages may raise anything
         made, error = None, f"failed: {type(caught).__name__}: {caught}"
     if made is None:
         raise UserInputError(_line(f"the chat template {error}"))
@@ -63,7 +66,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[str | None, str]:
-    """The text, or None and why there is none: what it says may itself be long to make."""
+    """The text and "", or None and the problem, whose message may itself take long to make."""
     import jinja2
 
     from . import budget as template_budget
@@ -77,12 +80,12 @@ def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[str | 
     except jinja2.TemplateSyntaxError as error:
         return None, f"has a mistake in line {error.lineno}: {error.message}"
     except jinja2.UndefinedError as error:
-        return None, f"needs what is not there: {error.message}"
+        return None, f"uses an undefined value: {error.message}"
     except jinja2.TemplateError as error:
         return None, f"says: {error.message}"
     except (RecursionError, MemoryError):
         return None, f"or {_NESTED}"
-    except Exception as error:  # a template can raise whatever Python can
+    except Exception as error:  # a template may raise anything
         return None, f"failed: {type(error).__name__}: {error}"
 
 
@@ -104,7 +107,7 @@ def _line(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A copy in JSON's types, which have no methods that a template should not find.
+    """A copy that has only JSON's types, whose methods are safe for a template to find.
 
     Example:
         >>> plain({"a": (1, {2}), "b": True})
@@ -112,7 +115,7 @@ def plain(value: Any) -> Any:
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
-    for kind in (str, int, float):  # what derives from one may have more methods
+    for kind in (str, int, float):  # a subclass may have further methods
         if isinstance(value, kind):
             return getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping):

@@ -1,11 +1,10 @@
-"""Jinja2's sandbox for templates out of files: same text, and an end to all they can do.
+"""Sandbox: Jinja2's sandbox for untrusted templates, with limits on time and memory.
 
-The sandbox keeps a template from Python's insides, but not from running or growing without end:
-template_caps says what each filter, test and method can make, and template_budget how much is left.
-What has no function that could ask them (``~``, lists, slices, texts between the tags) becomes a
-filter that no template can name, in the template's tree, before jinja compiles it. Nothing of a
-template is evaluated while it is compiled. Imports jinja2, so it is imported only where a template
-is rendered.
+Jinja's sandbox keeps a template from Python's internals, but not from running or growing without
+end. Here ``caps`` bounds the result of each filter, test and method, and ``budget`` the total.
+Expressions that call no function (``~``, lists, slices, text between tags) are wrapped in the
+template's syntax tree in filters whose names no template can write. Nothing of a template is
+evaluated while it is compiled. This file imports jinja2, so it is imported only for rendering.
 
 Source: ``_cached_compile_jinja_template`` of transformers, for what a chat template may use.
 """
@@ -32,14 +31,14 @@ from jinja2.visitor import NodeTransformer
 from . import caps as caps
 from .budget import INT_BITS, TOO_MUCH, TooMuchError, budget
 
-_TOKENS = 20_000  # of a template; published ones have some thousands
-_SOURCE = 1 << 20  # characters of Python that jinja makes of its tags
+_TOKENS = 20_000  # jinja tokens of a template; published templates have some thousands
+_SOURCE = 1 << 20  # characters of the Python source that jinja makes of the tags
 _NAME, _DIGITS = 200, 4000
 _MADE, _JOINED = "=made", "=joined"  # names of filters that no template can write
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of templates: what transformers gives one, with a budget."""
+    """The environment of templates: the same as in transformers, but with a budget."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -70,19 +69,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._callable = {id(made) for made in self.globals.values()}
 
     def compiled(self, text: str) -> jinja2.Template:
-        """The template of a text."""
+        """Compiles the source of a template."""
         if any(len(found[0]) > _DIGITS for found in re.finditer(r"0[xX][\da-fA-F_]+|[\d_]+", text)):
             raise TooMuchError(f"it has a number of more than {_DIGITS} digits")
         tree = _Counted().visit(self.parse(text))
         source = self.compile(tree, raw=True)
         if len(source) > _SOURCE + 2 * len(text):
-            raise TooMuchError("it is too long once it is compiled")
+            raise TooMuchError("its compiled form is too long")
         budget().check()
         code = compile(source, "<template>", "exec")
         return self.template_class.from_code(self, code, self.make_globals(None))
 
     def concat(self, parts: Iterable[str]) -> str:
-        """A block's, a macro's or the whole template's text."""
+        """Joins the text of a block, a macro or the whole template."""
         here, found, size = budget(), [], 0
         for part in parts:
             size += len(part)
@@ -111,7 +110,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner, cap = __self._asked(__obj)
         options = {name: item for name, item in kwargs.items() if name not in _SCOPES}
         if isinstance(owner, str) and args and _iterates(args[0]):
-            args = (list(args[0]), *args[1:])  # of str.join
+            args = (list(args[0]), *args[1:])  # the iterator of str.join
         here.weigh(args, options)
         if cap is not None:
             here.allow(cap(*(() if isinstance(owner, type) else (owner,)), *args, **options))
@@ -122,8 +121,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             here.calls -= 1
 
     def _asked(self, function: Any) -> tuple[Any, caps.Cap | None]:
-        """What a method belongs to, and its cap; None for what jinja or a template has made."""
-        if type(function) is FunctionType:  # jinja's own in the place of str.format
+        """The owner of a method and its cap; None for functions of jinja or of the template."""
+        if type(function) is FunctionType:  # jinja replaces str.format by its own function
             function = getattr(function, "__wrapped__", function)
         if isinstance(function, (BuiltinMethodType, MethodType)):
             owner, name = function.__self__, function.__name__
@@ -140,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise jinja2.exceptions.SecurityError(f"a chat template cannot call {name[:40]!r}")
 
 
-_SCOPES = ("_loop_vars", "_block_vars")  # which jinja passes along
+_SCOPES = ("_loop_vars", "_block_vars")  # keywords that jinja adds to calls
 _CALLABLE = (Macro, BlockReference, LoopContext, Joiner, Undefined)
 
 
@@ -149,7 +148,7 @@ def _iterates(value: Any) -> bool:
 
 
 def _guarded(name: str, function: Callable[..., Any], cap: caps.Cap) -> Callable[..., Any]:
-    """A filter or test that looks at its arguments first, and whose result is counted."""
+    """A filter or test whose arguments are checked first, and whose result is counted."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context comes before the value
 
     @functools.wraps(function)
@@ -168,14 +167,14 @@ def _guarded(name: str, function: Callable[..., Any], cap: caps.Cap) -> Callable
 
 
 def _attributes(environment: Any, items: Any, d: Any = "", attribute: Any = None) -> list[Any]:
-    """The arguments of ``join`` without its ``attribute``: with what that gives of each item."""
+    """The arguments of ``join`` with its ``attribute`` applied to the items already."""
     if attribute is None:
         return [items, d]
     return [list(map(make_attrgetter(environment, attribute), items)), d]
 
 
 class _Lazy:
-    """What a filter gives one after another. Each is counted, and so is how many wait for others."""
+    """The generator of a lazy filter; counts its items and the depth of generators in generators."""
 
     __slots__ = ("_items",)
 
@@ -195,25 +194,25 @@ class _Lazy:
         return here.spend(item) if type(item) in (list, str) else item
 
 
-# --- in the place of what has no function ---------------------------------------------------------
+# --- filters around expressions that call no function ---------------------------------------------
 
 
-@pass_context  # which also keeps it from being evaluated while a template is compiled
+@pass_context  # also keeps the filter from being evaluated while a template is compiled
 def _made(context: Any, value: Any) -> Any:
-    """A list, a dict, a tuple or a slice."""
+    """Counts a list, a dict, a tuple or a slice."""
     return budget().spend(value)
 
 
 @pass_context
 def _joined(context: Any, parts: tuple[Any, ...]) -> str:
-    """What ``~`` puts together."""
+    """Counts the result of ``~``."""
     budget().weigh(parts)
     return budget().spend((markup_join if context.eval_ctx.autoescape else str_join)(parts))
 
 
 @pass_context
 def _written(context: Any, value: Any) -> Any:
-    """What stands in the text for a value."""
+    """Counts the text that is written for a value."""
     if not isinstance(value, str):
         budget().weigh(value)
         value = str(value)
@@ -221,7 +220,7 @@ def _written(context: Any, value: Any) -> Any:
 
 
 class _Counted(NodeTransformer):
-    """Puts the filters above into a template's tree."""
+    """Inserts the filters above into the syntax tree of a template."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -244,7 +243,7 @@ class _Counted(NodeTransformer):
         return _filtered(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        """Texts between the tags are values: in a loop of a macro each turn keeps them."""
+        """Makes text between tags a value, to be counted: a loop in a macro keeps it each time."""
         self.generic_visit(node)
         node.nodes = [
             nodes.MarkSafeIfAutoescape(
@@ -259,7 +258,7 @@ class _Counted(NodeTransformer):
     def visit_ScopedEvalContextModifier(self, node: nodes.Node) -> nodes.Node:
         for option in node.find_all(nodes.Keyword):
             if not isinstance(option.value, nodes.Const):
-                raise TooMuchError("what it says to autoescape is more than true or false")
+                raise TooMuchError("its argument of autoescape is not true or false")
             break
         return self.generic_visit(node)
 
@@ -270,11 +269,11 @@ def _filtered(name: str, node: nodes.Node) -> nodes.Filter:
     )
 
 
-# --- what a chat template may use ---------------------------------------------------------------
+# --- extensions and globals of chat templates ---------------------------------------------------
 
 
 class _Tokens(Extension):
-    """Refuses a template of more tokens than jinja and Python compile in a moment."""
+    """Refuses a template with more tokens than jinja and Python compile quickly."""
 
     def filter_stream(self, stream: Any) -> Iterator[Any]:
         for count, token in enumerate(stream):
@@ -288,7 +287,7 @@ class _Tokens(Extension):
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what a model said, for training; here it changes nothing."""
+    """``{% generation %}``, which marks a model's answers for training; here it has no effect."""
 
     tags = {"generation"}
 
@@ -302,7 +301,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """``dict`` without the attributes of a class."""
+    """The global ``dict``, without the attributes of a class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -312,7 +311,7 @@ class _Dict:
 
 
 class _Names(Namespace):
-    """``namespace`` without names that begin with an underscore."""
+    """The global ``namespace``, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)

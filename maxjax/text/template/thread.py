@@ -1,9 +1,9 @@
-"""Work in a thread of its own that ends when its time is over, or with the caller's Ctrl-C.
+"""``run_until``: runs work in its own thread, and ends it after a time limit or the caller's Ctrl-C.
 
-A tracer (``sys.settrace``) would switch debuggers and coverage off, and Python removes one that
-raises; a signal reaches the main thread alone. So the work has a thread, the caller waits for it,
-and when it has waited enough it posts an exception to that thread, again and again, since what
-swallows one (``except Exception``, a callback of the garbage collector) does not swallow the next.
+A tracer (``sys.settrace``) would disable debuggers and coverage, and Python removes a tracer that
+raises; a signal reaches only the main thread. So the caller waits for the thread, and after the
+time limit it posts an exception to it, again and again: code that swallows one (``except
+Exception``, a callback of the garbage collector) does not swallow the next.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_GRACE = 0.1  # seconds before each post, in which the work may end by itself
-_LOOKED = 0.25  # seconds after which a caller that waits runs a line, where exceptions reach it
+_GRACE = 0.1  # seconds before each posted exception, in which the work may end by itself
+_POLL = 0.25  # seconds after which a waiting caller runs a line of Python, where Ctrl-C reaches it
 
 
 class Stopped(BaseException):
-    """Ends the work. No ``Exception``: those of the work itself may be caught on the way."""
+    """Ends the work. It is not an ``Exception``, which the work itself might catch."""
 
 
 def run_until(work: Callable[[], T], seconds: float, warn: Callable[[], None] = lambda: None) -> T:
-    """What ``work()`` returns, run in a thread with the caller's context variables.
+    """Runs ``work()`` in a thread with the caller's context variables, and returns its result.
 
     Args:
-        work: What it raises is raised here.
-        seconds: After so long it is stopped.
-        warn: Called before it is, so that it may stop by itself. It must not raise.
+        work: the function to run; an exception that it raises is raised here.
+        seconds: the time limit, after which the work is stopped.
+        warn: a function that is called before the work is stopped, so that it may end by itself. It
+            must not raise.
 
     Raises:
-        Stopped: The time is over. The thread has ended.
-        KeyboardInterrupt: Ctrl-C while the caller waited. The thread has ended then, too.
+        Stopped: the time is over. The thread has ended.
+        KeyboardInterrupt: Ctrl-C was pressed while the caller waited. The thread has ended.
 
     Example:
         >>> run_until(lambda: 6 * 7, seconds=1)
@@ -53,7 +54,7 @@ def run_until(work: Callable[[], T], seconds: float, warn: Callable[[], None] = 
 
 
 class _Work(Generic[T]):
-    """The work, its thread, and whether exceptions may be posted to it."""
+    """The work and its thread; ``open`` says whether exceptions may be posted to it."""
 
     def __init__(self, work: Callable[[], T], warn: Callable[[], None]) -> None:
         self.work, self.warn = work, warn
@@ -67,7 +68,7 @@ class _Work(Generic[T]):
     # --- in the thread
 
     def _run(self) -> None:
-        """What is posted may be raised at any call or turn of a loop in here, until it is closed."""
+        """Runs the work. Until ``_close``, a posted exception may be raised at any line in here."""
         try:
             try:
                 self._try()
@@ -93,22 +94,23 @@ class _Work(Generic[T]):
     def _close(self) -> None:
         with self.lock:
             self.open = False  # nothing is posted from here on
-        # What was posted and has not been raised is raised here: one that a thread took with it
-        # Python 3.11 would go on looking for, in all threads.
+        # A posted exception that is still pending is raised here. If a thread ended with one,
+        # Python 3.11 would keep looking for it in all threads.
         for _ in range(100):
             pass
 
-    # --- in the caller. It asks ``done``: for Python 3.11 a thread whose join was interrupted has ended.
+    # --- in the caller. It checks ``done``, since after an interrupted join Python 3.11 takes a
+    # running thread for one that has ended.
 
     def ended(self, seconds: float) -> bool:
         """Whether the work ends within that time."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0 and not self.done.is_set():
-            self.done.wait(min(left, _LOOKED))
+            self.done.wait(min(left, _POLL))
         return self.done.is_set()
 
     def stop(self) -> None:
-        """Returns when the thread has ended, and no sooner for another Ctrl-C."""
+        """Stops the work and waits until the thread has ended, even if Ctrl-C is pressed again."""
         self.warn()
         with self.lock:
             self.cancelled = True
@@ -134,13 +136,13 @@ class _Work(Generic[T]):
             if error is not None:
                 raise error
         finally:
-            del error  # with it goes what the work's frames hold
+            del error  # frees what the frames of the work refer to
         if not self.made:
             raise Stopped
         return self.made[0]
 
 
 def _raise_in(thread: threading.Thread) -> None:
-    """At its next line."""
+    """Raises ``Stopped`` in the thread at its next line."""
     ident, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Stopped)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)

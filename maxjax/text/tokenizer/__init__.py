@@ -1,6 +1,6 @@
 """Tokenizers: ``maxjax.load_tokenizer`` and the class ``Tokenizer``.
 
-``files`` finds the tokenizer of a checkpoint, ``vocab`` builds one from ``vocab.json`` and
-``merges.txt``, ``added`` adds the added tokens, ``limits`` and ``patterns`` refuse files that would
-take unbounded time or memory, ``tokenizer`` is the class.
+``tokenizer`` has the class. ``files`` reads the tokenizer of a checkpoint directory, ``vocab`` builds
+one from ``vocab.json`` and ``merges.txt``, and ``added`` handles the added tokens. ``limits`` and
+``patterns`` refuse files that would take unbounded time or memory.
 """

@@ -1,9 +1,9 @@
-"""Added tokens: those that stand beside a tokenizer's own file, and the numbers they have.
+"""Added tokens: tokens in the files beside ``tokenizer.json``, and their ids.
 
-A token such as ``<think>`` may stand in ``tokenizer_config.json``, ``special_tokens_map.json`` or
-``added_tokens.json`` alone. Which file counts where they disagree is as in transformers 5. Unlike
-there, a number that is free in the vocabulary is kept where numbers before it are not used: the
-``tokenizers`` package numbers added tokens one after the other whatever a file says.
+A token such as ``<think>`` may be only in ``tokenizer_config.json``, ``special_tokens_map.json`` or
+``added_tokens.json``. The precedence of these files is that of transformers 5. Unlike there, an
+added token keeps the id that a file gives it if that id is free, even behind a gap: the
+``tokenizers`` package would number added tokens consecutively, whatever the file says.
 
 Source: ``_from_pretrained`` in transformers' tokenization_utils_base.py and ``__init__`` in its
 tokenization_utils_tokenizers.py, version 5.23.
@@ -25,14 +25,14 @@ SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mas
 """The names of special tokens in a ``tokenizer_config.json``."""
 CONFIG, MAP, LIST = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MOST_TOKENS = 1 << 18
-_MOST_BYTES = 4 << 20
-_MOST_NUMBER = 1 << 31
+_MAX_TOKENS = 1 << 18
+_MAX_BYTES = 4 << 20
+_MAX_ID = 1 << 31
 
 
 @dataclass(frozen=True)
 class Added:
-    """A token that is looked for in the text itself; ``normalized`` None is what is usual."""
+    """A token that is searched in the text itself; ``normalized`` None means not ``special``."""
 
     content: str
     special: bool
@@ -42,7 +42,7 @@ class Added:
     normalized: bool | None = None
 
     def made(self) -> Any:
-        """As the ``tokenizers`` package has it."""
+        """The same as a ``tokenizers.AddedToken``."""
         import tokenizers
 
         normalized = not self.special if self.normalized is None else self.normalized
@@ -54,12 +54,12 @@ class Added:
 
 @dataclass
 class TokenFiles:
-    """What the files beside a tokenizer say of its tokens.
+    """The tokens in the files beside a tokenizer.
 
     Attributes:
-        named: Special tokens by the names of a ``tokenizer_config.json``.
-        tokens: All that are to be added, in this order.
-        numbers: The numbers that the files give them.
+        named: the special tokens by their names in ``tokenizer_config.json``.
+        tokens: all tokens to be added, in this order.
+        numbers: the ids that the files give them.
     """
 
     named: dict[str, str] = field(default_factory=dict)
@@ -76,22 +76,22 @@ def read_beside(
     directory: str | os.PathLike[str],
     defaults: Mapping[str, str] | None = None,
 ) -> TokenFiles:
-    """The tokens that the files beside a tokenizer name.
+    """Collects the tokens in the files beside a tokenizer.
 
-    Where ``tokenizer_config.json`` has an ``added_tokens_decoder`` it alone counts, but for special
-    tokens that it does not name. Else ``special_tokens_map.json`` counts more than it.
+    If ``tokenizer_config.json`` has an ``added_tokens_decoder``, the other files count only for
+    special tokens that it does not name. Otherwise ``special_tokens_map.json`` takes precedence.
 
     Args:
-        settings: The content of ``tokenizer_config.json``.
-        special_map: The content of ``special_tokens_map.json``.
-        listed: The content of ``added_tokens.json``: tokens and their numbers.
-        own: The "added_tokens" of ``tokenizer.json``.
-        directory: Where the files are, for messages.
-        defaults: Special tokens of the tokenizer's class.
+        settings: the content of ``tokenizer_config.json``.
+        special_map: the content of ``special_tokens_map.json``.
+        listed: the content of ``added_tokens.json``: tokens and their ids.
+        own: the "added_tokens" of ``tokenizer.json``.
+        directory: the directory of the files, for messages.
+        defaults: the special tokens of the tokenizer's class.
 
     Raises:
-        CheckpointFormatError: One of them says something that is no token; names file and key.
-        CheckpointLimitError: There are too many.
+        CheckpointFormatError: an entry is not a token; the message names file and key.
+        CheckpointLimitError: there are too many tokens.
     """
     where = os.fspath(directory)
     decoder: dict[int, Added] = {}
@@ -99,7 +99,7 @@ def read_beside(
     origin = os.path.join(where, CONFIG)
     given: dict[str, tuple[Any, str]] = {k: (v, origin) for k, v in settings.items()}
     origin = os.path.join(where, MAP)
-    _special(given)  # what another file replaces is to be sound as well
+    _special(given)  # raises for invalid entries, even if another file replaces them
     for key, value in special_map.items():
         if value is not None and (not whole or settings.get(key) is None):
             given[key] = (value, origin)
@@ -128,7 +128,7 @@ def _together(
 ) -> TokenFiles:
     by_text = {token.content: token for token in decoder.values()}
     named = {name: by_text.get(token.content, token) for name, token in named.items()}
-    # What was special once the package leaves out of texts, whatever it is told later.
+    # A token that was special once stays special: the package ignores later changes.
     special = {text for text, item in own.items() if item.get("special") is True}
     special |= {token.content for token in named.values()}
     tokens = [decoder[number] for number in sorted(decoder)]
@@ -145,7 +145,7 @@ def _together(
 
 
 def _special(given: Mapping[str, tuple[Any, str]]) -> tuple[dict[str, Added], list[Added]]:
-    """Special tokens by name, those of a model's own after the usual ones; and those without."""
+    """The special tokens by name, the usual ones first, and those without a name."""
     named: dict[str, Added] = {}
     own: dict[str, Added] = {}
     for name in SPECIAL:
@@ -167,12 +167,12 @@ def _special(given: Mapping[str, tuple[Any, str]]) -> tuple[dict[str, Added], li
         elif value is not None:
             raise _wrong(key, "a list of tokens", value, origin)
         if value:
-            break  # the older name counts where the newer has none
+            break  # the older key counts only if the newer one is empty
     return {**named, **own}, extra
 
 
 def _token(value: Any, key: str, origin: str) -> Added:
-    """A token as a text, or an object with the text as "content"."""
+    """Reads a token, given as a text or as an object with the text as "content"."""
     if isinstance(value, str):
         return Added(value, True, normalized=False)
     if not isinstance(value, Mapping) or not isinstance(value.get("content"), str):
@@ -185,7 +185,7 @@ def _token(value: Any, key: str, origin: str) -> Added:
 
 
 def _is_own(item: Any) -> bool:
-    """Whether an entry of a ``tokenizer.json`` is one: the package says what is wrong with others."""
+    """Whether an entry of a ``tokenizer.json`` is valid; the package reports invalid ones."""
     return (
         isinstance(item, Mapping)
         and isinstance(item.get("content"), str)
@@ -204,8 +204,8 @@ def _object(value: Any, origin: str) -> Mapping[str, Any]:
 def _number(value: Any, token: Any, origin: str) -> int:
     text = str(value)
     is_number = type(value) in (int, str) and text.isascii() and text.isdigit() and len(text) < 11
-    if not is_number or int(text) >= _MOST_NUMBER:
-        raise _wrong(_short(token), "the number of a token", value, origin)
+    if not is_number or int(text) >= _MAX_ID:
+        raise _wrong(_short(token), "a token id", value, origin)
     return int(text)
 
 
@@ -222,47 +222,48 @@ def _short(value: Any) -> str:
 
 
 def _check_count(count: int, origin: str) -> None:
-    if count > _MOST_TOKENS:
+    if count > _MAX_TOKENS:
         raise CheckpointLimitError(
             "there are too many added tokens", path=origin,
-            expected=f"at most {_MOST_TOKENS}", found=count,
+            expected=f"at most {_MAX_TOKENS}", found=count,
         )  # fmt: skip
 
 
-# --- into a tokenizer ---------------------------------------------------------------------------
+# --- adding them to a tokenizer -----------------------------------------------------------------
 
 
 def check_size(beside: TokenFiles, directory: Any) -> None:
-    """Refuses more tokens than an automaton of them may have.
+    """Raises an error for tokens whose automaton would be too large.
 
     Raises:
-        CheckpointLimitError: There are too many, or too long ones.
+        CheckpointLimitError: there are too many tokens, or they are too long.
     """
     _check_count(len(beside.tokens), os.fspath(directory))
     size = sum(len(token.content.encode("utf-8", "surrogatepass")) for token in beside.tokens)
-    if size > _MOST_BYTES:
+    if size > _MAX_BYTES:
         raise CheckpointLimitError(
             "the added tokens are too long together", path=directory,
-            expected=f"at most {_MOST_BYTES} bytes", found=f"{size} bytes",
+            expected=f"at most {_MAX_BYTES} bytes", found=f"{size} bytes",
         )  # fmt: skip
 
 
 def with_numbers(
     backend: Any, document: Mapping[str, Any], beside: TokenFiles, path: Any
 ) -> dict[str, Any] | None:
-    """The content of a ``tokenizer.json`` that gives tokens the numbers that the files say.
+    """A ``tokenizer.json`` that gives added tokens the ids that the files say.
 
-    The vocabulary takes such tokens in: what stands in it is added under the number it has there.
-    A number is not given twice, and a token of the vocabulary keeps its own; both are told.
+    It puts such tokens into the vocabulary, because the package adds a token of the vocabulary
+    under its id there. No id is given twice, and a token of the vocabulary keeps its id; a warning
+    says so in both cases.
 
     Args:
-        backend: The tokenizer of the document, with the tokens added.
-        document: The content.
-        beside: What the files beside it say.
-        path: Where the files are, for messages.
+        backend: the tokenizer of the document, with the tokens added.
+        document: the content of the present ``tokenizer.json``.
+        beside: the tokens in the files beside it.
+        path: the path of the files, for messages.
 
     Returns:
-        None where all have their numbers, or nothing can be changed.
+        The changed content; None if all tokens have their ids, or nothing can be changed.
     """
     own = {i["content"]: i["id"] for i in document.get("added_tokens") or () if _is_own(i)}
     given = {text: n for text, n in {**beside.numbers, **own}.items() if text}
@@ -270,7 +271,7 @@ def with_numbers(
     wanted = {text: n for text, n in every if backend.token_to_id(text) != n}
     model = document.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
-    # Behind a gap the package would give the numbers of other tokens once more.
+    # If the vocabulary has gaps, the package would give the ids of other tokens a second time.
     has_gaps = isinstance(vocab, Mapping) and max(vocab.values(), default=-1) >= len(vocab)
     if not wanted and not has_gaps:
         return None
@@ -287,7 +288,7 @@ def with_numbers(
 def _numbered(
     vocab: Mapping[str, int], given: Mapping[str, int], texts: list[str]
 ) -> dict[str, int]:
-    """Numbers for the tokens that the vocabulary has not: those given if they are free."""
+    """Ids for the tokens that are not in the vocabulary: the given ones where they are free."""
     taken = set(vocab.values())
     found: dict[str, int] = {}
     for text, number in given.items():
@@ -306,6 +307,7 @@ def _tell(backend: Any, wanted: Mapping[str, int], path: Any) -> None:
     if wanted:
         listed = [f"{text[:80]!r} ({number})" for text, number in wanted.items()]
         _LOG.warning(
-            "%s: numbers of added tokens that other tokens have, or that their vocabulary has"
-            " otherwise, are not kept: %s", path, some(listed, 5),
+            "%s: these added tokens do not get the ids that the files give them, because another"
+            " token has the id or the vocabulary has another id for them: %s",
+            path, some(listed, 5),
         )  # fmt: skip

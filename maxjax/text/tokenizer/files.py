@@ -1,8 +1,8 @@
-"""All files of a tokenizer in a directory → one tokenizer of the ``tokenizers`` package.
+"""Reads all tokenizer files of a directory into one tokenizer of the ``tokenizers`` package.
 
-Text is split and numbered as ``tokenizer.json`` says, or the older files where there is none; what
-is added to it stands in up to three more. Whoever opens, converts or writes a tokenizer reads it
-here, so that all of them see the same tokens.
+``tokenizer.json``, or the older files without it, define how text is split and numbered; up to three
+more files have added tokens. Loading, converting and writing a tokenizer all read it here, so that
+they see the same tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Files:
     """The tokenizer of a directory.
 
     Attributes:
-        backend: It, as the ``tokenizers`` package has it.
-        named: Special tokens by the names of a ``tokenizer_config.json``.
-        settings: The content of ``tokenizer_config.json``.
-        special_map: The content of ``special_tokens_map.json``.
-        document: The content of ``tokenizer.json``; None where ``backend`` is more than that.
+        backend: the ``tokenizers.Tokenizer``.
+        named: the special tokens by their names in ``tokenizer_config.json``.
+        settings: the content of ``tokenizer_config.json``.
+        special_map: the content of ``special_tokens_map.json``.
+        document: the content of ``tokenizer.json``, or None if other files change the tokenizer.
     """
 
     backend: Any
@@ -44,17 +44,18 @@ class Files:
 
 
 def read_tokenizer_files(directory: Path) -> Files | None:
-    """The tokenizer of a directory with all that its files add, or None where there is none.
+    """Reads the tokenizer of a directory with its added tokens; None if there is none.
 
     Raises:
-        UnsupportedModelError: It is there in a format, or of a class, that is not read; names it.
-        CheckpointError: One of the files is missing, broken or over a limit; names it.
+        UnsupportedModelError: the format or class of the tokenizer is not supported; the message
+            names it.
+        CheckpointError: a file is missing, corrupt or over a limit; the message names it.
     """
     file = directory / FILE
     settings = optional(directory / CONFIG)
     if file.exists():
         data = read_json_bytes(file, in_force())
-        # Strictly, as the package takes the last of equal keys.
+        # Strict JSON: of duplicate keys, the package would use the last.
         document, text, made = load_json(data, name=str(file)), data.decode(), None
     else:
         made = read_vocabulary(directory, settings)
@@ -79,10 +80,10 @@ def read_tokenizer_files(directory: Path) -> Files | None:
 
 
 def backend_of(text: str, path: Any) -> Any:
-    """The tokenizer of the content of a ``tokenizer.json``.
+    """Makes a tokenizer from the content of a ``tokenizer.json``.
 
     Raises:
-        CheckpointFormatError: It is none.
+        CheckpointFormatError: the content is not a tokenizer.
     """
     import tokenizers
 
@@ -93,9 +94,9 @@ def backend_of(text: str, path: Any) -> Any:
 
 
 def guarded(function: Any, *args: Any) -> Any:
-    """Calls into ``tokenizers``; whatever that raises becomes a UserInputError.
+    """Calls a function of the ``tokenizers`` package, and turns its errors into UserInputError.
 
-    A panic of its compiled code derives from BaseException alone.
+    A panic of its compiled code is a BaseException, but not an Exception.
     """
     try:
         return function(*args)
@@ -107,14 +108,14 @@ def guarded(function: Any, *args: Any) -> Any:
 
 
 def optional(file: Path) -> dict[str, Any]:
-    """The content of a JSON file with an object, empty where there is no such file."""
+    """The object in a JSON file; empty if there is no such file."""
     return read_object(file) if file.exists() else {}
 
 
 def _with_added(
     backend: Any, document: Mapping[str, Any], beside: TokenFiles, more: bool, path: Path
 ) -> Any:
-    """The tokenizer with the tokens added: another one where only that gives them their numbers."""
+    """The tokenizer with the added tokens; a new one if only that gives them their ids."""
     tokens = [token.made() for token in beside.tokens] if more else []
     guarded(backend.add_tokens, tokens)
     changed = with_numbers(backend, document, beside, path)
@@ -126,7 +127,7 @@ def _with_added(
 
 
 def _more(own: list[Any], beside: TokenFiles) -> bool:
-    """Whether the files beside it change a tokenizer's own list of added tokens."""
+    """Whether the other files change the list of added tokens in ``tokenizer.json``."""
     there = {item.get("content"): item for item in own if isinstance(item, dict)}
     for token in beside.tokens:
         item = there.get(token.content)

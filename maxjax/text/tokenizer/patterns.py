@@ -1,9 +1,9 @@
-"""The regular expressions of a ``tokenizer.json``: how long one may search, told by its form.
+"""Checks the regular expressions of a ``tokenizer.json`` for exponential search time.
 
-Oniguruma, which runs them, tries every way to share a text among the loops of an expression: of
-loops inside loops there may be as many ways as subsets of the text. It gives up a match after ten
-million steps, but begins again at the next letter. No parser of Oniguruma's language is needed to
-see loops: groups, classes, escapes and what repeats them are enough.
+Oniguruma, which runs them, tries every way to divide a text among the loops of an expression, and
+for nested loops the number of ways may be exponential in the length of the text. It gives up a match
+after ten million steps, but starts again at the next letter. To find the loops no full parser is
+needed: groups, classes, escapes and quantifiers are enough.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from ...errors import UserInputError
 
-# Published ones have up to two thousand characters, of which most are lists of letters.
+# Published expressions have up to two thousand characters, mostly lists of letters.
 _LONGEST = 16_384
-# Loops after one another in one alternative; published ones have two.
-_MOST_LOOPS = 4
-# A count as high as this is as good as none.
+# Loops in a row in one alternative; published expressions have two.
+_MAX_LOOPS = 4
+# A range of repetitions with a larger upper bound counts as a loop without a bound.
 _HIGH = 64
 _QUANTIFIER = re.compile(r"([*+?]|\{(\d*)(,?)(\d*)\})[+?]?")
 # An escape with an argument, or any single character after the backslash.
@@ -30,13 +30,13 @@ _ANCHORS = frozenset(("\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K"))
 
 @dataclass
 class _Part:
-    """What is known of an atom, an alternative or a group.
+    """Properties of an atom, an alternative or a group.
 
     Attributes:
-        least: Whether something is matched for certain.
-        fixed: Whether something is matched that no loop can take over: a part not repeated.
-        loops: Loops without a bound that follow one another.
-        risky: Whether it may not be repeated: loops, and nothing fixed between two rounds.
+        least: whether every match has at least one character.
+        fixed: whether it has a part that is not repeated, which always matches something.
+        loops: the number of unbounded loops in a row.
+        risky: whether repeating it is refused: it has loops, and nothing fixed between two rounds.
     """
 
     least: bool = False
@@ -58,12 +58,12 @@ class _Part:
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuses an expression whose time may grow with more than a power of a text's length.
+    """Raises an error for an expression whose time may grow faster than a power of the text length.
 
-    What is no expression at all passes: the package that compiles it says so.
+    An invalid expression passes: the package that compiles it reports the error.
 
     Raises:
-        UserInputError: Says why.
+        UserInputError: the expression is refused; the message says why.
 
     Example:
         >>> check_pattern(r"[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}(?=(\\d{3})+(?!\\d))")
@@ -73,12 +73,12 @@ def check_pattern(pattern: str) -> None:
         maxjax.errors.UserInputError: a loop inside a loop: '(a+)+$'
     """
     if len(pattern) > _LONGEST:
-        raise UserInputError(f"it has {len(pattern)} characters, {_LONGEST} at most are read")
+        raise UserInputError(f"it has {len(pattern)} characters; the limit is {_LONGEST}")
     _read(pattern)
 
 
 def matches_something(pattern: str) -> bool:
-    """Whether each match has a character at least; False where that cannot be told.
+    """Whether every match has at least one character; False if that is not known.
 
     Example:
         >>> matches_something(" {2,}"), matches_something("a*"), matches_something("a|b?")
@@ -91,8 +91,8 @@ def matches_something(pattern: str) -> bool:
 
 
 def _read(pattern: str) -> _Part:
-    """The whole expression as one part."""
-    # Of each open group: what it is, its alternatives so far, the one that is being read.
+    """Parses the whole expression as one part."""
+    # For each open group: its kind, its finished alternatives, and the present one.
     open_groups: list[tuple[str, _Part | None, _Part]] = []
     kind, done, here = "", None, _Part()
     at = 0
@@ -104,7 +104,7 @@ def _read(pattern: str) -> _Part:
             continue
         if letter == "(":
             match = _OPEN.match(pattern, at)
-            assert match is not None  # a bracket alone is one
+            assert match is not None  # a parenthesis alone matches
             mark, at = match[1] or "", match.end()
             if mark == "?#":
                 at = (pattern.find(")", at) + 1) or len(pattern)
@@ -114,12 +114,12 @@ def _read(pattern: str) -> _Part:
             continue
         if letter == ")":
             if not open_groups:
-                return _Part()  # none of Oniguruma's
+                return _Part()  # not a valid expression
             atom = _joined(done, here)
             if kind in ("?=", "?!", "?<=", "?<!"):
                 atom = _Part()
             elif kind == "?>":
-                atom.loops, atom.risky = min(atom.loops, 1), False  # is not tried again
+                atom.loops, atom.risky = min(atom.loops, 1), False  # is never backtracked into
             kind, done, here = open_groups.pop()
             at += 1
         elif letter == "[":
@@ -131,15 +131,15 @@ def _read(pattern: str) -> _Part:
                 raise UserInputError(f"an expression that calls itself: {_short(pattern)}")
             at += len(text)
             atom = _Part() if text in _ANCHORS or text.startswith("\\k") else _Part(True, True)
-            if text[1:].isdigit():  # what a group has matched, which may be nothing
+            if text[1:].isdigit():  # a backreference, whose group may have matched nothing
                 atom = _Part()
         else:
             at += 1
             atom = _Part() if letter in "^$" else _Part(True, True)
         at = _repeated(pattern, at, atom)
         here.then(atom)
-        if here.loops > _MOST_LOOPS:
-            raise UserInputError(f"more than {_MOST_LOOPS} loops in a row: {_short(pattern)}")
+        if here.loops > _MAX_LOOPS:
+            raise UserInputError(f"more than {_MAX_LOOPS} loops in a row: {_short(pattern)}")
     return _joined(done, here)
 
 
@@ -150,10 +150,10 @@ def _joined(done: _Part | None, here: _Part) -> _Part:
 
 
 def _repeated(pattern: str, at: int, atom: _Part) -> int:
-    """Changes an atom to what its quantifiers make of it; where they end."""
+    """Applies the quantifiers at ``at`` to an atom, in place, and returns where they end."""
     while match := _QUANTIFIER.match(pattern, at):
         text, low, comma, high = match[1], match[2], match[3], match[4]
-        if text == "{,}" or text == "{}":  # letters
+        if text == "{,}" or text == "{}":  # literal characters
             return at
         least = 1 if text == "+" else int(low[:9] or 0) if low else 0
         most = int(high[:9]) if high else least if low and not comma else None
@@ -172,7 +172,7 @@ def _repeated(pattern: str, at: int, atom: _Part) -> int:
 
 
 def _after_class(pattern: str, at: int) -> int:
-    """Where a class of characters ends, one inside another included."""
+    """The position after a character class, which may contain nested classes."""
     depth = 0
     while at < len(pattern):
         letter = pattern[at]
@@ -181,7 +181,7 @@ def _after_class(pattern: str, at: int) -> int:
         elif letter == "[":
             depth += 1
             at += 1 if pattern.startswith("^", at + 1) else 0
-            at += 1 if pattern.startswith("]", at + 1) else 0  # is a letter there
+            at += 1 if pattern.startswith("]", at + 1) else 0  # a literal at this position
         elif letter == "]":
             depth -= 1
             if depth == 0:

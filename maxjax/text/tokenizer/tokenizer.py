@@ -1,7 +1,7 @@
-"""Tokenizer: text ↔ token ids, as the ``tokenizer.json`` of a checkpoint says.
+"""Tokenizer: encodes text to token ids and decodes them, by the ``tokenizer.json`` of a checkpoint.
 
-The work is done by the ``tokenizers`` package, imported when the first one is loaded;
-what it raises is turned into maxjax's own errors here.
+It wraps the ``tokenizers`` package, which is imported when the first tokenizer is loaded, and turns
+the errors of that package into maxjax's own.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NO_LIMIT = 10**9
 
 
 class Tokens(NamedTuple):
-    """One text: its token ids, and to which part of a pair each belongs."""
+    """The token ids of a text, and the segment (0 or 1) of a text pair that each belongs to."""
 
     ids: list[int]
     type_ids: list[int]
 
 
 class Batch(NamedTuple):
-    """Texts of one padded length: int32 ``[B, T]`` each, named as a model's arguments."""
+    """Texts padded to one length: three int32 arrays ``[B, T]`` named like a model's arguments."""
 
     input_ids: np.ndarray
     attention_mask: np.ndarray
@@ -55,19 +55,20 @@ class Batch(NamedTuple):
 
 
 class Tokenizer:
-    """Text ↔ token ids. Made by :func:`load_tokenizer`; safe to use from several threads.
+    """Encodes text to token ids and decodes them. Made by :func:`load_tokenizer`; thread-safe.
 
-    It can be copied and pickled, so that processes of a data loader take it along.
+    It can be copied and pickled, for example for the worker processes of a data loader.
 
     Attributes:
-        pad_id: The id that fills up a batch.
-        max_length: The most tokens its model takes, as its files say; None if they do not.
-        cleans_up: Whether decoding takes away spaces before punctuation, as the files say
-            ("clean_up_tokenization_spaces").
-        chat_templates: The Jinja templates of a chat by name; that without a name is "default".
-        special_tokens: Special tokens by the names of a ``tokenizer_config.json``, e.g.
+        pad_id: the token id with which a batch is padded.
+        max_length: the largest number of tokens that the model takes, by the tokenizer's files;
+            None if they do not say.
+        cleans_up: whether decoding removes spaces before punctuation
+            ("clean_up_tokenization_spaces" of the files).
+        chat_templates: the Jinja chat templates by name; the unnamed one is "default".
+        special_tokens: the special tokens by their names in ``tokenizer_config.json``, e.g.
             "bos_token" → "<s>".
-        eos_ids: The tokens that end a text, or an answer, as the tokenizer's files say.
+        eos_ids: the ids of the tokens that end a text or an answer, by the tokenizer's files.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Tokenizer:
         eos_ids: Sequence[int] | None = None,
         beside: Mapping[str, Mapping[str, Any]] | None = None,
     ):
-        # Files may carry the padding and truncation of whoever trained them.
+        # A file may contain the padding and truncation that were used in training.
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -99,17 +100,17 @@ class Tokenizer:
         self._configure()
 
     def _configure(self) -> None:
-        """What the settings change that no ``tokenizer.json`` has."""
+        """Applies the settings that a ``tokenizer.json`` cannot express."""
         settings = self._beside.get(CONFIG, {})
         if settings.get("split_special_tokens") is True:
             self._backend.encode_special_tokens = True
-        # As in transformers: in the text of byte pairs the spaces are meant.
+        # As in transformers: a BPE tokenizer keeps its spaces.
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         is_bpe = type(self._backend.model).__name__ == "BPE" and settings.get(forced) is not True
         cleans = settings.get("clean_up_tokenization_spaces") is True
         self.cleans_up: bool = cleans and not is_bpe
 
-    # Threads of one process share the lock with what it guards; another process has its own.
+    # A copy shares the backend and its lock; an unpickled tokenizer has its own of both.
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}
@@ -126,19 +127,19 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """A number above all token ids: the largest id plus one."""
         size = self._backend.get_vocab_size()
-        # With gaps the last number is more than the count.
+        # If there are gaps, the largest id is not below the count.
         return max(size, 1 + max(self._backend.get_vocab().values(), default=-1))
 
     @property
     def chat_template(self) -> str | None:
-        """The template of a chat that has no name; None if there is none."""
+        """The default chat template; None if there is none."""
         return self.chat_templates.get("default")
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text; None if there is none."""
+        """The id of the token that begins a text; None if there is none."""
         return self._special_id("bos_token")
 
     def _special_id(self, name: str) -> int | None:
@@ -148,17 +149,17 @@ class Tokenizer:
     def tokens(
         self, texts: Iterable[str], *, max_length: int | None = None, special: bool = True
     ) -> list[Tokens]:
-        """The tokens of each text with the special ones its model expects.
+        """Encodes texts, with the special tokens that the model expects.
 
         Args:
-            texts: Any number of texts; an empty one is a text.
-            max_length: Cut the middle out so that no text, special tokens and all, is
-                longer.
-            special: Whether there are special tokens around each text.
+            texts: any number of texts, which may be empty.
+            max_length: the largest number of tokens of a text, special tokens included; longer texts
+                are truncated. By default they are not.
+            special: whether special tokens are added around each text.
 
         Raises:
-            TypeError: A text is not a str, or ``texts`` is one.
-            UserInputError: A text is not valid Unicode, or cannot be tokenised.
+            TypeError: a text is not a str, or ``texts`` is a single str.
+            UserInputError: a text is not valid Unicode, or cannot be tokenised.
         """
         texts = _checked(texts)
         with self._lock:
@@ -177,11 +178,11 @@ class Tokenizer:
         self._backend.enable_truncation(max_length)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of one text. Raises as :meth:`tokens`."""
+        """The token ids of one text. The errors are those of :meth:`tokens`."""
         return self.tokens([text], special=special)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of token ids."""
+        """Decodes token ids to text; special tokens are left out by default."""
         text = self._decoded([int(i) for i in ids], skip_special)
         return cleaned(text) if self.cleans_up else text
 
@@ -189,15 +190,15 @@ class Tokenizer:
         return guarded(self._backend.decode, ids, skip_special)
 
     def batch(self, texts: Iterable[str], *, max_length: int | None = None) -> Batch:
-        """The texts as arrays, padded to the longest. Raises as :meth:`tokens`."""
+        """The texts as arrays, padded to the longest. The errors are those of :meth:`tokens`."""
         return self.pad(self.tokens(texts, max_length=max_length))
 
     def pad(
         self, rows: Sequence[Tokens], length: int | None = None, count: int | None = None
     ) -> Batch:
-        """Rows of tokens as arrays ``[count, length]``, filled up at the right and below.
+        """Rows of tokens as arrays ``[count, length]``, padded at the right and with empty rows.
 
-        Both default to what is needed. Rows that were added are masked throughout.
+        By default nothing is padded beyond the longest row. The mask of padding is 0.
         """
         length = max((len(row.ids) for row in rows), default=0) if length is None else length
         count = len(rows) if count is None else count
@@ -210,7 +211,7 @@ class Tokenizer:
         return Batch(ids, mask, types)
 
     def files(self) -> dict[str, str]:
-        """What a directory needs so that :func:`load_tokenizer` and transformers find it: name → text."""
+        """The files, by name, from which :func:`load_tokenizer` and transformers load this tokenizer."""
         with self._lock:
             text = self._backend.to_str(pretty=True)
         settings = dict(self._beside.get("tokenizer_config.json", {}))
@@ -221,11 +222,11 @@ class Tokenizer:
                 settings["model_max_length"] = self.max_length
             if self.chat_templates:
                 settings["chat_template"] = self._written_templates()
-        for name, token in self.special_tokens.items():  # those of a class stand in no file
+        for name, token in self.special_tokens.items():  # the defaults of a class are in no file
             given = settings.get(name)
             if token != (given.get("content") if isinstance(given, Mapping) else given):
                 settings[name] = token
-        # Where this is, an added_tokens.json that lies about does not count, here and in transformers.
+        # With this entry, an old added_tokens.json is ignored, here and in transformers.
         settings["added_tokens_decoder"] = self._added()
         found = {**self._beside, "tokenizer_config.json": settings}
         written = {
@@ -235,19 +236,19 @@ class Tokenizer:
         return {"tokenizer.json": text, **written, **({TEMPLATE_FILE: jinja} if jinja else {})}
 
     def _added(self) -> dict[str, dict[str, Any]]:
-        """The added tokens by number, as transformers writes them."""
+        """The added tokens by id, in the form that transformers writes."""
         flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
         tokens = sorted(self._backend.get_added_tokens_decoder().items())
         return {str(i): {flag: getattr(token, flag) for flag in flags} for i, token in tokens}
 
     def _written_templates(self) -> str | list[dict[str, str]]:
-        """One by itself, several as a list with names."""
+        """A single template as a str, several as a list of named ones."""
         if list(self.chat_templates) == ["default"]:
             return self.chat_templates["default"]
         return [{"name": n, "template": text} for n, text in self.chat_templates.items()]
 
     def _chat_file(self) -> str | None:
-        """The template, if the settings do not have it."""
+        """The chat template for its own file; None if ``tokenizer_config.json`` contains it."""
         settings = self._beside.get("tokenizer_config.json", {})
         has_it = self.chat_template == listed_templates(settings).get("default")
         return None if has_it or not settings else self.chat_template
@@ -259,21 +260,24 @@ class Tokenizer:
 def load_tokenizer(
     path: str | os.PathLike[str], *, limits: Limits | None = None
 ) -> Tokenizer | None:
-    """The tokenizer of a checkpoint directory, or None when it has none.
+    """Loads the tokenizer of a checkpoint directory; None if it has none.
 
-    It is read out of ``tokenizer.json``; where there is none, out of ``vocab.json`` and
-    ``merges.txt``, or ``vocab.txt``, as the class of transformers does that
-    ``tokenizer_config.json`` names. Special tokens, the longest sequence and tokens that were added
-    later come from ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``,
-    with transformers' precedence.
+    It is read from ``tokenizer.json``; without that file, from ``vocab.json`` and ``merges.txt``, or
+    from ``vocab.txt``, like the class of transformers that ``tokenizer_config.json`` names. Special
+    tokens, the largest length and added tokens come from ``tokenizer_config.json``,
+    ``special_tokens_map.json`` and ``added_tokens.json``, with transformers' precedence.
+
+    Args:
+        path: the directory, or a file in it.
+        limits: the limits on the files, to raise where an error message says that one is exceeded.
 
     Raises:
-        CheckpointMissingError: There is no such directory, or one of two files is not there.
-        CheckpointFormatError: One of the files is broken; names it.
-        CheckpointLimitError: One asks for more than ``limits`` allow, or for too much memory or
-            time; names what.
-        UnsupportedModelError: There is a tokenizer of a kind that is not read (SentencePiece's
-            ``tokenizer.model`` alone, another class); names it.
+        CheckpointMissingError: there is no such directory, or one of two needed files is missing.
+        CheckpointFormatError: a file is corrupt; the message names it.
+        CheckpointLimitError: a file exceeds ``limits``, or needs too much memory or time; the
+            message says what.
+        UnsupportedModelError: the tokenizer is of an unsupported kind, such as SentencePiece's
+            ``tokenizer.model`` alone, or of another class; the message names it.
     """
     directory = Path(os.fsdecode(path))
     directory = Path(orbax_checkpoint(directory) or directory)
@@ -291,7 +295,7 @@ def load_tokenizer(
 
 
 def tokenizer_in(directory: Path) -> Tokenizer | None:
-    """As :func:`load_tokenizer`, of files that are known to belong together."""
+    """Loads a tokenizer as :func:`load_tokenizer` does, from files known to belong together."""
     found = read_tokenizer_files(directory)
     if found is None:
         return None
@@ -316,19 +320,19 @@ def gguf_tokenizer(
     path: str | os.PathLike[str] | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Tokenizer | None:
-    """The tokenizer in the metadata of a GGUF file, or None when there is none.
+    """Builds the tokenizer in the metadata of a GGUF file; None if there is none.
 
     Args:
-        metadata: The file's key-value pairs.
-        path: The file, for messages.
-        beside: A directory whose ``tokenizer.json``, if it has one, is taken where the metadata
-            cannot be rebuilt into one. All else is still as the metadata says.
+        metadata: the key-value pairs of the file.
+        path: the file, for messages.
+        beside: a directory whose ``tokenizer.json``, if any, is used if none can be built from the
+            metadata. Everything else still comes from the metadata.
 
     Raises:
-        CheckpointMismatchError: The ``tokenizer.json`` beside has other tokens than the file.
-        UnsupportedModelError: It is of a kind that is not rebuilt from metadata, or splits text in an
-            unknown way; names it.
-        CheckpointFormatError: A key is missing or wrong; names it.
+        CheckpointMismatchError: that ``tokenizer.json`` has other tokens than the GGUF file.
+        UnsupportedModelError: the tokenizer is of a kind that cannot be built from metadata, or
+            splits text in an unknown way; the message names it.
+        CheckpointFormatError: a key is missing or invalid; the message names it.
     """
     if metadata.get("tokenizer.ggml.model", "none") == "none":
         return None
@@ -336,7 +340,7 @@ def gguf_tokenizer(
         document = tokenizer_json(metadata, path=path)
     except UnsupportedModelError:
         found = None
-        with suppress(UnsupportedModelError):  # what is wrong with the file itself is told
+        with suppress(UnsupportedModelError):  # the first error, about the GGUF file, is raised
             found = None if beside is None else read_tokenizer_files(Path(beside))
         if found is None:
             raise
@@ -358,9 +362,10 @@ def gguf_tokenizer(
 
 
 def _same_tokens(backend: Any, metadata: Mapping[str, Any], file: Path) -> None:
-    """Refuses a ``tokenizer.json`` that is of another model than the GGUF file beside it.
+    """Raises an error for a ``tokenizer.json`` of another model than the GGUF file beside it.
 
-    llama.cpp's converter fills the vocabulary up to the number of embeddings.
+    The GGUF file may have more tokens: llama.cpp's converter pads the vocabulary to the number of
+    embeddings.
     """
     theirs = metadata.get("tokenizer.ggml.tokens", ())
     ours = backend.get_vocab_size()
@@ -369,7 +374,7 @@ def _same_tokens(backend: Any, metadata: Mapping[str, Any], file: Path) -> None:
         raise CheckpointMismatchError(
             "is the tokenizer of another model than the GGUF file beside it", path=file,
             expected=f"{len(theirs)} tokens", found=f"{ours}, of which {same} are the same",
-            hint="Put the right one there, or load the model alone with tokenizer=False.",
+            hint="Put the right file there, or load the model alone with tokenizer=False.",
         )  # fmt: skip
 
 
@@ -408,10 +413,10 @@ def _checked(texts: Iterable[str]) -> list[str]:
 
 
 def check_unicode(text: str, which: str) -> None:
-    """Refuses a text that has halves of characters.
+    """Raises an error for text with a lone surrogate, which UTF-8 cannot encode.
 
     Raises:
-        UserInputError: Names ``which`` it is.
+        UserInputError: the text is not valid Unicode; the message names it as ``which``.
     """
     try:
         text.encode()

@@ -1,8 +1,8 @@
-"""Tokenizers without a ``tokenizer.json``: ``vocab.json`` + ``merges.txt``, and ``vocab.txt``.
+"""Reads tokenizers without a ``tokenizer.json``: ``vocab.json`` with ``merges.txt``, or ``vocab.txt``.
 
-Such files hold tokens alone. How a text is split and what stands around it is said by a class of
-transformers, which ``tokenizer_config.json`` or ``config.json`` names; here stands what these
-classes are, as the content of a ``tokenizer.json``.
+Such files have only the tokens. How text is split, and which special tokens surround it, depends on
+the class of transformers that ``tokenizer_config.json`` or ``config.json`` names. Here these classes
+are written as the content of a ``tokenizer.json``.
 
 Sources: ``tokenization_gpt2.py``, ``_qwen2``, ``_gpt_neox``, ``_codegen``,
 ``_roberta``, ``_bert`` and ``TOKENIZER_MAPPING_NAMES`` in transformers 5.23; ``read_file`` of the
@@ -23,7 +23,7 @@ from ...storage.files import open_regular
 from ...storage.limits import in_force
 
 VOCAB, MERGES, WORDS = "vocab.json", "merges.txt", "vocab.txt"
-# The files of tokenizers that are not read, each with what it is.
+# Files of tokenizers that are not supported, with their formats.
 _OTHERS = {
     "tokenizer.model": "SentencePiece or tiktoken",
     "spiece.model": "SentencePiece",
@@ -36,21 +36,21 @@ _OTHERS = {
     "vocab.bpe": "GPT-2's first format",
 }
 VOCABULARIES = (VOCAB, MERGES, WORDS, *_OTHERS)
-"""The files that hold a vocabulary where there is no ``tokenizer.json``."""
+"""The files that have a vocabulary if there is no ``tokenizer.json``."""
 
 _END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """What a class of transformers is.
+    """A tokenizer class of transformers.
 
     Attributes:
-        parts: Settings → normalizer, pre_tokenizer, decoder.
-        special: Its special tokens by default.
-        around: What stands around a text: "bert", "roberta", or "flags" where the settings say
-            ``add_bos_token`` and ``add_eos_token``.
-        words: Whether its vocabulary is a list of words (WordPiece).
+        parts: a function from settings to its normalizer, pre_tokenizer and decoder.
+        special: its default special tokens.
+        around: the special tokens around a text: those of "bert" or "roberta", or "flags" for those
+            that the settings ``add_bos_token`` and ``add_eos_token`` ask for.
+        words: whether its vocabulary is a list of words (WordPiece).
     """
 
     parts: Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -60,7 +60,7 @@ class TokenizerClass:
 
 
 def _byte_level(normalizer: Any = None, name: str = "gpt-2") -> Callable[..., dict[str, Any]]:
-    """GPT-2's letters for bytes, behind one of the ways to split that llama.cpp has names for."""
+    """Byte-level BPE as in GPT-2, with the pre-tokenizer that llama.cpp calls ``name``."""
 
     def parts(settings: Mapping[str, Any]) -> dict[str, Any]:
         split = SPLITTINGS[name].pre_tokenizer
@@ -128,7 +128,7 @@ _OF_MODELS: dict[str, str] = {
 
 @dataclass
 class Read:
-    """A tokenizer made of such files: the content of a ``tokenizer.json``, and its class."""
+    """A tokenizer read from such files: the content of a ``tokenizer.json``, and its class."""
 
     document: dict[str, Any]
     kind: TokenizerClass
@@ -137,17 +137,17 @@ class Read:
 
 
 def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None:
-    """The tokenizer in a directory without a ``tokenizer.json``, None where there is nothing of one.
+    """Reads the tokenizer of a directory without a ``tokenizer.json``; None if there is no vocabulary.
 
     Args:
-        directory: Where the files are.
-        settings: The content of ``tokenizer_config.json``.
+        directory: the directory of the files.
+        settings: the content of ``tokenizer_config.json``.
 
     Raises:
-        UnsupportedModelError: There is a vocabulary of another format, or of a class that is not
-            known; names it.
-        CheckpointMissingError: One of two files is not there.
-        CheckpointFormatError: One is broken; names it.
+        UnsupportedModelError: the vocabulary has an unsupported format, or an unknown class; the
+            message names it.
+        CheckpointMissingError: ``vocab.json`` or ``merges.txt`` is missing.
+        CheckpointFormatError: a file is corrupt; the message names it.
     """
     words, pairs = directory / WORDS, directory / VOCAB
     merges = directory / MERGES
@@ -156,8 +156,8 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
         for file, other in ((pairs, MERGES), (merges, VOCAB)):
             if not file.is_file():
                 raise CheckpointMissingError(
-                    f"is not there, which {other} beside it needs", path=file,
-                    hint=f"Fetch it as well, or write tokenizer.json. {_ALONE}",
+                    f"is missing, and {other} beside it needs it", path=file,
+                    hint=f"Download it as well, or write tokenizer.json. {_ALONE}",
                 )  # fmt: skip
         model = _bpe(pairs, merges)
         return Read(_document(model, kind.parts(settings)), kind, pairs)
@@ -168,8 +168,8 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
     for name, what in _OTHERS.items():
         if (directory / name).is_file():
             raise UnsupportedModelError(
-                f"{directory / name}: the tokenizer is there as {what} alone, which maxjax does not"
-                f" read: put the model's tokenizer.json beside it ({_WRITE}). {_ALONE}"
+                f"{directory / name}: the tokenizer is in the format {what}, which maxjax does not"
+                f" support: put the model's tokenizer.json beside it ({_WRITE}). {_ALONE}"
             )
     return None
 
@@ -181,7 +181,7 @@ _ALONE = "To load the model without it: maxjax.load(…, tokenizer=False)."
 def _kind(
     directory: Path, settings: Mapping[str, Any], files: str, *, words: bool
 ) -> TokenizerClass:
-    """What the files of a directory say that its tokenizer is."""
+    """The tokenizer class that the files of a directory name."""
     config = directory / "config.json"
     model = read_object(config) if config.is_file() else {}
     said = settings.get("tokenizer_class") or model.get("tokenizer_class")
@@ -195,8 +195,8 @@ def _kind(
             f"the class {str(said)[:80]!r}" if said else "no class that tokenizer_config.json names"
         )
         raise UnsupportedModelError(
-            f"{directory}: the tokenizer is there as {files}, of {what}; maxjax reads such files"
-            f" of {some(there, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
+            f"{directory}: the tokenizer is in {files}, of {what}; maxjax supports such files of"
+            f" {some(there, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
         )
     return found
 
@@ -216,7 +216,9 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
     for token, number in vocab.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
             raise CheckpointFormatError(
-                f"the token {token[:80]!r} has no number", path=pairs, found=str(number)[:80]
+                f"the id of the token {token[:80]!r} is not a valid number",
+                path=pairs,
+                found=str(number)[:80],
             )
     found = []
     for number, line in enumerate(_lines(merges), 1):
@@ -225,7 +227,7 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
         parts = line.split(" ")
         if len(parts) != 2:
             raise CheckpointFormatError(
-                f"line {number} is no merge",
+                f"line {number} is not a merge",
                 path=merges,
                 expected="two tokens",
                 found=repr(line)[:80],
@@ -233,8 +235,9 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
         missing = [text for text in (*parts, "".join(parts)) if text not in vocab]
         if missing:
             raise CheckpointFormatError(
-                f"line {number} has a token that {VOCAB} has not", path=merges,
-                found=repr(missing[0])[:80], hint="The two files are not of the same tokenizer.",
+                f"line {number} has a token that is not in {VOCAB}", path=merges,
+                found=repr(missing[0])[:80],
+                hint="The two files are of different tokenizers: use files of the same one.",
             )  # fmt: skip
         found.append(parts)
     return {
@@ -245,7 +248,7 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
 
 
 def _wordpiece(file: Path, settings: Mapping[str, Any], kind: TokenizerClass) -> dict[str, Any]:
-    # Of a word that is there twice the package takes the later line.
+    # If a word occurs twice, the package uses the later line.
     vocab = {line.rstrip(): number for number, line in enumerate(_lines(file))}
     unknown = settings.get("unk_token", kind.special["unk_token"])
     unknown = unknown.get("content") if isinstance(unknown, Mapping) else unknown
@@ -256,7 +259,7 @@ def _wordpiece(file: Path, settings: Mapping[str, Any], kind: TokenizerClass) ->
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a text, which end with a line feed alone or a carriage return before it."""
+    r"""The lines of a text file, which end with ``\n`` or ``\r\n``."""
     file = open_regular(path)
     try:
         limits = in_force()
@@ -278,19 +281,19 @@ def _lines(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-# --- what stands around a text ------------------------------------------------------------------
+# --- special tokens around a text ---------------------------------------------------------------
 
 
 def around(
     kind: TokenizerClass, settings: Mapping[str, Any], special: Mapping[str, str], id_of: Any
 ) -> Any:
-    """The post-processor of a class, as an object of the ``tokenizers`` package; None for none.
+    """The post-processor of a class, an object of the ``tokenizers`` package; None if it has none.
 
     Args:
-        kind: The class.
-        settings: The content of ``tokenizer_config.json``.
-        special: Special tokens by name.
-        id_of: Token → number.
+        kind: the class.
+        settings: the content of ``tokenizer_config.json``.
+        special: the special tokens by name.
+        id_of: a function from a token to its id.
     """
     from tokenizers import processors
 
@@ -320,7 +323,7 @@ def around(
 def _template(
     before: list[str], after: list[str], second: list[str]
 ) -> tuple[list[str], list[str]]:
-    """A text alone and a pair of them, with what stands before and after each."""
+    """The templates of a single text and of a text pair, with the special tokens around each text."""
 
     def one(sequence: str, segment: int, start: list[str]) -> list[str]:
         return [f"{piece}:{segment}" for piece in (*start, f"${sequence}", *after)]

@@ -49,7 +49,7 @@ BATCH = collections.UserDict(input_ids=[[5, 6]], attention_mask=[[1, 1]])
     ("prompts", "error", "says"),
     [
         (BATCH, TypeError, "not UserDict"),  # transformers' BatchEncoding is one
-        ([[[5], [6, 7]]], TypeError, r"prompts\[0\] is neither"),
+        ([[[5], [6, 7]]], TypeError, r"prompts\[0\] must be text"),
         (np.array([], np.int32), UserInputError, "empty"),
         (["a", "b\ud800"], UserInputError, r"prompts\[1\] is not valid Unicode"),
     ],
@@ -67,13 +67,13 @@ def test_what_is_no_prompt(loaded, prompts, error, says):
         ({"eos_ids": "ab"}, UserInputError, "a list of token ids"),
         ({"eos_ids": [1.5]}, UserInputError, "a token id"),
         ({"eos_ids": [2**40]}, UserInputError, "a token id"),
-        ({"stop": 5}, TypeError, "a text or a list of texts, not int"),
+        ({"stop": 5}, TypeError, "a str or a list of str, not int"),
         ({"chunk": 16.0}, UserInputError, "chunk is 16.0"),
         ({"key": np.zeros(3, np.uint32), "temperature": 1.0}, UserInputError, "one key"),
-        ({"banned": range(257)}, UserInputError, "leave no token"),
+        ({"banned": range(257)}, UserInputError, "exclude every token"),
         ({"banned": range(9), "logit_bias": dict.fromkeys(range(9, 257), -np.inf)},
-         UserInputError, "leave no token"),
-        ({"logit_bias": {3: 1e39}}, UserInputError, "token 3 a number of float32"),
+         UserInputError, "exclude every token"),
+        ({"logit_bias": {3: 1e39}}, UserInputError, "token 3 it must be a float32 number"),
     ],
 )  # fmt: skip
 def test_what_is_no_setting(loaded, options, error, says):
@@ -174,7 +174,7 @@ def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, close
     pieces = maxjax.stream(*loaded, "hello", max_new_tokens=20, eos_ids=())
     for _ in range(read):
         next(pieces)
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._decoding.state.cache)]
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._batch.state.cache)]
     if closed:
         pieces.close()
     else:
@@ -183,7 +183,7 @@ def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, close
 
 
 def test_a_cache_that_grows_is_compiled_once(loaded, monkeypatch, caplog):
-    monkeypatch.setattr(decoding, "_ROOM", 16)
+    monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 16)
     options = {"max_new_tokens": 90, "eos_ids": ()}
     first = generate(loaded, "hello", **options)
     with jax.log_compiles():
@@ -238,7 +238,7 @@ def test_a_turn_of_which_nothing_came(chat):
 
 @pytest.mark.parametrize("text", [None, 5, b"hi", ["hi"]])
 def test_what_cannot_be_said(chat, text):
-    with pytest.raises(TypeError, match="what is said is a text"):
+    with pytest.raises(TypeError, match="the message must be a str"):
         chat.say(text)
 
 
@@ -266,11 +266,11 @@ def test_half_a_character_does_not_cost_a_saved_chat(loaded, tmp_path):
     [
         ("max_tokens", "did you mean max_new_tokens="),
         ("max_length", "did you mean max_new_tokens="),
-        ("do_sample", "say temperature=: 0 is greedy"),
+        ("do_sample", "use temperature=: 0 is greedy"),
         ("device_map", "mesh=maxjax.make_mesh"),
         ("torch_dtype", "dtype= of maxjax.load"),
         ("eos_token_id", "did you mean eos_ids="),
-        ("seed", "say key=jax.random.key"),
+        ("seed", "use key=jax.random.key"),
         ("temprature", "did you mean temperature="),
         ("batchsize", "did you mean batch_size="),
         ("nothing_like_it", "settings of Sampling are temperature"),
@@ -287,7 +287,7 @@ def test_an_argument_that_is_called_otherwise(loaded, name, says):
 
 def test_an_argument_of_load_that_is_called_otherwise(tmp_path):
     for name, says in {
-        "torch_dtype": "say dtype=", "device_map": "make_mesh", "dtyp": "did you mean dtype=",
+        "torch_dtype": "use dtype=", "device_map": "make_mesh", "dtyp": "did you mean dtype=",
         "load_in_8bit": "quantised", "cache_dir": "HF_HOME",
     }.items():  # fmt: skip
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'.*{says}"):

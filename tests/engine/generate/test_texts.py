@@ -161,8 +161,8 @@ def test_a_stream_gives_the_same(model, expected):
 
 
 def test_a_cache_that_grows(model, expected, monkeypatch):
-    monkeypatch.setattr(decoding, "_ROOM", 1)
-    monkeypatch.setattr(decoding, "_LEAST_CAPACITY", 4)
+    monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 1)
+    monkeypatch.setattr(decoding, "_MIN_CAPACITY", 4)
     found = maxjax.generate(model, None, PROMPTS, max_new_tokens=64)
     assert [text.tokens for text in found] == expected
 
@@ -346,7 +346,7 @@ def test_interrupted(model, expected, monkeypatch, streamed):
 def test_a_stream_that_is_left(model):
     pieces = maxjax.stream(model, characters(), PROMPTS[0], max_new_tokens=64)
     first = [next(pieces) for _ in range(20)]  # several come of a dispatch by then
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._decoding.state.cache)]
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._batch.state.cache)]
     pieces.close()
     gc.collect()
     assert not any(ref() is not None for ref in refs)
@@ -375,7 +375,7 @@ def test_a_stream_that_is_left(model):
         ([1] * 256, {}, "256 tokens, and the model's context is 256"),
         ([1], {"temperature": -1}, "temperature is -1"),
         ([1], {"temprature": 1}, "no argument 'temprature': did you mean temperature="),
-        ([1], {"sampling": maxjax.Sampling(), "top_k": 3}, "top_k belongs in"),
+        ([1], {"sampling": maxjax.Sampling(), "top_k": 3}, "top_k= and sampling= are both given"),
         ([1], {"sampling": "hot"}, "maxjax.Sampling, not str"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
         ([1], {"batch_size": True}, "batch_size is True"),

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import maxjax
 from maxjax import nn
-from maxjax.engine.plan.report import Plan, _reported, parse_bytes, plan
+from maxjax.engine.plan.report import Plan, _memory_of, parse_bytes, plan
 from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy
 from maxjax.models import BertConfig, BertModel, Decoder, DecoderConfig
@@ -348,7 +348,7 @@ def test_what_of_a_cache_does_not_divide_is_said():
     assert found.cache_bytes_per_device == 5 * 2 * 8 * 2 * 4 * 6 * 7
     assert len(found.notes) == 2
     assert "batch of 6 does not divide by data=4" in found.notes[0]
-    assert "2 heads of keys and values do not divide by model=4" in found.notes[1]
+    assert "2 KV heads do not divide by model=4" in found.notes[1]
 
 
 def test_an_encoder_has_none():
@@ -461,7 +461,7 @@ def test_memory_that_devices_report(monkeypatch):
     assert plan(mlp(), real_mesh({"model": 2})).fits is None  # the CPU does not say
     mesh = type("Mesh", (), {"devices": np.array([Device(70), Device(50), Device(None)])})
     monkeypatch.setattr("maxjax.engine.plan.report.Mesh", mesh)
-    assert _reported(mesh()) == 50
+    assert _memory_of(mesh()) == 50
 
 
 @pytest.mark.fast(

@@ -454,26 +454,26 @@ def test_check_logits():
     bad[2] = -INF
     with pytest.raises(FloatingPointError, match="row 2: all 600 are minus infinity"):
         check_logits(jnp.asarray(bad))
-    with pytest.raises(UserInputError, match="under jit use Sampled.valid"):
+    with pytest.raises(UserInputError, match="under jit: use Sampled.valid"):
         jax.jit(check_logits)(jnp.asarray(bad))
 
 
 REFUSED = {
-    "rank": (lambda: sample(jnp.zeros(5)), r"\[B, V\] and a float dtype are wanted, not float32\[5\]"),
+    "rank": (lambda: sample(jnp.zeros(5)), r"the shape \[B, V\] and a float dtype, not float32\[5\]"),
     "dtype": (lambda: sample(jnp.zeros((1, 5), jnp.int32)), r"not int32\[1, 5\]"),
     "empty": (lambda: sample(jnp.zeros((1, 0))), r"not float32\[1, 0\]"),
-    "vocab": (lambda: sample(jnp.zeros((1, 5)), vocab_size=6), "vocab_size is 6: from 1 to the 5"),
-    "no key": (lambda: sample(jnp.zeros((1, 5)), settings=Sampling(temperature=1)), "needs a key"),
+    "vocab": (lambda: sample(jnp.zeros((1, 5)), vocab_size=6), "vocab_size is 6: it must be from 1 to 5"),
+    "no key": (lambda: sample(jnp.zeros((1, 5)), settings=Sampling(temperature=1)), "needs a random key"),
     "not a key": (
         lambda: sample(jnp.zeros((1, 5)), jnp.zeros(2), Sampling(temperature=1)), "a key of jax.random"
     ),
     "keys": (
         lambda: sample(jnp.zeros((1, 5)), jax.random.split(jax.random.key(0), 2), Sampling(temperature=1)),
-        r"shape \[2\]: \[\] or \[1\]",
+        r"shape \[2\]: it must be \[\] or \[1\]",
     ),
     "keys and rows": (
         lambda: sample(jnp.zeros((2, 5)), jax.random.split(jax.random.key(0), 2),
-                       Sampling(temperature=1), rows=jnp.arange(2)), "rows are for one key",
+                       Sampling(temperature=1), rows=jnp.arange(2)), "rows= needs a single key",
     ),
     "bias": (
         lambda: sample(jnp.zeros((1, 5)), settings=Sampling(logit_bias={5: 1})),
@@ -489,7 +489,7 @@ REFUSED = {
     "history": (
         lambda: sample(jnp.zeros((1, 5)), settings=Sampling(presence_penalty=1),
                        history=History.start(jnp.array([[1]]), 4)),
-        r"for logits \[1, 4\], these are \[1, 5\]",
+        r"for logits \[1, 4\], but these are \[1, 5\]",
     ),
 }  # fmt: skip
 
@@ -558,7 +558,7 @@ WRONG = [
     ("temperature", INF, "a number of at least 0"),
     ("temperature", math.nan, "a number of at least 0"),
     ("temperature", 10**400, "a number of at least 0"),
-    ("temperature", 10**5000, "a very large integer: a number of at least 0"),
+    ("temperature", 10**5000, "a very large integer: it must be a number of at least 0"),
     ("temperature", "1", "a number of at least 0"),
     ("temperature", True, "a number of at least 0"),
     ("top_k", -1, "an integer of at least 0"),
@@ -572,12 +572,12 @@ WRONG = [
     ("presence_penalty", 2.1, "a number from -2 to 2"),
     ("frequency_penalty", -3, "a number from -2 to 2"),
     ("logprobs", -1, "an integer of at least 0"),
-    ("logit_bias", {1: math.nan}, "for token 1 a number of float32"),
-    ("logit_bias", {1: INF}, "for token 1 a number of float32"),
+    ("logit_bias", {1: math.nan}, "for token 1 it must be a float32 number"),
+    ("logit_bias", {1: INF}, "for token 1 it must be a float32 number"),
     ("logit_bias", {-1: 1.0}, "a token id from 0"),
     ("logit_bias", {"1": 1.0}, "a token id from 0"),
-    ("logit_bias", [1, 2], "a table of token ids"),
-    ("logit_bias", 3, "a table of token ids"),
+    ("logit_bias", [1, 2], "a dict from token ids"),
+    ("logit_bias", 3, "a dict from token ids"),
     ("banned", [-1], "a token id from 0"),
     ("banned", "12", "a list of token ids"),
     ("banned", 5, "a list of token ids"),
@@ -620,14 +620,16 @@ def test_generation_config_that_is_unsupported_is_named(caplog):
     assert settings.banned == (4,)
 
 
-@pytest.mark.fast("config0-do_sample is 'false': true or false", "config5-suppress_tokens is None")
+@pytest.mark.fast(
+    "config0-do_sample is 'false': it must be true or false", "config5-suppress_tokens is None"
+)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"do_sample": "false"}, "do_sample is 'false': true or false"),
+        ({"do_sample": "false"}, "do_sample is 'false': it must be true or false"),
         ({"do_sample": True, "temperature": "0.5"}, "temperature is '0.5'"),
         ({"do_sample": True, "top_k": 5.5}, "top_k is 5.5"),
-        ({"bad_words_ids": [1]}, r"bad_words_ids is \[1\]: a list of lists"),
+        ({"bad_words_ids": [1]}, r"bad_words_ids is \[1\]: it must be a list of lists"),
         ({"bad_words_ids": {"a": 1}}, "bad_words_ids is"),
         ({"suppress_tokens": [None]}, "suppress_tokens is None"),
         ({"sequence_bias": [[1, 2.0]]}, r"sequence_bias is \[1, 2.0\]"),
