@@ -24,7 +24,7 @@ from ...storage.save.staging import Staging
 from .api import Writing, barrier, quiet, system_error
 from .arrays import is_on_host
 from .steps import Step, steps_in
-from .sums import Sums
+from .sums import ArraySums
 from .tree import Item
 
 MODEL = "model"
@@ -169,7 +169,7 @@ def _save(response: Response, place: Step, items: dict[str, Item], keep: Keep) -
     nested = {name: item.nested for name, item in items.items() if item.nested}
     writing = Writing(place.written, nested, metadata)
     try:
-        sums = Sums(items)  # holds what it needs of values that may go from now on
+        sums = ArraySums(items)  # holds what it needs of values that may go from now on
         arrays = [array for item in items.values() for array in item.arrays.values()]
         if all(map(is_on_host, arrays)):
             response._begun.set()
@@ -188,7 +188,7 @@ def _save(response: Response, place: Step, items: dict[str, Item], keep: Keep) -
     return place.path
 
 
-def _finish(response: Response, place: Step, sums: Sums, keep: Keep) -> None:
+def _finish(response: Response, place: Step, sums: ArraySums, keep: Keep) -> None:
     """What the first process does when all is written; the others wait for it."""
     name = os.path.basename(place.folder)
     barrier(f"maxjax-written-{name}")
