@@ -79,7 +79,7 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     for part in parts:
         targets.setdefault(part.name, []).append(_target(table.entries[part.name], part))
     sums = table.checks.sums(table.entries[name] for name in targets)
-    jobs: list[_Job | CodedJob] = []
+    jobs: list[_BoxJob | CodedJob] = []
     nbytes = 0
     for name, wanted in targets.items():
         entry, needed = table.entries[name], [t for t in wanted if t.array.size]
@@ -102,8 +102,8 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     return read
 
 
-def _place(job: _Job | CodedJob) -> Any:
-    return job.entry.file, job.entry.offset, job.box if type(job) is _Job else ()
+def _place(job: _BoxJob | CodedJob) -> Any:
+    return job.entry.file, job.entry.offset, job.box if type(job) is _BoxJob else ()
 
 
 # --- what is asked for ------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _target(entry: TensorEntry, part: Part) -> _Target:
 
 
 @dataclass(slots=True)
-class _Job:
+class _BoxJob:
     """Up to 16 MiB of the tensor that is ``whole``. With a ``target``, all within that part.
 
     ``sum`` takes up what is read of ``file``.
@@ -188,13 +188,13 @@ class _Job:
 
 def _plan(
     file: OpenFile, entry: TensorEntry, targets: list[_Target], sum: Sum | None
-) -> Iterator[_Job]:
+) -> Iterator[_BoxJob]:
     whole = tuple((0, size) for size in (*entry.shape, entry.dtype.np.itemsize))
     for large, target in _boxes(whole, targets, 0, 1) if targets else ():
         others = [other for other in targets if other is not target]
         for box in split(large, BLOCK_BYTES):
             touched = [other for other in others if overlap(box, other.region) is not None]
-            yield _Job(file, entry, whole, box, target, touched, sum)
+            yield _BoxJob(file, entry, whole, box, target, touched, sum)
 
 
 def _boxes(

@@ -166,7 +166,7 @@ class TensorTable:
 
 
 @dataclass(slots=True)
-class _Job:
+class _BlockJob:
     """One positioned read: ``views`` take the file's bytes from ``offset`` on, in turn.
 
     Several entries: one view each. One entry: one block of it, ``start`` bytes in. ``sums`` has
@@ -204,10 +204,10 @@ class _Job:
 
 def _plan(
     entries: list[TensorEntry], files: list[OpenFile], sums: dict[Key, Sum]
-) -> tuple[dict[str, np.ndarray], list[_Job | CodedJob]]:
+) -> tuple[dict[str, np.ndarray], list[_BlockJob | CodedJob]]:
     """The arrays, still empty, and the reads that fill them, in the order of the files."""
     arrays: dict[str, np.ndarray] = {}
-    jobs: list[_Job | CodedJob] = []
+    jobs: list[_BlockJob | CodedJob] = []
     slab, used = aligned_empty(0), 0
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
         if entry.name in arrays:
@@ -250,10 +250,10 @@ def _allocate(nbytes: int, entry: TensorEntry, files: list[OpenFile]) -> np.ndar
 
 def _blocks(
     entry: TensorEntry, file: OpenFile, memory: np.ndarray, sum: Sum | None
-) -> Iterable[_Job]:
+) -> Iterable[_BlockJob]:
     for start in range(0, entry.nbytes, BLOCK_BYTES):
         view = memory[start : start + BLOCK_BYTES]
-        yield _Job(file, entry.offset + start, [entry], [view], [sum], start)
+        yield _BlockJob(file, entry.offset + start, [entry], [view], [sum], start)
 
 
 def _append_small(
@@ -263,11 +263,11 @@ def _append_small(
     if not entry.nbytes:
         return
     last = jobs[-1] if jobs else None
-    if type(last) is _Job and last.file is file and last.entries[-1].nbytes <= SMALL_BYTES:
+    if type(last) is _BlockJob and last.file is file and last.entries[-1].nbytes <= SMALL_BYTES:
         end = last.entries[-1].offset + last.entries[-1].nbytes
         if end == entry.offset and len(last.views) < SCATTER:
             last.entries.append(entry)
             last.views.append(memory)
             last.sums.append(sum)
             return
-    jobs.append(_Job(file, entry.offset, [entry], [memory], [sum]))
+    jobs.append(_BlockJob(file, entry.offset, [entry], [memory], [sum]))

@@ -24,7 +24,7 @@ from ...storage.save.staging import Staging
 from .api import Writing, barrier, quiet, system_error
 from .arrays import is_on_host
 from .steps import Step, steps_in
-from .sums import Sums
+from .sums import ArraySums
 from .tree import Item
 
 MODEL = "model"
@@ -169,7 +169,9 @@ def _save(response: Response, target: Step, items: dict[str, Item], keep: Keep) 
     nested = {name: item.nested for name, item in items.items() if item.nested}
     writing = Writing(target.written, nested, metadata)
     try:
-        sums = Sums(items)  # references the values it needs, which callers may delete from now on
+        sums = ArraySums(
+            items
+        )  # references the values it needs, which callers may delete from now on
         arrays = [array for item in items.values() for array in item.arrays.values()]
         if all(map(is_on_host, arrays)):
             response._begun.set()
@@ -188,7 +190,7 @@ def _save(response: Response, target: Step, items: dict[str, Item], keep: Keep) 
     return target.path
 
 
-def _finish(response: Response, target: Step, sums: Sums, keep: Keep) -> None:
+def _finish(response: Response, target: Step, sums: ArraySums, keep: Keep) -> None:
     """Commit the step in the first process when all have written; the others wait for it."""
     name = os.path.basename(target.folder)
     barrier(f"maxjax-written-{name}")

@@ -19,7 +19,7 @@ from ...errors import OutOfMemoryError, UserInputError
 from ...graph.weights import WeightData, read_all
 from ...storage.boxes import whole
 from ...storage.checksums import crc32_of_boxes
-from ...storage.orbax.maxjax_metadata import Added, custom_metadata
+from ...storage.orbax.maxjax_metadata import Extras, custom_metadata
 from ..file_set import out_of_memory
 from .api import add, finish, quiet
 from .arrays import known
@@ -53,7 +53,7 @@ def stream(
         UserInputError: no tensor has values, or orbax cannot store the dtype of one.
         CheckpointError: the source cannot be read; the step cannot be written.
     """
-    item = Added()
+    item = Extras()
     for name, data in tensors.items():
         shape = tuple(map(int, data.shape))
         if not math.prod(shape):

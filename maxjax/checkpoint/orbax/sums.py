@@ -18,7 +18,7 @@ from .arrays import held_parts, is_on_host, owners
 from .tree import Item
 
 
-class Sums:
+class ArraySums:
     """The checksums of arrays.
 
     A part that another process has counts as zeros here: sums of equal length add up by XOR,

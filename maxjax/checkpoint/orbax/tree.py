@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from ...errors import UserInputError
 from ...nn.layer import Module
-from ...storage.orbax.maxjax_metadata import Added
+from ...storage.orbax.maxjax_metadata import Extras
 from .arrays import known, module_arrays, own_value
 
 # Types of leaves that are not arrays: they are also written exactly, as text in the metadata.
@@ -30,7 +30,7 @@ ONLY = "value"
 
 
 @dataclass(slots=True)
-class Item(Added):
+class Item(Extras):
     """One tree of a checkpoint, with what orbax cannot hold of it.
 
     Attributes:

@@ -53,7 +53,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ArrayHeader:
     """What a header says. ``skip`` is where the data begins, counted from the magic.
 
     ``swap``: the bytes of each value are in the order that is not this machine's.
@@ -88,7 +88,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArrayPlace:
     """Where an array lies, for messages: its file, its name, its first byte.
 
     ``in_order``: byte k of the array is byte ``offset`` + k of the file; else it is compressed.
@@ -108,7 +108,7 @@ class Place:
 class HeaderText:
     """A header's text, token by token. ``base`` is the byte of the array it begins at."""
 
-    def __init__(self, text: str, encoding: str, base: int, place: Place, limits: Limits):
+    def __init__(self, text: str, encoding: str, base: int, place: ArrayPlace, limits: Limits):
         # A header is filled up with spaces; a search for a token that begins at any of
         # them would go to the end again and again.
         self.text = text.rstrip(" \t\r\n")
@@ -120,7 +120,7 @@ class HeaderText:
         self.kind = self.token = ""
         self.shape_at = self._where()
 
-    def header(self, skip: int) -> Header:
+    def header(self, skip: int) -> ArrayHeader:
         """All of it; ``skip`` is where the data begins."""
         self._check_bounds()
         found: dict[str, Any] = {}
@@ -146,7 +146,7 @@ class HeaderText:
             raise self._bad("header: a key is missing", expected, f"no {', '.join(absent)}")
         dtype, swap = found["descr"]
         self._check_total(dtype, found["shape"])
-        return Header(dtype, found["shape"], found["fortran_order"], swap, skip)
+        return ArrayHeader(dtype, found["shape"], found["fortran_order"], swap, skip)
 
     def _check_bounds(self) -> None:
         """Brackets and signs inside one another, and the digits of numbers, before all else."""
@@ -358,7 +358,7 @@ def open_npy(
 
 
 def _entry(file: OpenFile, name: str, limits: Limits) -> TensorEntry:
-    place = Place(file.path, name)
+    place = ArrayPlace(file.path, name)
 
     def head(nbytes: int) -> bytes:
         return file.pread(0, min(nbytes, file.size))
@@ -373,7 +373,7 @@ def _entry(file: OpenFile, name: str, limits: Limits) -> TensorEntry:
     )
 
 
-def check_size(header: Header, size: int, place: Place) -> None:
+def check_size(header: ArrayHeader, size: int, place: ArrayPlace) -> None:
     """Refuses an array whose data is not what is left of the ``size`` bytes behind its header."""
     there = size - header.skip
     if header.nbytes > there:
@@ -393,7 +393,9 @@ def check_size(header: Header, size: int, place: Place) -> None:
         )
 
 
-def read_header(head: Callable[[int], bytes], size: int, place: Place, limits: Limits) -> Header:
+def read_header(
+    head: Callable[[int], bytes], size: int, place: ArrayPlace, limits: Limits
+) -> ArrayHeader:
     """The header of an array of ``size`` bytes, header included; ``head(n)`` gives the first n.
 
     Raises:
@@ -432,7 +434,7 @@ def read_header(head: Callable[[int], bytes], size: int, place: Place, limits: L
     return HeaderText(text, encoding, fixed, place, limits).header(fixed + length)
 
 
-def _short(place: Place, what: str, at: int, wanted: int, there: int) -> CheckpointError:
+def _short(place: ArrayPlace, what: str, at: int, wanted: int, there: int) -> CheckpointError:
     return CheckpointTruncatedError(
         f"the array ends inside the {what}",
         expected=f"{wanted} bytes",
@@ -442,7 +444,7 @@ def _short(place: Place, what: str, at: int, wanted: int, there: int) -> Checkpo
     )
 
 
-def _other(start: bytes, place: Place) -> CheckpointError:
+def _other(start: bytes, place: ArrayPlace) -> CheckpointError:
     """The error for what is no array, by what it is."""
     known = foreign(place.path, start, WHAT)
     if known is not None:

@@ -19,7 +19,7 @@ from ..limits import Limits, in_force
 from ..table import TensorTable
 from ..zip.archive import STORED, Archive, Member, read_directory
 from ..zip.directory import check_ratio
-from .npy import Header, Place, check_size, read_header
+from .npy import ArrayHeader, ArrayPlace, check_size, read_header
 
 WHAT = "a NumPy .npz archive"
 _END = ".npy"
@@ -101,7 +101,7 @@ def _other(archive: Archive, member: Member, where: dict) -> CheckpointError:
 
 def _entry(archive: Archive, member: Member, limits: Limits) -> TensorEntry:
     path, name = archive.file.path, _tensor_of(member.name)
-    place = Place(path, name, member.offset, member.method == STORED)
+    place = ArrayPlace(path, name, member.offset, member.method == STORED)
     head: Callable[[int], bytes] = partial(archive.head, member)
     header = read_header(head, member.size, place, limits)
     if isinstance(header.dtype, UnknownType):
@@ -117,7 +117,7 @@ def _entry(archive: Archive, member: Member, limits: Limits) -> TensorEntry:
     return _placed(archive, member, header, name)
 
 
-def _placed(archive: Archive, member: Member, header: Header, name: str) -> TensorEntry:
+def _placed(archive: Archive, member: Member, header: ArrayHeader, name: str) -> TensorEntry:
     offset = member.offset + header.skip
     entry = TensorEntry(name, header.dtype, header.shape, 0, offset, header.nbytes)
     if not header.nbytes:

@@ -33,7 +33,7 @@ _MAX_DIMS = 32
 
 
 @dataclass(slots=True)
-class Added:
+class Extras:
     """What one tree has beside its arrays.
 
     Attributes:
@@ -49,7 +49,7 @@ class Added:
     keys: dict[str, str] = field(default_factory=dict)
 
 
-def custom_metadata(trees: Mapping[str, Added]) -> dict[str, Any]:
+def custom_metadata(trees: Mapping[str, Extras]) -> dict[str, Any]:
     """The custom metadata that orbax is given for a checkpoint of these trees."""
     content: dict[str, Any] = {
         "version": _VERSION,

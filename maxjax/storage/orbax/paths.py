@@ -37,7 +37,7 @@ _LEGACY = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreePlace:
     """One tree: ``directory``, the ``item`` it is of ``checkpoint`` ("" if it is that itself)."""
 
     directory: str
@@ -140,7 +140,7 @@ def checkpoint_of(path: str) -> str:
     return _place_of_tree(found).checkpoint if is_tree else found
 
 
-def locate(path: str, item: str | None) -> Place:
+def locate(path: str, item: str | None) -> TreePlace:
     """The tree that a path and the name of an item mean.
 
     Raises:
@@ -170,17 +170,17 @@ def locate(path: str, item: str | None) -> Place:
             expected=item,
             found=some([name or "a single tree without a name" for name in found], 10),
         )
-    return Place(found[item], checkpoint, item)
+    return TreePlace(found[item], checkpoint, item)
 
 
-def _place_of_tree(directory: str) -> Place:
+def _place_of_tree(directory: str) -> TreePlace:
     """A directory with a ``_METADATA`` is a checkpoint by itself, or an item of the one above."""
     above, name = os.path.split(os.path.abspath(directory))
     marks = (CHECKPOINT, INDICATOR)
     own = any(os.path.lexists(os.path.join(directory, mark)) for mark in marks)
     if not own and any(os.path.lexists(os.path.join(above, mark)) for mark in marks):
-        return Place(directory, above, name)
-    return Place(directory, directory, "")
+        return TreePlace(directory, above, name)
+    return TreePlace(directory, directory, "")
 
 
 def _items(checkpoint: str) -> dict[str, str]:

@@ -27,12 +27,12 @@ from ..table import TensorTable, Verify
 from .chunks import Chunks
 from .maxjax_metadata import read_own
 from .metadata import TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
-from .paths import Place, locate, other_step
+from .paths import TreePlace, locate, other_step
 from .paths import is_orbax as is_orbax
 from .paths import orbax_items as orbax_items
 from .paths import steps as steps
 from .store import Store
-from .zarr import DRIVERS, Description, check_chunks, check_write_shape, read_description
+from .zarr import DRIVERS, ArrayDescription, check_chunks, check_write_shape, read_description
 
 # zstd cannot make more of a byte.
 _MOST_RATIO = 40_000
@@ -110,7 +110,9 @@ def orbax_tree(
     return _open_tree(os.fsdecode(path), item, limits)[1]
 
 
-def _open_tree(path: str, item: str | None, limits: Limits) -> tuple[Place, Tree, dict[str, str]]:
+def _open_tree(
+    path: str, item: str | None, limits: Limits
+) -> tuple[TreePlace, Tree, dict[str, str]]:
     place = locate(path, item)
     try:
         metadata = read_checkpoint_metadata(place.checkpoint, limits)
@@ -126,7 +128,7 @@ def _open_tree(path: str, item: str | None, limits: Limits) -> tuple[Place, Tree
     return place, tree, {**metadata, **tree.metadata}
 
 
-def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Description]]:
+def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, ArrayDescription]]:
     """The arrays of a tree, each held against its chunks."""
     leaves = [leaf for leaf in tree.leaves if leaf.has_tensor]
     if not store.is_ocdbt:
@@ -201,18 +203,20 @@ def _check_total(store: Store, nbytes: int, limits: Limits) -> None:
         )
 
 
-def _entry(store: Store, tree: Tree, leaf: Leaf, found: Description, offset: int) -> TensorEntry:
+def _entry(
+    store: Store, tree: Tree, leaf: Leaf, found: ArrayDescription, offset: int
+) -> TensorEntry:
     coding = Chunks(store, found.driver, found.dtype, found.read_chunk, tree.is_dense)
     return TensorEntry(leaf.name, found.dtype, found.shape, 0, offset, found.nbytes, coding)
 
 
-def _sums(place: Place, limits: Limits) -> dict[str, tuple[int, ...]]:
+def _sums(place: TreePlace, limits: Limits) -> dict[str, tuple[int, ...]]:
     digests = read_digests(place.checkpoint, limits=limits)
     return digests.of(DIRECTORY, 0) if digests else {}
 
 
 def _checksum(
-    place: Place, entry: TensorEntry, sums: dict[str, tuple[int, ...]]
+    place: TreePlace, entry: TensorEntry, sums: dict[str, tuple[int, ...]]
 ) -> Checksum | None:
     name = f"{place.item}/{entry.name}" if place.item else entry.name
     crcs = sums.get(name)

@@ -28,7 +28,7 @@ _ZARR2 = re.compile(r"[<>|](?:[biuf]\d|c8|c16)")
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ArrayDescription:
     """One array: type, shape, and how it is cut into chunks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Description:
         """The key of a chunk, without the array's name.
 
         Example:
-            >>> Description("zarr3", DType.int8, (4, 4), (2, 2), (2, 2), "c", "/").key((0, 1))
+            >>> ArrayDescription("zarr3", DType.int8, (4, 4), (2, 2), (2, 2), "c", "/").key((0, 1))
             'c/0/1'
         """
         numbers = [self.prefix, *map(str, index)] if self.prefix else list(map(str, index))
@@ -70,7 +70,7 @@ class Description:
 
 def read_description(
     driver: str, path: str, name: str, source: bytes | str, limits: Limits
-) -> Description:
+) -> ArrayDescription:
     """The description of the array ``name``: the path of a file, or its bytes, shown as ``path``.
 
     Raises:
@@ -85,7 +85,7 @@ def read_description(
     return found
 
 
-def _zarr2(value: dict[str, Any], path: str, name: str) -> Description:
+def _zarr2(value: dict[str, Any], path: str, name: str) -> ArrayDescription:
     version, filters = value.get("zarr_format"), value.get("filters")
     require(version == 2, path, "zarr_format", "2", version, name)
     require(filters is None, path, "filters", "null", filters, name)
@@ -93,10 +93,10 @@ def _zarr2(value: dict[str, Any], path: str, name: str) -> Description:
     separator = value.get("dimension_separator", ".")
     require(separator in (".", "/"), path, "dimension_separator", "'.' or '/'", separator, name)
     dtype = _dtype(value.get("dtype"), path, "dtype", name)
-    return Description("zarr", dtype, shape, chunk, chunk, "", separator)
+    return ArrayDescription("zarr", dtype, shape, chunk, chunk, "", separator)
 
 
-def _zarr3(value: dict[str, Any], path: str, name: str) -> Description:
+def _zarr3(value: dict[str, Any], path: str, name: str) -> ArrayDescription:
     version, kind = value.get("zarr_format"), value.get("node_type")
     require(version == 3, path, "zarr_format", "3", version, name)
     require(kind == "array", path, "node_type", "'array'", kind, name)
@@ -112,7 +112,7 @@ def _zarr3(value: dict[str, Any], path: str, name: str) -> Description:
     dtype = _dtype(value.get("data_type"), path, "data_type", name)
     read = _inner(value.get("codecs"), path, name) or chunk
     prefix = "c" if encoding == "default" else ""
-    return Description("zarr3", dtype, shape, chunk, read, prefix, separator)
+    return ArrayDescription("zarr3", dtype, shape, chunk, read, prefix, separator)
 
 
 def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
@@ -161,7 +161,7 @@ def _dtype(value: Any, path: str, what: str, name: str) -> Any:
     return UnknownType(value[:80], error)
 
 
-def _check_sizes(found: Description, path: str, name: str, limits: Limits) -> None:
+def _check_sizes(found: ArrayDescription, path: str, name: str, limits: Limits) -> None:
     shape, chunk, read = found.shape, found.chunk, found.read_chunk
     where: dict[str, Any] = {"path": path, "tensor": name}
     same = len(shape) == len(chunk) == len(read)
@@ -184,7 +184,9 @@ def _check_sizes(found: Description, path: str, name: str, limits: Limits) -> No
         )
 
 
-def check_write_shape(found: Description, shape: tuple[int, ...], path: str, name: str) -> None:
+def check_write_shape(
+    found: ArrayDescription, shape: tuple[int, ...], path: str, name: str
+) -> None:
     """Holds an array against the shape of the pieces that the tree says it was written in.
 
     Raises:
@@ -203,7 +205,7 @@ def check_write_shape(found: Description, shape: tuple[int, ...], path: str, nam
 
 
 def check_chunks(
-    found: Description, keys: Iterable[str], path: str, name: str, is_dense: bool
+    found: ArrayDescription, keys: Iterable[str], path: str, name: str, is_dense: bool
 ) -> None:
     """Holds the chunks that are there (``keys``, without the array's name) against the shape.
 
@@ -244,7 +246,7 @@ def _place(number: int, grid: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def _index(found: Description, key: str) -> tuple[int, ...] | None:
+def _index(found: ArrayDescription, key: str) -> tuple[int, ...] | None:
     """The place of a chunk in the grid, by its key; None for another key."""
     if not found.shape:
         return () if key == found.key(()) else None

@@ -79,10 +79,10 @@ class Entries:
             CheckpointUnsafeError: A storage whose key leads elsewhere.
             CheckpointLimitError: Sizes over the limits.
         """
-        return _View(self, name, tensor).entry()
+        return _Checked(self, name, tensor).entry()
 
 
-class _View:
+class _Checked:
     """One tensor being checked. Errors name it, the field, and the byte of its instruction."""
 
     def __init__(self, all: Entries, name: str, tensor: Tensor):
