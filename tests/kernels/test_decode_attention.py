@@ -148,7 +148,7 @@ def jnp_form(
     """The definition, on the same."""
     batch, _, width = given["q"].shape
     scale = 1 / math.sqrt(width) if scale is None else scale
-    static = module._Static(scale, sliding_window or 0, soft_cap or 0.0, interleaved, rotating)
+    static = module._Options(scale, sliding_window or 0, soft_cap or 0.0, interleaved, rotating)
 
     @jax.jit
     def run(given):
