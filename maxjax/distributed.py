@@ -101,9 +101,9 @@ def initialize(
     import jax
 
     num_processes, process_id = _checked_ids(num_processes, process_id)
-    patience = _whole("initialization_timeout", initialization_timeout, 1)
-    heartbeat_timeout = _whole("heartbeat_timeout", heartbeat_timeout, 1)
-    shutdown_timeout = _whole("shutdown_timeout", shutdown_timeout, 1)
+    seconds_left = _checked_integer("initialization_timeout", initialization_timeout, 1)
+    heartbeat_timeout = _checked_integer("heartbeat_timeout", heartbeat_timeout, 1)
+    shutdown_timeout = _checked_integer("shutdown_timeout", shutdown_timeout, 1)
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     host, port = _host_and_port(address) if address else ("", 0)
     if host and num_processes != 1:
@@ -114,13 +114,13 @@ def initialize(
     if host and process_id == 0 and bind is None:
         bind = _place_to_listen(host, port)
     elif host and process_id:
-        patience = _wait_for_coordinator(host, port, patience)
+        seconds_left = _wait_for_coordinator(host, port, seconds_left)
     _start(
         coordinator_address=address,
         num_processes=num_processes,
         process_id=process_id,
         local_device_ids=local_device_ids,
-        initialization_timeout=patience,
+        initialization_timeout=seconds_left,
         heartbeat_timeout_seconds=heartbeat_timeout,
         shutdown_timeout_seconds=shutdown_timeout,
         coordinator_bind_address=bind,
@@ -155,7 +155,7 @@ def watch(phase: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
         text = str(error)
-        found = _meaning(error, text)
+        found = _error_class(error, text)
         if found is None:
             raise
         reason = next(iter(text.splitlines()), "")[:300]
@@ -165,7 +165,7 @@ def watch(phase: str) -> Iterator[None]:
             ) from error
         advice = f"Or it runs another program. {_COMPARE}" if _SILENT.search(text) else _RESTART
         raise PeerLostError(
-            f"{phase}: {_who(text)} is gone or does not answer ({reason}). {advice}"
+            f"{phase}: {_lost_process(text)} is gone or does not answer ({reason}). {advice}"
         ) from error
 
 
@@ -176,8 +176,8 @@ _COMPARE = "maxjax.distributed.same_program compares programs before they run."
 def _checked_ids(
     num_processes: int | None, process_id: int | None
 ) -> tuple[int | None, int | None]:
-    count = None if num_processes is None else _whole("num_processes", num_processes, 1)
-    number = None if process_id is None else _whole("process_id", process_id, 0)
+    count = None if num_processes is None else _checked_integer("num_processes", num_processes, 1)
+    number = None if process_id is None else _checked_integer("process_id", process_id, 0)
     if count is not None and number is not None and number >= count:
         raise UserInputError(
             f"process_id is {number}; it must be 0 to {count - 1}. "
@@ -186,7 +186,7 @@ def _checked_ids(
     return count, number
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _checked_integer(name: str, value: Any, least: int) -> int:
     """``value`` as an int; UserInputError unless it is an integer of at least ``least``."""
     try:
         whole = least - 1 if isinstance(value, bool) else operator.index(value)
@@ -221,7 +221,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _on_this_machine(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether ``host`` is a loopback address or "localhost"."""
     address = _address(host)
     return address.is_loopback if address else host.lower() == "localhost"
@@ -235,7 +235,7 @@ def _check_meaning(host: str, port: int) -> None:
     machines, the user has to decide; an explicit loopback address is accepted.
     """
     address = _address(host)
-    if _on_this_machine(host) or (address and not address.is_unspecified):
+    if _is_loopback(host) or (address and not address.is_unspecified):
         return
     found = [host]
     if address is None:
@@ -246,7 +246,7 @@ def _check_meaning(host: str, port: int) -> None:
         except OSError:
             return  # the name may be registered later; _wait_for_coordinator and JAX try again
         found = [str(info[4][0]) for info in infos]
-        if not all(_on_this_machine(one) for one in found):
+        if not all(_is_loopback(one) for one in found):
             return
     raise UserInputError(
         f"coordinator {host!r} is {found[0]} on this machine, where no other machine can reach it. "
@@ -263,7 +263,7 @@ def _place_to_listen(host: str, port: int) -> str | None:
     segmentation fault.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    local = _on_this_machine(host)
+    local = _is_loopback(host)
     try:
         socket.create_server((host if local else "", port), family=family).close()
     except OSError as error:
@@ -313,7 +313,7 @@ def _start(**arguments: Any) -> None:
         ) from error
 
 
-def _meaning(error: Exception, text: str) -> type[Exception] | None:
+def _error_class(error: Exception, text: str) -> type[Exception] | None:
     """The exception class for what happened to the processes; None for any other error."""
     import jax
 
@@ -326,7 +326,7 @@ def _meaning(error: Exception, text: str) -> type[Exception] | None:
     return PeerLostError if _LOST.search(text) else None
 
 
-def _who(text: str) -> str:
+def _lost_process(text: str) -> str:
     """The process that an error is about: from its text, or the other one of two."""
     ids = [*_ONE_ID.findall(text), *(one for run in _IDS.findall(text) for one in run.split())]
     if not ids and _world and _world[1] == 2:

@@ -265,8 +265,8 @@ def _kernel(static: _Options, *operands: Any) -> Any:
     flat = q.reshape(batch, kv_heads * group, width)
     changed = (keys, values, *operands[_SCALES:])
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (flat, *changed)]
-    places = {3: 1, 4: 2} | {_SCALES + i: 3 + i for i in range(len(changed) - 2)}
-    call = jax.ffi.ffi_call("maxjax_decode_attention", results, input_output_aliases=places)
+    aliases = {3: 1, 4: 2} | {_SCALES + i: 3 + i for i in range(len(changed) - 2)}
+    call = jax.ffi.ffi_call("maxjax_decode_attention", results, input_output_aliases=aliases)
     out, *changed = call(
         flat, *operands[1:],
         scale=np.float32(static.scale), window=np.int64(static.window), cap=np.float32(static.cap),
@@ -286,7 +286,7 @@ def _rule(ranks: Sequence[int]) -> Any:
     return SdyShardingRule(operands, (q, cache, cache, *scales))
 
 
-def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     """Batch and heads are split as they are in the cache, which is by far the largest operand."""
     *layers, batch, heads, _, _ = specs[3]
     cache, head = [*[()] * len(layers), batch, heads, (), ()], [batch, heads, ()]
@@ -306,5 +306,5 @@ def _places(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 
 _OPERATION = Operation(
-    "maxjax_decode_attention", _types, definition, _kernel, _rule, _places, lambda *_: None
+    "maxjax_decode_attention", _types, definition, _kernel, _rule, _shardings, lambda *_: None
 )

@@ -42,7 +42,7 @@ class Operation:
         definition: ``(static, *operands)`` → results, in jnp.
         kernel: ``(static, *operands)`` → results, by an FFI call on one device's part.
         rule: ``(ranks of the operands)`` → a SdyShardingRule, which axes are split alike.
-        places: ``(entries of the operands)`` → entries of the operands and of the results,
+        shardings: ``(entries of the operands)`` → entries of the operands and of the results,
             consistent with each other, and the mesh axes over which results are to be summed.
         batch: ``(static, operands, dims, bind)`` → results with the batch axis first, or None to
             use the definition.
@@ -58,12 +58,12 @@ class Operation:
         definition: Callable[..., Any],
         kernel: Callable[..., Any],
         rule: Callable[..., Any],
-        places: Callable[..., Any],
+        shardings: Callable[..., Any],
         batch: Callable[..., Any],
         summand: Callable[[Any], Any] = lambda static: static,
     ):
         self.definition, self.kernel = definition, kernel
-        self.rule, self.places, self.summand, self.batch = rule, places, summand, batch
+        self.rule, self.shardings, self.summand, self.batch = rule, shardings, summand, batch
         self._jitted = functools.cache(self._jit)
         self._partitioned = functools.cache(self._custom_partitioning)
         self._name, self._types = name, types
@@ -136,23 +136,23 @@ class Operation:
         call = custom_partitioning(lambda *operands: tuple(self.kernel(static, *operands)))
         call.def_partition(
             partition=functools.partial(self._partition, static),
-            infer_sharding_from_operands=lambda mesh, args, _: self._shardings(mesh, args)[1],
+            infer_sharding_from_operands=lambda mesh, args, _: self._named_shardings(mesh, args)[1],
             sharding_rule=self.rule(ranks),
             # Some have no PartitionSpec: XLA may split a result over half of a mesh axis.
             decode_shardings=False,
         )
         return call
 
-    def _shardings(self, mesh: Any, args: Sequence[Any]) -> Any:
+    def _named_shardings(self, mesh: Any, args: Sequence[Any]) -> Any:
         specs = [explicit.entries_of(a.sharding, mesh, a.shape) for a in args]
-        operands, results, summed = self.places(specs)
-        place = lambda entries: NamedSharding(mesh, explicit.spec(entries))
-        return tuple(map(place, operands)), tuple(map(place, results)), summed
+        operands, results, summed = self.shardings(specs)
+        named = lambda entries: NamedSharding(mesh, explicit.spec(entries))
+        return tuple(map(named, operands)), tuple(map(named, results)), summed
 
     def _partition(
         self, static: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]
     ) -> Any:
-        operands, outputs, summed = self._shardings(mesh, args)
+        operands, outputs, summed = self._named_shardings(mesh, args)
         dtypes = [r.dtype for r in results]
 
         def part(*arrays: Any) -> Any:

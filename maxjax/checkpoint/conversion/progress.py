@@ -42,11 +42,11 @@ def watched(outgoing: list[Outgoing], watch: Watch | None) -> list[Outgoing]:
     """The tensors; each piece is reported when the writer asks for the next one."""
     if watch is None:
         return outgoing
-    tell = watch(sum(one.nbytes for one in outgoing))
+    report = watch(sum(one.nbytes for one in outgoing))
 
-    def told(one: Outgoing) -> Iterator[memoryview]:
+    def reported(one: Outgoing) -> Iterator[memoryview]:
         for piece in one.pieces():
             yield piece
-            tell(len(piece))
+            report(len(piece))
 
-    return [replace(one, pieces=partial(told, one)) for one in outgoing]
+    return [replace(one, pieces=partial(reported, one)) for one in outgoing]

@@ -142,7 +142,7 @@ def _new_gguf(
         )
     pooling, _ = read_pooling(found.folder)
     if pooling is not None and (lost := _not_in_gguf(pooling)):
-        _LOG.warning("%s: a GGUF file does not say %s", path, lost)
+        _LOG.warning("%s: a GGUF file cannot say %s", path, lost)
     metadata = gguf_metadata(
         config, made.tensors, encoding=encoding, dtype=dtype,
         name=path.resolve().name if path.is_dir() else path.resolve().stem,

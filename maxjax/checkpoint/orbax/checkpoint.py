@@ -162,7 +162,7 @@ def _trees(model: Module | None, items: Mapping[str, Any], copy: bool) -> dict[s
             )
         trees[name] = tree_item(name, tree, copy=copy)
     if not any(tree.nested for tree in trees.values()):
-        raise UserInputError("there is nothing to save: no model, and no array beside it")
+        raise UserInputError("there is nothing to save: pass a model, or a pytree with arrays")
     return trees
 
 

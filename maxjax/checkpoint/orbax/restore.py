@@ -34,7 +34,7 @@ def model_problems(saved: Saved, model: Module) -> list[str]:
             continue
         if saved.is_ours and found != wanted.value:
             problems.append(
-                f"'{name}' is packed as {wanted.value} in the model and as {found} in the checkpoint"
+                f"'{name}' is quantised as {wanted.value} in the model and as {found} in the checkpoint"
             )
     return problems
 

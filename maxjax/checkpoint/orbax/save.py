@@ -239,7 +239,7 @@ def translated(error: BaseException, target: Step) -> BaseException:
     try:
         if system is None:
             text = next(iter(str(error).splitlines()), "")[:300]
-            problem = f"orbax could not save it ({type(error).__name__}: {text})"
+            problem = f"orbax could not save the step ({type(error).__name__}: {text})"
             hint = getattr(target.staging, "_kept", "") or None
             raise save_failed(problem, target.root, None, hint) from error
         if target.staging is None:

@@ -61,7 +61,7 @@ def stream(
         if data.quantization_encoding is not None and data.dtype is DType.uint8:
             item.encodings[name] = data.quantization_encoding.value
     if len(item.empty) == len(tensors):
-        raise UserInputError("there is nothing to save: no tensor has values")
+        raise UserInputError("there is nothing to save: every tensor is empty (a size is 0)")
     metadata = custom_metadata({STATE: item})
     full = {name: data for name, data in tensors.items() if name not in item.empty}
     target = Step(os.path.abspath(root), None, sum(map(_nbytes, full.values())))

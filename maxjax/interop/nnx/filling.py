@@ -69,17 +69,17 @@ class Filling:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that its pieces take while they are read."""
-        return sum(self._room(box) for box in self._boxes())
+        return sum(self._nbytes_of(box) for box in self._boxes())
 
-    def _room(self, box: Box) -> int:
-        return sum(count(part) * data._stored_dtype.itemsize for data, part, _ in self._wanted(box))
+    def _nbytes_of(self, box: Box) -> int:
+        return sum(count(part) * data._stored_dtype.itemsize for data, part, _ in self._reads(box))
 
     def empty(self) -> dict[Box, np.ndarray]:
         """Memory for the pieces, in the dtype on the disk."""
         what = f"'{self.target.name}'"
-        return {box: memory_for(self._room(box), what) for box in self._boxes()}
+        return {box: memory_for(self._nbytes_of(box), what) for box in self._boxes()}
 
-    def _wanted(self, box: Box) -> Iterator[tuple[WeightData, Box, Box]]:
+    def _reads(self, box: Box) -> Iterator[tuple[WeightData, Box, Box]]:
         """For a box of the array: (tensor, box of the tensor to read, box of the array it fills)."""
         if not isinstance(self.change, BoundLayout):
             yield self.sources[0][1], box, box
@@ -93,7 +93,7 @@ class Filling:
         """The reads that fill the memory: (tensor, box of it, array to read into)."""
         for box, into in memory.items():
             start = 0
-            for data, part, _ in self._wanted(box):
+            for data, part, _ in self._reads(box):
                 nbytes = count(part) * data._stored_dtype.itemsize
                 yield data, part, into[start : start + nbytes]
                 start += nbytes
@@ -108,7 +108,7 @@ class Filling:
 
     def _piece(self, box: Box, memory: np.ndarray) -> np.ndarray:
         start, found = 0, []
-        for data, part, one in self._wanted(box):
+        for data, part, one in self._reads(box):
             nbytes = count(part) * data._stored_dtype.itemsize
             read = memory[start : start + nbytes].view(data._stored_dtype).reshape(extents(part))
             read = self.converted(data._cast(read))
@@ -135,7 +135,7 @@ class Filling:
                     return put(value, self.target.sharding, self.target.name)
             value = self.converted(np.asarray(value))
             found.append(change.apply(value) if isinstance(change, BoundLayout) else value)
-        return self._placed(_joined(found, change))
+        return self._on_devices(_joined(found, change))
 
     def _called(self, change: Function, name: str, value: Any) -> Any:
         value = change.there(value)
@@ -149,7 +149,7 @@ class Filling:
             )
         return value
 
-    def _placed(self, array: np.ndarray) -> jax.Array:
+    def _on_devices(self, array: np.ndarray) -> jax.Array:
         sharding = self.target.sharding
         if sharding is None:
             return put(np.array(array, copy=True, order="C"), None, self.target.name)

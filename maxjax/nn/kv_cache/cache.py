@@ -17,7 +17,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...absent import absent
 from ...dtype import DType
 from ...errors import UserInputError
 from .slots import Slots
@@ -228,14 +227,3 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserInputError(f"{name} of a KV cache is a positive number, not {value!r}")
     return value
-
-
-__getattr__ = absent(
-    __name__,
-    {
-        "PagedCacheValues KVCacheParams MultiKVCacheParams KVCacheParamInterface KVCacheInputs "
-        "KVCacheInputsPerDevice KVCacheMetrics RecurrentStateInputsPerDevice build_max_lengths_tensor": (
-            "keys and values are an argument and a result of the model here: maxjax.nn.KVCache"
-        ),
-    },
-)

@@ -173,7 +173,7 @@ def test_another_encoding_is_refused(tmp_path):
     model = Typed()
     model.load_state_dict(typed_values())
     save(tmp_path, model)
-    with pytest.raises(CheckpointMismatchError, match="'packed' is packed as Q5_K .* as Q4_K"):
+    with pytest.raises(CheckpointMismatchError, match="'packed' is quantised as Q5_K .* as Q4_K"):
         restore(tmp_path, Typed(QuantizationEncoding.Q5_K))
 
 
