@@ -20,9 +20,9 @@ import jax
 from ..dtype import DType
 from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
 from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
-from ..nn.layer.load.fit import same_content
 from ..nn.linear import Linear
 from .config import ModelConfig
 from .gguf import hf_tensors

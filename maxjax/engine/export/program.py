@@ -20,7 +20,8 @@ from ...graph.value import TensorValue, unwrap
 from ...graph.weight.stacked import Span, StackedWeight
 from ...graph.weight.weight import Weight
 from ...graph.weights import WeightData, Weights
-from ...nn.layer.load.fit import Fit, fit, is_lazy, same_content
+from ...graph.weights.same import same_content
+from ...nn.layer.load.fit import Fit, fit, is_lazy
 from ...nn.layer.load.stacks import StackLoad, read
 from ...storage.limits import Limits, in_force
 from .file import Entry, Header, names_in, open_program, unreadable

@@ -19,7 +19,7 @@ from ..operands import check_broadcast, from_numpy, is_float
 from ..operands import same as same
 from ..shape import Dim
 from ..value import TensorValue, unify, unwrap, wraps
-from ..weight.weight import WeightTranspose
+from ..weight.transpose import WeightTranspose
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -26,8 +26,7 @@ from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
 from .stored import StoredWeight, register, standing_for
-from .transpose import TransposedValue
-from .transpose import WeightTranspose as WeightTranspose
+from .transpose import TransposedValue, WeightTranspose
 
 # What a copy of a Weight has in common with it.
 _SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")

@@ -15,6 +15,7 @@ import numpy as np
 from ...storage.entry import TensorEntry
 from ...storage.table import TensorTable
 from .cursor import _Family
+from .given import dtype_of, host_or_jax, shape_of
 from .weight_data import WeightData
 from .writing import data_rows
 
@@ -39,6 +40,18 @@ def same_values(a: WeightData, b: WeightData) -> bool:
             family.same[key] = _by_values(a, b) if found is None else found
         return family.same[key]
     return _by_values(a, b)
+
+
+def same_content(a: Any, b: Any) -> bool:
+    """Whether two values, of any library, hold the same bytes."""
+    if a is b:
+        return True
+    if isinstance(a, WeightData) and isinstance(b, WeightData):
+        return same_values(a, b)
+    if dtype_of(a) is not dtype_of(b) or list(map(int, shape_of(a))) != list(map(int, shape_of(b))):
+        return False
+    one, other = (np.ascontiguousarray(np.asarray(host_or_jax(v))).reshape(-1) for v in (a, b))
+    return np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 def same_kind(a: WeightData, b: WeightData) -> bool:

@@ -18,7 +18,7 @@ from ...errors import CheckpointMismatchError
 from ...graph.placement.arrays import put
 from ...graph.weights import WeightData, read_all
 from ...graph.weights.device_reads import assemble, boxes, is_host, memory_for, read_pieces, slices
-from ...nn.layer.load.fit import _host_or_jax
+from ...graph.weights.given import host_or_jax
 from ...storage.boxes import Box, count, extents, whole
 from ..layouts import BoundLayout
 from ..renaming import Function
@@ -126,7 +126,7 @@ class Filling:
         for name, data in self.sources:
             # Not data.data, which would keep the value: the data may belong to the caller.
             value = (
-                data._cast(read_all([data])[id(data)]) if not data.is_loaded else _host_or_jax(data)
+                data._cast(read_all([data])[id(data)]) if not data.is_loaded else host_or_jax(data)
             )
             if isinstance(change, Function):
                 value = self._called(change, name, value)

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...errors import UnsupportedModelError, UserInputError
 from ...graph.weights import WeightData, Weights, load_weights
+from ...graph.weights.given import dtype_of, host_or_jax, shape_of
 from ...models import family
-from ...nn.layer.load.fit import _dtype_of, _host_or_jax, shape_of
 from ...nn.layer.state import LoadResult
 from ...storage.limits import Limits
 from ...storage.table import Verify
@@ -137,7 +137,7 @@ def _data(name: str, value: Any) -> WeightData:
     if isinstance(value, WeightData):
         return value
     try:
-        return WeightData(_host_or_jax(value), name, _dtype_of(value), tuple(shape_of(value)))
+        return WeightData(host_or_jax(value), name, dtype_of(value), tuple(shape_of(value)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserInputError(
             f"'{name}' is a {type(value).__name__}, not an array of a dtype that maxjax supports"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError, closest, some
 from ...graph.weights import WeightData
-from ...nn.layer.load.fit import same_content
+from ...graph.weights.same import same_content
 from ..layouts import Layout
 from ..renaming import Function, Renaming, Route
 from .filling import Filling

@@ -17,7 +17,8 @@ from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
 from ...graph.weight.weight import Weight
 from ...graph.weights import Weights
-from .load.fit import Fit, fit, same_content
+from ...graph.weights.same import same_content
+from .load.fit import Fit, fit
 from .load.memory import check_room
 from .load.stacks import StackLoad, plan, read
 

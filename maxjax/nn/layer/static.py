@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from ...graph.value import TensorValue
-from ...graph.weight.weight import Weight, WeightTranspose
+from ...graph.weight.transpose import WeightTranspose
+from ...graph.weight.weight import Weight
 from .hooks import Layer
 
 _SCALARS = (bool, int, str, bytes, type(None))

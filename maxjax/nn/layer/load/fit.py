@@ -8,7 +8,6 @@ array that speaks DLPack (exact). :func:`fit` decides from shapes and dtypes alo
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from ....graph.shape import Dim, Shape, StaticDim
 from ....graph.weight.weight import Weight
 from ....graph.weights import WeightData, read_all
 from ....graph.weights.device_reads import Pieces, assemble, boxes, is_spread, read_pieces, slices
-from ....graph.weights.same import same_values
+from ....graph.weights.given import dtype_of, host_or_jax, shape_of
 
 
 @dataclasses.dataclass
@@ -98,7 +97,7 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
             f"WeightData, not {type(value).__name__}"
         )
     try:
-        dtype = _dtype_of(value)
+        dtype = dtype_of(value)
     except (TypeError, ValueError, KeyError):
         return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
     problem = _shape_problem(tuple(shape_of(value)), weight.stored.dims)
@@ -131,7 +130,7 @@ def _different(name: str, dtype: tuple[DType, DType]) -> str:
 
 def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
     """Equal dtypes, or a cast that was asked for; and nothing that JAX would narrow in silence."""
-    actual = DType.uint8 if fitted.as_bytes else _dtype_of(fitted.value)
+    actual = DType.uint8 if fitted.as_bytes else dtype_of(fitted.value)
     expected = fitted.dtype
     if actual is not expected:
         same_kind = (actual.is_float() and expected.is_float()) or (
@@ -150,7 +149,7 @@ def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
 
 
 def _alignment_problem(fitted: Fit) -> str | None:
-    align = fitted.align or _dtype_of(fitted.value).align
+    align = fitted.align or dtype_of(fitted.value).align
     address = _address(fitted.value)
     if address is None or address % align == 0:
         return None
@@ -169,17 +168,6 @@ def _address(value: Any) -> int | None:
     if isinstance(value, Buffer):
         value = np.asarray(value)
     return value.ctypes.data if isinstance(value, np.ndarray) and value.size else None
-
-
-def _dtype_of(value: Any) -> DType:
-    dtype = value.dtype if hasattr(value, "dtype") else np.from_dlpack(value).dtype
-    name = str(dtype)
-    return DType.of(name.removeprefix("torch.")) if name.startswith("torch.") else DType.of(dtype)
-
-
-def shape_of(value: Any) -> Sequence[int]:
-    """The shape of a value."""
-    return value.shape if hasattr(value, "shape") else np.from_dlpack(value).shape
 
 
 # -- the arrays themselves
@@ -240,7 +228,7 @@ def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[An
             continue
         array = remaining.pop(id(one.value), None)
         owned = array is not None
-        array = one.value._cast(array) if owned else _host_or_jax(one.value)
+        array = one.value._cast(array) if owned else host_or_jax(one.value)
         arrays.append(_place(one, convert(one, array), owned))
     return arrays
 
@@ -250,29 +238,9 @@ def host(one: Fit) -> np.ndarray:
     array = (
         one.value._cast(read_all([one.value])[id(one.value)])
         if is_lazy(one)
-        else _host_or_jax(one.value)
+        else host_or_jax(one.value)
     )
     return np.asarray(convert(one, array))
-
-
-def _host_or_jax(value: Any) -> Any:
-    """A NumPy array where the bytes are on the host, else a jax.Array."""
-    if isinstance(value, WeightData):
-        value = value._typed()
-    if isinstance(value, (np.ndarray, jax.Array)):
-        return value
-    if isinstance(value, (Buffer, np.generic)):
-        return np.asarray(value)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous()
-        # By way of bytes: NumPy knows nothing of torch's bf16 and fp8.
-        flat = value.reshape(-1).view(torch.uint8).numpy()
-        return flat.view(_dtype_of(value).np).reshape(tuple(value.shape))
-    try:
-        return np.from_dlpack(value)
-    except (TypeError, RuntimeError, BufferError, AttributeError):
-        return jax.dlpack.from_dlpack(value)
 
 
 def convert(one: Fit, array: Any) -> Any:
@@ -311,17 +279,3 @@ def _place(one: Fit, array: Any, owned: bool) -> jax.Array:
     if isinstance(array, np.ndarray) and not owned:
         array = np.array(array, copy=True, order="C")
     return put(array, sharding, one.name)
-
-
-def same_content(a: Any, b: Any) -> bool:
-    """Whether two values hold the same bytes."""
-    if a is b:
-        return True
-    if isinstance(a, WeightData) and isinstance(b, WeightData):
-        return same_values(a, b)
-    if _dtype_of(a) is not _dtype_of(b) or list(map(int, shape_of(a))) != list(
-        map(int, shape_of(b))
-    ):
-        return False
-    one, other = (np.ascontiguousarray(np.asarray(_host_or_jax(v))).reshape(-1) for v in (a, b))
-    return np.array_equal(one.view(np.uint8), other.view(np.uint8))

@@ -19,8 +19,9 @@ from ....errors import OutOfMemoryError, UserInputError
 from ....graph.placement.specs import axis_of, held_bytes, mesh_of
 from ....graph.program import default_device
 from ....graph.shape import StaticDim
+from ....graph.weights.given import shape_of
 from ..place import plan_places
-from .fit import Fit, shape_of
+from .fit import Fit
 
 # Less than this is not worth asking.
 SMALL_BYTES = 64 << 20

@@ -1,0 +1,46 @@
+"""Values that somebody gives for a weight: their dtype, shape and array, of whatever library they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...driver import Buffer
+from ...dtype import DType
+from .weight_data import WeightData
+
+
+def dtype_of(value: Any) -> DType:
+    """The element type of a value."""
+    dtype = value.dtype if hasattr(value, "dtype") else np.from_dlpack(value).dtype
+    name = str(dtype)
+    return DType.of(name.removeprefix("torch.")) if name.startswith("torch.") else DType.of(dtype)
+
+
+def shape_of(value: Any) -> Sequence[int]:
+    """The shape of a value."""
+    return value.shape if hasattr(value, "shape") else np.from_dlpack(value).shape
+
+
+def host_or_jax(value: Any) -> Any:
+    """A NumPy array where the bytes are on the host, else a jax.Array."""
+    if isinstance(value, WeightData):
+        value = value._typed()
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value
+    if isinstance(value, (Buffer, np.generic)):
+        return np.asarray(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        # By way of bytes: NumPy knows nothing of torch's bf16 and fp8.
+        flat = value.reshape(-1).view(torch.uint8).numpy()
+        return flat.view(dtype_of(value).np).reshape(tuple(value.shape))
+    try:
+        return np.from_dlpack(value)
+    except (TypeError, RuntimeError, BufferError, AttributeError):
+        return jax.dlpack.from_dlpack(value)
