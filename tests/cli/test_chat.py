@@ -126,7 +126,7 @@ def test_variables_of_the_template(chat, said, capsys, monkeypatch, tmp_path):
         "x=1",
     )
     code, out, err = in_process(capsys, monkeypatch, *arguments, stdin="hi\n")
-    assert code == 0 and "x without effect" in err
+    assert code == 0 and "x has no effect" in err
     loaded = maxjax.load(model)
     assert out == maxjax.generate(*loaded, "hi7", max_new_tokens=6) + "\n"
 
