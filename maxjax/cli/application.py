@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     debug.add_argument(
         "--limit", action="append", default=[], metavar="NAME=N",
-        help="raise a limit for files that you trust, as an error names it; may be given several times",
+        help="set a limit, as an error names it, for files that you trust; may be given several times",
     )  # fmt: skip
     parser = Parser(
         prog="maxjax", description="Open checkpoints, look into them and run them in JAX."

@@ -92,18 +92,18 @@ class Run(NamedTuple):
 def _row(options: argparse.Namespace, model: Any, batch: int, probe: Bandwidth) -> dict[str, Any]:
     """The measurements for one batch size."""
     first = _run(options, model, batch, most=1, only=2)
-    whole, single, limits = [], [], []
+    full, single, limits = [], [], []
     for _ in range(options.repeats):
         bandwidth = probe()
-        whole.append(_run(options, model, batch))
+        full.append(_run(options, model, batch))
         single.append(_run(options, model, batch, most=1))
-        used = weight_bytes(model, batch) + whole[-1].cache_bytes
+        used = weight_bytes(model, batch) + full[-1].cache_bytes
         limits.append(used / statistics.mean([bandwidth, probe()]))
     new = options.new - 1
-    prefill = _median([run.prefill for run in (*whole, *single)])
-    decode = _median([sum(run.steps) / new for run in whole])
+    prefill = _median([run.prefill for run in (*full, *single)])
+    decode = _median([sum(run.steps) / new for run in full])
     stream = _median([sum(run.steps) / new for run in single])
-    shares = [limit * new / sum(run.steps) for limit, run in zip(limits, whole, strict=True)]
+    shares = [limit * new / sum(run.steps) for limit, run in zip(limits, full, strict=True)]
     return {
         "batch": batch, "prompt": options.prompt, "new": options.new,
         "compile_prefill_s": max(0.0, first.prefill - prefill),
@@ -112,7 +112,7 @@ def _row(options: argparse.Namespace, model: Any, batch: int, probe: Bandwidth) 
         "decode_s": decode, "decode_tokens_s": batch / decode,
         "stream_s": stream, "stream_tokens_s": batch / stream,
         "limit_s": _median(limits), "of_limit": _median(shares),
-        "cache_bytes_read": whole[0].cache_bytes,
+        "cache_bytes_read": full[0].cache_bytes,
     }  # fmt: skip
 
 
@@ -131,18 +131,18 @@ def _run(
     size, prompt = model.config.vocab_size, options.prompt
     ids = np.random.default_rng(0).integers(0, size, (batch, prompt)).tolist()
     limits = [prompt + options.new] * batch
-    decoding = Batch(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
+    generation = Batch(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
     try:
-        times = [_seconds(decoding.prefill)]
+        times = [_seconds(generation.prefill)]
         left = (only or options.new) - 1
         while left > 0:
             count = min(left, most or MAX_STEPS)
-            times.append(_seconds(lambda n=count: decoding.fetch(decoding.decode(n))))
+            times.append(_seconds(lambda n=count: generation.fetch(generation.decode(n))))
             left -= count
-        used = _cache_bytes(decoding.state.cache, prompt + options.new // 2)
+        used = _cache_bytes(generation.state.cache, prompt + options.new // 2)
         return Run(times[0], times[1:], used)
     finally:
-        decoding.close()
+        generation.close()
 
 
 def _seconds(action: Callable[[], Any]) -> float:

@@ -70,15 +70,15 @@ def import_jax() -> None:
 # --- types of values ------------------------------------------------------------------------
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     """The type of an integer from ``least`` to ``most``.
 
     Example:
-        >>> whole(0)("3")
+        >>> integer(0)("3")
         3
     """
-    wanted = f"a whole number of at least {least}" if most is None else (
-        f"a whole number from {least} to {most}"
+    wanted = f"an integer of at least {least}" if most is None else (
+        f"an integer from {least} to {most}"
     )  # fmt: skip
 
     def read(text: str) -> int:
@@ -93,8 +93,8 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-positive = whole(1)
-seed = whole(0, SEEDS - 1)
+positive = integer(1)
+seed = integer(0, SEEDS - 1)
 
 
 def power_of_two(text: str) -> int:

@@ -226,7 +226,7 @@ def test_wrong_input_is_one_line(fails, arguments, says):
         (("--json", "--logprobs", -1), "--logprobs: -1"),
         (("--logprobs", 1), "--logprobs needs --json"),
         (("--stop", ""), "--stop: the text is empty"),
-        (("--max-new-tokens", 0), "--max-new-tokens: 0: it must be a whole number of at least 1"),
+        (("--max-new-tokens", 0), "--max-new-tokens: 0: it must be an integer of at least 1"),
         (("--chunk", 12), "12 is not a power of two"),
         (("--seed", -1), "from 0 to 4294967295"),
         (("--seed", 2**32), "from 0 to 4294967295"),
