@@ -1,4 +1,4 @@
-"""An answer on stdout as it is written, Ctrl-C while it is, and what there is to say of it."""
+"""Shows an answer on stdout while it is generated, handles Ctrl-C, and prints statistics."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 from ..columns import columns, visible
 
-# What is over sooner needs no line that says it is being done.
+# Seconds after which a status line appears.
 _MOMENT = 0.3
 
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[], None]]:
-    """A line on stderr while a block lasts, if that is a terminal and the block takes a while.
+    """Shows a line on stderr while a block runs, if that is a terminal and the block takes a while.
 
     Args:
-        what: Is being done.
+        what: what is being done, as text.
 
     Yields:
-        A function that takes the line away before the end of the block.
+        A function that removes the line before the end of the block.
     """
     if not sys.stderr.isatty():
         yield lambda: None
@@ -58,14 +58,14 @@ def status(what: str) -> Iterator[Callable[[], None]]:
 
 
 class Answer(NamedTuple):
-    """An answer that was shown.
+    """An answer that was shown, with its times.
 
     Attributes:
-        completion: Text, tokens and how it ended.
-        first: Seconds to the first text; None if there was none.
-        early: How many tokens that was made of.
-        seconds: From beginning to end.
-        stopped: Whether Ctrl-C ended it.
+        completion: the :class:`~maxjax.engine.generate.completion.Completion`.
+        first: seconds to the first piece of text; None if there was none.
+        early: the number of tokens in that piece.
+        seconds: seconds of the whole answer.
+        stopped: whether Ctrl-C ended it.
     """
 
     completion: Any
@@ -76,19 +76,19 @@ class Answer(NamedTuple):
 
 
 def show(stream: Any, *, quiet: bool = False) -> Answer:
-    """Writes an answer to stdout piece by piece, and a newline. A terminal shows what it waits for.
+    """Writes an answer to stdout piece by piece, then a newline; a terminal shows a status line.
 
-    Ctrl-C ends it between two tokens. Before there is any text, and a second time, it raises
-    KeyboardInterrupt wherever it is.
+    Ctrl-C ends the answer between two tokens. Before the first text, and when pressed a second
+    time, it raises KeyboardInterrupt at once.
 
     Args:
-        stream: What ``maxjax.stream`` gives.
-        quiet: Write nothing.
+        stream: the stream that ``maxjax.stream`` returns.
+        quiet: whether nothing is written to stdout.
     """
     clean = visible_text if sys.stdout.isatty() else str
     began, first, early, wrote = time.perf_counter(), None, 0, False
     try:
-        reading = "reading the prompt; the first time programs are compiled"
+        reading = "reading the prompt; the first run compiles programs"
         with _interrupts() as stop, status(reading) as over:
             for piece in stream:
                 if first is None:
@@ -112,7 +112,7 @@ def show(stream: Any, *, quiet: bool = False) -> Answer:
 
 
 def visible_text(text: str) -> str:
-    """``text`` with control characters escaped, but for tabs and ends of lines.
+    """``text`` with control characters escaped, except tabs and newlines.
 
     Example:
         >>> print(visible_text("red: \\x1b[31m\\nend"))
@@ -130,7 +130,7 @@ def _steers(character: str) -> bool:
 
 
 class _Stop:
-    """Whether Ctrl-C was pressed, and whether it is only noted."""
+    """A handler of Ctrl-C: ``asked`` says that it was pressed, ``gently`` that it does not raise."""
 
     asked = gently = False
 
@@ -144,7 +144,7 @@ class _Stop:
 def _interrupts() -> Iterator[_Stop]:
     stop, number = _Stop(), signal.SIGINT
     here = threading.current_thread() is threading.main_thread()
-    # Who ignores it, as a job in the background does, or handles it himself, still does.
+    # A process that ignores SIGINT, such as a background job, or has its own handler keeps it.
     if not here or signal.getsignal(number) is not signal.default_int_handler:
         yield stop
         return
@@ -156,29 +156,29 @@ def _interrupts() -> Iterator[_Stop]:
 
 
 def nan_error(model: Any, completion: Any, find: bool) -> FloatingPointError:
-    """What to say when the logits of an answer are no numbers.
+    """The error for an answer whose logits are not finite.
 
     Args:
-        model: That wrote it.
-        completion: The answer until then.
-        find: Whether to look for the layer; takes a pass without ``jit``.
+        model: the model that generated it.
+        completion: the answer until then.
+        find: whether to search for the layer, which takes a forward pass without ``jit``.
     """
     count = len(completion.tokens)
     told = f"after {count} tokens of the answer the logits are NaN or infinite"
     if not find:
-        return FloatingPointError(f"{told}: --debug-nans names the layer")
+        return FloatingPointError(f"{told}. --debug-nans names the layer")
     from ..engine.generate.nans import first_nan
 
     name = first_nan(model, [*completion.prompt_tokens, *completion.tokens])
     if name is None:
-        return FloatingPointError(f"{told}, but not if the same tokens are read layer by layer")
-    return FloatingPointError(f"{told}: the first layer that makes them is {name}")
+        return FloatingPointError(f"{told}, but not if the same tokens are run layer by layer")
+    return FloatingPointError(f"{told}. The first layer with such an output is {name}")
 
 
 def stats(
     answer: Answer, sampling: Any, seed: int | None, loaded: float | None = None
 ) -> Iterable[str]:
-    """Lines that say how long an answer took and how it ended."""
+    """The lines of ``--stats``: how long an answer took, and how it ended."""
     found = answer.completion
     rows = [] if loaded is None else [["loaded", f"{loaded:.2f} s"]]
     if answer.first is not None:
@@ -186,7 +186,7 @@ def stats(
         rows.append(
             [
                 "first text",
-                f"{answer.first:.2f} s, with {prompt} and what had to be compiled",
+                f"{answer.first:.2f} s, including {prompt} and compilation",
             ]
         )
         later, spent = len(found.tokens) - answer.early, answer.seconds - answer.first
@@ -212,14 +212,14 @@ def _end(answer: Answer) -> str:
     if answer.stopped:
         return f"{after}, by Ctrl-C"
     if isinstance(found.stop, str):
-        return f"{after}, by the text {visible(repr(found.stop))}"
+        return f"{after}, by the stop string {visible(repr(found.stop))}"
     if found.stop is not None:
         return f"{after}, by the token {found.stop}"
-    return f"{after}: it may be no longer"
+    return f"{after}: the largest length was reached"
 
 
 def tokens(ids: Sequence[int]) -> str:
-    """How many they are, in words.
+    """The number of tokens, as text.
 
     Example:
         >>> tokens([5])
@@ -229,6 +229,6 @@ def tokens(ids: Sequence[int]) -> str:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Lines on stderr."""
+    """Prints lines to stderr."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)

@@ -1,11 +1,10 @@
-"""The command line: ``maxjax generate``, ``inspect``, ``convert``, ``plan`` and so on.
+"""The ``maxjax`` command: parses the arguments, runs a subcommand, and returns the exit code.
 
-The result goes to stdout and nothing else does; an error is one line on stderr
-(``--debug`` shows the traceback). Exit codes: 0 done, 1 failed (or planned, and it does not
-fit), 2 wrong usage, 130 interrupted, 141 the reader of stdout went away. Each command does all
-that can fail before it returns the lines to print, so a failure leaves stdout empty; only
-``generate`` and ``chat`` write to stdout themselves, as the text comes. Everything heavy is imported
-inside the command that needs it.
+Only the result goes to stdout; an error is one line on stderr (``--debug`` shows the traceback).
+Exit codes: 0 success, 1 failure (or a plan that does not fit), 2 wrong usage, 130 interrupted,
+141 stdout was closed by its reader. A command does all that can fail before it returns the lines to
+print, so that a failure leaves stdout empty; only ``generate`` and ``chat`` write to stdout while
+they run. Heavy modules are imported inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from .terminal import explain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code. ``argv`` is what follows the program's name."""
-    # Closed (`>&-`), they are None, and print() would write to stdout what is meant for stderr.
+    """Runs one command and returns the exit code. ``argv`` excludes the program's name."""
+    # A closed stream (`>&-`) is None, and print() would send the output for stderr to stdout.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    if rest:  # said by the command itself, which has the options
+    if rest:  # reported by the subcommand, which knows its options
         options.error(f"unrecognized arguments: {' '.join(rest)}{options.like(rest[0])}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _limits(options):
             _print(options.run(options))
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, which would complain.
+        # Python flushes stdout once more at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _left(141, argv)
     except KeyboardInterrupt:
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _limits(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
-    """Puts the limits in force that ``--limit`` changes."""
+    """A context in which the limits of ``--limit`` apply."""
     if not options.limit:
         return contextlib.nullcontext()
     from ..storage.limits import Limits, allowing
@@ -77,9 +76,9 @@ def _limits(options: argparse.Namespace) -> contextlib.AbstractContextManager[An
 
 
 def _left(code: Any, argv: Sequence[str] | None) -> Any:
-    """Ends the program at once, if it is one; else the code.
+    """Exits at once when run as a program; otherwise returns the exit code.
 
-    The devices may still be at work, on memory that Python's own way out takes from them.
+    The devices may still compute, on memory that Python's normal shutdown would free.
     """
     if argv is None and "jax" in sys.modules and isinstance(code, int):
         for file in (sys.stdout, sys.stderr):
@@ -102,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     debug.add_argument(
         "--limit", action="append", default=[], metavar="NAME=N",
-        help="what a file that you trust may ask for, as an error names it; may be given several times",
+        help="set a limit, as an error names it, for files that you trust; may be given several times",
     )  # fmt: skip
     parser = Parser(
         prog="maxjax", description="Open checkpoints, look into them and run them in JAX."
@@ -111,13 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"maxjax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, run, arguments, text in (
-        ("generate", generate, generate_arguments, "have a language model go on with a text"),
+        ("generate", generate, generate_arguments, "continue a text with a language model"),
         ("chat", chat, chat_arguments, "chat with a language model"),
-        ("bench", bench, bench_arguments, "measure a language model beside the memory's bandwidth"),
+        ("bench", bench, bench_arguments, "measure a language model against the memory bandwidth"),
         ("inspect", inspect, inspect_arguments, "list the tensors of a checkpoint; reads headers only"),
-        ("verify", verify, verify_arguments, "read all of a checkpoint and compare its checksums; 0 if it is sound"),
-        ("convert", convert, convert_arguments, "write a checkpoint in another format, type or number of files"),
-        ("plan", plan, plan_arguments, "what a checkpoint takes on the devices of a mesh; reads headers only"),
+        ("verify", verify, verify_arguments, "read all of a checkpoint and compare its checksums; 0 if it is intact"),
+        ("convert", convert, convert_arguments, "write a checkpoint in another format, dtype or number of files"),
+        ("plan", plan, plan_arguments, "memory of a checkpoint on the devices of a mesh; reads headers only"),
         ("embed", embed, embed_arguments, "embed texts; one JSON line for each, or a .npy file"),
         ("env", env, env_arguments, "show versions, devices and caches"),
     ):  # fmt: skip

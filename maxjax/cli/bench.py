@@ -1,6 +1,6 @@
-"""``maxjax bench``: how fast a model is loaded, compiled, and writes, beside the memory's limit.
+"""``maxjax bench``: measures loading, compilation and generation, against the memory bandwidth.
 
-Random token ids, greedy, nothing ends early.
+Prompts are random token ids, sampling is greedy, and no answer ends early.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     model_arguments(parser)
     parser.add_argument("--batch", type=_counts, default=[1], metavar="B,…",
-                        help="texts at once, as 1,8 (default 1)")  # fmt: skip
+                        help="batch sizes, as in 1,8 (default 1)")  # fmt: skip
     parser.add_argument("--prompt", type=positive, default=128, metavar="N",
                         help="tokens of each prompt (default 128)")  # fmt: skip
     parser.add_argument("--new", type=positive, default=64, metavar="N",
-                        help="tokens written to each (default 64)")  # fmt: skip
+                        help="tokens generated for each prompt (default 64)")  # fmt: skip
     parser.add_argument("--repeats", type=positive, default=5, metavar="N",
-                        help="of which the medians are shown (default 5)")  # fmt: skip
+                        help="number of runs, whose median is shown (default 5)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
@@ -43,14 +43,14 @@ def _counts(text: str) -> list[int]:
 def bench(options: argparse.Namespace) -> Iterable[str]:
     """Measures a model with random token ids: load, compile, prefill, decode.
 
-    compile is what a first call takes longer than later ones; JAX's cache of compiled programs is
-    off meanwhile, unless MAXJAX_COMPILE_CACHE says otherwise. decode writes up to 32 tokens in a
-    dispatch, as maxjax.generate does; stream one, as maxjax.stream does at first. The limit is how often the
-    weights and the part of the cache that is in use could be read in a second, at the bandwidth at
-    which all threads read a large array, measured between the repeats.
+    compile is the additional time of a first call; JAX's cache of compiled programs is off unless
+    MAXJAX_COMPILE_CACHE is set. decode generates up to 32 tokens per dispatch, like maxjax.generate;
+    stream generates one, as maxjax.stream does at first. The limit assumes that each step reads the
+    weights and the used part of the KV cache once, at the bandwidth at which all threads read a
+    large array, measured between the repeats.
     """
     if options.new < 2:
-        options.error("--new must be at least 2: the first token is prefill's")
+        options.error("--new must be at least 2: the first token comes from prefill")
     os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")
     with stoppable():
         opened = open_model(options, tokenizer=False)
@@ -82,7 +82,7 @@ def _about(options: argparse.Namespace, opened: LoadedModel) -> dict[str, Any]:
 
 
 class Run(NamedTuple):
-    """Seconds of one run: to read the prompts, and for each dispatch after that."""
+    """Seconds of one run: of the prefill, and of each decode dispatch; and its KV cache in bytes."""
 
     prefill: float
     steps: list[float]
@@ -90,20 +90,20 @@ class Run(NamedTuple):
 
 
 def _row(options: argparse.Namespace, model: Any, batch: int, probe: Bandwidth) -> dict[str, Any]:
-    """The measurements of one size of batch."""
+    """The measurements for one batch size."""
     first = _run(options, model, batch, most=1, only=2)
-    whole, single, limits = [], [], []
+    full, single, limits = [], [], []
     for _ in range(options.repeats):
         bandwidth = probe()
-        whole.append(_run(options, model, batch))
+        full.append(_run(options, model, batch))
         single.append(_run(options, model, batch, most=1))
-        used = weight_bytes(model, batch) + whole[-1].cache_bytes
+        used = weight_bytes(model, batch) + full[-1].cache_bytes
         limits.append(used / statistics.mean([bandwidth, probe()]))
     new = options.new - 1
-    prefill = _median([run.prefill for run in (*whole, *single)])
-    decode = _median([sum(run.steps) / new for run in whole])
+    prefill = _median([run.prefill for run in (*full, *single)])
+    decode = _median([sum(run.steps) / new for run in full])
     stream = _median([sum(run.steps) / new for run in single])
-    shares = [limit * new / sum(run.steps) for limit, run in zip(limits, whole, strict=True)]
+    shares = [limit * new / sum(run.steps) for limit, run in zip(limits, full, strict=True)]
     return {
         "batch": batch, "prompt": options.prompt, "new": options.new,
         "compile_prefill_s": max(0.0, first.prefill - prefill),
@@ -112,16 +112,16 @@ def _row(options: argparse.Namespace, model: Any, batch: int, probe: Bandwidth) 
         "decode_s": decode, "decode_tokens_s": batch / decode,
         "stream_s": stream, "stream_tokens_s": batch / stream,
         "limit_s": _median(limits), "of_limit": _median(shares),
-        "cache_bytes_read": whole[0].cache_bytes,
+        "cache_bytes_read": full[0].cache_bytes,
     }  # fmt: skip
 
 
 def _run(
     options: argparse.Namespace, model: Any, batch: int, *, most: int = 0, only: int = 0
 ) -> Run:
-    """Reads random prompts and writes after them, up to ``most`` tokens a dispatch.
+    """Generates after random prompts, up to ``most`` tokens per dispatch (0: ``MAX_STEPS``).
 
-    With ``only``, no more than so many tokens are written.
+    With ``only``, it generates at most ``only`` tokens for each prompt.
     """
     import numpy as np
 
@@ -131,18 +131,18 @@ def _run(
     size, prompt = model.config.vocab_size, options.prompt
     ids = np.random.default_rng(0).integers(0, size, (batch, prompt)).tolist()
     limits = [prompt + options.new] * batch
-    decoding = Batch(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
+    generation = Batch(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
     try:
-        times = [_seconds(decoding.prefill)]
+        times = [_seconds(generation.prefill)]
         left = (only or options.new) - 1
         while left > 0:
             count = min(left, most or MAX_STEPS)
-            times.append(_seconds(lambda n=count: decoding.fetch(decoding.decode(n))))
+            times.append(_seconds(lambda n=count: generation.fetch(generation.decode(n))))
             left -= count
-        used = _cache_bytes(decoding.state.cache, prompt + options.new // 2)
+        used = _cache_bytes(generation.state.cache, prompt + options.new // 2)
         return Run(times[0], times[1:], used)
     finally:
-        decoding.close()
+        generation.close()
 
 
 def _seconds(action: Callable[[], Any]) -> float:
@@ -152,7 +152,7 @@ def _seconds(action: Callable[[], Any]) -> float:
 
 
 class Bandwidth:
-    """Reads of a large array by all threads of all devices of a model, in bytes a second."""
+    """Measures the bandwidth, in bytes per second, at which a model's devices read a large array."""
 
     def __init__(self, model: Any):
         import jax
@@ -175,10 +175,10 @@ class Bandwidth:
 
 
 def weight_bytes(model: Any, batch: int | None = None) -> int:
-    """Bytes of a model's weights, on all devices together.
+    """Bytes of a model's weights, summed over all devices.
 
-    With ``batch``, what one step of so many texts reads of them: of an embedding that is no output
-    map, a row for each text; of experts, those that can be chosen at most.
+    With ``batch``, the bytes that one step of so many rows reads: of an embedding table that is not
+    the output head, one row for each; of experts, as many as can be chosen.
     """
     config, total = model.config, 0
     names = model.raw_state_dict()
@@ -202,7 +202,7 @@ def _on_devices(value: Any) -> int:
 
 
 def _cache_bytes(cache: Any, tokens: int) -> int:
-    """Bytes of the keys and values of so many tokens of each text, on all devices."""
+    """Bytes of the KV cache of so many tokens of each row, on all devices."""
     groups = [slots for slots in (cache.full, cache.sliding) if slots is not None and slots.layers]
     return sum(_on_devices(slots) * min(tokens, slots.size) // slots.size for slots in groups)
 
@@ -243,7 +243,7 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
     rows = [_cells(row) for row in found["rows"]]
     yield from columns([*titles, *rows], right=set(range(len(titles[0]))))
     yield ""
-    yield (f"Medians of {found['repeats']}. ms: one token of every text. tok/s: all texts together.")  # fmt: skip
+    yield (f"Medians of {found['repeats']}. ms: one token of every row. tok/s: all rows together.")  # fmt: skip
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

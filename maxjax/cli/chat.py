@@ -1,6 +1,6 @@
 """``maxjax chat``: a chat with a language model, in a terminal or line by line on stdin.
 
-Answers alone go to stdout.
+Only the answers go to stdout.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .model import (
 from .terminal import explain, stoppable
 
 _HELP = """\
-/reset      begin anew
+/reset      start again
 /save FILE  write the chat as JSON, which --load reads
 /help       show this
 /quit       leave; so does Ctrl-D
-Ctrl-C ends an answer. A line that begins with a space is said as it is, also with a / after it."""
+Ctrl-C ends an answer. A line that begins with a space is no command, even with a / after it."""
 _MAX_NEW_TOKENS = 2048
-# The lines of what is pasted come closer together than anybody types them.
+# Lines of pasted text arrive closer together than anybody types.
 _PASTE_SECONDS = 0.05
 
 
@@ -45,14 +45,14 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     model_arguments(parser)
     sampling_arguments(parser)
-    parser.add_argument("--load", type=Path, metavar="FILE", help="go on with a saved chat")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="continue a saved chat")
 
 
 def chat(options: argparse.Namespace) -> Iterable[str]:
     """Chats with a language model that has a chat template. /help shows the commands.
 
-    If stdin is no terminal, each of its lines is a turn; in a terminal, what is pasted at once is
-    one. An answer has up to 2048 tokens unless --max-new-tokens or generation_config.json says
+    If stdin is not a terminal, each of its lines is a turn; in a terminal, pasted text is a single
+    turn. An answer has up to 2048 tokens unless --max-new-tokens or generation_config.json says
     otherwise. When the context is full, the oldest turns are left out of it.
     """
     values = sampling_values(options)
@@ -64,7 +64,7 @@ def chat(options: argparse.Namespace) -> Iterable[str]:
 
 
 class _Chat:
-    """The loop. ``opening`` is what stays when it begins anew, ``later`` what does not."""
+    """The loop of a chat. ``/reset`` keeps the messages ``opening``, and drops ``later``."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Chat:
         self._failed = False
 
     def run(self) -> int:
-        """All turns; the exit code: 1 if stdin is no terminal and a turn failed."""
+        """Runs all turns and returns the exit code: 1 if stdin is no terminal and a turn failed."""
         if self._terminal:
             self._greet()
         while (line := self._ask()) is not None:
@@ -128,7 +128,7 @@ class _Chat:
         )
 
     def _ask(self) -> str | None:
-        """The next line; None at the end. A terminal's Ctrl-C is answered by a hint, once."""
+        """The next input; None at the end. In a terminal, a first Ctrl-C shows a hint."""
         if not self._terminal:
             line = sys.stdin.buffer.readline() if sys.stdin else b""
             return line.decode("utf-8", "surrogateescape").rstrip("\r\n") if line else None
@@ -143,7 +143,7 @@ class _Chat:
         return None
 
     def _input(self) -> str:
-        """What is typed up to the end of the line, or all lines that are pasted."""
+        """A typed line, or all lines of pasted text."""
         lines = [self._line("> ")]
         while select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
             try:
@@ -168,14 +168,14 @@ class _Chat:
             answer = self._answer(text)
         except BaseException as error:
             if len(messages) > before and not messages[-1]["content"]:
-                del messages[before:]  # nothing came of it
+                del messages[before:]  # drop a turn with an empty answer
             if not isinstance(error, KeyboardInterrupt):
                 raise
-            say(["(interrupted)"])  # before there was text, or twice
+            say(["(interrupted)"])  # before the first text, or by a second Ctrl-C
             return
         if self._options.stats:
             say(stats(answer, self._sampling, self._seed, self._loaded))
-            self._loaded = None  # told once
+            self._loaded = None  # printed once only
         if self._terminal and answer.completion.finish_reason == "length" and not answer.stopped:
             say([f"(cut off after {tokens(answer.completion.tokens)})"])
 
@@ -199,7 +199,9 @@ class _Chat:
         elif word == "/save":
             self._save(rest)
         else:
-            raise UserInputError(f"there is no command {word}; there are /reset, /save FILE, /quit")
+            raise UserInputError(
+                f"there is no command {word}; the commands are /reset, /save FILE, /help and /quit"
+            )
 
     def _save(self, name: str) -> None:
         if not name:
@@ -209,7 +211,9 @@ class _Chat:
             try:
                 read_chat(path)
             except UserInputError:
-                raise UserInputError(f"{path} is there and is no chat: it stays as it is") from None
+                raise UserInputError(
+                    f"{path} exists and is not a saved chat: it is not overwritten"
+                ) from None
         self._conversation.save(path)
 
 
@@ -217,31 +221,33 @@ class _Chat:
 
 
 def _messages(options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    """What the chat begins with, its system messages by themselves."""
+    """The system messages at the beginning of the chat, and the messages after them."""
     opening = system_message(options)
     later = [] if options.load is None else read_chat(options.load)
     while later and later[0]["role"] == "system":
         if options.system is not None:
-            raise UserInputError(f"--system, and {options.load} has a system message already")
+            raise UserInputError(f"{options.load} has a system message already: leave --system out")
         opening.append(later.pop(0))
     return opening, later
 
 
 def read_chat(path: Path) -> list[dict[str, Any]]:
-    """The messages of a saved chat.
+    """Reads the messages of a saved chat.
 
     Raises:
-        UserInputError: It is something else.
-        OSError: It cannot be read.
+        UserInputError: the file is not a saved chat.
+        OSError: the file cannot be read.
     """
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise UserInputError(f"{path} is no saved chat: it is not JSON") from None
+        raise UserInputError(f"{path} is not a saved chat: it is not JSON") from None
     good = isinstance(found, list) and all(
         isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one
         for one in found
     )
     if not good:
-        raise UserInputError(f"{path} is no saved chat: a list of objects with role and content")
+        raise UserInputError(
+            f"{path} is not a saved chat: it must be a list of objects with role and content"
+        )
     return found

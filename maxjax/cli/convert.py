@@ -1,6 +1,6 @@
-"""``maxjax convert``: a checkpoint in another format, type or number of files.
+"""``maxjax convert``: writes a checkpoint in another format, dtype or number of files.
 
-A bar on stderr shows how far it is, if that is a terminal.
+A progress bar is shown on stderr if that is a terminal.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "destination", metavar="DST", help="a .safetensors or .gguf file, or a directory"
     )
     parser.add_argument("--to", choices=["safetensors", "gguf", "orbax"],
-                        help="by default what DST's name says; a directory is safetensors")  # fmt: skip
+                        help="default: by the suffix of DST; safetensors for a directory")  # fmt: skip
     parser.add_argument(
         "--dtype", type=float_type, metavar="TYPE", help="convert floats: bf16, f16, f32, …"
     )
     parser.add_argument("--quantize", choices=["q8_0", "q4_0", "q4_k", "q6_k"],
-                        help="GGUF: pack the large weights")  # fmt: skip
+                        help="GGUF: quantise the large weights")  # fmt: skip
     parser.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE",
-                        help="of safetensors files in a directory (default 5GB)")  # fmt: skip
+                        help="size of safetensors files in a directory (default 5GB)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true",
-                        help="replace what is at DST; SRC itself only where nothing of it is lost")  # fmt: skip
+                        help="replace DST; SRC itself only if nothing of it is lost")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def convert(options: argparse.Namespace) -> Iterable[str]:
-    """Writes SRC as DST, piece by piece. What was at DST stays until the new checkpoint is whole."""
+    """Converts SRC to DST, piece by piece. An existing DST stays until the new one is complete."""
     ending = os.path.splitext(options.destination)[1].lower()
     if options.quantize and (options.to or ending.removeprefix(".")) != "gguf":
-        options.error("--quantize is for GGUF files: name one, as model.gguf")
+        options.error("--quantize is for GGUF files: name one, such as model.gguf")
     from ..checkpoint.conversion.run import convert as convert_checkpoint
 
     with stoppable(), _Bar() as bar:
@@ -61,21 +61,21 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
     packed = ""
     if found.packed and found.format == "safetensors":
         packed = (f"; {found.packed} of them stay quantised blocks, which only maxjax opens "
-                  "in safetensors (--dtype bf16 decodes them)")  # fmt: skip
+                  "in safetensors (--dtype bf16 dequantises them)")  # fmt: skip
     return [
         f"wrote {found.path}: {found.format}, {found.tensors:,} tensors, {found.nbytes:,} bytes{packed}"
     ]
 
 
 class _Bar:
-    """A bar on a terminal; without one nothing is shown."""
+    """A progress bar on a terminal; without one nothing is shown."""
 
     def __enter__(self) -> _Bar:
         self._bar: Any = None
         return self
 
     def watch(self, total: int) -> Any:
-        """Shows how many bytes of ``total`` are written."""
+        """Starts the bar, and returns the function that adds written bytes to it."""
         if not sys.stderr.isatty():
             return lambda nbytes: None
         from tqdm import tqdm

@@ -18,14 +18,14 @@ from .options import positive
 
 def embed_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="without any: lines from stdin")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="default: the lines of stdin")
     parser.add_argument("--output", type=Path, metavar="FILE.npy", help="write float32 [n, d]")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE.npy if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE.npy if it exists")
     parser.add_argument(
         "--pooling", metavar="MODE", help="lasttoken, mean, …; by default as the files say"
     )
     parser.add_argument(
-        "--prompt-name", metavar="NAME", help="a prompt that the model's files name"
+        "--prompt-name", metavar="NAME", help="the name of a prompt in the model's files"
     )
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
@@ -49,7 +49,7 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     if options.output is not None and options.output.is_dir():
         raise UserInputError(f"{options.output} is a directory, not a file to write")
     if options.output is not None and os.path.lexists(options.output) and not options.overwrite:
-        raise UserInputError(f"{options.output} is there: --overwrite replaces it")
+        raise UserInputError(f"{options.output} exists: --overwrite replaces it")
 
     with status(f"loading {options.model}"):
         from ..engine.embed import embed as embed_texts
@@ -57,7 +57,7 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
 
         model, tokenizer = load(options.model, dtype=options.dtype)
     try:
-        with status(f"embedding {len(texts):,} texts; the first time programs are compiled"):
+        with status(f"embedding {len(texts):,} texts; the first run compiles programs"):
             embeddings = embed_texts(
                 model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
                 pooling=options.pooling, prompt_name=options.prompt_name,
@@ -78,11 +78,11 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
 def _stdin_lines() -> list[str]:
     text = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
     lines = text.replace("\r\n", "\n").split("\n")
-    return lines[:-1] if lines[-1] == "" else lines  # the last newline ends a line, no new one
+    return lines[:-1] if lines[-1] == "" else lines  # the last newline ends a line
 
 
 def _save_npy(path: Path, array: Any) -> None:
-    """Writes beside ``path`` and renames, so that no half-written file is ever there."""
+    """Writes a temporary file beside ``path`` and renames it, so that no partial file is seen."""
     import numpy as np
 
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=".npy.part")
@@ -91,7 +91,7 @@ def _save_npy(path: Path, array: Any) -> None:
             np.save(file, array)
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner may read
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only the owner can read
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

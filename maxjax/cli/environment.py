@@ -1,7 +1,6 @@
-"""What this installation runs on: versions, devices, caches, and what looks wrong.
+"""``maxjax env``: versions, devices and caches of this installation, and its problems.
 
-JAX runs on the CPU without a word when it cannot use an accelerator that is there;
-:func:`cpu_fallback` finds that out.
+JAX silently runs on the CPU if it cannot use an accelerator; :func:`cpu_fallback` detects that.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..columns import columns
 PACKAGES = (
     "maxjax jax jaxlib numpy ml_dtypes flax orbax-checkpoint safetensors tokenizers huggingface_hub"
 ).split()
-# The plugin packages through which JAX reaches an accelerator; listed where installed.
+# The plugin packages through which JAX uses an accelerator; listed if they are installed.
 PLUGINS = "jax-cuda12-plugin jax-cuda13-plugin jax-rocm7-plugin libtpu".split()
 VARIABLES = (
     "JAX_PLATFORMS JAX_ENABLE_X64 JAX_COMPILATION_CACHE_DIR MAXJAX_COMPILE_CACHE MAXJAX_KERNELS XLA_FLAGS "
@@ -34,9 +33,9 @@ VARIABLES = (
 
 
 def environment() -> dict[str, Any]:
-    """All as plain data: ``versions``, ``devices``, ``caches``, ``kernels``, ``variables``, ``problems``.
+    """Describes the installation: versions, devices, caches, kernels, variables and problems.
 
-    Starts JAX's backend. Sizes are in bytes. ``problems`` is a list of sentences.
+    It starts JAX's backend. Sizes are in bytes. ``problems`` is a list of sentences.
 
     Example:
         >>> sorted(environment())
@@ -55,7 +54,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Package → version, None where it is not installed; Python and the system too."""
+    """The versions of packages (None if not installed), of Python and of the operating system."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {name: version for name in PLUGINS if (version := _version(name))}
@@ -71,7 +70,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> tuple[list[dict[str, Any]], list[str]]:
-    """The devices JAX uses, and why there are none."""
+    """The devices that JAX uses, and the reasons if there are none."""
     import jax
 
     from ..driver import memory_stats
@@ -92,7 +91,7 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _caches() -> dict[str, str | None]:
-    """Where downloaded models and compiled programs are kept; None where they are not kept."""
+    """The directories of downloaded models and compiled programs; None if they are not kept."""
     import jax
     from huggingface_hub import constants
 
@@ -104,14 +103,14 @@ def _caches() -> dict[str, str | None]:
 
 
 def _kernels() -> dict[str, str]:
-    """What products with weights run on, on a CPU."""
+    """The kernels that compute matmuls with weights on a CPU."""
     from ..kernels import native
 
     return {"CPU": native.status()}
 
 
 def accelerator_signs(dev: Path = Path("/dev")) -> list[str]:
-    """Everything that suggests that this machine has, or was set up for, a GPU or TPU."""
+    """The signs that this machine has, or was set up for, a GPU or TPU."""
     signs = _nvidia_smi()
     signs += [str(path) for path in sorted(dev.glob("nvidia[0-9]*"))]
     plugins = [name for name in PLUGINS if _version(name)]
@@ -135,11 +134,11 @@ def _nvidia_smi() -> list[str]:
 
 
 def cpu_fallback(devices: list[dict[str, Any]]) -> str | None:
-    """A sentence that says JAX has fallen back to the CPU unasked, and what to do; or None."""
+    """A sentence that says that JAX fell back to the CPU, and what to do; None if it did not."""
     if any(device["platform"] != "cpu" for device in devices):
         return None
     if os.environ.get("JAX_PLATFORMS", "").split(",")[0].strip() == "cpu":
-        return None  # asked for
+        return None  # the user chose the CPU
     signs = accelerator_signs()
     if not signs:
         return None

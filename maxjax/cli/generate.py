@@ -1,4 +1,4 @@
-"""``maxjax generate``: a text that a language model goes on with, or one answer of a chat."""
+"""``maxjax generate``: continues a text with a language model, or answers one message of a chat."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from .terminal import stoppable
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT",
-                        help="the text to go on with; - or none: stdin")  # fmt: skip
+                        help="the text to continue; - or none: stdin")  # fmt: skip
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
-                        help="the prompt is what a user says: put it into the chat template "
+                        help="format the prompt as a user's message by the chat template "
                         "(default: for the small model that comes with maxjax)")  # fmt: skip
     model_arguments(parser)
     sampling_arguments(parser)
     parser.add_argument("--logprobs", type=setting("logprobs"), metavar="N",
-                        help="with --json: log-probabilities, and of the N most probable")  # fmt: skip
+                        help="with --json: log-probabilities, also of the N most probable tokens")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
 
 
 def generate(options: argparse.Namespace) -> Iterable[str]:
-    """Writes what a language model says after PROMPT, as it comes. Ctrl-C ends it."""
+    """Generates text after PROMPT and prints it as it comes. Ctrl-C ends it."""
     prompt = _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")
@@ -82,23 +82,23 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
 
 
 def _prompt(options: argparse.Namespace) -> str:
-    """The prompt as it is given, in a file or on stdin, of which the last end of line is left out."""
+    """The prompt from the arguments, a file or stdin; of the latter two without a final newline."""
     given = options.prompt
     if options.file is not None:
         if given is not None:
-            options.error("a PROMPT and --file: one of them")
+            options.error("a PROMPT and --file are both given: leave one out")
         text = _decoded(options.file.read_bytes(), str(options.file))
     elif given is None or given == "-":
         if sys.stdin is None or (given is None and sys.stdin.isatty()):
             options.error("no PROMPT given, and none on stdin")
-        assert sys.stdin is not None  # options.error() does not come back
+        assert sys.stdin is not None  # options.error() does not return
         text = _decoded(sys.stdin.buffer.read(), "stdin")
     elif any("\ud800" <= c <= "\udfff" for c in given):
         raise UserInputError("the prompt is not valid UTF-8")
     else:
         text = given
     if not text:
-        raise UserInputError("the prompt is empty: there is nothing to go on with")
+        raise UserInputError("the prompt is empty: give it at least one character")
     return text
 
 
@@ -111,7 +111,7 @@ def _decoded(data: bytes, name: str) -> str:
 
 
 def _text(options: argparse.Namespace, prompt: str, tokenizer: Any) -> Any:
-    """The prompt, or the token ids of a chat."""
+    """The prompt as it is, or the token ids of a chat with it."""
     if not _is_chat(options):
         return prompt
     from ..text.chat import chat_tokens
@@ -150,5 +150,5 @@ def _json(found: Any, seed: int | None) -> str:
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no infinity: a token that cannot come has null."""
+    """The number, or None if it is infinite, which JSON cannot represent."""
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""``maxjax inspect`` and ``maxjax verify``: what a checkpoint holds, and whether it is intact."""
+"""``maxjax inspect`` lists the content of a checkpoint, ``maxjax verify`` checks that it is intact."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from typing import Any
 
 from ..columns import columns, visible
 
-# Items of a list of metadata that `inspect` shows.
+# Lists of metadata with more items are counted by `inspect`, not shown.
 _SHOWN_ITEMS = 16
-
-
 _SHOWN_CHARACTERS = 80
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", nargs="+", help="a file, a directory, an index, or the files of a set"
+        "path", nargs="+", help="a file, a directory, an index, or the parts of a checkpoint"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
@@ -58,7 +56,7 @@ def inspect(options: argparse.Namespace) -> Iterable[str]:
 
 
 def _logical(entry: Any) -> list[int]:
-    """The shape of a tensor counted in weights, where it is packed in blocks."""
+    """The shape of a tensor in elements, also if it is quantised."""
     if entry.encoding is None:
         return list(entry.shape)
     from ..graph.quantization import QuantizationEncoding
@@ -67,7 +65,7 @@ def _logical(entry: Any) -> list[int]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a file's metadata as JSON has it; a vocabulary is counted, not shown."""
+    """A value of metadata for JSON; a long list, such as a vocabulary, is counted, not shown."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, list):
         return items
@@ -89,11 +87,11 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace) -> Iterable[str]:
-    """Reads every tensor, compares the checksums there are, and says so; exit code 1 if one is wrong.
+    """Reads every tensor and compares all checksums; the exit code is 1 if one is wrong.
 
-    The structure is checked in any format. Checksums are in PyTorch's and NumPy's archives, in the
-    maxjax_digests.json beside what maxjax wrote, and in the names of files of Hugging Face's cache.
-    The headers of safetensors files are read once more by the library of that name, as others do.
+    The structure is checked in every format. Checksums are in PyTorch's and NumPy's archives, in the
+    maxjax_digests.json beside files that maxjax wrote, and in the file names of Hugging Face's cache.
+    The headers of safetensors files are also read by the safetensors library.
     """
     from ..storage.open import open_checkpoint
     from ..storage.verify import second_reading
@@ -117,7 +115,7 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
 
 
 def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each dtype, and last for all: how many tensors, values and bytes."""
+    """The number of tensors, values and bytes for each dtype, and last for all."""
     keys = ("tensors", "values", "bytes")
     totals: dict[str, dict[str, Any]] = {}
     every: dict[str, Any] = {"dtype": "all"} | dict.fromkeys(keys, 0)

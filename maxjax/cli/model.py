@@ -1,4 +1,4 @@
-"""What ``generate``, ``chat`` and ``bench`` have in common: their options, and the model."""
+"""The options that ``generate``, ``chat`` and ``bench`` share, and the loading of their model."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ from .options import (
     variable,
 )
 
-TINY = "tiny"  # as engine.hub has it, which is not imported for --help
-# Settings of Sampling, and what --help says of them.
+TINY = "tiny"  # the same as in engine.hub, which is not imported for --help
+# Settings of Sampling with their texts for --help.
 _SAMPLING = {
     "temperature": "0 is greedy; above it, tokens are drawn",
     "top_k": "draw from the K most probable tokens (0: off)",
-    "top_p": "draw from those that hold this probability together (1: off)",
-    "min_p": "draw from those at least P times as probable as the first (0: off)",
-    "repetition_penalty": "make what has been said less probable (1: off)",
-    "presence_penalty": "subtract from the logits of what the answer has (0: off)",
-    "frequency_penalty": "subtract it for each time the answer has it (0: off)",
+    "top_p": "draw from the most probable tokens that together reach this probability (1: off)",
+    "min_p": "draw from tokens at least P times as probable as the first (0: off)",
+    "repetition_penalty": "make tokens of the prompt and answer less probable (1: off)",
+    "presence_penalty": "subtract from the logits of tokens in the answer (0: off)",
+    "frequency_penalty": "subtract once for each time a token is in the answer (0: off)",
 }
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and where and how it runs."""
+    """Declares the options that choose the model and how it runs."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="PATH", default=TINY,
                        help="a directory, a GGUF file, or org/name on the Hugging Face hub"
                        " (default: the tiny model that comes with maxjax)")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
-    group.add_argument("--mesh", type=mesh, metavar="AXIS=N,…", help="as model=4 or model=4,data=2")
+    group.add_argument("--mesh", type=mesh, metavar="AXIS=N,…",
+                       help="the mesh to shard over, as in model=4 or model=4,data=2")  # fmt: skip
     group.add_argument("--dtype", default="auto", type=auto_or_float, metavar="TYPE",
                        help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
     group.add_argument("--cache-dtype", choices=["int8", "float32", "bfloat16", "float16"],
-                       help="of the cache of keys and values (default: the model's)")  # fmt: skip
+                       help="dtype of the KV cache (default: the model's)")  # fmt: skip
     group.add_argument("--chunk", type=power_of_two, default=512, metavar="N",
-                       help="tokens of a prompt read at once, a power of two (default 512)")  # fmt: skip
+                       help="prompt tokens in one prefill, a power of two (default 512)")  # fmt: skip
 
 
 def sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How an answer is written, and what is told about it."""
+    """Declares the options of sampling and of reports."""
     group = parser.add_argument_group("answer", "Without these, as generation_config.json says.")
     group.add_argument("--max-new-tokens", type=positive, metavar="N", help="end it after N tokens")
     group.add_argument("--stop", action="append", type=text, metavar="TEXT",
@@ -64,7 +65,7 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, type=setting(name), metavar="X", help=says)
     group.add_argument("--seed", type=seed, metavar="N",
-                       help="the same seed gives the same text (default: any)")  # fmt: skip
+                       help="the same seed gives the same text (default: random)")  # fmt: skip
     group.add_argument("--system", metavar="TEXT", help="a system message before the chat")
     group.add_argument("--template-arg", action="append", type=variable, default=[],
                        metavar="NAME=VALUE", help="a variable of the chat template, as"
@@ -86,15 +87,16 @@ class LoadedModel(NamedTuple):
 
 
 def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> LoadedModel:
-    """Loads the model of the options, a language model. A terminal shows that it does.
+    """Loads the language model that the options choose, with a status line on a terminal.
 
     Args:
-        options: As :func:`model_arguments` made them.
-        tokenizer: Whether it needs one.
+        options: the parsed options of :func:`model_arguments`.
+        tokenizer: whether a tokenizer is needed.
 
     Raises:
-        UserInputError: It is no language model, or has no tokenizer; a mesh of more devices than there are.
-        CheckpointError, UnsupportedModelError: As ``maxjax.load``.
+        UserInputError: it is not a language model, or has no tokenizer; or the mesh needs more
+            devices than there are.
+        CheckpointError, UnsupportedModelError: the same errors as for ``maxjax.load``.
     """
     import_jax()
     import jax
@@ -103,7 +105,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
     from ..engine.load import load
 
     try:
-        jax.devices()  # they start when they are first asked for, which is not loading
+        jax.devices()  # starts the backend, which is not to count as loading time
     except RuntimeError as error:
         raise UserInputError(f"JAX has no device: {error}") from error
     grid = None if options.mesh is None else _mesh(options.mesh)
@@ -116,7 +118,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
     check_model(model)
     if tokenizer and found is None:
         raise UserInputError(
-            f"{options.model} has no tokenizer: beside the weights there is no tokenizer.json, and"
+            f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights, and"
             " neither vocab.json with merges.txt nor vocab.txt"
         )
     return LoadedModel(model, found, time.perf_counter() - began)
@@ -141,21 +143,21 @@ def _mesh(text: str) -> Any:
 
 
 def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of Sampling that were given."""
+    """The settings of Sampling among the options that were given."""
     import_jax()
     return {name: getattr(options, name) for name in (*_SAMPLING, "logprobs")
             if getattr(options, name, None) is not None}  # fmt: skip
 
 
 def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    """The variables of --template-arg. Warns of those that no template of the model reads."""
+    """The variables of --template-arg; warns of those that no template of the model reads."""
     found = dict(options.template_arg)
     words = set(re.findall(r"[A-Za-z_]\w*", " ".join(tokenizer.chat_templates.values())))
     for name in found.keys() - words:
         like = closest(name, words)
         hint = f": did you mean {like}?" if like else ""
         print(
-            f"maxjax: warning: --template-arg {name} without effect: the chat template does not"
+            f"maxjax: warning: --template-arg {name} has no effect: the chat template does not"
             f" read it{hint}",
             file=sys.stderr,
         )
@@ -163,21 +165,21 @@ def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str,
 
 
 def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:
-    """The seed of random numbers, None where none are drawn. Warns of options without effect."""
+    """The random seed, or None for greedy sampling; warns of options that have no effect."""
     if not sampling.is_greedy:
         return int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     idle = [name for name in _FILTERS if getattr(options, name)]
     if idle and (idle != ["top_p"] or options.top_p < 1):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         print(
-            f"maxjax: warning: {names} without effect, since the choice is greedy: give --temperature",
+            f"maxjax: warning: {names} has no effect, since sampling is greedy: give --temperature",
             file=sys.stderr,
         )
     return None
 
 
 def key_of(seed: int | None) -> Any:
-    """A key of random numbers; None for None."""
+    """The random key of a seed; None for None."""
     if seed is None:
         return None
     import jax
@@ -186,5 +188,5 @@ def key_of(seed: int | None) -> Any:
 
 
 def system_message(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The message of --system, or none."""
+    """A list with the message of --system; empty without it."""
     return [] if options.system is None else [{"role": "system", "content": options.system}]

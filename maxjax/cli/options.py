@@ -1,7 +1,7 @@
-"""The options of the command line: what their values may be, and what is said if they are not.
+"""The types of command-line options, which check their values, and the parser with short errors.
 
-A value that can be judged by itself is judged while the arguments are read, before anything is
-imported or opened: wrong usage is two lines on stderr and exit code 2, whichever option it is.
+A value that can be checked by itself is checked while the arguments are parsed, before anything is
+imported or opened. Wrong usage of any option gives two lines on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, NoReturn
 from ..errors import UserInputError
 
 SEEDS = 2**32
-_WORDS = {"True": True, "False": False, "None": None}  # as Python writes them
+_WORDS = {"True": True, "False": False, "None": None}  # Python's spelling
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are two lines: how to call it, and what is wrong."""
+    """An ArgumentParser whose errors are two lines: the usage, and the problem."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints what is wrong and ends the program with exit code 2."""
+        """Prints the usage and the problem, and exits with code 2."""
         positional = [
             self._get_formatter()._format_args(action, str(action.metavar or action.dest))
             for action in self._get_positional_actions()
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def like(self, given: str) -> str:
-        """Which option is meant by one that is not there; "" if none is like it."""
+        """A hint for an unknown option; "" if no option is similar."""
         from ..engine.sampling.settings import meant
 
         options = {name[2:].replace("-", "_") for name in self._option_string_actions}
@@ -49,9 +49,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def import_jax() -> None:
-    """Imports JAX and what we run on it; Ctrl-C is answered after.
+    """Imports JAX and the modules that generate, with Ctrl-C deferred until afterwards.
 
-    Within the start of JAX's extension modules it would crash the process.
+    During the import of JAX's extension modules Ctrl-C would crash the process.
     """
     number = signal.SIGINT
     here = threading.current_thread() is threading.main_thread()
@@ -70,15 +70,15 @@ def import_jax() -> None:
 # --- types of values ------------------------------------------------------------------------
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of a whole number from ``least`` to ``most``.
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an integer from ``least`` to ``most``.
 
     Example:
-        >>> whole(0)("3")
+        >>> integer(0)("3")
         3
     """
-    wanted = f"a whole number of at least {least}" if most is None else (
-        f"a whole number from {least} to {most}"
+    wanted = f"an integer of at least {least}" if most is None else (
+        f"an integer from {least} to {most}"
     )  # fmt: skip
 
     def read(text: str) -> int:
@@ -87,26 +87,26 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             number = least - 1
         if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{_short(text)}: {wanted} is wanted")
+            raise argparse.ArgumentTypeError(f"{_short(text)}: it must be {wanted}")
         return number
 
     return read
 
 
-positive = whole(1)
-seed = whole(0, SEEDS - 1)
+positive = integer(1)
+seed = integer(0, SEEDS - 1)
 
 
 def power_of_two(text: str) -> int:
     """The type of a power of two."""
     number = positive(text)
     if number & (number - 1):
-        raise argparse.ArgumentTypeError(f"{number} is no power of two")
+        raise argparse.ArgumentTypeError(f"{number} is not a power of two")
     return number
 
 
 def setting(name: str) -> Callable[[str], Any]:
-    """The type of a setting of Sampling, which says itself what it may be."""
+    """The type of a setting of Sampling, which checks the value itself."""
 
     def read(text: str) -> Any:
         from ..engine.sampling.settings import Sampling
@@ -125,8 +125,8 @@ def setting(name: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{_short(text)}: {wanted}") from None
         if name == "top_p" and number == 0:
             raise argparse.ArgumentTypeError(
-                f"{text}: a number above 0, to 1, is wanted; the most probable token alone is"
-                " --temperature 0"
+                f"{text}: it must be a number above 0, up to 1; for the most probable token alone,"
+                " use --temperature 0"
             )
         return number
 
@@ -136,12 +136,12 @@ def setting(name: str) -> Callable[[str], Any]:
 def text(found: str) -> str:
     """The type of a text that is not empty."""
     if not found:
-        raise argparse.ArgumentTypeError("an empty text is none")
+        raise argparse.ArgumentTypeError("the text is empty")
     return found
 
 
 def mesh(found: str) -> str:
-    """The type of the axes of a mesh, as model=4,data=2."""
+    """The type of the axes of a mesh, as in model=4,data=2."""
     import_jax()
     from ..engine.plan.report import read_mesh
 
@@ -149,7 +149,7 @@ def mesh(found: str) -> str:
 
 
 def size(found: str) -> str:
-    """The type of a size of memory, as 80GB or 16GiB."""
+    """The type of a size of memory, such as 80GB or 16GiB."""
     import_jax()
     from ..engine.plan.report import parse_bytes
 
@@ -157,7 +157,7 @@ def size(found: str) -> str:
 
 
 def shard_size(found: str) -> str:
-    """The type of a size of files, as 5GB."""
+    """The type of a size of files, such as 5GB."""
     from ..storage.safetensors.writer import size_in_bytes
 
     return _checked(found, size_in_bytes, r"^max_shard_size(?:=| is )")
@@ -168,7 +168,7 @@ _SHORT = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float
 
 
 def dtype(found: str) -> str:
-    """The type of a dtype's name; short names become long ones."""
+    """The type of the name of a dtype; short names become long ones."""
     from ..dtype import DType
 
     name = _SHORT.get(found.lower(), found)
@@ -180,31 +180,31 @@ def dtype(found: str) -> str:
 
 
 def float_type(found: str) -> str:
-    """As :func:`dtype`, of floats alone."""
+    """The type of the name of a float dtype."""
     from ..dtype import DType
 
     name = dtype(found)
     if not DType.of(name).is_float():
         raise argparse.ArgumentTypeError(
-            f"{_short(found)} is no float type, as bf16 or float32 are"
+            f"{_short(found)} is not a float dtype such as bf16 or float32"
         )
     return name
 
 
 def auto_or_float(found: str) -> str:
-    """As :func:`float_type`, or "auto"."""
+    """The type of "auto" or the name of a float dtype of 16 bits or more."""
     if found == "auto":
         return found
     name = float_type(found)
     if name not in ("float32", "bfloat16", "float16", "float64"):
         raise argparse.ArgumentTypeError(
-            f"{_short(found)}: float32, bfloat16, float16 or float64 is wanted"
+            f"{_short(found)}: it must be float32, bfloat16, float16 or float64"
         )
     return name
 
 
 def variable(found: str) -> tuple[str, Any]:
-    """The type of a variable of a chat template: NAME=VALUE, the value as JSON or as it stands.
+    """The type of a chat template's variable: NAME=VALUE, where the value is JSON or plain text.
 
     Example:
         >>> variable("enable_thinking=false"), variable("reasoning_effort=low")
@@ -212,9 +212,9 @@ def variable(found: str) -> tuple[str, Any]:
     """
     name, equals, value = found.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{_short(found)}: NAME=VALUE is wanted")
+        raise argparse.ArgumentTypeError(f"{_short(found)}: it must have the form NAME=VALUE")
     if name in _TAKEN:
-        raise argparse.ArgumentTypeError(f"{name} is what maxjax itself gives the template")
+        raise argparse.ArgumentTypeError(f"{name} is set by maxjax itself")
     if value in _WORDS:
         return name, _WORDS[value]
     try:

@@ -1,4 +1,4 @@
-"""What the command line says of an error: one line."""
+"""Errors of the command line in one line, and its handling of SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError, UserInputError
 
-# What a user can meet without a defect in maxjax: the message alone says enough.
+# Errors that are not defects of maxjax: their message is enough.
 EXPECTED = (
     CheckpointError, UserInputError, UnsupportedModelError, OSError, MemoryError,
     FloatingPointError,
@@ -33,16 +33,16 @@ def explain(error: Exception) -> str:
     return f"unexpected {type(error).__name__}: {message} (--debug shows where)"
 
 
-# The second try to end it comes after so many seconds.
+# Seconds until a swallowed exception is raised again.
 _AGAIN = 0.02
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does: what was written so far is removed.
+    """In this context SIGTERM ends a command like Ctrl-C, so that partial files are removed.
 
-    Where Python ignores exceptions no signal would end anything: in what JAX has the collector
-    of garbage call, for example. Then a timer raises it once more.
+    Python ignores exceptions in some places, such as the callbacks of JAX in the garbage collector,
+    and would ignore that of a signal there. Then a timer raises it again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -78,7 +78,7 @@ def test_bytes_of_experts():
     [
         (("--prompt", 250), 1, "--prompt 250 and --new 64 are 314 tokens, and the model's context is 256"),
         (("--batch", "1,x"), 2, "usage: maxjax bench"),
-        (("--batch", "0"), 2, "0: a whole number of at least 1"),
+        (("--batch", "0"), 2, "0: it must be an integer of at least 1"),
         (("--new", "1"), 2, "at least 2"),
         (("--dtype", "int8"), 2, "int8"),
     ],

@@ -87,7 +87,7 @@ def test_a_failed_turn_does_not_end_it(chat, said, tmp_path):
     assert len(lines) == 5 and all(line.startswith("maxjax: ") for line in lines), err
     assert "the model's context is 256" in lines[0]
     assert "no command /what" in lines[1] and "needs a FILE" in lines[2]
-    assert "no chat" in lines[3] and other.read_text() == "{}"
+    assert "not a saved chat" in lines[3] and other.read_text() == "{}"
     assert "unexpected" not in err
 
 
@@ -126,7 +126,7 @@ def test_variables_of_the_template(chat, said, capsys, monkeypatch, tmp_path):
         "x=1",
     )
     code, out, err = in_process(capsys, monkeypatch, *arguments, stdin="hi\n")
-    assert code == 0 and "x without effect" in err
+    assert code == 0 and "x has no effect" in err
     loaded = maxjax.load(model)
     assert out == maxjax.generate(*loaded, "hi7", max_new_tokens=6) + "\n"
 

@@ -206,7 +206,7 @@ def test_an_architecture_without_names(run, source, tmp_path):
         (["--to", "nosuch"], "--to"),
         (["--quantize", "q3_k"], "--quantize"),
         (["--nosuch"], "--nosuch"),
-        (["--dtype", "int8"], "int8 is no float type"),
+        (["--dtype", "int8"], "int8 is not a float dtype"),
         (["--dtype", "nosuch"], "nosuch"),
         (["--quantize", "q4_k"], "for GGUF files"),
         (["--max-shard-size=-3"], "-3"),

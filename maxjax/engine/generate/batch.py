@@ -70,7 +70,7 @@ class Batch:
             raise UserInputError(f"chunk is {chunk!r}: it must be a power of two")
         chunk = int(chunk)
         self.model, self.sampling, self.chunk = model, sampling, chunk
-        self._sharding = _sharding_of_inputs(model)
+        self._input_sharding = _sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
         self._read = 0  # number of tokens of each row that are in the cache already
@@ -174,7 +174,7 @@ class Batch:
         self._grow_cache()
         return True
 
-    def wrote(self, tokens: Sequence[int]) -> None:
+    def record(self, tokens: Sequence[int]) -> None:
         """Records the tokens that the only row got, so that :meth:`resume` can reuse their cache."""
         self._prompts[0] += [int(token) for token in tokens]
 
@@ -186,10 +186,10 @@ class Batch:
     # --- arrays on the devices ---------------------------------------------------------------
 
     def _put(self, array: Any) -> jax.Array:
-        return jax.device_put(array, self._sharding)
+        return jax.device_put(array, self._input_sharding)
 
     def _shardings_of(self, state: State) -> Shardings:
-        if not isinstance(self._sharding, NamedSharding):
+        if not isinstance(self._input_sharding, NamedSharding):
             return None
         return tuple(leaf.sharding for leaf in jax.tree.leaves(state))
 

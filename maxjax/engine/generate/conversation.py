@@ -114,7 +114,7 @@ class Conversation:
                 answer = {"role": "assistant", "content": str(partial.completion())}
                 self.messages += [*said, answer]
             if clean:
-                batch.wrote(partial.tokens)
+                batch.record(partial.tokens)
                 self._batch = batch
             else:  # interrupted within a step: the content of the cache is not known
                 batch.close()

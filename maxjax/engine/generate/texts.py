@@ -176,11 +176,11 @@ def _pieces(
     partial: PartialCompletion,
     ended: Callable[[PartialCompletion, bool], None] | None,
 ) -> Generator[str, None, None]:
-    """An empty piece, then those of :func:`_texts`; at the end it calls ``ended`` or frees the cache."""
+    """An empty piece, then those of :func:`_decode_pieces`; at the end it calls ``ended`` or frees the cache."""
     clean = False
     try:
         yield ""
-        yield from _texts(batch, partial)
+        yield from _decode_pieces(batch, partial)
         clean = True
     except GeneratorExit:
         clean = True  # between two tokens: nothing is lost
@@ -192,7 +192,7 @@ def _pieces(
             ended(partial, clean)
 
 
-def _texts(batch: Batch, partial: PartialCompletion) -> Iterator[str]:
+def _decode_pieces(batch: Batch, partial: PartialCompletion) -> Iterator[str]:
     written = batch.prefill()
     piece = partial.take(written, 0)
     check_written(written, [partial], [0])

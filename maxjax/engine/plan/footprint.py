@@ -151,8 +151,8 @@ def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
     why = template.stored.why if known else UNKNOWN
     if where is not None and math.prod(shape):
         stacked = isinstance(holder, StackedWeight)
-        whole = (holder.span.count, *shape) if stacked else shape
-        parts = math.prod(whole) // math.prod(where.shard_shape(whole))
+        global_shape = (holder.span.count, *shape) if stacked else shape
+        parts = math.prod(global_shape) // math.prod(where.shard_shape(global_shape))
         spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[int(stacked) :])
         if where.memory_kind not in (None, "device"):
             parts, why = 0, f"{why}; in the memory of the host ({where.memory_kind})".lstrip("; ")

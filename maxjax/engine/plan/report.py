@@ -267,14 +267,14 @@ def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
     if unknown:
         notes.append(f"these sizes are not known yet and count as nothing: {some(unknown, 3)}")
     fits = None if hbm is None or unknown else taken + cached <= hbm
-    whole = [k for k in kinds if devices > 1 and k.bytes and k.bytes_per_device == k.bytes]
+    replicated = [k for k in kinds if devices > 1 and k.bytes and k.bytes_per_device == k.bytes]
     largest = heapq.nlargest(
         _LARGEST, ((n, one.nbytes) for one in held for n in one.names), key=lambda row: row[1]
     )
     return Plan(
         devices=devices, mesh={} if placed_on is None else dict(placed_on.shape),
         bytes_per_device=taken, total_bytes=sum(kind.bytes for kind in kinds), kinds=tuple(kinds),
-        largest=tuple(largest), replicated=tuple(sorted(whole, key=lambda k: -k.bytes)),
+        largest=tuple(largest), replicated=tuple(sorted(replicated, key=lambda k: -k.bytes)),
         cache_bytes_per_device=cached, basis=source.basis, hbm=hbm, fits=fits,
         suggestion=_suggest(source, placed_on, request, hbm) if hbm and fits is False else None,
         notes=(*source.notes, *notes),
@@ -291,8 +291,8 @@ def _kinds(held: list[TensorGroup]) -> list[WeightKind]:
         for i, value in enumerate((1, one.nbytes, one.nbytes_per_device)):
             sums[i] += count * value
     return [
-        WeightKind(name, count, dtype, shape, spec, whole, part, why)
-        for (name, dtype, shape, spec, why), (count, whole, part) in rows.items()
+        WeightKind(name, count, dtype, shape, spec, total, per_device, why)
+        for (name, dtype, shape, spec, why), (count, total, per_device) in rows.items()
     ]
 
 
@@ -319,11 +319,11 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
     base = {} if mesh is None else dict(mesh.shape)
     named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
     narrow = dataclasses.replace(request, dtype=DType.bfloat16)
-    whole = [
+    totals = [
         (wanted, _total_bytes(source.held(None, wanted.dtype))) for wanted in (request, narrow)
     ]
     for doublings in range(_MAX_GROWTH.bit_length()):
-        for wanted, nbytes in whole:
+        for wanted, nbytes in totals:
             for over_fsdp in range(doublings + 1):
                 sizes = dict(base)
                 for kind, power in (("model", doublings - over_fsdp), ("fsdp", over_fsdp)):

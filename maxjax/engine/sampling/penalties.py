@@ -41,7 +41,9 @@ class History(NamedTuple):
             [[True, False, True, False, False]]
         """
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise UserInputError(f"ids must be integers [B, T], not {ids.dtype}{list(ids.shape)}")
+            raise UserInputError(
+                f"ids must be integer token ids [B, T], not {ids.dtype}{list(ids.shape)}"
+            )
         real = (ids >= 0) & (ids < vocab_size)
         if lengths is not None:
             real &= jnp.arange(ids.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]

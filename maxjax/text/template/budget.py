@@ -95,22 +95,22 @@ class Budget:
             TooMuchError: a value is larger than ``at_once``, nested too deeply, or a number with too
                 many digits.
         """
-        whole, new, todo = 0, 0, [(iter(values), 0)]
+        total, new, todo = 0, 0, [(iter(values), 0)]
         self.opaque = False
         while todo:
             items, level = todo.pop()
             for item in items:
                 size, inside = self._size(item)
-                whole += size
+                total += size
                 if id(item) not in self.known:
                     new += size
-                if whole > self.at_once:
-                    self.allow(whole)
+                if total > self.at_once:
+                    self.allow(total)
                 if inside is not None:
                     if level == _NESTED:
                         raise TooMuchError(f"it makes lists in lists, more than {_NESTED} deep")
                     todo.append((inside, level + 1))
-        return whole, new
+        return total, new
 
     def _size(self, item: Any) -> tuple[int, Iterator[Any] | None]:
         """The size of an object, and an iterator over its items if they are not counted in it."""

@@ -95,18 +95,18 @@ def read_beside(
     """
     where = os.fspath(directory)
     decoder: dict[int, Added] = {}
-    whole = "added_tokens_decoder" in settings
+    has_decoder = "added_tokens_decoder" in settings
     origin = os.path.join(where, CONFIG)
     given: dict[str, tuple[Any, str]] = {k: (v, origin) for k, v in settings.items()}
     origin = os.path.join(where, MAP)
     _special(given)  # raises for invalid entries, even if another file replaces them
     for key, value in special_map.items():
-        if value is not None and (not whole or settings.get(key) is None):
+        if value is not None and (not has_decoder or settings.get(key) is None):
             given[key] = (value, origin)
     for key, value in (defaults or {}).items():
         given.setdefault(key, (value, ""))
     named, extra = _special(given)
-    if whole:
+    if has_decoder:
         origin = os.path.join(where, CONFIG)
         for number, token in _object(settings["added_tokens_decoder"], origin).items():
             decoder[_number(number, token, origin)] = _token(token, "added_tokens_decoder", origin)
@@ -115,7 +115,7 @@ def read_beside(
         special = {token.content for token in [*named.values(), *extra]}
         for text, number in listed.items():
             decoder[_number(number, text, origin)] = Added(text, text in special)
-    if not whole:
+    if not has_decoder:
         decoder |= {i["id"]: _token(i, "added_tokens", where) for i in own if _is_own(i)}
     return _together(named, extra, decoder, {i["content"]: i for i in own if _is_own(i)})
 

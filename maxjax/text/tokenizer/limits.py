@@ -310,12 +310,12 @@ def _check_added(added: Any, growth: int, path: Any) -> None:
     if not isinstance(added, list):
         return
     _at_most(len(added), _MAX_ADDED, "there are too many added tokens", path)
-    whole = changed = 0
+    total = changed = 0
     for item in added:
         text = item.get("content") if isinstance(item, Mapping) else None
         if isinstance(text, str):
-            whole += len(text.encode())
+            total += len(text.encode())
             changed += len(text.encode()) if item.get("normalized") is True else 0
     problem = "the added tokens are too long together"
-    _at_most(whole, _MAX_ADDED_BYTES, problem, path, " bytes")
+    _at_most(total, _MAX_ADDED_BYTES, problem, path, " bytes")
     _at_most(changed * growth, _MAX_NORMALIZED_BYTES, problem, path, " bytes when normalized")

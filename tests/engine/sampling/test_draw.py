@@ -151,7 +151,7 @@ def test_history_leaves_out_padding_and_ids_that_are_no_token():
     ids = jnp.array([[3, 1, 4, 0], [-1, 7, 2, 2]])
     found = History.start(ids, 6, jnp.array([2, 4])).prompt
     assert [np.flatnonzero(row).tolist() for row in found] == [[1, 3], [2]]
-    with pytest.raises(UserInputError, match=r"token ids \[B, T\], not of int32\[4\]"):
+    with pytest.raises(UserInputError, match=r"token ids \[B, T\], not int32\[4\]"):
         History.start(ids[0], 6)
 
 
