@@ -1,6 +1,6 @@
-"""``encode``: float32 → ggml's quantised blocks, by NumPy, in pieces that fit the cache.
+"""Encoding of float32 to ggml's quantised blocks with NumPy, in pieces that fit the cache.
 
-Bit for bit the blocks of ggml's reference quantisers (``quantize_row_*_ref``, without an
+The blocks are bit for bit those of ggml's reference quantisers (``quantize_row_*_ref``, without an
 importance matrix).
 """
 

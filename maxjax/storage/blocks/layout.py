@@ -118,7 +118,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 KEPT = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-"""Types that stay packed, for kernels that take them so. The others become float32 when they are read."""
+"""Types that stay quantised, for kernels that take blocks. The others become float32 when read."""
 
 
 def layout_of(name: str) -> Layout:
