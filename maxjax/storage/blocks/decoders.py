@@ -84,10 +84,10 @@ def decode(name: str, blocks: np.ndarray, *, threads: int | None = None) -> np.n
 def decode_into(
     name: str, blocks: np.ndarray, out: np.ndarray, *, threads: int | None = None
 ) -> None:
-    """As ``decode``, into float32 memory that is there; it may have gaps between its axes.
+    """Decodes like ``decode`` into an existing float32 array, which need not be contiguous.
 
     Raises:
-        NotImplementedError, ValueError, TypeError: As ``decode``; ``out`` does not fit.
+        NotImplementedError, ValueError, TypeError: as for ``decode``; or ``out`` does not fit.
 
     Example:
         >>> out = np.ones((2, 64), np.float32)

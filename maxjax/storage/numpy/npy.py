@@ -400,7 +400,7 @@ def read_header(
 
     Raises:
         CheckpointTruncatedError, CheckpointFormatError, CheckpointUnsafeError,
-        CheckpointLimitError: As for ``open_npy``.
+        CheckpointLimitError: as for ``open_npy``.
     """
     start = head(_START_BYTES)
     if not start.startswith(MAGIC) and not (len(start) < 6 and MAGIC.startswith(start)):

@@ -115,17 +115,17 @@ def read_directory(
     tensor_of: Callable[[str], str | None] = lambda name: None,
     has_all_crcs: bool = False,
 ) -> Archive:
-    """Reads the list of members of an archive, and the header in front of each; no data.
+    """Reads the directory of an archive and the header of each member; no data.
 
-    ``what`` says in messages what the file should be; see ``Archive`` for the others.
+    ``what`` says in messages what the file should be; see ``Archive`` for the other arguments.
 
     Raises:
-        CheckpointTruncatedError: It ends before its end record.
-        CheckpointFormatError: Another kind of file; members that overlap, that are there twice,
+        CheckpointTruncatedError: the file ends before its end record.
+        CheckpointFormatError: another kind of file; members that overlap, are duplicate, are
             encrypted, compressed with anything but deflate, or described in two ways; bytes
             that belong to nothing, before, between and after them.
-        CheckpointUnsafeError: A pickle.
-        CheckpointLimitError: More than ``limits`` allow, or a member that would inflate to more
+        CheckpointUnsafeError: the file is a pickle.
+        CheckpointLimitError: the archive exceeds ``limits``, or a member would inflate to more
             than ``member_ratio`` times its bytes and a MiB.
 
     Example:

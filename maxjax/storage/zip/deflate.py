@@ -72,12 +72,12 @@ class Deflated(Coding):
     def pieces(
         self, file: OpenFile, offset: int, nbytes: int, *, tensor: str | None = None
     ) -> Iterator[bytes]:
-        """What ``nbytes`` bytes of the file at ``offset`` inflate to, at most 1 MiB at a time.
+        """Inflates ``nbytes`` bytes of the file at ``offset``, into pieces of at most 1 MiB.
 
-        Whoever stops before the end has nothing checked.
+        Nothing is checked if the caller stops before the end.
 
         Raises:
-            CheckpointCorruptError: Not deflated data, of another length, or of another CRC-32.
+            CheckpointCorruptError: the data is not deflated, or its length or CRC-32 is wrong.
         """
         inflater, total, crc = zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
         place, end, data = offset, offset + nbytes, b""

@@ -33,9 +33,9 @@ def read_end(file: OpenFile) -> tuple[int, int, int]:
     """The number of members, and the byte offsets where the directory begins and ends.
 
     Raises:
-        CheckpointTruncatedError: There is no end record, or not all of it.
-        CheckpointFormatError: There are two, it contradicts that of zip64 or itself, something
-            stands behind it, or the archive is on several disks.
+        CheckpointTruncatedError: the end record is missing or incomplete.
+        CheckpointFormatError: there are two end records, the end record contradicts that of zip64 or
+            itself, bytes follow it, or the archive is on several disks.
     """
     base = file.size - min(file.size, _END.size + _MAX16)
     tail = file.pread(base, file.size - base)
