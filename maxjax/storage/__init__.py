@@ -1,12 +1,12 @@
-"""Storage: files on disk as tables of named tensors, and back. It knows no device and no Module.
+"""Storage reads and writes checkpoint files as tables of named tensors. It knows no device and no Module.
 
-``open_checkpoint`` opens a path of any format and gives a ``TensorTable``: validated entries and open
-files, no data yet. ``files`` does every read, ``table`` and ``parts`` read tensors and boxes of them,
-``limits`` bounds what a file may ask for. Each format is a folder and a record in ``formats``:
-``safetensors/``, ``gguf/`` (with ``blocks/``, its quantised blocks), ``pytorch/``, ``numpy/``, ``orbax/``;
-``zip/`` serves two of them.
-``checksums``, ``digests`` and ``verify`` say whether bytes are those that were written; ``save/`` puts
-new files in the place of old ones so that nothing is lost.
+``open_checkpoint`` opens a path of any format and returns a ``TensorTable``: validated entries and open
+files, no data yet. ``files`` does every read, ``table`` reads tensors, ``parts`` reads rectangular parts
+of them, and ``limits`` bounds what a file may make this process allocate. Each format is a folder and a
+record in ``formats``: ``safetensors/``, ``gguf/`` (with ``blocks/``, its quantised blocks), ``pytorch/``,
+``numpy/``, ``orbax/``; PyTorch and NumPy files share the archive reader ``zip/``.
+``checksums``, ``digests`` and ``verify`` detect bytes that differ from those that were written; ``save/``
+replaces old files by new ones in one transaction, so that nothing is lost.
 
 Names are imported when they are first used.
 """

@@ -1,6 +1,6 @@
-"""Rectangles of tensors: what they share, what they hold, how they are cut.
+"""Boxes: rectangular regions of tensors, with intersection, containment and splitting.
 
-A box has a start and a stop on each axis; that of a tensor without axes is ``()``.
+A box is a (start, stop) pair for each axis; the box of a scalar is ``()``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from math import prod
 
 import numpy as np
 
-# Start and stop on one axis, and on each axis.
+# A Span is (start, stop) on one axis; a Box has one Span per axis.
 Span = tuple[int, int]
 Box = tuple[Span, ...]
-# A part of a tensor, and the array for it, of the tensor's dtype.
+# A part of a tensor, and the array for its values, of the tensor's dtype.
 Wanted = tuple[Box, np.ndarray]
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of all of a tensor.
+    """The box that covers a whole tensor.
 
     Example:
         >>> whole((2, 3))
@@ -33,12 +33,12 @@ def extents(box: Box) -> tuple[int, ...]:
 
 
 def count(box: Box) -> int:
-    """How many elements a box has."""
+    """The number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of a box in the array of an ``outer`` one.
+    """The slices that select a box in the array of an ``outer`` box.
 
     Example:
         >>> within(((2, 3),), ((1, 9),))
@@ -49,7 +49,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def split(box: Box, limit: int) -> Iterator[Box]:
-    """Cuts a box into some of at most ``limit`` elements, across its first axes.
+    """Cuts a box into boxes of at most ``limit`` elements, along its first axes.
 
     Example:
         >>> list(split(((0, 4), (0, 2)), 4))
@@ -68,7 +68,7 @@ def split(box: Box, limit: int) -> Iterator[Box]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes share, or None.
+    """The intersection of two boxes, or None if it is empty.
 
     Example:
         >>> overlap(((0, 3),), ((2, 9),))
@@ -79,14 +79,14 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def copy_shared(into: Wanted, source: Wanted) -> None:
-    """Copies what two parts share into the array of the first."""
+    """Copies the intersection of two parts from the array of ``source`` to that of ``into``."""
     shared = overlap(into[0], source[0])
     if shared is not None:
         into[1][(*within(shared, into[0]), ...)] = source[1][(*within(shared, source[0]), ...)]
 
 
 def enclosing(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of some.
+    """The smallest box that contains all ``boxes``.
 
     Example:
         >>> enclosing([((0, 2), (3, 4)), ((1, 3), (0, 1))])
@@ -97,7 +97,7 @@ def enclosing(boxes: Sequence[Box]) -> Box:
 
 
 def is_covered(box: Box, boxes: Sequence[Box]) -> bool:
-    """Whether boxes, which may overlap, leave nothing of one out.
+    """Whether ``boxes``, which may overlap, together cover ``box``.
 
     Example:
         >>> is_covered(((0, 2), (0, 4)), [((0, 2), (0, 3)), ((0, 2), (2, 4))])
@@ -106,14 +106,14 @@ def is_covered(box: Box, boxes: Sequence[Box]) -> bool:
     if not count(box):
         return True
     for number, other in enumerate(boxes):
-        # The first that touches it is taken away, and what is left around that looked at.
+        # Subtracts the first box that overlaps it, and checks the remaining pieces.
         if (shared := overlap(box, other)) is not None:
             return all(is_covered(rest, boxes[number + 1 :]) for rest in _without(box, shared))
     return False
 
 
 def _without(box: Box, inner: Box) -> Iterator[Box]:
-    """Boxes that with ``inner`` make up ``box``."""
+    """The pieces of ``box`` outside ``inner``, as boxes that do not overlap."""
     for axis, ((start, stop), (first, last)) in enumerate(zip(box, inner, strict=True)):
         before, behind = inner[:axis], box[axis + 1 :]
         for span in (start, first), (last, stop):
@@ -122,9 +122,9 @@ def _without(box: Box, inner: Box) -> Iterator[Box]:
 
 
 def in_order(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up the values ``start`` to ``stop`` of an array in C order, in turn.
+    """Boxes that together are the flat range ``start`` to ``stop`` of an array in C order, in order.
 
-    There are at most two for each axis.
+    There are at most two boxes per axis.
 
     Example:
         >>> list(in_order((3, 4), 2, 9))
@@ -151,7 +151,7 @@ def in_order(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def runs(shape: Sequence[int], box: Box, array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The parts of a box that lie together in a tensor in C order: the place of each, and its array.
+    """The contiguous runs of a box in a C-order tensor: the flat index of each, and its array.
 
     Example:
         >>> [(start, a.shape) for start, a in runs((4, 2), ((1, 3), (0, 2)), np.zeros((2, 2)))]
@@ -160,7 +160,7 @@ def runs(shape: Sequence[int], box: Box, array: np.ndarray) -> Iterator[tuple[in
     axis = len(box)
     while axis and box[axis - 1] == (0, shape[axis - 1]):
         axis -= 1
-    # The axis before may be cut: what follows of it lies together all the same.
+    # The axis before may be sliced: its slice is still contiguous.
     axis = max(axis - 1, 0)
     for index in np.ndindex(*extents(box[:axis])):
         start = 0

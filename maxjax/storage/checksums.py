@@ -1,7 +1,7 @@
-"""CRC-32 sums of bytes that are read in blocks, in any order and by any thread.
+"""CRC-32 checksums of bytes that are read in blocks, in any order and by any thread.
 
-A sum is computed of each block right after it was read, so that nothing is read twice; the
-sums of neighbours make up that of both.
+The checksum of each block is computed right after it is read, so that nothing is read twice;
+checksums of adjacent blocks are then combined.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from .entry import Checksum, TensorEntry, check_bool, fill
 from .files import OpenFile, aligned_empty, run, run_jobs
 from .strict_json import collector_paused
 
-# What is read, or put together, for a sum alone: it stays in the cache of a core.
+# Bytes read or gathered at a time only for a checksum: they stay in the cache of a core.
 STEP_BYTES = 1 << 20
-# Of what a checksum is of, so much may be read for it alone: a header, the space between two.
+# Most bytes read only to complete a checksum: a header, or the gap between two tensors.
 GAP_BYTES = 64 << 10
 
 
 class Sum:
-    """The checksum of ``entry``, of the blocks that are read of the bytes it is of.
+    """Computes the checksum of ``entry`` from the blocks that are read.
 
     Attributes:
-        parts: Of a checksum of values: the parts that were read, with their arrays.
-        wrong: A boolean that is none. Said only if the checksum agrees, which says it better.
+        parts: for a checksum of values, the parts that were read, with their arrays.
+        wrong: the error for an invalid boolean; raised only if the checksum matches, because a
+            mismatch explains it better.
     """
 
     __slots__ = ("_blocks", "checksum", "entry", "file", "parts", "wrong")
@@ -54,15 +55,15 @@ class Sum:
         self.checksum: Checksum = entry.checksum
         self.parts: list[Wanted] = []
         self.wrong: CheckpointFormatError | None = None
-        # Place in the file → length and CRC-32.
+        # Offset in the file → length and CRC-32.
         self._blocks: dict[int, tuple[int, int]] = {}
 
     def add(self, offset: int, view: Any) -> None:
-        """Takes up a block that was read from ``offset`` of the file."""
+        """Adds a block that was read from ``offset`` of the file."""
         self._put(offset, memoryview(view).nbytes, crc32(view))
 
     def read(self, offset: int, nbytes: int) -> None:
-        """Reads a block only for its sum."""
+        """Reads a block only for its checksum."""
         scratch = memoryview(aligned_empty(min(STEP_BYTES, nbytes)))
         crc = 0
         for start in range(0, nbytes, STEP_BYTES):
@@ -76,19 +77,19 @@ class Sum:
             self._blocks[offset] = nbytes, crc
 
     def blocks(self, size: int) -> Iterator[Block]:
-        """All that it is of, in blocks of at most ``size`` bytes that are not read yet."""
+        """All bytes that the checksum covers, as blocks of at most ``size`` bytes still to read."""
         start, nbytes = self.checksum.offset, self.checksum.nbytes
         for done in range(0, nbytes, size):
             yield Block(self, start + done, min(size, nbytes - done))
 
     def compare(self, crc: int | None = None) -> bool:
-        """Compares it with that of the file, or gives False: much of its bytes was not read.
+        """Compares it with the recorded checksum; returns False if too many bytes were not read.
 
-        Up to 64 KiB of them are read here. ``crc`` is the sum where it is known.
+        Up to 64 KiB of missing bytes are read here. ``crc`` is the computed checksum, if known.
 
         Raises:
-            CheckpointCorruptError: They differ.
-            CheckpointChangedError: They differ, and the file was written to since it was opened.
+            CheckpointCorruptError: the checksums differ.
+            CheckpointChangedError: the checksums differ, and the file was modified since opening.
         """
         wanted = self.checksum
         if crc is None:
@@ -130,19 +131,19 @@ class Sum:
 
 @dataclass(slots=True)
 class Block:
-    """A block that is read for a checksum alone."""
+    """A block that is read only for a checksum."""
 
     sum: Sum
     offset: int
     nbytes: int
 
     def run(self) -> None:
-        """Reads it."""
+        """Reads the block."""
         self.sum.read(self.offset, self.nbytes)
 
 
 def tapped(file: OpenFile, sum: Sum | None) -> OpenFile:
-    """The file, of which a sum takes up what is read."""
+    """The file, wrapped so that everything read from it is added to ``sum``, if there is one."""
     return file if sum is None or sum.checksum.of_values else cast(OpenFile, _Tapped(file, sum))
 
 
@@ -160,7 +161,7 @@ class _Tapped:
         return data
 
     def pread_into(self, view: memoryview, offset: int, *, tensor: str | None = None) -> None:
-        # Not by steps that stay in a cache: so many more calls cost twice what that saves.
+        # Not in cache-sized steps: the additional calls cost twice what the cache saves.
         self._file.pread_into(view, offset, tensor=tensor)
         self._sum.add(offset, view)
 
@@ -168,7 +169,7 @@ class _Tapped:
 def check_values(
     file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray, sum: Sum | None
 ) -> None:
-    """Refuses booleans that are none; of what a sum is computed of, that is said later."""
+    """Refuses booleans other than 0 and 1; with a checksum, only after that was compared."""
     if entry.dtype is not DType.bool:
         return
     try:
@@ -180,7 +181,7 @@ def check_values(
 
 
 def differing(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptError:
-    """The error for the bytes of a tensor that have another sum than its checksum says."""
+    """The error for a tensor whose bytes do not match its checksum."""
     wanted = entry.checksum
     assert wanted is not None
     hint = "The file was damaged on its way or on the disk: fetch it again."
@@ -199,18 +200,18 @@ def differing(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptErr
 
 
 def stale(path: str) -> str:
-    """What to do about a file that does not agree with the digests at ``path``."""
+    """The hint for a file that does not match the digests at ``path``."""
     return (
         "It was damaged on its way or on the disk: use another copy. If another program wrote it "
         f"since maxjax did, {path} is stale and may be deleted; verify=False reads it as it is."
     )
 
 
-# --- of arrays in memory ------------------------------------------------------------------------
+# --- checksums of arrays in memory --------------------------------------------------------------
 
 
 def covers(shape: Sequence[int], parts: Sequence[Wanted]) -> bool:
-    """Whether parts of an array, which may overlap, leave nothing of it out.
+    """Whether parts of an array, which may overlap, together cover it.
 
     Example:
         >>> a = np.zeros((2, 2))
@@ -221,9 +222,9 @@ def covers(shape: Sequence[int], parts: Sequence[Wanted]) -> bool:
 
 
 def crc32_of_boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> int:
-    """The CRC-32 of an array in C order, of which there are parts that together are all of it.
+    """The CRC-32 of an array in C order, given as parts that together cover it.
 
-    The parts may overlap, and their arrays may lie in memory in any way. Takes 1 MiB beside them.
+    The parts may overlap, and their arrays may have any strides. Needs 1 MiB of memory besides them.
 
     Example:
         >>> a = np.arange(8.0).reshape(2, 4)
@@ -242,7 +243,7 @@ def _boxes(shape: Sequence[int], parts: Sequence[Wanted]) -> Iterator[Box]:
 
 
 def _gathered(box: Box, parts: Sequence[Wanted]) -> Iterator[np.ndarray]:
-    """The array of a box, out of one part as it is, or put together of several."""
+    """The array of a box: a view of one part, or gathered from several."""
     for outer, array in parts:
         if overlap(box, outer) == box:
             yield np.ascontiguousarray(array[(*within(box, outer), ...)])
@@ -254,29 +255,29 @@ def _gathered(box: Box, parts: Sequence[Wanted]) -> Iterator[np.ndarray]:
 
 
 def _swapped(array: np.ndarray) -> np.ndarray:
-    """With the low byte of each value first."""
+    """The array in little-endian byte order."""
     return array if array.dtype.newbyteorder("<") == array.dtype else array.byteswap()
 
 
-# One read for a checksum alone.
+# Bytes of one read only for a checksum.
 BLOCK_BYTES = 16 << 20
-# What is read for the checksum of an array's values alone takes so much memory.
+# Memory for reading an array only for the checksum of its values.
 VALUES_BYTES = 64 << 20
 
 Verify = Literal["auto"] | bool
-# Which checksum of which file, its name, place and length: a storage of a PyTorch file has one
-# for all its tensors.
+# Identifies a checksum by file, name, offset and length: all tensors of one storage of a PyTorch
+# file share one checksum.
 Key = tuple[int, str, int, int]
 
 
 class Checks:
-    """What was compared of the checksums of files, and what is still to be.
+    """The state of checksum comparison of an open checkpoint.
 
     Attributes:
-        verify: When reading compares checksums: "auto" where what is read anyway is all that a
-            checksum is of, and computing it takes next to no time; True always, reading more
-            where need be; False never.
-        sound: Those that agreed. None is compared twice.
+        verify: when reading compares checksums: "auto" if the read covers all bytes of a checksum
+            anyway and computing it takes almost no time; True always, reading more bytes if
+            necessary; False never.
+        sound: checksums that matched; none of them is compared again.
     """
 
     def __init__(self, files: list[OpenFile]):
@@ -285,22 +286,22 @@ class Checks:
         self.sound: set[Key] = set()
 
     def sums(self, entries: Iterable[TensorEntry]) -> dict[Key, Sum]:
-        """What is to be computed of what will be read of tensors, for ``compare``."""
+        """The checksums to compute while tensors are read, for ``compare`` afterwards."""
         if self.verify is False:
             return {}
         found = self.unchecked(entries)
         if self.verify is True or is_fast():
             return found
-        # Those that archives have are compared by whoever reads archives.
+        # The checksums of archives are compared by the archive readers.
         return {key: one for key, one in found.items() if one.checksum.source is None}
 
     def compare(self, sums: dict[Key, Sum], *, threads: int | None = None) -> None:
-        """Compares after the reading; what was not read whole, only if ``verify`` is True.
+        """Compares checksums after reading; incompletely read ones only if ``verify`` is True.
 
         Raises:
-            CheckpointCorruptError: They differ.
-            CheckpointChangedError: They differ, and the file was written to since it was opened.
-            CheckpointFormatError: A boolean that was read is neither 0 nor 1.
+            CheckpointCorruptError: a checksum differs.
+            CheckpointChangedError: a checksum differs, and the file was modified since opening.
+            CheckpointFormatError: a boolean that was read is neither 0 nor 1.
         """
         rest = []
         for key, one in sums.items():
@@ -315,7 +316,7 @@ class Checks:
                 raise one.wrong
 
     def check(self, entries: Iterable[TensorEntry], *, threads: int | None = None) -> None:
-        """Reads all that the checksums of tensors are of, and compares; errors as ``compare``."""
+        """Reads all bytes that the tensors' checksums cover, and compares; errors as ``compare``."""
         sums = self.unchecked(entries)
         plain = [one for one in sums.values() if not one.checksum.of_values]
         jobs = [block for one in plain for block in one.blocks(BLOCK_BYTES)]
@@ -325,7 +326,7 @@ class Checks:
             self.sound.add(key)
 
     def unchecked(self, entries: Iterable[TensorEntry]) -> dict[Key, Sum]:
-        """Each checksum of tensors that was not compared yet."""
+        """The checksums of tensors that were not compared yet."""
         found: dict[Key, Sum] = {}
         with collector_paused():
             for entry in entries:
@@ -337,7 +338,7 @@ class Checks:
 
 
 def sum_of(entry: TensorEntry, sums: dict[Key, Sum]) -> Sum | None:
-    """What is computed of a tensor when it is read, if anything."""
+    """The checksum to compute while a tensor is read, if any."""
     return None if entry.checksum is None else sums.get(_key(entry, entry.checksum))
 
 
@@ -346,13 +347,13 @@ def _key(entry: TensorEntry, checksum: Checksum) -> Key:
 
 
 def sum_of_parts(entry: TensorEntry, regions: Sequence[Box], sums: dict[Key, Sum]) -> Sum | None:
-    """What is computed of a tensor of which parts are read: nothing if they cannot be all of it."""
+    """The checksum to compute while parts of a tensor are read; None if they cannot cover it."""
     if not sums or entry.checksum is None:
         return None
     read = entry.dtype.np.itemsize * sum(map(count, regions))
     if entry.nbytes - read > GAP_BYTES:
         return None
-    # A coding reads a part of a row by itself, however short: each would have a sum.
+    # A coding reads each part of a row separately, however short: each would need its checksum.
     rows = whole(entry.shape)[1:]
     if entry.coding is None or entry.checksum.of_values or all(r[1:] == rows for r in regions):
         return sum_of(entry, sums)
@@ -360,7 +361,7 @@ def sum_of_parts(entry: TensorEntry, regions: Sequence[Box], sums: dict[Key, Sum
 
 
 def _of_values(one: Sum) -> int:
-    """Reads all of an array for the sum of its values, a part at a time."""
+    """Reads an array part by part and returns the checksum of its values."""
     entry, crc = one.entry, 0
     assert entry.coding is not None
     limit = max(1, VALUES_BYTES // entry.dtype.np.itemsize)

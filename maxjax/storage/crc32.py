@@ -1,7 +1,7 @@
-"""CRC-32, the one of zip and zlib, as fast as the memory gives the bytes.
+"""CRC-32 (that of zip and zlib), computed about as fast as memory can be read.
 
-The library of ``kernels/cpu`` has it for several processors: 10 to 50 GB/s a core, where zlib
-has 1 to 3. Where that library is not there, zlib's is used.
+The native library in ``kernels/cpu`` has versions for several processors, at 10 to 50 GB/s per core
+(zlib: 1 to 3 GB/s). Without that library, zlib is used.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from ..native_library import VARIABLE, library_path
 
-# Below this zlib is done before the other function is called.
+# For fewer bytes zlib finishes before the call of the native function would.
 _SMALL_BYTES = 8192
-# The polynomial, its highest power in the lowest bit.
+# The polynomial in reversed bit order: its highest power is the lowest bit.
 _POLYNOMIAL = 0xEDB88320
 
 
 @functools.cache
 def _compiled() -> tuple[Callable[[int, int, int], int], str] | None:
-    """The compiled function (sum, address, bytes → sum), and what it runs on."""
+    """The compiled function (crc, address, nbytes → crc) and its level, or None without the library."""
     if os.environ.get(VARIABLE) == "off":
         return None
     try:
@@ -39,7 +39,7 @@ def _compiled() -> tuple[Callable[[int, int, int], int], str] | None:
 
 
 def level() -> str:
-    """What sums are computed with: "wide_clmul", "clmul", "arm", "portable", or "zlib".
+    """The implementation in use: "wide_clmul", "clmul", "arm", "portable", or "zlib".
 
     Example:
         >>> level() in ("wide_clmul", "clmul", "arm", "portable", "zlib")
@@ -50,30 +50,30 @@ def level() -> str:
 
 
 def is_fast() -> bool:
-    """Whether a sum takes so little that nobody who reads a file notices."""
+    """Whether checksums are fast enough not to slow down reading noticeably."""
     return level() not in ("zlib", "portable")
 
 
 def crc32(buffer: Any, value: int = 0) -> int:
-    """zlib's CRC-32 of the bytes of ``buffer``, behind others whose sum is ``value``.
+    """zlib's CRC-32 of ``buffer``, continued from ``value``, the CRC-32 of the preceding bytes.
 
-    ``buffer`` is an array, or bytes or a memoryview in C order. Other threads run meanwhile.
+    ``buffer`` is an array, bytes or a memoryview, in C order. The GIL is released meanwhile.
 
     Example:
         >>> crc32(b"cde", crc32(b"ab")) == zlib.crc32(b"abcde")
         True
     """
-    if isinstance(buffer, np.ndarray):  # also of a type that NumPy lacks
+    if isinstance(buffer, np.ndarray):  # also dtypes that NumPy lacks
         buffer = buffer.reshape(-1).view(np.uint8)
     nbytes = memoryview(buffer).nbytes
     if nbytes < _SMALL_BYTES or (compiled := _compiled()) is None:
         return zlib.crc32(buffer, value)
-    view = np.frombuffer(buffer, np.uint8)  # keeps it alive, and has its address
+    view = np.frombuffer(buffer, np.uint8)  # keeps the buffer alive and provides its address
     return compiled[0](value, view.ctypes.data, nbytes)
 
 
 def crc32_of(pieces: Iterable[Any]) -> int:
-    """The CRC-32 of pieces behind one another.
+    """The CRC-32 of the concatenated pieces.
 
     Example:
         >>> crc32_of([b"ab", b"cde"]) == zlib.crc32(b"abcde")
@@ -86,13 +86,13 @@ def crc32_of(pieces: Iterable[Any]) -> int:
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two runs of bytes behind one another, of that of each; the second has ``nbytes``.
+    """The CRC-32 of two concatenated byte strings from theirs; the second has ``nbytes`` bytes.
 
     Example:
         >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
         True
     """
-    # Sums are polynomials: the first moves up by as many powers as the second has bits.
+    # CRCs are polynomials: the first is multiplied by x to the number of bits of the second.
     return _product(_power(nbytes), first) ^ second if first else second
 
 

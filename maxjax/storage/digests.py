@@ -1,20 +1,20 @@
-"""``maxjax_digests.json``: the checksums of the tensors in the files beside it.
+"""``maxjax_digests.json``: checksums of the tensors in the files beside it.
 
-safetensors, GGUF and orbax have no checksums of their own, so what maxjax writes has them in a
-file more, which other programs leave alone. It says what the bytes were; it never makes a sound
-file unreadable: what it says of a file of another size is of another file, and not looked at.
+safetensors, GGUF and orbax have no checksums of their own, so maxjax writes them into an additional
+file, which other programs ignore. It never makes a sound file unreadable: a record applies only to a
+file of the recorded size, and is ignored otherwise.
 
     {"version": 1, "algorithm": "crc32",
      "files": {"model.safetensors": [{"size": 123, "header": [72, "00c0ffee"],
                                       "tensors": {"w": "89abcdef"}}]}}
 
-The header, if it is there, is that many bytes at the start of the file, which are looked at when
-it is opened: the names and types of the tensors, the metadata. A file has a second record while
-it is being replaced: there is the old one or the new one. The record of the file that makes a
-checkpoint count, which is the index of a set, says in "beside" which files describe the weights,
-and in "gone" which of the checkpoint before are not among them. Of a file of another program that
-is being replaced a record lists only what tells it from the new one. An orbax checkpoint has one
-record, of file "." and size 0, with sums of the arrays' values.
+"header", if present, is the number of bytes before the tensors (their names and types, the metadata)
+and their checksum, which is compared when the file is opened. While a file is being replaced it has a
+second record, because either the old or the new one may be found. The record of the file that commits
+a checkpoint (the index of a set) lists in "beside" the files that describe the weights, and in "gone"
+those of the previous checkpoint that are no longer among them. If a file of another program is being
+replaced, its record lists only what distinguishes it from the new one. An orbax checkpoint has one
+record, of file "." and size 0, with checksums of the arrays' values.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
 NAME = "maxjax_digests.json"
-# The key of a directory that is a checkpoint by itself.
+# The key for a directory that is a checkpoint as a whole (orbax).
 DIRECTORY = "."
 VERSION, ALGORITHM = 1, "crc32"
-# What is there, and what each of several interrupted replacements would have put there.
+# Most records of a file: the present file, and the new one of each interrupted replacement.
 MOST = 8
 _CRC = re.compile("[0-9a-f]{8}")
-# What is no plain name below the directory.
+# Matches a name that is not a plain relative path below the directory.
 _OUTSIDE = re.compile(r"^/|^$|\\|\0|(^|/)\.")
 _HINT = "The weights may be sound: delete this file, or read them with verify=False."
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a file of ``size`` bytes has.
+    """The checksums of a file of ``size`` bytes.
 
     Attributes:
-        tensors: Name → CRC-32 of its bytes there.
-        header: How many bytes stand before all tensors, and their CRC-32.
-        beside: What describes the weights, if it is known.
+        tensors: name → CRC-32 of the tensor's bytes in the file.
+        header: number of bytes before all tensors, and their CRC-32.
+        beside: the files that describe the weights, if known.
     """
 
     size: int
@@ -88,7 +88,7 @@ class Digests:
     files: dict[str, tuple[Record, ...]] = field(default_factory=dict)
 
     def of(self, file: str, size: int) -> dict[str, tuple[int, ...]]:
-        """tensor → the sums it may have, of the records of a file that are of its size."""
+        """tensor → its accepted checksums, from the records of ``file`` that have this size."""
         return _acceptable([one for one in self.files.get(file, ()) if one.size == size])
 
 
@@ -125,11 +125,11 @@ def parse(
     limits: Limits | None = None,
     name: str | None = None,
 ) -> Digests | None:
-    """The digests of a file, or of bytes; None of a version or an algorithm that is not known.
+    """Parses the digests in a file or in bytes; returns None for an unknown version or algorithm.
 
     Raises:
-        CheckpointFormatError: It is not what maxjax writes.
-        CheckpointError: As for ``load_json``.
+        CheckpointFormatError: the content is not what maxjax writes.
+        CheckpointError: as for ``load_json``.
     """
     path = name or (NAME if isinstance(source, bytes) else os.fspath(source))
     try:
@@ -155,10 +155,10 @@ def read_digests(
     *,
     limits: Limits | None = None,
 ) -> Digests | None:
-    """Those of the files in a directory; None where there are none that can be read.
+    """The digests of the files in a directory; None if there are none that can be read.
 
     Raises:
-        CheckpointFormatError, CheckpointLimitError: As for ``parse``.
+        CheckpointFormatError, CheckpointLimitError: as for ``parse``.
     """
     path = os.path.join(directory, NAME)
     try:
@@ -176,20 +176,19 @@ def attach(
     limits: Limits | None = None,
     compare: bool = True,
 ) -> list[Record]:
-    """Gives the tensors of a table the checksums that lie beside its files.
+    """Attaches the checksums beside a table's files to its tensors.
 
-    Those that have one of their own keep it, and what is listed with another size has none. The
-    records are given that say what describes the weights: of the file that makes the checkpoint
-    count, ``table.root``, or what those of all files agree in. With ``compare=False`` nothing else is
-    done.
+    Tensors that already have a checksum keep it, and records of another file size are ignored.
+    Returns the records that say which files describe the weights: those of ``table.root``, or if it
+    is None, those in which all files agree. With ``compare=False`` it does nothing else.
 
     Raises:
-        CheckpointCorruptError: The header of a file is not the one that was written.
-        CheckpointFormatError, CheckpointLimitError: As for ``parse``.
+        CheckpointCorruptError: the header of a file does not match its checksum.
+        CheckpointFormatError, CheckpointLimitError: as for ``parse``.
     """
     found: dict[str, Digests | None] = {}
     said: list[Record] = []
-    # Of each file: tensor → the sums it may have.
+    # For each file: tensor → its accepted checksums.
     sums: list[dict[str, tuple[int, ...]]] = []
     for number, file in enumerate(table.files):
         folder, name = os.path.split(file.path)
@@ -217,7 +216,7 @@ def attach(
             if crcs:
                 path = paths[one.file]
                 checksum = Checksum(name, one.offset, one.nbytes, crcs[0], crcs[1:], path)
-                # Not dataclasses.replace: there may be 100,000.
+                # Not dataclasses.replace, which is slow for 100,000 entries.
                 table.entries[name] = TensorEntry(
                     name, one.dtype, one.shape, one.file, one.offset, one.nbytes,
                     one.coding, one.encoding, checksum,
@@ -226,7 +225,7 @@ def attach(
 
 
 def tell_unsummed(table: TensorTable) -> None:
-    """Warns, once for a file, of tensors that have no checksum, though all were to be compared."""
+    """Warns, once per file, about tensors without a checksum; for ``verify=True``."""
     missing: dict[str, int] = {}
     for entry in table.entries.values():
         if entry.checksum is None and entry.nbytes and not _has_own(entry):
@@ -237,7 +236,7 @@ def tell_unsummed(table: TensorTable) -> None:
 
 
 def _has_own(entry: TensorEntry) -> bool:
-    # What an archive has compressed is compared with its sum whenever it is read.
+    # A compressed archive member is compared with its checksum whenever it is read.
     return entry.coding is not None and not entry.coding.is_divisible
 
 
@@ -252,7 +251,7 @@ def _warn_unsummed(path: str, count: int, of: int) -> None:
 
 
 def _acceptable(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
-    """tensor → the sums it may have; of one that a record does not list it may be any."""
+    """tensor → its accepted checksums; a tensor that some record lacks is left out (any is accepted)."""
     found: dict[str, tuple[int, ...]] = {}
     for name in records[0].tensors if records else ():
         if all(name in record.tensors for record in records):
@@ -263,13 +262,13 @@ def _acceptable(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
 def told_apart(
     file: OpenFile, entries: Iterable[TensorEntry], number: int, records: Sequence[Record]
 ) -> list[Record]:
-    """Those of several records of a file that its bytes agree with.
+    """The records of a file that agree with its bytes.
 
-    The smallest tensor is read in which they differ, if there are several: after a save that was
-    interrupted, or in the middle of one.
+    There are several records during a save or after an interrupted one; then the smallest tensor in
+    which they differ is read.
 
     Args:
-        entries: Of the tensors, of which those of file ``number`` are looked at.
+        entries: entries of tensors; only those in file ``number`` are considered.
     """
     records = list(records)
     while len(records) > 1:
@@ -284,21 +283,21 @@ def told_apart(
         entry = min(sizes.values(), key=lambda entry: entry.nbytes)
         crc = crc32_of(file_range(file, entry.offset, entry.offset + entry.nbytes))
         kept = [record for record in records if record.tensors.get(entry.name, crc) == crc]
-        if not kept:  # damaged: told when it is read
+        if not kept:  # corrupt: reported when the tensor is read
             break
         records = kept
     return records
 
 
 def fitting_index(index: OpenFile, digests: Digests | None) -> list[Record]:
-    """The records of the index of a set that are of its content."""
+    """The records of a set's index that match its content."""
     records = () if digests is None else digests.files.get(os.path.basename(index.path), ())
     crc = sum_of(index) if records else 0
     return [one for one in records if one.header == (index.size, crc)]
 
 
 def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[Record]:
-    """Those of a file's records whose header it has; those that say nothing of it are taken too."""
+    """The records whose header checksum matches the file, and those without a header checksum."""
     found, others = [], []
     for record in records:
         nbytes, wanted = record.header or (0, 0)

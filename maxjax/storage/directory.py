@@ -1,8 +1,7 @@
-"""What the names in a directory say: which files make up its checkpoint.
+"""Choosing the files that make up the checkpoint in a directory, by their names alone.
 
-Only names are looked at, nothing is opened. The order is that of transformers, so that a
-directory is the same model to both: ``model.safetensors``, its index, then other safetensors
-files, then the same of PyTorch.
+No file is opened. The order is that of transformers, so that both read the same model:
+``model.safetensors``, its index, then other safetensors files, then the same for PyTorch.
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from ..errors import (
 from .formats import FORMATS, GGUF, SUFFIXES, UNREADABLE, Format
 
 UNFINISHED = (".incomplete", ".part", ".tmp", ".crdownload", ".aria2")
-"""What downloads that are under way, or were broken off, put behind a file's name."""
+"""Suffixes of unfinished or interrupted downloads."""
 
-# What training leaves beside the weights, in the same formats.
+# Training state beside the weights, in the same formats.
 _TRAINING = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states)([^a-z].*)?",
     re.IGNORECASE | re.DOTALL,
 )
-# Weights that go with a model: adapters, the projector of images, llama.cpp's statistics.
+# Weights that accompany a model: adapters, image projectors, llama.cpp's importance matrices.
 _COMPANION = re.compile(
     r"(.*_)?adapters?(_model)?[.-].*|pytorch_lora_weights\..*|.*(mmproj|imatrix).*\.gguf",
     re.IGNORECASE | re.DOTALL,
 )
-# The same weights in another type, beside the plain ones: unet.fp16.safetensors.
+# The same weights in another dtype, beside the plain ones: unet.fp16.safetensors.
 _VARIANT = re.compile(r"(.+)\.(b?f|fp|int)\d+|(.+)\.(non_)?ema")
-# Mistral's and Meta's own files: the same weights once more, by other names.
+# Mistral's and Meta's own files: the same weights under other names.
 _SECOND = "consolidated"
 GGUF_PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 """A file of a GGUF set: stem, number, count."""
 
-# The formats in whose sets the files are named as Hugging Face does; those are looked for first.
+# The formats whose sets follow Hugging Face's naming; they are searched first.
 _SETS = [format for format in FORMATS if format.stem]
 _ENDS = [format.suffixes[0] for format in _SETS]
 _ENDS += [end for format in FORMATS for end in format.single]
 
 
 def choose(directory: str, names: Sequence[str]) -> list[str]:
-    """The files, of those in ``directory`` that are called ``names``, that make up its checkpoint.
+    """Chooses from ``names``, the files of ``directory``, those that make up its checkpoint.
 
-    One file (weights, an index, the first of a GGUF set), or several that are read together.
-    Empty when there are none: :func:`nothing` says why.
+    The result is one file (weights, an index, the first of a GGUF set), or several that are read
+    together. It is empty if there are none; :func:`nothing` then makes the error.
 
     Raises:
-        CheckpointFormatError: Two files, indexes, sets or formats could be meant.
-        CheckpointMissingError: Files of a numbered set are not there.
+        CheckpointFormatError: several files, indexes, sets or formats could be meant.
+        CheckpointMissingError: files of a numbered set are missing.
 
     Example:
         >>> choose("d", ["config.json", "model.safetensors", "optimizer.pt", "pytorch_model.bin"])
@@ -68,7 +67,7 @@ def choose(directory: str, names: Sequence[str]) -> list[str]:
 
 
 def unread(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """The files of weights in a directory that are left out when ``chosen`` are read.
+    """The weight files in a directory that are not read when ``chosen`` are.
 
     Example:
         >>> unread(["model.safetensors", "optimizer.pt", "pytorch_model.bin"], ["model.safetensors"])
@@ -76,7 +75,7 @@ def unread(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
     """
 
     def is_read(name: str) -> bool:
-        # What an index names, and the parts of a set, are read with it.
+        # The files of an index and the parts of a set are read with it.
         index = any(is_index(one, os.path.splitext(name)[1]) for one in chosen)
         split = name.endswith(".gguf") and any(map(GGUF_PART.fullmatch, chosen))
         return name in chosen or index or split
@@ -85,20 +84,20 @@ def unread(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name holds weights, of a model or of what goes with one."""
+    """Whether a file of this name holds weights, of a model or of its companions (adapters)."""
     return _end(name) in SUFFIXES and not _TRAINING.fullmatch(name)
 
 
 def _is_beside(name: str) -> bool:
-    """Whether a file lies beside a model and is never one by itself."""
+    """Whether a file accompanies a model and is never a model by itself."""
     return bool(_TRAINING.fullmatch(name) or _COMPANION.fullmatch(name))
 
 
 def nothing(directory: str, names: Sequence[str], below: Sequence[str]) -> CheckpointError:
-    """The error for a directory of which nothing can be chosen, by what is there instead.
+    """The error for a directory without a checkpoint; it depends on what the directory holds.
 
-    ``names`` are those of its directories too, each with a "/" behind it, and ``below`` are
-    those directories that do hold weights.
+    ``names`` are its files and its subdirectories, the latter with a trailing "/". ``below`` are the
+    subdirectories that hold weights.
     """
     unfinished = [name for name in names if _is_unfinished(name)]
     unreadable = [name for name in names if _end(name) in UNREADABLE and not _is_beside(name)]
@@ -133,7 +132,7 @@ def _is_unfinished(name: str) -> bool:
 
 
 def is_index(name: str, end: str) -> bool:
-    """Whether it is an index of files with that end; the name may have a variant in it."""
+    """Whether ``name`` is an index of files with suffix ``end``; a variant may be part of the name."""
     return re.search(rf"{re.escape(end)}\.index(\.[\w-]+)?\.json\Z", name) is not None
 
 
@@ -158,7 +157,7 @@ def _choose(directory: str, names: list[str]) -> list[str]:
 
 
 def _choose_single(directory: str, format: Format, names: list[str]) -> list[str]:
-    """The only file of a format, or the first that is there of its only GGUF set."""
+    """The only file of a format, or the first existing file of its only GGUF set."""
     sets: dict[tuple[str, str], str] = {}
     for name in names:
         if name.endswith(format.single):
@@ -171,7 +170,7 @@ def _choose_single(directory: str, format: Format, names: list[str]) -> list[str
 
 
 def _choose_set(directory: str, stem: str, end: str, names: list[str]) -> list[str]:
-    """The single file, an index, or all files of a format; nothing where there are none."""
+    """The single file, the index, or all files of a format; empty if there are none."""
     for name in (stem + end, f"{stem}{end}.index.json"):
         if name in names:
             return [name]
@@ -184,7 +183,7 @@ def _choose_set(directory: str, stem: str, end: str, names: list[str]) -> list[s
 
 
 def _plain(end: str, names: list[str]) -> list[str]:
-    """The files of a format, without the variants of one that is there."""
+    """The files of a format, without variants of a file that is present."""
     stems = [name.removesuffix(end) for name in names if name.endswith(end)]
     variants = {stem: _VARIANT.fullmatch(stem) for stem in stems}
     return [
@@ -195,7 +194,7 @@ def _plain(end: str, names: list[str]) -> list[str]:
 
 
 def _one_set(directory: str, stem: str, end: str, names: list[str]) -> list[str]:
-    """``names`` as they are, unless some are numbered parts: then one complete set of these."""
+    """``names`` unchanged, or if some are numbered parts, the one complete set of these."""
     part = re.compile(rf"(.*)-(\d{{1,5}})-of-(\d{{1,5}}){re.escape(end)}", re.DOTALL | re.ASCII)
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
@@ -214,7 +213,7 @@ def _one_set(directory: str, stem: str, end: str, names: list[str]) -> list[str]
 
 
 def _whole(directory: str, key: tuple[str, str, str], parts: dict[int, str]) -> list[str]:
-    """The files of a set (stem, count, end) in their order; refuses a set with gaps."""
+    """The files of the set ``key`` (stem, count, end) in order; refuses a set with gaps."""
     stem, count, end = key
     first = 0 if 0 in parts else 1  # most count from one
     numbers = range(first, first + int(count))
@@ -231,7 +230,7 @@ def _whole(directory: str, key: tuple[str, str, str], parts: dict[int, str]) -> 
 
 
 def fetch_hint(path: str) -> str:
-    """What to do about a file that is not there.
+    """The hint for a missing file.
 
     Example:
         >>> fetch_hint("model-00002-of-00002.safetensors")

@@ -1,7 +1,7 @@
-"""TensorEntry: where a tensor lies, and how its bytes become its array.
+"""TensorEntry: where a tensor lies in a file, and how its bytes become an array.
 
-An entry without a coding is read straight into its array. One with a coding is read by it,
-box by box, through a little memory of its own.
+The bytes of an entry without a coding are read straight into the array. A coding (quantised blocks,
+strides, float4 pairs) decodes them box by box through a small scratch buffer.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from ..errors import CheckpointFormatError, CheckpointTruncatedError
 from .boxes import Box, Wanted, extents, runs, split, within
 from .files import OpenFile, aligned_empty
 
-# Of an array: NumPy's own bound.
+# Most dimensions of an array: NumPy's own bound.
 MAX_DIMS = 64
-# What a coding decodes at a time: it fits the cache of a core with what it is decoded from.
+# Bytes that a coding decodes at a time: with their encoded form they fit the cache of one core.
 DECODED_BYTES = 1 << 20
 
 
 class Coding:
-    """How the bytes of a tensor's entry become the values of its array.
+    """How the bytes of an entry become the values of its array.
 
-    Equal codings read equal bytes to equal values. ``is_divisible`` says whether a part of a tensor
-    can be read without the rest; if not, all parts that are wanted are read in one call.
+    Equal codings decode equal bytes to equal values. ``is_divisible`` says whether part of a tensor
+    can be read without the rest; if not, all requested parts are read in one call.
     """
 
     is_divisible = True
 
     def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
-        """Fills the arrays of ``parts``; gives the number of bytes that were read of the file."""
+        """Fills the arrays of ``parts``; returns the number of bytes read from the file."""
         raise NotImplementedError
 
     def split(self, entry: TensorEntry, box: Box) -> Iterator[Box]:
-        """Cuts a box into some that are read one by one, in any order and by any thread."""
+        """Cuts a box into boxes that are read separately, in any order and by any thread."""
         return split(box, max(1, DECODED_BYTES // entry.dtype.np.itemsize))
 
 
 class UnknownType:
-    """Stands for the dtype of a tensor that maxjax has no arrays of: ``name`` is the file's word.
+    """Placeholder dtype of a tensor whose type maxjax does not support; ``name`` is the file's word.
 
-    Its file opens, and names and shapes are there; whatever else is asked of the type raises the
-    error of its tensor, so nobody reads it as something else. For MAX that is a ValueError too.
+    The file still opens, with the tensor's name and shape. Every other use of the dtype raises the
+    tensor's error, so it is never read as another type. As in MAX, the error is also a ValueError.
 
     Example:
         >>> UnknownType("I3", CheckpointFormatError("dtype: unknown", tensor="w", found="I3")).np
@@ -71,11 +71,10 @@ class UnknownType:
 class TensorEntry:
     """Where one tensor lies: ``nbytes`` bytes at ``offset`` of ``TensorTable.files[file]``.
 
-    ``dtype`` and ``shape`` are of the array that reading gives; of a type that there is no array of
-    the dtype is an :class:`UnknownType`. Of blocks that stay packed
-    these are uint8 and MAX's byte view, the last axis in bytes, and ``encoding`` names
-    the blocks ("Q4_K"). ``coding`` makes the array of the bytes where they are not its own, and
-    ``checksum`` is compared when all of it is read for the first time.
+    ``dtype`` and ``shape`` are those of the array that reading returns; an unsupported dtype is an
+    :class:`UnknownType`. Blocks that stay quantised have dtype uint8 and, as in MAX, a shape whose
+    last axis counts bytes; ``encoding`` then names the blocks ("Q4_K"). ``coding`` decodes the bytes
+    if they are not the array's own. ``checksum`` is compared when the whole tensor is first read.
     """
 
     name: str
@@ -91,13 +90,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """CRC-32 (as of zip and zlib) of ``nbytes`` bytes of a file from ``offset`` on; ``name`` says of what.
+    """CRC-32 (that of zip and zlib) of ``nbytes`` bytes of a file from ``offset`` on.
+
+    ``name`` says in messages what the checksum covers.
 
     Attributes:
-        also: Other sums that are right as well: of a file that was just being replaced.
-        source: The file that has the sum, where it is not the one with the bytes.
-        of_values: It is of the array's own bytes, in C order and the low byte first, whatever lies
-            in the file; ``offset`` is then 0.
+        also: other accepted checksums, of a file that was being replaced.
+        source: path of the file that records the checksum, if it is not the file with the bytes.
+        of_values: whether the checksum covers the decoded array (C order, little-endian) instead of
+            the bytes in the file; ``offset`` is then 0.
     """
 
     name: str
@@ -111,20 +112,20 @@ class Checksum:
 
 @dataclass(slots=True)
 class CodedJob:
-    """Parts of one tensor that are read together."""
+    """One job: parts of one tensor that are read together."""
 
     file: OpenFile
     entry: TensorEntry
     parts: list[Wanted]
 
     def run(self) -> int:
-        """Reads them; gives the number of bytes that were read of the file."""
+        """Reads the parts; returns the number of bytes read from the file."""
         assert self.entry.coding is not None
         return self.entry.coding.read(self.file, self.entry, self.parts)
 
 
 def coded_jobs(file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> Iterator[CodedJob]:
-    """The jobs that fill the arrays of parts of a tensor that has a coding."""
+    """The jobs that fill the arrays of ``parts`` of a tensor with a coding."""
     coding, parts = entry.coding, [part for part in parts if part[1].size]
     assert coding is not None
     if not coding.is_divisible:
@@ -137,7 +138,7 @@ def coded_jobs(file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> I
 
 
 def fill(file: OpenFile, entry: TensorEntry, start: int, view: memoryview) -> None:
-    """Fills ``view`` with the tensor's bytes from its byte ``start`` on."""
+    """Fills ``view`` with the tensor's bytes, beginning at its byte ``start``."""
     try:
         file.pread_into(view, entry.offset + start, tensor=entry.name)
     except CheckpointTruncatedError:
@@ -154,7 +155,10 @@ def fill(file: OpenFile, entry: TensorEntry, start: int, view: memoryview) -> No
 
 
 def check_bool(file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray) -> None:
-    """Of ``view``, read at byte ``start``: another value would compute wrong results in silence."""
+    """Refuses booleans other than 0 and 1, which would silently give wrong results.
+
+    ``view`` holds the tensor's bytes from ``start`` on.
+    """
     if view.size and view.max() > 1:
         index = int((view > 1).argmax())
         raise CheckpointFormatError(
@@ -169,24 +173,24 @@ def check_bool(file: OpenFile, entry: TensorEntry, start: int, view: np.ndarray)
 
 @dataclass(frozen=True, slots=True)
 class Strided(Coding):
-    """Values in any order, and in another byte order: what views and Fortran arrays are stored as.
+    """Coding of values stored with strides or byte-swapped: views, Fortran arrays, big-endian files.
 
     Attributes:
-        strides: On each axis how many values of the file lie between neighbours, none negative;
-            the first value is at the entry's ``offset``.
-        swap: Whether the bytes of each value are in the order that is not this machine's.
+        strides: stride of each axis, counted in values and never negative; the first value is at
+            the entry's ``offset``.
+        swap: whether the bytes of each value must be swapped for this machine.
     """
 
     strides: tuple[int, ...]
     swap: bool = False
 
     def split(self, entry: TensorEntry, box: Box) -> Iterator[Box]:
-        """Boxes that each lie close together in the file: across the axis of the longest stride."""
+        """Cuts across the axis of the longest stride, so that each box is compact in the file."""
         limit = max(1, DECODED_BYTES // entry.dtype.np.itemsize)
         if self._span(box) <= limit:
             yield box
             return
-        # An axis that repeats its values is not cut for its length.
+        # A broadcast axis (stride 0) is not worth cutting.
         lengths = [
             (stop - start - 1) * stride
             for (start, stop), stride in zip(box, self.strides, strict=True)
@@ -218,7 +222,7 @@ class Strided(Coding):
         return total
 
     def _span(self, box: Box) -> int:
-        """How many values lie from the first of a box to its last."""
+        """The number of values in the file from the first of a box to its last."""
         return 1 + sum(
             (stop - start - 1) * stride
             for (start, stop), stride in zip(box, self.strides, strict=True)
@@ -227,9 +231,9 @@ class Strided(Coding):
 
 @dataclass(frozen=True, slots=True)
 class Nibbles(Coding):
-    """Two values a byte, the first in the low four bits; in the array they have a byte each.
+    """Coding of float4: two values per byte, the first in the low four bits; one byte each when read.
 
-    That is the order of PyTorch's float4_e2m1fn_x2 and of the OCP microscaling formats.
+    This is the order of PyTorch's float4_e2m1fn_x2 and of the OCP microscaling formats.
     """
 
     def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
@@ -241,7 +245,7 @@ class Nibbles(Coding):
         return total
 
     def _read(self, file: OpenFile, entry: TensorEntry, start: int, values: np.ndarray) -> int:
-        """The values from number ``start`` on; the border may run through a byte."""
+        """Reads values from index ``start`` on, which may be the second of a byte."""
         first, last = start // 2, (start + values.size + 1) // 2
         packed, unpacked = aligned_empty(last - first), aligned_empty(2 * (last - first))
         fill(file, entry, first, memoryview(packed))
@@ -252,5 +256,5 @@ class Nibbles(Coding):
 
 
 def swapped(memory: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Bytes of values with those of each number the other way round: a complex value is two."""
+    """Reverses the bytes of each number; a complex value is two numbers."""
     return memory.view(f"u{dtype.itemsize // (2 if dtype.kind == 'c' else 1)}").byteswap()

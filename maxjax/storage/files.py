@@ -1,7 +1,7 @@
-"""The one door to the disk: opening, positioned reads, limits, aligned memory.
+"""File access of the package: opening, positioned reads, aligned memory.
 
-Every file of a checkpoint is opened by ``open_regular`` and read by ``OpenFile``; whatever
-the operating system has to say becomes an exception of ``maxjax.errors`` here.
+Every file of a checkpoint is opened by ``open_regular`` and read by ``OpenFile``. Errors of the
+operating system become exceptions of ``maxjax.errors`` here.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..errors import (
     CheckpointTruncatedError,
 )
 
-# Below this a pool of threads costs more than it saves.
+# For fewer bytes a thread pool costs more than it saves.
 PARALLEL_BYTES = 8 << 20
 
 
 def run_jobs(
     read: Callable[[Any], Any], jobs: Sequence[Any], nbytes: int, threads: int | None = None
 ) -> list[Any]:
-    """What ``read`` gives for each job, in order; in threads for many bytes.
+    """The results of ``read`` for each job, in order; many bytes are read by several threads.
 
-    ``threads`` is by default the number of cores, at most 8.
+    ``threads`` defaults to the number of cores, at most 8.
 
     Example:
         >>> run_jobs(len, ["a", "bc"], 100)
@@ -46,13 +46,13 @@ def run_jobs(
     with ThreadPoolExecutor(min(threads, len(jobs)), "maxjax-read") as pool:
         try:
             return list(pool.map(read, jobs))
-        except BaseException:  # an interrupt too: what has not begun shall not
+        except BaseException:  # also an interrupt: pending jobs must not start
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def run(job: Any) -> Any:
-    """What a job's ``run`` gives."""
+    """The result of ``job.run()``."""
     return job.run()
 
 
@@ -61,20 +61,21 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-# XLA takes host memory without a copy only from this alignment upwards.
+# XLA uses host memory without a copy only if it has at least this alignment, in bytes.
 ALIGNMENT = 64
-# From here on memory comes as pages of its own, and goes back to the system when dropped.
+# Memory of at least this size is mapped on its own, and returns to the system when freed.
 LARGE_BYTES = 4 << 20
-# What is copied in turn: large enough for the disk, small enough for the memory.
+# Bytes copied at a time: large enough for the disk, small enough for the memory.
 PIECE_BYTES = 16 << 20
 
 
 class OpenFile:
     """A regular file open for positioned reads, from any number of threads at once.
 
-    Attributes: ``path`` (as text, for messages), ``fd``, ``size`` in bytes, ``stat`` as it
-    was at opening. A file replaced by a rename or unlinked keeps its old content here; a
-    change in place is found by ``check_unchanged``. Closed when the last reference goes.
+    A file that is replaced by a rename or deleted keeps its old content here; a change in place is
+    found by ``check_unchanged``. The file closes with the last reference.
+
+    Attributes: ``path`` (text, for messages), ``fd``, ``size`` in bytes, ``stat`` as of opening.
     """
 
     def __init__(self, fd: int, path: str, status: os.stat_result):
@@ -90,12 +91,12 @@ class OpenFile:
         raise TypeError("an open file cannot be copied or pickled; open the path again")
 
     def pread(self, offset: int, nbytes: int, *, tensor: str | None = None) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``.
+        """Reads exactly ``nbytes`` bytes from ``offset``.
 
         Raises:
-            CheckpointTruncatedError: The file ends before. ``tensor`` is named if given.
+            CheckpointTruncatedError: the file ends earlier; the message names ``tensor`` if given.
         """
-        # Asked before the buffer is made: a count out of a file is not to be believed.
+        # Checked before the buffer is allocated: a count from a file is not trusted.
         if offset + nbytes > self.size:
             raise self._short(offset, nbytes, max(self.size - offset, 0), tensor)
         pieces, done = [], 0
@@ -105,7 +106,7 @@ class OpenFile:
                 raise self._short(offset, nbytes, done, tensor)
             pieces.append(piece)
             done += len(piece)
-        return b"".join(pieces)  # without a copy when it is one
+        return b"".join(pieces)  # no copy if there is only one piece
 
     def pread_into(self, view: memoryview, offset: int, *, tensor: str | None = None) -> None:
         """Fills ``view`` (bytes, writable) from ``offset``; errors as for ``pread``."""
@@ -117,7 +118,7 @@ class OpenFile:
             done += got
 
     def pread_some(self, views: list[memoryview], offset: int, *, tensor: str | None = None) -> int:
-        """One read that scatters into ``views``; gives how many bytes came, 0 at the end."""
+        """One scattered read into ``views``; returns the number of bytes read, 0 at the end of the file."""
         return self._system(os.preadv, views, offset, tensor)
 
     def _system(self, call: Callable, what: Any, offset: int, tensor: str | None) -> Any:
@@ -140,17 +141,17 @@ class OpenFile:
         )
 
     def is_in_place(self) -> bool | None:
-        """Whether its path leads to it: not if another file was put there; None if there is none."""
+        """Whether the path still leads to this file: False if it was replaced, None if deleted."""
         try:
             now = os.stat(self.path)
         except OSError:
             return None
-        if self.fd < 0:  # its inode may be that of another file by now
+        if self.fd < 0:  # closed: the inode may be reused by another file
             return _identity(now) == _identity(self.stat)
         return (now.st_dev, now.st_ino) == (self.stat.st_dev, self.stat.st_ino)
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointChangedError if the content may have changed since opening."""
+        """Raises CheckpointChangedError if the content may have changed since the file was opened."""
         if self.fd < 0:
             raise CheckpointError("the file has been closed", path=self.path)
         try:
@@ -168,19 +169,19 @@ class OpenFile:
 
     def close(self, *, _close=os.close) -> None:
         """Closes the file; a second call does nothing."""
-        # _close: `os` may be gone when the last reference goes at the end of the process.
+        # _close: `os` may already be gone at interpreter exit.
         fd, self.fd = self.fd, -1
         if fd >= 0:
             _close(fd)
 
     def __del__(self):
-        # Missing when __init__ never ran.
+        # fd is missing if __init__ never ran.
         if getattr(self, "fd", -1) >= 0:
             self.close()
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    # Not the change time: a rename or an unlink moves it and leaves the content alone.
+    # Without the change time (ctime): a rename or unlink changes it, but not the content.
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
@@ -197,14 +198,14 @@ def open_regular(
 ) -> OpenFile:
     """Opens a regular file for reading; anything else is refused without blocking.
 
-    ``dir_fd`` makes a relative ``path`` start at that open directory, and ``shown`` is then
-    the path for messages. ``follow=False`` refuses a symbolic link as the last part.
+    With ``dir_fd``, a relative ``path`` starts at that open directory, and ``shown`` is the path
+    for messages. ``follow=False`` refuses a symbolic link as the last component.
 
     Raises:
-        CheckpointMissingError: Nothing is there (a link that leads nowhere, or in circles).
-        CheckpointAccessError: It may not be read.
-        CheckpointFormatError: It is a directory, FIFO, socket, device or a /proc file.
-        CheckpointError: Anything else the operating system says.
+        CheckpointMissingError: the file does not exist, or the link is dangling or circular.
+        CheckpointAccessError: the file may not be read.
+        CheckpointFormatError: the path is a directory, FIFO, socket, device or a /proc file.
+        CheckpointError: the operating system reports another error.
 
     Example:
         >>> open_regular("no/such/model.safetensors")
@@ -217,14 +218,14 @@ def open_regular(
         raise CheckpointMissingError("a path cannot hold a NUL character", path=shown)
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        # Looked at before it is opened: opening a device can already act on it.
+        # Checked before opening, because opening a device may already act on it.
         _require_regular(os.stat(name, dir_fd=dir_fd, follow_symlinks=follow), shown)
         fd = os.open(name, flags, dir_fd=dir_fd)
     except OSError as error:
         raise os_error(error, shown, "opening failed") from error
     file = OpenFile(fd, shown, os.fstat(fd))
     try:
-        # Once more: the name may lead elsewhere by now.
+        # Checked again: the name may lead to another file by now.
         _require_regular(file.stat, shown)
         _require_stored(file)
     except BaseException:
@@ -264,7 +265,7 @@ def _require_regular(status: os.stat_result, path: str) -> None:
 
 
 def _require_stored(file: OpenFile) -> None:
-    """Refuses what the kernel makes up when it is read: it says it has no bytes, and has."""
+    """Refuses files like those in /proc, whose content the kernel generates: size 0, but readable."""
     if file.size:
         return
     try:
@@ -291,7 +292,7 @@ _MISSING = {
 def os_error(
     error: OSError, path: str, doing: str, *, tensor: str | None = None
 ) -> CheckpointError:
-    """The exception of maxjax.errors for what the operating system reported on ``path``."""
+    """The exception of maxjax.errors for an OSError on ``path``."""
     number = error.errno or 0
     if number in _MISSING:
         return CheckpointMissingError(_MISSING[number], path=path, tensor=tensor)
@@ -317,9 +318,9 @@ def _permissions(path: str) -> str:
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:
-    """Fresh uint8 memory of its own, at a multiple of 64 bytes: ``[nbytes]``, any content.
+    """A new uninitialised uint8 array ``[nbytes]``, aligned to 64 bytes.
 
-    JAX on CPU can take such memory over without a copy. MemoryError when there is none.
+    JAX on CPU can use such memory without a copy. Raises MemoryError if there is not enough.
 
     Example:
         >>> aligned_empty(1000).ctypes.data % 64
@@ -330,8 +331,8 @@ def aligned_empty(nbytes: int) -> np.ndarray:
         start = -memory.ctypes.data % ALIGNMENT
         return memory[start : start + nbytes]
     try:
-        # Not np.empty, which asks for huge pages at this size: on a virtual machine whose free
-        # memory the host takes back, filling those took twice as long as filling small ones.
+        # Not np.empty, which requests huge pages at this size: on a virtual machine whose host
+        # reclaims free memory, filling those took twice as long as filling small ones.
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no {nbytes} bytes of memory") from error

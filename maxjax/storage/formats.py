@@ -1,7 +1,7 @@
-"""The formats that are read: by which names and bytes each is recognised, and what opens it.
+"""The supported formats: the names and first bytes that identify each, and the function that opens it.
 
-A format is a folder of this package and one record here. The records lie below the readers, which say
-by them what a file of another format is; so a record names its functions as text, and they are
+A format is a folder of this package and one record here. Readers use the records to say what a file of
+another format is. To avoid circular imports, a record names its functions as text, and they are
 imported when a file is opened.
 """
 
@@ -15,19 +15,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
-    """One format, and what recognises it.
+    """One format, and how it is recognised.
 
     Attributes:
-        name: What ``TensorTable.format`` says.
+        name: value of ``TensorTable.format``.
         opens: "module:function" that opens a path.
-        suffixes: What the names of its files end with.
-        stem: What Hugging Face calls the file of a model, which has the first of the suffixes;
-            there may be sets of such files, with an index.
+        suffixes: suffixes of its files.
+        stem: stem of Hugging Face's file name for a model, which has the first of the suffixes;
+            such files may form sets with an index.
         reads: "module:function" that reads one open file of a set.
-        single: The suffixes of files of which a directory holds one, or one set that knows itself.
-        marks: Names of which any in a directory makes it a checkpoint of this format.
-        signs: What a file may be called → the pattern that its first bytes match.
-        members: What a zip archive may be called → how the name of its first member ends.
+        single: suffixes of which a directory may hold one file, or one set that needs no index.
+        marks: names, any one of which makes a directory a checkpoint of this format.
+        signs: name of a kind of file → pattern of its first bytes.
+        members: name of a kind of zip archive → suffixes of its first member's name.
     """
 
     name: str
@@ -42,17 +42,17 @@ class Format:
 
     @property
     def open(self) -> Callable[..., Any]:
-        """Opens a path and gives a TensorTable."""
+        """The function that opens a path and returns a TensorTable."""
         return _function(self.opens)
 
     @property
     def read(self) -> Callable[..., Any]:
-        """Reads (entries, metadata) of an open file, given its number in a set and Limits."""
+        """The function that reads (entries, metadata) of an open file, its number in a set and Limits."""
         return _function(self.reads)
 
     @property
     def suffix(self) -> str:
-        """What a single file's name should end with."""
+        """The suffix that a single file should have."""
         return (self.single or self.suffixes)[0]
 
     def claims(self, names: Sequence[str]) -> bool:
@@ -112,7 +112,7 @@ FORMATS = (SAFETENSORS, GGUF, PYTORCH, NPZ, NPY, ORBAX)
 """Every format, in the order in which a directory is searched for it."""
 
 SUFFIXES = {suffix: format for format in FORMATS for suffix in format.suffixes}
-"""What a file's name ends with → the format it is read as."""
+"""Suffix → the format that a file with it is read as."""
 
 UNREADABLE = {
     ".h5": "HDF5",
@@ -121,4 +121,4 @@ UNREADABLE = {
     ".pkl": "a pickle",
     ".pickle": "a pickle",
 }
-"""What a file's name ends with → a format that is not read, whatever the content."""
+"""Suffix → name of an unsupported format; such files are refused whatever their content."""

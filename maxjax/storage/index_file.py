@@ -1,8 +1,7 @@
-"""A set of files with its index: model.safetensors.index.json, pytorch_model.bin.index.json.
+"""Sets of files with an index: model.safetensors.index.json, pytorch_model.bin.index.json.
 
-The index maps each tensor to the file that holds it. Its file names come from outside and
-may only lead downwards from its own directory; what they lead to there may be a link, as
-in the Hugging Face cache.
+The index maps each tensor to the file that holds it. Its file names are untrusted: they must stay
+below the index's own directory. The files there may be symbolic links, as in the Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
 _PICKLES = (*PYTORCH.suffixes, ".pkl", ".pickle")
-# What leads out of the directory, on any system that may have written the name.
+# Matches a path that leads out of the directory on any operating system.
 _OUTSIDE = re.compile(r"^[/~]|\\|\0|^[A-Za-z][A-Za-z0-9+.-]*:|(^|/)\.\.(/|$)")
 _NAME_BYTES, _PATH_BYTES = 255, 4095
 
@@ -42,20 +41,20 @@ def open_index(
 ) -> TensorTable:
     """Opens every file that an index names, relative to the index's directory.
 
-    An index whose own name ends in ``.bin.index.json`` is of PyTorch files, any other of
-    safetensors files; it names no file of the other format. Each tensor must be in the file its
-    map names and in no other file of the set. A tensor that the map does not list is left out,
-    and a wrong ``total_size`` only logged.
+    An index whose name ends in ``.bin.index.json`` lists PyTorch files, any other lists safetensors
+    files; it must not name files of the other format. Each tensor must be in the file that the index
+    names and in no other file of the set. Tensors that the index does not list are left out, and a
+    wrong ``total_size`` is only logged.
 
     Raises:
-        CheckpointMissingError: A file is not there; the message says how many tensors it holds.
-        CheckpointUnsafeError: A file name leads out of the directory, or one in an index of
-            safetensors names a pickle.
-        CheckpointFormatError: The index or a file is broken, or they contradict each other.
-        CheckpointTruncatedError, CheckpointLimitError, CheckpointAccessError: As for one file.
+        CheckpointMissingError: a file is missing; the message says how many tensors it holds.
+        CheckpointUnsafeError: a file name leads out of the directory, or an index of safetensors
+            files names a pickle.
+        CheckpointFormatError: the index or a file is malformed, or they contradict each other.
+        CheckpointTruncatedError, CheckpointLimitError, CheckpointAccessError: as for one file.
     """
     limits = in_force(limits)
-    # Open until the others are: by then there may be that of another set in its place.
+    # Stays open until the shards are open: meanwhile another set's index may replace it.
     opened = open_regular(path)
     files: list[OpenFile] = []
     try:
@@ -165,7 +164,7 @@ class _Index:
     # --- the files ---
 
     def open_all(self, files: list[OpenFile]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-        """Opens the shards into ``files``; gives the entries the map lists, and all metadata."""
+        """Opens the shards into ``files``; returns the entries that the index lists, and all metadata."""
         directory = os.path.dirname(self.path)
         try:
             handle = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -189,7 +188,7 @@ class _Index:
     def _open(self, handle: int, directory: str, shard: str) -> OpenFile:
         shown = os.path.join(directory, shard)
         try:
-            # Links are followed: the user's own cache is made of them.
+            # Links are followed, because the Hugging Face cache consists of them.
             return open_regular(shard, dir_fd=handle, shown=shown)
         except CheckpointMissingError as error:
             name = os.path.basename(self.path)
@@ -207,7 +206,7 @@ class _Index:
         entries: dict[str, TensorEntry],
         elsewhere: dict[str, str],
     ) -> None:
-        """Puts a shard's tensors into ``entries``, or ``elsewhere`` if listed for another file."""
+        """Adds a shard's tensors to ``entries``, or to ``elsewhere`` if the index lists another file."""
         unlisted = []
         for tensor, entry in found.items():
             says = self.shard_of.get(tensor)
@@ -249,7 +248,7 @@ class _Index:
     def _check_total(self, entries: dict[str, TensorEntry]) -> None:
         says = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
         total = sum(entry.nbytes for entry in entries.values())
-        # Tensors tied to one another are stored once in PyTorch files, and counted once.
+        # PyTorch files store tied tensors once, and they are counted once.
         places = {(entry.file, entry.offset, entry.nbytes) for entry in entries.values()}
         if says is not None and says not in (total, sum(place[2] for place in places)):
             _LOG.warning(

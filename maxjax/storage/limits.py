@@ -1,10 +1,10 @@
-"""What a file may ask of this process: the limits, and which of them are in force.
+"""Limits on the memory and time that a file may make this process spend.
 
-A file says itself how much of it there is, so each count is held against a limit before it is
-believed. Whoever trusts a file raises one with ``limits=``, which the public functions that open
-files take, or with ``--limit`` on the command line. A model is more than one file: its
-configuration, tokenizer and index are read deep below these functions, so the limits are in
-force for all that is opened meanwhile instead of being handed from one function to the next.
+A file states its own counts and lengths, so each is compared with a limit before it is trusted.
+If you trust a file, raise a limit with ``limits=``, which the public functions that open files
+take, or with ``--limit`` on the command line. A model is more than one file: its configuration,
+tokenizer and index are read deep inside these functions. Therefore the limits are a context
+variable, which applies to everything opened meanwhile, and not an argument of every function.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..errors import CheckpointLimitError, UserInputError, closest
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a file may ask of this process before it is refused with CheckpointLimitError.
+    """Bounds on a file; one that exceeds them is refused with CheckpointLimitError.
 
-    Each message names the field to raise, for ``limits=`` of ``maxjax.load``, ``load_weights`` and
-    the other functions that open files, or for ``--limit`` on the command line. All are whole
-    numbers below 2^63.
+    The error names the field to raise, with ``limits=`` of ``maxjax.load``, ``load_weights`` and
+    the other functions that open files, or with ``--limit`` on the command line. All fields are
+    integers from 0 to 2^63 - 1.
 
     Raises:
-        UserInputError: A field is no whole number from 0 to 2^63 - 1.
+        UserInputError: a field is not an integer from 0 to 2^63 - 1.
 
     Example:
         >>> Limits(tensors=5_000_000).json_depth  # load_weights(path, limits=Limits(...))
@@ -36,47 +36,47 @@ class Limits:
     """
 
     header_bytes: int = 100_000_000
-    """Length of a header, or of an archive's directory (100 MB is safetensors' own bound)."""
+    """Bytes of a header, or of an archive's directory (100 MB is safetensors' own bound)."""
     json_bytes: int = 200_000_000
-    """Length of an index, a configuration or a tokenizer file."""
+    """Bytes of an index, a configuration or a tokenizer file."""
     json_depth: int = 64
-    """Arrays and objects inside one another."""
+    """Nesting depth of arrays and objects in a JSON text."""
     json_values: int = 10_000_000
-    """Commas and escaped characters in a JSON text: what takes time to parse."""
+    """Commas and escaped characters in a JSON text, which determine the time to parse it."""
     json_digits: int = 4300
-    """Digits of one number; the time to convert them grows with their square."""
+    """Digits of one number in a JSON text; conversion time grows with their square."""
     tensors: int = 200_000
     """Tensors in one file, or members in an archive."""
     name_bytes: int = 65_536
-    """Length of a tensor's name in UTF-8."""
+    """Bytes of a tensor's name in UTF-8."""
     tensor_bytes: int = 2**63 - 1
-    """Bytes of one tensor with dimensions of size 0 left out: NumPy and XLA hold no more."""
+    """Bytes of one tensor, ignoring dimensions of size 0; NumPy and XLA hold no more."""
     metadata_keys: int = 16_384
-    """Keys of the metadata of a GGUF file."""
+    """Metadata keys of a GGUF file."""
     array_items: int = 2_000_000
     """Strings in the metadata of a GGUF file; an array inside an array counts as 64."""
     array_depth: int = 4
-    """Arrays inside one another in the metadata of a GGUF file."""
+    """Nesting depth of arrays in the metadata of a GGUF file."""
     alignment_bytes: int = 1 << 20
-    """What a GGUF file may align its tensors to."""
+    """Alignment of the tensors in a GGUF file, in bytes."""
     member_ratio: int = 1000
-    """What a member of an archive may become, as a multiple of its bytes; 1 MiB is free."""
+    """Compression ratio of an archive member; 1 MiB of output is always allowed."""
     npy_header_bytes: int = 65_536
-    """Length of the header of a NumPy array."""
+    """Bytes of the header of a NumPy array."""
     pickle_bytes: int = 64 << 20
-    """Length of the pickle of a PyTorch file, or of one value in it."""
+    """Bytes of the pickle of a PyTorch file, or of one value in it."""
     pickle_instructions: int = 1_000_000
-    """Instructions of a pickle beside 64 for each tensor it makes."""
+    """Instructions of a pickle, in addition to 64 for each tensor that it creates."""
     pickle_items: int = 2_000_000
-    """Values that a pickle holds when they are written out at each place where they stand."""
+    """Values in a pickle, counted once for every place that refers to them."""
     pickle_depth: int = 100
-    """Containers inside one another in a pickle."""
+    """Nesting depth of containers in a pickle."""
     storage_bytes: int = 1 << 50
     """Bytes of one storage of a PyTorch file."""
     expansion: int = 16
-    """How often tensors may take the bytes of a PyTorch file's storages; 1 GiB is free."""
+    """Total bytes of tensors as a multiple of a PyTorch file's storages; 1 GiB is always allowed."""
     shared_bytes: int = 0
-    """Bytes of a file that several tensors may claim, summed over the tensors after the first."""
+    """Bytes of a file that tensors may share, summed over all tensors after the first."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -95,9 +95,9 @@ class Limits:
         fixed: str | None = None,
         **where: Any,
     ) -> CheckpointLimitError:
-        """The error for ``value`` above the field ``option``; ``where`` as for CheckpointError.
+        """The error for a ``value`` above the limit ``option``; ``where`` as for CheckpointError.
 
-        ``fixed`` says why raising the field does not help, where it does not.
+        ``fixed`` replaces the hint if raising the limit does not help.
         """
         hint = raising(option)
         if isinstance(value, int) and value > _MOST:
@@ -114,10 +114,10 @@ class Limits:
 
     @classmethod
     def parse(cls, settings: Iterable[str]) -> Limits:
-        """The limits that texts like ``tensors=1000000`` change.
+        """Limits changed by settings such as ``tensors=1000000``.
 
         Raises:
-            UserInputError: A text is not of this form, or names no limit.
+            UserInputError: a setting is malformed or names no limit.
 
         Example:
             >>> Limits.parse(["tensors=1000000"]).tensors
@@ -139,13 +139,13 @@ class Limits:
         return cls(**found)
 
 
-# Sizes and places are 64-bit numbers with a sign to NumPy, XLA and the system.
+# Sizes and offsets are signed 64-bit integers to NumPy, XLA and the operating system.
 _MOST = 2**63 - 1
 _IN_FORCE = ContextVar("limits", default=Limits())  # noqa: B039 (frozen)
 
 
 def raising(option: str) -> str:
-    """The sentence that tells how the field ``option`` is raised.
+    """The sentence that tells the user how to raise the limit ``option``.
 
     Example:
         >>> raising("tensors")
@@ -158,7 +158,7 @@ def raising(option: str) -> str:
 
 
 def of_digits(count: int) -> str | None:
-    """Why a number of so many digits is not read whatever ``json_digits`` is, if it is not."""
+    """Why Python refuses a number of ``count`` digits whatever ``json_digits`` is, or None."""
     most = sys.get_int_max_str_digits()
     if not 0 < most < count:
         return None
@@ -166,10 +166,10 @@ def of_digits(count: int) -> str | None:
 
 
 def in_force(limits: Limits | None = None) -> Limits:
-    """The limits themselves, or where none are given those that :func:`allowing` put in force.
+    """``limits`` itself, or if it is None, the limits that :func:`allowing` put in force.
 
     Raises:
-        UserInputError: They are not Limits.
+        UserInputError: ``limits`` is not a Limits.
 
     Example:
         >>> in_force() == Limits()
@@ -187,7 +187,7 @@ def in_force(limits: Limits | None = None) -> Limits:
 
 @contextmanager
 def allowing(limits: Limits | None) -> Iterator[Limits]:
-    """Puts limits in force for all that is opened inside; None leaves those that are.
+    """Context in which ``limits`` apply to everything that is opened; None keeps the current ones.
 
     Example:
         >>> with allowing(Limits(tensors=3)):

@@ -1,8 +1,8 @@
-"""What a path means: a file, a directory, an index, or a list of these.
+"""Opening a checkpoint from a path: a file, a directory, an index, or a list of these.
 
-``open_checkpoint`` is the way in for everything above: it decides by name which files make
-up the checkpoint and lets the format's parser open them. There is no trying of one reader
-after another; of a name that says nothing the first bytes decide.
+``open_checkpoint`` is the entry point of the package. It decides by name which files make up the
+checkpoint, and the format's parser opens them. Readers are never tried one after another; if the
+name does not tell the format, the first bytes of the file do.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from .signatures import sniff as sniff
 from .table import TensorTable, Verify
 
 _LOG = logging.getLogger("maxjax")
-# How much of what lies below a directory without weights is looked at for a hint.
+# How many directories and files below a directory without weights are searched for a hint.
 _FOLDERS, _FILES = 100, 1000
 
-# After an error a checkpoint that was replaced meanwhile is not opened again before this, in seconds.
+# Seconds to wait before a checkpoint that was replaced during opening is opened again.
 _PAUSE = 0.005
 
 PathLike = str | bytes | os.PathLike
@@ -55,32 +55,33 @@ def open_checkpoint(
     limits: Limits | None = None,
     verify: Verify = "auto",
 ) -> TensorTable:
-    """Opens a checkpoint: reads headers and index, no data.
+    """Opens a checkpoint: reads headers and the index, but no tensor data.
 
-    ``path`` is a file (safetensors, GGUF, PyTorch, npz, npy); an index (``*.index.json``); a
-    directory; or a list of any of these, in which the last of equal names wins. Of a directory the
-    first of these that is there is read: ``model.safetensors``, its index, one other index, all
-    ``*.safetensors``; the same of ``pytorch_model.bin``; one GGUF file or one set of them; one
-    ``.pt``, ``.pth`` or ``.ckpt``; one ``.npz``. A checkpoint of orbax's is a directory, or one with
-    a directory for each step (see :func:`maxjax.storage.orbax.reader.open_orbax`). ``consolidated*`` stands
-    behind all others; what training leaves (``optimizer.pt``), adapters, hidden files and other
-    directories are never read.
+    ``path`` is a file (safetensors, GGUF, PyTorch, npz, npy), an index (``*.index.json``), a
+    directory, or a list of any of these. If several items of a list hold a tensor of the same name,
+    the last one wins. In a directory, the first of these that exists is read: ``model.safetensors``,
+    its index, the only other index, all ``*.safetensors``; the same for ``pytorch_model.bin``; the
+    only GGUF file or split set; the only ``.pt``, ``.pth`` or ``.ckpt``; the only ``.npz``. An orbax
+    checkpoint is a directory, or a directory with one subdirectory per step (see
+    :func:`maxjax.storage.orbax.reader.open_orbax`). ``consolidated*`` files are read only if there is
+    nothing else. Training state (``optimizer.pt``), adapters, hidden files and other directories are
+    never read.
 
-    ``verify`` is when checksums are compared, those in the files and those that maxjax writes beside
-    them (``maxjax_digests.json``): "auto" when all of a tensor is read at once, and it takes less
-    than a tenth of the time; True whenever some of it is read, if need be by reading the rest, and a
-    warning says of which tensors there are none; False never.
+    ``verify`` says when checksums are compared, both those in the files and those that maxjax writes
+    beside them (``maxjax_digests.json``). "auto" compares when a whole tensor is read at once and the
+    checksum takes less than a tenth of the time. True compares whenever any part of a tensor is read,
+    if necessary by reading the rest, and warns about tensors without a checksum. False never compares.
 
-    A checkpoint that another process replaces meanwhile is opened again: the old one or the new one
-    is read, whole.
+    If another process replaces the checkpoint meanwhile, it is opened again, so the result is
+    entirely the old or entirely the new checkpoint.
 
     Raises:
-        CheckpointMissingError: Nothing there, or a directory without weights of a model.
-        CheckpointIncompleteError: A directory with an unfinished download and nothing else.
-        CheckpointFormatError: Another format, or a directory in which two could be meant.
-        CheckpointChangedError: It was replaced again and again.
-        UserInputError: An empty list.
-        CheckpointError: As for the readers of the formats and ``open_index``.
+        CheckpointMissingError: the path does not exist, or the directory holds no model weights.
+        CheckpointIncompleteError: the directory holds only an unfinished download or save.
+        CheckpointFormatError: the format is not supported, or the directory is ambiguous.
+        CheckpointChangedError: the checkpoint was replaced again and again during opening.
+        UserInputError: the list of paths is empty.
+        CheckpointError: as for the readers of the formats and ``open_index``.
 
     Example:
         >>> open_checkpoint("no/such/directory")
@@ -101,23 +102,23 @@ def open_checkpoint(
 
 
 def _settled(paths: list[str], open_once: Callable[[], TensorTable]) -> TensorTable:
-    """What is opened, once nothing of it was replaced while it was."""
+    """Opens the checkpoint, again if necessary, until no file was replaced during the opening."""
     end = time.monotonic() + SETTLING
     while True:
         before = list(map(_places, paths))
         try:
             table = open_once()
         except CheckpointError:
-            # A file that is missing or does not fit may be of a checkpoint that is gone by now.
+            # A missing or mismatched file may belong to a checkpoint that was replaced meanwhile.
             if list(map(_places, paths)) == before or time.monotonic() > end:
                 raise
             time.sleep(_PAUSE)
             continue
         files = [*table.files, *table.indexes]
-        # Several files without an index: only by all names can it be told that they are one set.
+        # Without an index, only an unchanged listing shows that several files are one set.
         is_sure = table.root is not None or list(map(_places, paths)) == before
-        # A file that was deleted since is whole; one in whose place there is another may have been
-        # held against the checksums of that. Of orbax most files are opened when they are read.
+        # A file that was deleted since is still complete; a replaced one may have been compared with
+        # the checksums of its replacement. Most files of orbax are opened only when they are read.
         fine = (True,) if table.format == "orbax" else (True, None)
         is_replaced = any(file.is_in_place() not in fine for file in files)
         if not is_replaced and (is_sure or time.monotonic() > end):
@@ -128,7 +129,7 @@ def _settled(paths: list[str], open_once: Callable[[], TensorTable]) -> TensorTa
 
 
 def _places(path: str) -> object:
-    """What is other after a checkpoint at ``path`` was replaced: which files have which names."""
+    """The names and identities of the files at ``path``; they differ after a replacement."""
     try:
         with os.scandir(path) as entries:
             return os.stat(path).st_mtime_ns, sorted((one.name, one.inode()) for one in entries)
@@ -171,9 +172,9 @@ def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
 
 
 def beside_of(path: str | os.PathLike[str]) -> Beside:
-    """What describes the weights in a directory, or those of a file, of which only that is wanted.
+    """The files that describe the weights in a directory or a file (configuration, tokenizer).
 
-    Nothing is said against weights that cannot be read; those of a GGUF file are not looked at.
+    Weights that cannot be read raise no error here; those of a GGUF file are not opened.
     """
     shown = os.fsdecode(path)
     directory = shown if os.path.isdir(shown) else os.path.dirname(shown) or "."
@@ -204,7 +205,7 @@ def _open_file(path: str, limits: Limits) -> TensorTable:
 
 
 def _format_of(path: str, limits: Limits) -> Format:
-    """The format of a file: by its name, or by its first bytes where that says nothing."""
+    """The format of a file: by its suffix, or by its first bytes if the suffix is unknown."""
     end = os.path.splitext(path)[1].lower()
     if end in SUFFIXES:
         return SUFFIXES[end]
@@ -223,13 +224,13 @@ def _format_of(path: str, limits: Limits) -> Format:
         file.close()
     length = int.from_bytes(start[:8], "little")
     if start[8:9] == b"{" and length <= min(file.size - 8, limits.header_bytes):
-        # Asked first: a header of 640 bytes has a length that looks like the start of a pickle.
+        # Checked first: the length of a 640-byte header looks like the start of a pickle.
         return SAFETENSORS
     return format_of(start) or SAFETENSORS
 
 
 def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool) -> TensorTable:
-    """One table of several checkpoints; equal names are refused unless the last one wins."""
+    """Merges several checkpoints into one table; duplicate names are refused unless ``last_wins``."""
     files, indexes, metadata, formats = [], [], {}, set()
     entries: dict[str, TensorEntry] = {}
     try:
@@ -304,14 +305,14 @@ def _say(directory: str, chosen: str, rest: str) -> None:
 
 
 def orbax_checkpoint(directory: PathLike) -> str | None:
-    """The directory of orbax's checkpoint that opening a directory gives; None if it gives another.
+    """The directory of the orbax checkpoint that ``directory`` opens as; None for other formats.
 
-    Of a root of steps it is the newest step, of one tree the step that it lies in: there, beside the
-    trees, lie the files that describe the model.
+    For a root of steps it is the newest step; for a single tree it is the step that contains it,
+    because the files that describe the model lie beside the trees.
 
     Raises:
-        CheckpointIncompleteError: There is none that was finished.
-        CheckpointError: The directory cannot be listed, or two checkpoints could be meant.
+        CheckpointIncompleteError: the directory holds no finished checkpoint.
+        CheckpointError: the directory cannot be listed, or is ambiguous.
 
     Example:
         >>> orbax_checkpoint(".") is None
@@ -326,12 +327,12 @@ def orbax_checkpoint(directory: PathLike) -> str | None:
 
 
 def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[str]]:
-    """The files and the directories in a directory, sorted, without the hidden ones."""
+    """The names of files and of subdirectories, sorted, without hidden ones."""
     names: tuple[list[str], list[str]] = [], []
     try:
         with os.scandir(directory) as entries:
             for entry in islice(entries, limit):
-                # A hidden file is never meant: macOS leaves ._model.safetensors on foreign disks.
+                # Hidden files are skipped: macOS leaves ._model.safetensors on foreign disks.
                 if not entry.name.startswith("."):
                     names[_is_folder(entry)].append(entry.name)
     except OSError as error:
@@ -340,12 +341,12 @@ def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[s
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # A link that leads nowhere, or in circles, is none.
+    # A dangling or circular link is no directory.
     return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir(follow_symlinks=False)
 
 
 def _with_weights(directory: str, folders: list[str]) -> list[str]:
-    """Of what lies up to two levels below a directory the directories that hold weights."""
+    """The subdirectories that hold weights, up to two levels below ``directory``."""
     found, queue = [], deque(folders)
     for _ in range(_FOLDERS):
         if not queue:
@@ -357,6 +358,6 @@ def _with_weights(directory: str, folders: list[str]) -> list[str]:
             continue
         if any(map(is_weights, names)):
             found.append(folder)
-        elif os.sep not in folder:  # snapshots/ of the Hugging Face cache has one for each version
+        elif os.sep not in folder:  # snapshots/ of the Hugging Face cache has one per revision
             queue.extend(os.path.join(folder, name) for name in below)
     return found

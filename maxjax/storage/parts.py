@@ -1,9 +1,9 @@
-"""Rectangular parts of tensors, from the disk into the memory each belongs to.
+"""Reading rectangular parts of tensors, each into given memory.
 
-For sharded weights: every device's part is read into the memory that becomes that device's
-array. What several parts need is read once; what none needs is left on the disk. A tensor is
-cut into boxes that do not overlap: one that lies within a part goes straight into its memory,
-any other through a small scratch memory.
+This serves sharded weights: each device's part is read into the memory that becomes that device's
+array. Bytes that several parts need are read once; bytes that none needs are not read. A tensor is
+cut into boxes that do not overlap: a box inside a part is read straight into that part's memory,
+any other through a small scratch buffer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .entry import CodedJob, TensorEntry, coded_jobs, fill
 from .files import OpenFile, aligned_empty, run, run_jobs
 from .table import BLOCK_BYTES, TensorTable
 
-# Scratch memory of one thread. It fits the cache of a core, so that the second copy is cheap;
-# with 64 KiB or 4 MiB the same read took up to half as long again.
+# Scratch memory of one thread, in bytes. It fits the cache of one core, so that the second copy
+# is cheap; with 64 KiB or 4 MiB the same read took up to 1.5 times as long.
 SCRATCH_BYTES = 1 << 20
-# From here on a run of bytes is worth a read of its own into its part, without the scratch.
+# A run of at least this many bytes is read straight into its part, without the scratch memory.
 DIRECT_BYTES = 64 << 10
-# A shorter run costs more as a call than as bytes, so the hole beside it is read as well,
-# unless that hole is wider than HOLE_BYTES.
+# For a shorter run the call costs more than the bytes, so the gap beside it is read as well,
+# unless that gap is wider than HOLE_BYTES.
 SHORT_BYTES = 512
 HOLE_BYTES = 16 << 10
 
 
 class Part(NamedTuple):
-    """A rectangle of the tensor ``name``, and the memory for it.
+    """A rectangular part of the tensor ``name``, and the memory to read it into.
 
-    ``region`` is (start, stop) on each axis of the logical shape. ``memory`` is uint8, in C
-    order, of exactly the region's bytes as an array; float4 takes one byte per value.
+    ``region`` is (start, stop) on each axis of the logical shape. ``memory`` is a C-contiguous
+    uint8 array of exactly the bytes of the region's array; float4 takes one byte per value.
     """
 
     name: str
@@ -45,20 +45,20 @@ class Part(NamedTuple):
 
 
 def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None = None) -> int:
-    """Fills the memory of every part; gives the number of bytes read from the files.
+    """Fills the memory of every part; returns the number of bytes read from the files.
 
-    Parts may overlap, repeat, be empty, and be of any number of tensors. Takes at most 1 MiB
-    of scratch memory per thread, a tensor with a coding a few; ``threads`` is by default the number of cores,
-    at most 8. A run shorter than 512 bytes may be read together with what lies beside it.
+    Parts may overlap, repeat, be empty, and belong to any number of tensors. Each thread needs at
+    most 1 MiB of scratch memory, a few MiB for a tensor with a coding. ``threads`` defaults to the
+    number of cores, at most 8. A run shorter than 512 bytes may be read together with its neighbours.
 
     Raises:
-        KeyError: There is no tensor of that name.
-        ValueError: A region outside the tensor's shape, or memory that is not for it.
-        CheckpointTruncatedError: The file is shorter than it was.
-        CheckpointChangedError: It was written to since it was opened.
-        CheckpointFormatError: A boolean that is neither 0 nor 1 among the bytes read.
-        CheckpointCorruptError: A checksum of the file is another than that of its bytes.
-        CheckpointError: The system reports an error, or the file is closed.
+        KeyError: there is no tensor of that name.
+        ValueError: the region is outside the tensor's shape, or the memory does not fit it.
+        CheckpointTruncatedError: the file is shorter than when it was opened.
+        CheckpointChangedError: the file was modified since it was opened.
+        CheckpointFormatError: a boolean among the bytes read is neither 0 nor 1.
+        CheckpointCorruptError: a checksum does not match the bytes.
+        CheckpointError: the operating system reports an error, or the file is closed.
 
     Example:
         >>> import os, tempfile
@@ -112,7 +112,7 @@ def _place(job: _BoxJob | CodedJob) -> Any:
 # Compared by identity: two parts of the same region are two targets.
 @dataclass(slots=True, eq=False)
 class _Target:
-    """A part made ready: the bytes of an item are the last axis of its region and its array."""
+    """A validated part whose region and array have one more axis: the bytes of an element."""
 
     region: Box
     array: np.ndarray
@@ -136,7 +136,7 @@ def _target(entry: TensorEntry, part: Part) -> _Target:
         problem = f"region {part.region} takes {count(region)} bytes of memory, not {memory.size}"
     if problem:
         raise ValueError(f"tensor '{name}': {problem}")
-    # An empty array may have axes too long for NumPy; nothing will look at its shape.
+    # An empty array may have axes too long for NumPy; its shape is never used.
     return _Target(region, memory.reshape(extents(region)) if memory.size else memory)
 
 
@@ -145,9 +145,10 @@ def _target(entry: TensorEntry, part: Part) -> _Target:
 
 @dataclass(slots=True)
 class _BoxJob:
-    """Up to 16 MiB of the tensor that is ``whole``. With a ``target``, all within that part.
+    """Reads up to 16 MiB of a tensor, whose full box is ``whole``.
 
-    ``sum`` takes up what is read of ``file``.
+    With a ``target`` the box lies inside that part; ``others`` are all other parts that overlap it.
+    ``sum`` is the checksum that the bytes read are added to.
     """
 
     file: OpenFile
@@ -159,7 +160,7 @@ class _BoxJob:
     sum: Sum | None
 
     def run(self) -> int:
-        """Reads it; gives the number of bytes that were read of the file."""
+        """Reads the box; returns the number of bytes read from the file."""
         total = 0
         limit = SCRATCH_BYTES if self.others or not self.target else BLOCK_BYTES
         scratch = aligned_empty(0 if self.target else min(limit, count(self.box)))
@@ -175,7 +176,7 @@ class _BoxJob:
         return total
 
     def _fill(self, box: Box, memory: np.ndarray, region: Box) -> int:
-        """Reads a box into ``memory``, which holds ``region``; gives the number of bytes read."""
+        """Reads a box into ``memory``, which holds ``region``; returns the number of bytes read."""
         entry, view, total = self.entry, memoryview(memory), 0
         axis, length = _run(self.whole, box)
         places = _starts(box, region, axis)
@@ -200,9 +201,9 @@ def _plan(
 def _boxes(
     whole: Box, targets: list[_Target], axis: int, rows: int
 ) -> list[tuple[Box, _Target | None]]:
-    """Boxes over the axes from ``axis`` on, and the part each lies within (None: by scratch).
+    """Boxes over the axes from ``axis`` on, with the part that contains each (None: use scratch).
 
-    ``rows`` is how often they are to be read: the indices chosen on the axes before.
+    ``rows`` is how often each box is read: the number of indices on the preceding axes.
     """
     rest = whole[axis:]
     if all(one.region[axis:] == rest for one in targets):
@@ -223,7 +224,7 @@ def _boxes(
 
 
 def _cuts(targets: list[_Target], axis: int) -> list[Span]:
-    """The spans of ``axis`` between neighbouring borders of parts, without what no part needs."""
+    """The spans of ``axis`` between neighbouring borders of parts that some part needs."""
     borders = sorted({border for one in targets for border in one.region[axis]})
     return [span for span in pairwise(borders) if any(one.covers(span, axis) for one in targets)]
 
@@ -231,7 +232,7 @@ def _cuts(targets: list[_Target], axis: int) -> list[Span]:
 def _runs(
     targets: list[_Target], axis: int, stride: int, rows: int
 ) -> list[tuple[Span, _Target | None]]:
-    """The spans to read of the last axis that is not taken whole by every part."""
+    """The spans to read along the last axis of which some part needs only a slice."""
     groups: list[list[Span]] = []
     for start, stop in _cuts(targets, axis):
         if groups:
@@ -244,7 +245,7 @@ def _runs(
     found = []
     for group in groups:
         start, stop = group[0][0], group[-1][1]
-        # Of a single row each piece is one read anyway.
+        # In a single row each piece is one read anyway.
         direct = rows == 1 or stride * (stop - start) >= DIRECT_BYTES * len(group)
         for span in group if direct else [(start, stop)]:
             found.append((span, next((one for one in targets if one.covers(span, axis)), None)))
@@ -252,7 +253,7 @@ def _runs(
 
 
 def _run(whole: Box, box: Box) -> tuple[int, int]:
-    """The first axis after which a box is whole, and how many bytes lie together from it on."""
+    """The first axis after which a box spans the tensor, and its contiguous bytes from there on."""
     axis = len(box) - 1
     while axis and box[axis] == whole[axis]:
         axis -= 1
@@ -260,7 +261,7 @@ def _run(whole: Box, box: Box) -> tuple[int, int]:
 
 
 def _starts(box: Box, region: Box, axis: int) -> Iterator[int]:
-    """The place, in bytes of ``region``, of each run of a box that is whole after ``axis``."""
+    """The byte offset in ``region`` of each contiguous run of a box that is full after ``axis``."""
     places = []
     for k, ((start, stop), (base, _)) in enumerate(zip(box, region, strict=True)):
         stride = count(region[k + 1 :])

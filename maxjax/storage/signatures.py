@@ -1,7 +1,7 @@
-"""What a file really is, from its first bytes, whatever it is called.
+"""Detection of a file's real format from its first bytes, whatever its name.
 
-A file is read as what its name says or not at all: this explains the refusal, and says what name
-the file should have.
+A file with a known suffix is read as that format or refused; this module explains the refusal and
+suggests the right suffix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _RENAME = "Rename it so that its name ends in {}."
 _REFETCH = "Fetch the file again."
 _ONLY = "A pickle can run any code: only those of PyTorch are read, and they are not run."
 
-# What no reader reads by its first bytes: (pattern, what it is, what to do).
+# Files that no reader supports: (pattern of the first bytes, what the file is, what to do).
 _FOREIGN = [
     (
         rb"version https?://(git-lfs|hawser)",
@@ -33,7 +33,7 @@ _FOREIGN = [
     (rb"(\xef\xbb\xbf)?\s*<\?xml", "XML document", _FETCH),
     (rb"\x7fELF", "ELF program", _REFETCH),
 ]
-# The same of every format too, in the order asked.
+# The same for all formats too, in the order of the search.
 _SIGNS: list[tuple[re.Pattern[bytes], str, str]] = [
     (re.compile(pattern, re.DOTALL | re.IGNORECASE), what, hint)
     for pattern, what, hint in [
@@ -46,17 +46,17 @@ _SIGNS: list[tuple[re.Pattern[bytes], str, str]] = [
     ]
 ]
 
-# What torch.save wrote before version 1.6: protocol 2 and the format's number.
+# The start of files from torch.save before version 1.6: pickle protocol 2 and a magic number.
 _PYTORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
-# Bytes that ``sniff`` wants to see.
+# Number of first bytes that ``sniff`` needs.
 SNIFF_BYTES = 4096
 
 
 def sniff(start: bytes) -> str | None:
-    """What a file that begins with ``start`` really is, or None when nothing fits.
+    """The kind of a file that begins with ``start``, or None if it is unknown.
 
-    Gives "git-lfs pointer", "GGUF", "zip archive", "pickle", "HTML page", "gzip" and so on.
+    It is "git-lfs pointer", "GGUF", "zip archive", "pickle", "HTML page", "gzip" or another kind.
 
     Example:
         >>> sniff(b"version https://git-lfs.github.com/spec/v1"), sniff(b"GGUF" + bytes(20))
@@ -66,7 +66,7 @@ def sniff(start: bytes) -> str | None:
 
 
 def format_of(start: bytes) -> Format | None:
-    """The format of a file that begins with ``start``; None of one that has no sign.
+    """The format of a file that begins with ``start``; None if it is not recognised.
 
     Example:
         >>> format_of(b"GGUF" + bytes(20)).name
@@ -80,9 +80,9 @@ def format_of(start: bytes) -> Format | None:
 
 
 def foreign(path: str, start: bytes, expected: str) -> CheckpointError | None:
-    """The error for a file that is recognisably not ``expected``; None when it is not.
+    """The error for a file that is recognisably not ``expected``; None if nothing shows that.
 
-    A pickle gives CheckpointUnsafeError with the first global it would import.
+    For a pickle it is a CheckpointUnsafeError that names the first global it would import.
     """
     for sign, what, hint in _SIGNS:
         if sign.match(start):
@@ -107,13 +107,13 @@ def _named(what: str) -> str:
 
 
 def _archive(start: bytes) -> tuple[str, Format] | None:
-    """What a zip archive is by the name of its first member."""
+    """The kind and format of a zip archive, by the name of its first member."""
     name = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode("latin-1")
     kinds = ((what, ends, format) for format in FORMATS for what, ends in format.members.items())
     return next(((what, format) for what, ends, format in kinds if name.endswith(ends)), None)
 
 
-# A global by name and newline (protocols 0 to 3), or two short strings that STACK_GLOBAL takes.
+# A pickled global: two lines (protocols 0 to 3), or two short strings for STACK_GLOBAL.
 _GLOBAL = re.compile(rb"c([A-Za-z_][\w.]*)\n([A-Za-z_][\w.]*)\n")
 _STACK_GLOBAL = re.compile(
     rb"\x8c.([A-Za-z_][\w.]*)(?:\x94)?\x8c.([A-Za-z_][\w.]*)(?:\x94)?\x93", re.DOTALL

@@ -1,8 +1,8 @@
-"""Strict JSON: what two readers could read differently is refused.
+"""A strict JSON reader, which refuses text that two parsers could read differently.
 
-UTF-8 without a mark, no duplicate keys, no lone surrogates, no NaN, bounded depth (checked
-before the recursive parser starts), bounded digits. Serves headers, indexes, configurations
-and tokenizers.
+It accepts UTF-8 without a byte order mark, without duplicate keys, lone surrogates or NaN, and with
+bounded depth (checked before the recursive parser starts) and digits. It reads headers, indexes,
+configurations and tokenizers.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _ENCODINGS = {
     b"\0{": "UTF-16",
     b"\0\0": "NUL bytes",
 }
-# In a text without escaped backslashes: a high one not followed, or a low one not preceded.
-# What both begin with stands before the choice: the search is forty times as fast for it.
+# In a text without escaped backslashes: a high surrogate without a low one after it, or a low one
+# without a high one before it. The common prefix comes first, which makes the search 40 times as fast.
 LONE_SURROGATE = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
 )
-# All that neither opens nor closes anything.
+# All bytes other than quotes and brackets.
 _PLAIN = bytes(byte for byte in range(256) if byte not in b'"[]{}')
 _STEP = np.zeros(256, np.int8)
 _STEP[list(b"{[")] = 1
 _STEP[list(b"}]")] = -1
-# A run of twice as many digits fills one aligned stretch of this length for certain.
+# A run of twice as many digits certainly fills one aligned stretch of this length.
 _DIGITS = 256
 
 
 def foreign_encoding(data: bytes) -> str | None:
-    """What a text that is not plain UTF-8 begins with, or None.
+    """The name of the encoding or mark that a text other than plain UTF-8 begins with, or None.
 
     Example:
         >>> foreign_encoding("{}".encode("utf-16")), foreign_encoding(b"{}")
@@ -57,7 +57,7 @@ def foreign_encoding(data: bytes) -> str | None:
 
 
 def without_escaped_quotes(data: bytes) -> bytes:
-    """``data`` with blanks for escaped backslashes and quotes: what remains means itself.
+    """``data`` with blanks for escaped backslashes and quotes, so that all remaining ones are literal.
 
     Example:
         >>> without_escaped_quotes(rb'{"a\\"b": 1}')
@@ -71,10 +71,11 @@ def without_escaped_quotes(data: bytes) -> bytes:
 def structure(
     data: bytes, most: tuple[int, int] | None = None, *, chunk: int = 1 << 20
 ) -> tuple[int, int, bool]:
-    """(greatest depth, number of arrays and objects, any long run of digits) of a JSON text.
+    """(greatest depth, number of arrays and objects, whether a run of digits is long) of a JSON text.
 
-    ``data`` has no escaped quotes. Exact for valid JSON; of other text, exact up to its first
-    mistake, which is as far as a parser gets. Stops soon after depth or number pass ``most``.
+    ``data`` must have no escaped quotes. The result is exact for valid JSON; for other text it is
+    exact up to the first error, where a parser stops. The scan stops soon after depth or number
+    exceed ``most``.
 
     Example:
         >>> structure(b'{"a[": [1, [2]], "b": {}}')
@@ -109,16 +110,16 @@ def load_json(
     allow_nan: bool = False,
     name: str | None = None,
 ) -> Any:
-    """The value of a JSON file, which may be open, or of bytes, read strictly.
+    """Reads the value of a JSON file (a path or an open file) or of bytes, strictly.
 
-    ``allow_nan`` lets NaN and Infinity through, which some published configurations hold.
-    ``name`` stands for the path in messages when ``source`` is bytes.
+    ``allow_nan`` accepts NaN and Infinity, which some published configurations contain.
+    ``name`` replaces the path in messages if ``source`` is bytes.
 
     Raises:
-        CheckpointFormatError: Not JSON, not UTF-8, a key twice, NaN; the file is no JSON at all.
-        CheckpointTruncatedError: The text ends before the value does.
-        CheckpointLimitError: Too long, too deep, or a number with too many digits.
-        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+        CheckpointFormatError: the text is not JSON or not UTF-8, or has a duplicate key or NaN.
+        CheckpointTruncatedError: the text ends before the value does.
+        CheckpointLimitError: the text is too long or too deep, or a number has too many digits.
+        CheckpointMissingError, CheckpointAccessError: as for ``open_regular``.
 
     Example:
         >>> load_json(b'{"hidden_size": 384}')
@@ -136,9 +137,9 @@ def load_json(
 
 
 def read_json_bytes(source: str | os.PathLike[str] | OpenFile, limits: Limits) -> bytes:
-    """The bytes of a JSON file; one that is recognisably something else is refused.
+    """The bytes of a JSON file; a file that is recognisably something else is refused.
 
-    It is closed afterwards only if it was opened here.
+    The file is closed only if it was opened here.
     """
     file = source if isinstance(source, OpenFile) else open_regular(source)
     try:
@@ -164,7 +165,7 @@ def require(
     *,
     hint: str | None = None,
 ) -> None:
-    """Raises the error of :func:`wrong` unless something holds."""
+    """Raises the error of :func:`wrong` unless a condition holds."""
     if not holds:
         raise wrong(path, what, expected, found, tensor, hint=hint)
 
@@ -178,7 +179,7 @@ def wrong(
     *,
     hint: str | None = None,
 ) -> CheckpointFormatError:
-    """The error for a field of a document that is not what it should be."""
+    """The error for a field with an invalid value."""
     problem, found = f"{what} is not what it should be", shown(found)
     return CheckpointFormatError(
         problem, path=path, tensor=tensor, expected=expected, found=found, hint=hint
@@ -186,7 +187,7 @@ def wrong(
 
 
 def shown(value: Any) -> str:
-    """A value of JSON as short text.
+    """A JSON value as short text.
 
     Example:
         >>> shown("a"), shown([1, 2])
@@ -197,9 +198,9 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it would scan a growing table again and again.
+    """Context without garbage collection, which would scan a growing table again and again.
 
-    Measured with 100,000 tensors: half the time. Nothing here makes reference cycles.
+    With 100,000 tensors this halves the time. The code inside creates no reference cycles.
     """
     was = gc.isenabled()
     gc.disable()
@@ -211,15 +212,15 @@ def collector_paused() -> Iterator[None]:
 
 
 class Constant(float):
-    """NaN or an infinity out of a JSON text, in a type of its own so that it can be found."""
+    """NaN or an infinity from a JSON text; the separate type allows finding it in the value."""
 
 
 @dataclass
 class Text:
-    """A JSON text with what its errors need: where it stands and what its keys mean.
+    """A JSON text, with the context that its error messages need.
 
-    ``base`` is the offset of ``data`` in the file at ``path``; ``tensor_of`` tells which
-    tensor a path of keys belongs to; ``cut`` is the class for a text that ends too early.
+    ``base`` is the offset of ``data`` in the file at ``path``; ``tensor_of`` maps a path of keys to
+    the tensor it belongs to; ``cut`` is the exception class for a text that ends too early.
     """
 
     data: bytes
@@ -233,7 +234,7 @@ class Text:
     _long: list[str] = field(default_factory=list)
 
     def parse(self, *, allow_nan: bool = False) -> Any:
-        """The value; every exception is a CheckpointError with path and offset."""
+        """Parses the value; every exception is a CheckpointError with path and offset."""
         long_digits = self._check_bytes()
         try:
             text = self.data.decode("utf-8")
@@ -242,14 +243,14 @@ class Text:
         decoder = json.JSONDecoder(
             object_pairs_hook=self._object,
             parse_constant=self._constant,
-            # Only asked where something needs it: the built-in conversion is much faster.
+            # Used only if necessary: the built-in conversion is much faster.
             parse_int=self._integer if long_digits or b"-0" in self.data else None,
         )
         try:
             value = decoder.decode(text)
         except json.JSONDecodeError as error:
             self._bad_json(text, error)
-        except RecursionError:  # the limit was raised above what this Python can parse
+        except RecursionError:  # the limit was raised above what Python can parse
             problem, fixed = (
                 "nested deeper than Python can parse",
                 "No value of json_depth allows it.",
@@ -263,19 +264,19 @@ class Text:
     def error(
         self, problem: str, keys: KeyPath = (), *, cls: type[CheckpointError] | None = None, **more
     ) -> CheckpointError:
-        """An error at the place that ``keys`` leads to, naming its tensor."""
+        """An error at the value that ``keys`` leads to; it names the tensor."""
         cls = cls or CheckpointFormatError
         return cls(problem, **{**self.where(keys), **more})
 
     def where(self, keys: KeyPath = ()) -> dict[str, Any]:
-        """``path``, ``tensor`` and ``offset`` for an error at the place ``keys`` leads to."""
+        """``path``, ``tensor`` and ``offset`` for an error at the value that ``keys`` leads to."""
         tensor = self.tensor_of(keys) if keys else None
         return {"path": self.path, "tensor": tensor, "offset": self.locate(keys)}
 
     def locate(self, keys: KeyPath, start: int = 0) -> int:
-        """Offset in the file of the last of ``keys`` that can be found, searched in turn.
+        """The offset in the file of the last of ``keys`` that can be found, searched in order.
 
-        A search for text, as exact as a message needs: no second parser.
+        This is a text search, exact enough for a message, and not a second parser.
         """
         position = start
         for key in keys:
@@ -287,7 +288,7 @@ class Text:
         return self.base + position
 
     def _find(self, key: str, start: int) -> int:
-        """Where ``key`` stands as a key from ``start`` on, or -1; of a long one, its beginning."""
+        """The index of ``key`` used as a key, from ``start`` on, or -1; a long key matches by prefix."""
         long = len(key) > _LONG_KEY
         key = key[:_LONG_KEY]
         for token in (json.dumps(key, ensure_ascii=False), json.dumps(key)):
@@ -302,8 +303,8 @@ class Text:
     # --- before parsing ---
 
     def _check_bytes(self) -> bool:
-        """Refuses what shows without parsing; True if a number may have too many digits."""
-        # In strings they count too: a text of so many is refused before the parser starts.
+        """Refuses errors visible without parsing; returns True if a number may have too many digits."""
+        # Those inside strings count too, because the check comes before the parser.
         values = self.data.count(b",") + self.data.count(b"\\u")
         if values > self.limits.json_values:
             problem = "the JSON text has too many values"
@@ -323,7 +324,7 @@ class Text:
                 found=lone.group().decode(),
                 offset=self.base + lone.start(),
             )
-        # A tensor takes three: itself, its shape and its offsets.
+        # A tensor takes three arrays or objects: its entry, shape and offsets.
         most = self.limits.json_depth, 3 * self.limits.tensors + 8
         depth, containers, long_digits = structure(plain, most)
         if depth > most[0]:
@@ -334,7 +335,7 @@ class Text:
             raise self.limits.error(problem, "tensors", containers // 3, path=self.path)
         return long_digits
 
-    # --- while parsing: flaws are collected, and named when the value is whole ---
+    # --- while parsing: errors are collected, and reported when the value is complete ---
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
@@ -350,8 +351,8 @@ class Text:
 
     def _integer(self, text: str) -> int | float:
         if len(text) <= self.limits.json_digits:
-            with suppress(ValueError):  # the interpreter has a limit of its own
-                # JSON's -0 is not the integer 0: other readers make it a float.
+            with suppress(ValueError):  # the interpreter has its own limit
+                # JSON's -0 is not the integer 0: other parsers read it as a float.
                 return -0.0 if text == "-0" else int(text)
         self._long.append(text)
         return 0
@@ -415,15 +416,15 @@ class Text:
         ) from error
 
 
-# Enough of a key to find it by.
+# Length of the prefix by which a long key is searched.
 _LONG_KEY = 1000
 _COLON = re.compile(rb"[ \t\r\n]*:")
-# What may be left of a text that was cut inside a word.
+# What may remain of a text that was truncated inside a literal.
 _CUT = re.compile(r"\s*(-|t|tr|tru|f|fa|fal|fals|n|nu|nul)?\s*")
 
 
 def _path_to(value: Any, target: Any) -> KeyPath:
-    """The keys that lead from ``value`` to the very object ``target``."""
+    """The keys that lead from ``value`` to the object ``target``, compared by identity."""
     stack: list[tuple[KeyPath, Any]] = [((), value)]
     while stack:
         keys, here = stack.pop()

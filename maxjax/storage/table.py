@@ -1,8 +1,8 @@
-"""TensorTable: an opened checkpoint, and the reading of its tensors.
+"""TensorTable: an opened checkpoint that reads its tensors.
 
-Every format's parser gives one of these: validated entries and open files, no data yet.
-Reading is positioned reads, in parallel, into aligned memory of our own; never a mapping,
-which would die with the file.
+Every format's parser returns a TensorTable: validated entries and open files, no data yet.
+Tensors are read in parallel into newly allocated aligned memory. Files are never memory-mapped,
+because a mapping crashes the process if the file is truncated.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from .entry import CodedJob, TensorEntry, coded_jobs, fill
 from .files import ALIGNMENT, OpenFile, aligned_empty, run, run_jobs
 from .save.beside import Beside, replaced
 
-# One read of a large tensor. From 2 to 64 MiB the speed is the same; a smaller block spreads
-# better over the threads, and bounds the scratch memory of a packed type.
+# Bytes of one read of a large tensor. From 2 to 64 MiB the speed is the same; a smaller block
+# spreads better over the threads and bounds the scratch memory of a quantised type.
 BLOCK_BYTES = 16 << 20
-# Tensors up to SMALL_BYTES lie together in slabs: so many allocations and reads would cost
-# more than their bytes. A slab lives as long as any tensor in it.
+# Tensors up to SMALL_BYTES share one allocation (a slab), because separate allocations and reads
+# would cost more than copying the bytes. A slab lives as long as any tensor in it.
 SMALL_BYTES = 128 << 10
 SLAB_BYTES = 4 << 20
-# Parts of one scattered read; the system's own bound (IOV_MAX) is 1024.
+# Most buffers of one scattered read (preadv); the system's own bound (IOV_MAX) is 1024.
 SCATTER = 512
 
 
 class TensorTable:
-    """One opened checkpoint: names, types, shapes and places of its tensors; no data.
+    """One opened checkpoint: names, dtypes, shapes and file offsets of its tensors; no data.
+
+    Any number of threads may read at once. Close the table, use it in a ``with`` block, or drop
+    it: the files close with the last reference.
 
     Attributes: ``format`` ("safetensors"), ``files`` (open), ``entries`` (name → TensorEntry
-    in file order), ``metadata`` (text → text; of a GGUF file values of any of its types),
-    ``verify`` ("auto", True or False: when reading compares checksums), ``checks`` (what was
-    compared), ``indexes`` (open, of sets), ``beside`` (what describes the weights, once
-    ``open_checkpoint`` has looked). Any number of threads may read at once. Close it, or use it in a ``with`` block, or
-    drop it: the files close with the last reference.
+    in file order), ``metadata`` (str → str; in GGUF files any metadata type), ``verify``
+    ("auto", True or False: when reading compares checksums), ``checks`` (checksums already
+    compared), ``indexes`` (open index files), ``beside`` (the files that describe the weights,
+    set by ``open_checkpoint``).
 
     Example:
         >>> import os, tempfile
@@ -73,13 +75,13 @@ class TensorTable:
 
     @property
     def root(self) -> OpenFile | None:
-        """The file whose renaming makes the checkpoint count; None of several without an index."""
+        """The file whose rename commits a save: the index or the only file; None if there is neither."""
         known = self.indexes or self.files
         return known[0] if len(known) == 1 else None
 
     @property
     def verify(self) -> Verify:
-        """When reading compares checksums: see :class:`Checks`."""
+        """When reading compares checksums; see :class:`Checks`."""
         return self.checks.verify
 
     @verify.setter
@@ -87,10 +89,10 @@ class TensorTable:
         self.checks.verify = verify
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor ``name``: owned, C-contiguous, at a multiple of 64 bytes.
+        """Reads the tensor ``name`` into its own C-contiguous array, aligned to 64 bytes.
 
-        ``ml_dtypes`` gives the types NumPy lacks; float4 comes one value per byte. KeyError
-        for an unknown name; other errors as for ``read_many``.
+        Types that NumPy lacks are those of ``ml_dtypes``; float4 takes one byte per value.
+        Raises KeyError for an unknown name; other errors as for ``read_many``.
         """
         return self.read_many([name])[name]
 
@@ -100,18 +102,18 @@ class TensorTable:
         *,
         threads: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Reads ``names`` (default: all) with parallel reads; the dict is in their order.
+        """Reads the tensors ``names`` (default: all) in parallel; the dict keeps their order.
 
-        Takes the memory of the arrays and at most ``threads`` × 16 MiB beside it. ``threads``
-        is by default the number of cores, at most 8.
+        Needs at most ``threads`` × 16 MiB of memory besides the arrays. ``threads`` defaults to
+        the number of cores, at most 8.
 
         Raises:
-            CheckpointTruncatedError: The file is shorter than it was.
-            CheckpointChangedError: It was written to since it was opened.
-            CheckpointFormatError: A boolean that is neither 0 nor 1.
-            CheckpointCorruptError: A checksum of the file is another than that of its bytes.
-            OutOfMemoryError: The host's memory does not hold a tensor.
-            CheckpointError: The system reports an error, or the file is closed.
+            CheckpointTruncatedError: the file is shorter than when it was opened.
+            CheckpointChangedError: the file was modified since it was opened.
+            CheckpointFormatError: a boolean is neither 0 nor 1.
+            CheckpointCorruptError: a checksum does not match the bytes.
+            OutOfMemoryError: a tensor does not fit the host's memory.
+            CheckpointError: the operating system reports an error, or the file is closed.
         """
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
@@ -121,7 +123,7 @@ class TensorTable:
         with self.reading():
             run_jobs(run, jobs, nbytes, threads)
             self.checks.compare(sums, threads=threads)
-            # Last: nothing is read after it.
+            # This must come last, after every read.
             for number in {entry.file for entry in entries}:
                 self.files[number].check_unchanged()
         return {entry.name: arrays[entry.name] for entry in entries}
@@ -130,24 +132,27 @@ class TensorTable:
         """Compares the checksums of tensors with their bytes, each once while the table is open.
 
         Raises:
-            CheckpointCorruptError: They differ.
-            CheckpointChangedError: They differ, and the file was written to since it was opened.
+            CheckpointCorruptError: a checksum does not match.
+            CheckpointChangedError: a checksum does not match, and the file was modified since opening.
         """
         self.checks.check(entries, threads=threads)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, what is wrong with files that are opened by name is told as what it comes from."""
+        """Context in which errors caused by a replaced checkpoint are raised as such.
+
+        This matters for orbax, whose files are opened by name only when they are read.
+        """
         try:
             yield
         except CheckpointError as error:
-            # A step of orbax is a directory, of which not all files are open.
+            # An orbax step is a directory, and not all of its files are open.
             if self.format == "orbax" and not self.files[0].is_in_place():
                 raise replaced(self.files[0].path) from error
             raise
 
     def close(self) -> None:
-        """Closes the files. Arrays that were read stay valid."""
+        """Closes the files. Arrays that were already read stay valid."""
         for file in [*self.files, *self.indexes]:
             file.close()
 
@@ -167,10 +172,10 @@ class TensorTable:
 
 @dataclass(slots=True)
 class _BlockJob:
-    """One positioned read: ``views`` take the file's bytes from ``offset`` on, in turn.
+    """One positioned read of consecutive file bytes, from ``offset`` on, into ``views``.
 
-    Several entries: one view each. One entry: one block of it, ``start`` bytes in. ``sums`` has
-    for each entry the checksum that is computed of it, if any.
+    With several entries, each has one view. With one entry, the view is a block of it that begins
+    ``start`` bytes into the tensor. ``sums`` holds for each entry the checksum to compute, if any.
     """
 
     file: OpenFile
@@ -181,7 +186,7 @@ class _BlockJob:
     start: int = 0
 
     def run(self) -> None:
-        """Reads it."""
+        """Reads the block."""
         views = [memoryview(view) for view in self.views]
         if len(views) == 1:
             fill(tapped(self.file, self.sums[0]), self.entries[0], self.start, views[0])
@@ -197,7 +202,7 @@ class _BlockJob:
         wanted = sum(map(len, views))
         got = self.file.pread_some(views, self.offset, tensor=self.entries[0].name)
         if got < wanted:
-            # Rare: the file ended, or the system gave part. Again one by one, to know which.
+            # Rare: the file ended, or the read was partial. Reading one by one shows which.
             for entry, view in zip(self.entries, views, strict=True):
                 fill(self.file, entry, self.start, view)
 
@@ -205,7 +210,7 @@ class _BlockJob:
 def _plan(
     entries: list[TensorEntry], files: list[OpenFile], sums: dict[Key, Sum]
 ) -> tuple[dict[str, np.ndarray], list[_BlockJob | CodedJob]]:
-    """The arrays, still empty, and the reads that fill them, in the order of the files."""
+    """The arrays, not yet filled, and the reads that fill them, in file order."""
     arrays: dict[str, np.ndarray] = {}
     jobs: list[_BlockJob | CodedJob] = []
     slab, used = aligned_empty(0), 0
@@ -259,7 +264,7 @@ def _blocks(
 def _append_small(
     jobs: list[Any], entry: TensorEntry, file: OpenFile, memory: np.ndarray, sum: Sum | None
 ) -> None:
-    """Puts a small tensor into the last read if it lies right behind it, else into its own."""
+    """Adds a small tensor to the last read if it directly follows it, else starts a new read."""
     if not entry.nbytes:
         return
     last = jobs[-1] if jobs else None

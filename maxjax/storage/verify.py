@@ -1,4 +1,4 @@
-"""Verify: whether all of a checkpoint can be read, and is what was written."""
+"""Verification that all of a checkpoint can be read and matches its checksums."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .parts import Part, read_parts
 from .table import TensorTable
 from .zip.deflate import Deflated
 
-# So much of a tensor is read at a time.
+# Bytes of a tensor read at a time.
 _BYTES = 16 << 20
-# What the Hugging Face cache calls a large file: its SHA-256.
+# The name of a large file in the Hugging Face cache: its SHA-256.
 _BLOB = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was looked at.
+    """Counts of what was verified.
 
     Attributes:
-        tensors: How many tensors there are.
-        nbytes: The bytes they take in the files.
-        files: How many files there are.
-        checksums: How many checksums of bytes or tensors were compared.
-        digests: Of how many tensors one of these is in the ``maxjax_digests.json`` beside the file.
-        blobs: How many files lie in a cache under the name of their SHA-256, and were compared.
+        tensors: number of tensors.
+        nbytes: bytes of the tensors in the files.
+        files: number of files.
+        checksums: number of checksums compared, of bytes or tensors.
+        digests: number of tensors whose checksum comes from a ``maxjax_digests.json``.
+        blobs: number of files compared with the SHA-256 that is their name in a cache.
     """
 
     tensors: int
@@ -46,16 +46,16 @@ class Verified:
 
 
 def verify(table: TensorTable) -> Verified:
-    """Reads every tensor of an open checkpoint once, and compares the checksums there are.
+    """Reads every tensor of an open checkpoint once, and compares all available checksums.
 
-    They are those that the archives have, those of ``maxjax_digests.json``, and the names of
-    files in a Hugging Face cache, which are read once more for it. Opening has checked the
-    structure already. Takes 16 MiB of memory, or that of the largest
-    tensor in a compressed archive.
+    These are the checksums of archives, those of ``maxjax_digests.json``, and the SHA-256 names of
+    files in a Hugging Face cache, for which those files are read a second time. The structure was
+    already checked on opening. Needs 16 MiB of memory, or the size of the largest tensor in a
+    compressed archive.
 
     Raises:
-        CheckpointCorruptError: A checksum is another than that of the bytes.
-        CheckpointError: Something cannot be read, or is not what its type says.
+        CheckpointCorruptError: a checksum does not match the bytes.
+        CheckpointError: a file cannot be read, or a value is invalid for its dtype.
 
     Example:
         >>> import os, tempfile
@@ -70,7 +70,7 @@ def verify(table: TensorTable) -> Verified:
     entries = list(table.entries.values())
     table.check(entries)
     for entry in entries:
-        # What a checksum is of has been read, and most values can be anything.
+        # Tensors with a checksum were read already, and for most dtypes any value is valid.
         is_any = isinstance(entry.coding, Strided | None) and entry.dtype is not DType.bool
         if entry.checksum is None or not (entry.checksum.of_values or is_any):
             _read(table, entry)
@@ -85,13 +85,13 @@ def verify(table: TensorTable) -> Verified:
 
 
 def second_reading(table: TensorTable) -> list[str]:
-    """What the format's own library, ``safetensors``, says otherwise of the headers of its files.
+    """Compares the headers of safetensors files with what the library ``safetensors`` reads.
 
-    The readers here are written anew, from the format's description; that library is what most
-    other programs open the file with.
+    The readers here are independent implementations of the format; most other programs use that
+    library.
 
     Returns:
-        A line for each file that it refuses, or in which it finds other tensors, types or shapes.
+        One line for each file that the library refuses or reads with other tensors, dtypes or shapes.
 
     Example:
         >>> import os, tempfile
@@ -128,7 +128,7 @@ def second_reading(table: TensorTable) -> list[str]:
 
 
 def _compare_blobs(files: Iterable[OpenFile]) -> int:
-    """Compares the SHA-256 of files that a cache calls by it; gives how many there were."""
+    """Compares files of a cache with the SHA-256 in their names; returns the number of such files."""
     found = 0
     for file in files:
         folder, name = os.path.split(os.path.realpath(file.path))

@@ -1,4 +1,4 @@
-"""Ggml's quantised blocks: their layouts as data, and their ways from and to float32."""
+"""ggml's quantised blocks: their layouts, and conversion from and to float32."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

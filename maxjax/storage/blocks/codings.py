@@ -1,4 +1,4 @@
-"""``Decoded``: tensors that a file has as quantised blocks, read as float32."""
+"""Codings of quantised blocks: ``Decoded`` reads them as float32, ``Swapped`` as little-endian blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layout import Layout, layout_of, swap_blocks
 
 @dataclass(frozen=True, slots=True)
 class Swapped(Coding):
-    """Rows of packed blocks, read as the bytes that a little-endian file has of them.
+    """Rows of quantised blocks, read as the bytes that a little-endian file would hold.
 
     The entry's dtype is uint8 and its last axis in bytes; ``type_name`` is ggml's name of the
     blocks. A part is read by the blocks that hold it.
@@ -54,8 +54,7 @@ class Decoded(Coding):
 
     Attributes:
         type_name: ggml's name of the blocks ("Q4_K").
-        swap: Whether numbers of several bytes are in the order that is not GGUF's usual one,
-            which is little-endian.
+        swap: whether the file is big-endian, unlike GGUF's usual little-endian order.
     """
 
     type_name: str

@@ -1,6 +1,6 @@
-"""``decode``: ggml's quantised blocks → float32, by NumPy, in pieces that fit the cache.
+"""Decoding of ggml's quantised blocks to float32 with NumPy, in pieces that fit the cache.
 
-Bit for bit the values of ggml's own ``dequantize_row_*``.
+The values are bit for bit those of ggml's own ``dequantize_row_*``.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def decode(name: str, blocks: np.ndarray, *, threads: int | None = None) -> np.n
 
     Args:
         name: ggml's name of the type, a key of ``DECODERS``.
-        blocks: Whole blocks along the last axis.
-        threads: How many decode at the same time, of large arrays only; by default 2.
+        blocks: whole blocks along the last axis.
+        threads: number of threads for large arrays, by default 2.
 
     Raises:
-        NotImplementedError: The type is unknown.
-        ValueError: The last axis does not consist of whole blocks.
+        NotImplementedError: the type is unknown.
+        ValueError: the last axis does not consist of whole blocks.
         TypeError: ``blocks`` are not uint8.
 
     Example:
@@ -84,10 +84,10 @@ def decode(name: str, blocks: np.ndarray, *, threads: int | None = None) -> np.n
 def decode_into(
     name: str, blocks: np.ndarray, out: np.ndarray, *, threads: int | None = None
 ) -> None:
-    """As ``decode``, into float32 memory that is there; it may have gaps between its axes.
+    """Decodes like ``decode`` into an existing float32 array, which need not be contiguous.
 
     Raises:
-        NotImplementedError, ValueError, TypeError: As ``decode``; ``out`` does not fit.
+        NotImplementedError, ValueError, TypeError: as for ``decode``; or ``out`` does not fit.
 
     Example:
         >>> out = np.ones((2, 64), np.float32)

@@ -1,6 +1,6 @@
-"""``encode``: float32 → ggml's quantised blocks, by NumPy, in pieces that fit the cache.
+"""Encoding of float32 to ggml's quantised blocks with NumPy, in pieces that fit the cache.
 
-Bit for bit the blocks of ggml's reference quantisers (``quantize_row_*_ref``, without an
+The blocks are bit for bit those of ggml's reference quantisers (``quantize_row_*_ref``, without an
 importance matrix).
 """
 
@@ -48,13 +48,13 @@ def encode(encoding: str, values: np.ndarray, *, threads: int | None = None) -> 
 
     Args:
         encoding: ggml's name of the type, a key of ``ENCODERS``.
-        values: Whole blocks along the last axis. An array with gaps is encoded as well, slower.
-        threads: How many encode at the same time, of large arrays only; by default 2.
+        values: whole blocks along the last axis. An array that is not contiguous is slower.
+        threads: number of threads for large arrays, by default 2.
 
     Raises:
-        NotImplementedError: The type is unknown, or none that is written here.
+        NotImplementedError: the type is unknown, or has no encoder here.
         TypeError: ``values`` are not float32.
-        ValueError: The last axis does not consist of whole blocks; a value is NaN or infinite,
+        ValueError: the last axis does not consist of whole blocks; a value is NaN or infinite,
             or so large that the scale of its block does not fit float16 (both name the place).
 
     Example:

@@ -118,14 +118,14 @@ LAYOUTS: dict[str, Layout] = {
 
 
 KEPT = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-"""Types that stay packed, for kernels that take them so. The others become float32 when they are read."""
+"""Types that stay quantised, for kernels that take blocks. The others become float32 when read."""
 
 
 def layout_of(name: str) -> Layout:
     """The layout of a type of block.
 
     Raises:
-        NotImplementedError: There is no such type of block, or none that is known here.
+        NotImplementedError: the type of block does not exist, or is not known here.
 
     Example:
         >>> layout_of("Q4_K").elements, layout_of("Q4_K").nbytes
@@ -140,7 +140,7 @@ def block_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape in values of an array of blocks whose shape in bytes is ``shape``.
 
     Raises:
-        ValueError: The last axis does not consist of whole blocks.
+        ValueError: the last axis does not consist of whole blocks.
     """
     if not shape or shape[-1] % layout.nbytes:
         raise ValueError(
@@ -151,15 +151,15 @@ def block_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def swap_blocks(name: str, blocks: np.ndarray) -> np.ndarray:
-    """Turns blocks of the other byte order round, in place: uint8 ``[..., n * nbytes]``.
+    """Reverses the byte order of blocks in place: uint8 ``[..., n * nbytes]``.
 
     The fields that are swapped are those of more than one byte in ggml's structures, as
     llama.cpp's gguf_convert_endian.py does it for the types it knows. Gives ``blocks``, which
     must be C-contiguous.
 
     Raises:
-        NotImplementedError: The type is unknown, or its big-endian form is nowhere defined.
-        ValueError: The last axis does not consist of whole blocks, or the memory has gaps.
+        NotImplementedError: the type is unknown, or its big-endian form is nowhere defined.
+        ValueError: the last axis does not consist of whole blocks, or the array is not contiguous.
 
     Example:
         >>> swap_blocks("Q8_0", np.arange(34, dtype=np.uint8))[:4]

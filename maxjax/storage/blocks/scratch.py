@@ -1,4 +1,4 @@
-"""What the decoders of blocks share: memory that is used again, and moves of many bytes.
+"""Helpers of the block decoders: reused scratch memory, and operations that move many bytes.
 
 A decoder works on pieces that fit a core's cache; fresh memory for each would cost more than
 the arithmetic. Bytes are brought into the order of the values first, by ``weave``, which copies

@@ -1,5 +1,5 @@
 """GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-``types`` are the tensor types, ``values`` the metadata values, ``header`` the header with both;
-``reader`` opens files and split sets; ``writer`` writes them.
+``types`` lists the tensor types, ``values`` reads metadata values, and ``header`` reads the whole
+header; ``reader`` opens files and split sets; ``writer`` writes files.
 """

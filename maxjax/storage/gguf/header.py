@@ -1,4 +1,4 @@
-"""The header of one GGUF file: its kind and version, its metadata, its table.
+"""The header of one GGUF file: its version and byte order, its metadata, its table of tensors.
 
 Source: docs/gguf.md of the ggml repository.
 """
@@ -24,17 +24,18 @@ from .types import GGML_TYPES, REMOVED, GgmlType
 from .values import IMPOSSIBLE, REFETCH, UINT32, Cursor, number
 
 MAX_DIMS = 4
-# The format says 64, but files of image models keep to twice that, the NUL of C included.
+# The format says 64, but files of image models use up to 128, including C's NUL.
 MAX_NAME = 127
 REQUANTISE = "Make the file anew with a current llama.cpp."
 
 
-# Not frozen: a million of them are made in half the time.
+# Not frozen, which halves the time to create a million of them.
 @dataclass(slots=True)
 class Info:
-    """One row of the table. ``place``: where it stands; ``dims``: the fastest one first.
+    """One row of the table of tensors.
 
-    ``offset`` counts from the beginning of the data, ``nbytes`` are without padding.
+    ``place`` is the row's byte offset in the file, ``dims`` has the fastest dimension first,
+    ``offset`` counts from the start of the data, and ``nbytes`` excludes padding.
     """
 
     name: str
@@ -46,12 +47,12 @@ class Info:
 
     @property
     def offset_place(self) -> int:
-        """Where ``offset`` stands in the file."""
+        """The byte offset in the file of the field ``offset``."""
         return self.place + 8 + len(self.name.encode()) + 4 + 8 * len(self.dims) + 4
 
 
 def read_table(cursor: Cursor, count: int, infos: list[Info]) -> None:
-    """Reads ``count`` rows into ``infos``, which on an error has those before the bad one."""
+    """Reads ``count`` rows into ``infos``; after an error it holds the rows before the bad one."""
     names: dict[str, int] = {}
     for row in range(1, count + 1):
         info = _read_info(cursor, row)
@@ -106,10 +107,10 @@ def _unknown_type(cursor: Cursor, name: str, number: int, offset: int) -> GgmlTy
 
 
 def _elements(cursor: Cursor, name: str, dims: list[int], kind: GgmlType, place: int) -> int:
-    """How many values a tensor has. Without its dimensions of size 0 it must be possible too."""
+    """The number of values in a tensor; refuses sizes too large even without dimensions of size 0."""
     elements = prod(dims)
     nonzero = elements or prod(dim or 1 for dim in dims)
-    # Of packed types this is what the values take when they are read as float32.
+    # For quantised types this is the size of the values when they are read as float32.
     size = nonzero * (kind.nbytes if kind.dtype else 4)
     row = dims[0] if dims else 1
     if row % kind.elements or size >= IMPOSSIBLE or size > cursor.limits.tensor_bytes:
@@ -133,16 +134,16 @@ def _bad_dims(
 
 
 def check_layout(cursor: Cursor, infos: list[Info], data_start: int, alignment: int) -> int:
-    """The data lies in the order of the table, each tensor at the next aligned place.
+    """Checks that the data follows the order of the table, each tensor at the next aligned offset.
 
-    llama.cpp loads nothing else, and most damage to the table is found by it. Gives where the
-    last tensor ends.
+    llama.cpp loads nothing else, and the check finds most corruption of the table. Returns the end of
+    the last tensor.
     """
     place = end = data_start
     for info in infos:
         begin = data_start + info.offset
         end = begin + info.nbytes
-        # What has no bytes needs none in the file.
+        # An empty tensor needs no bytes in the file.
         if begin != place or (end > cursor.file.size and info.nbytes):
             raise _bad_offset(cursor, info, data_start, place, alignment)
         place = padded(end, alignment)
@@ -181,7 +182,7 @@ def bad(
 
 
 def own_limit(problem: str, expected: str, found: int, which: str, **where: Any) -> CheckpointError:
-    """The error for a number over a limit that is not one of ``Limits``, but ``which``."""
+    """The error for a number over a limit that is not one of ``Limits`` but of ``which``."""
     hint = f"This limit is {which}: no option raises it."
     return CheckpointLimitError(problem, expected=expected, found=found, hint=hint, **where)
 
@@ -204,20 +205,20 @@ WHAT = "a GGUF file"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT_KEY = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
-# Magic, version, both counts.
+# Bytes of magic, version, and the two counts.
 _START_BYTES = 24
-# The least that a key takes, and a tensor of the table: one letter, and a byte or no dimension.
+# The fewest bytes of a key (one letter, a 1-byte value) and of a table row (no dimensions).
 _LEAST_KEY, _LEAST_TENSOR = 14, 25
-# Beyond this many tensors a wrong count is not looked into.
+# For more tensors than this a wrong count is not analysed.
 _EXPLAINED = 20_000
 _TRAILING_BYTES = 1 << 20
 
 
 def read_header(file: OpenFile, limits: Limits) -> Header:
-    """The validated header of an open file.
+    """Reads and validates the header of an open file.
 
     Raises:
-        CheckpointError: As for ``open_gguf``.
+        CheckpointError: as for ``open_gguf``.
     """
     header = Header(file, limits, _byte_order(file))
     with collector_paused():
@@ -231,10 +232,10 @@ def read_header(file: OpenFile, limits: Limits) -> Header:
 
 
 def typed_metadata(file: OpenFile, limits: Limits | None = None) -> dict[str, Any]:
-    """The metadata of an open file with NumPy's scalars for numbers: each keeps its type in the file.
+    """The metadata of an open file, with NumPy scalars so that each number keeps its type.
 
     Raises:
-        CheckpointError: As for ``open_gguf``.
+        CheckpointError: as for ``open_gguf``.
     """
     limits = in_force(limits)
     header = read_header(file, limits)
@@ -242,7 +243,7 @@ def typed_metadata(file: OpenFile, limits: Limits | None = None) -> dict[str, An
 
 
 def _byte_order(file: OpenFile) -> str:
-    """ "<" or ">", by the version that makes sense; refuses what is no GGUF file."""
+    """ "<" or ">", in whichever order the version is plausible; refuses other files."""
     start = file.pread(0, min(file.size, SNIFF_BYTES))
     if not start or start[:4] != MAGIC[: len(start)]:
         raise _other_kind(file, start)
@@ -270,7 +271,7 @@ def _byte_order(file: OpenFile) -> str:
     )
 
 
-# Files of llama.cpp from before August 2023, by their first bytes.
+# First bytes of llama.cpp's files from before August 2023.
 _BEFORE = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"nsgg": "ggsn"}
 
 
@@ -300,7 +301,7 @@ def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
 
 
 class Header:
-    """The header of one file. ``order`` is "<" or ">", its byte order.
+    """The header of one file. ``order`` is its byte order, "<" or ">".
 
     Attributes set by ``read``: ``metadata`` (key → value), ``kinds`` (key → the number of its
     type), ``places`` (key → byte offset), ``infos`` (in the order of the file), ``data_start`` (byte offset).
@@ -319,7 +320,7 @@ class Header:
         self.tensors = self.keys = self.key_place = self.table_start = self.data_start = 0
 
     def read(self) -> None:
-        """Reads and validates all of it."""
+        """Reads and validates the whole header."""
         cursor = self.cursor
         self.tensors, self.keys = cursor.u64("tensor count"), cursor.u64("key count")
         self._check_count("tensor count", 8, self.tensors, "tensors", _LEAST_TENSOR)
@@ -372,7 +373,7 @@ class Header:
     # --- the end ---
 
     def _check_rest(self, end: int) -> None:
-        """After the last tensor there is at most padding; more than that only if it is empty."""
+        """Checks that at most padding follows the last tensor; more only if that tensor is empty."""
         rest = self.file.size - padded(end, self.alignment)
         if rest <= 0:
             return
@@ -386,9 +387,9 @@ class Header:
     # --- wrong counts ---
 
     def wrong_count(self) -> CheckpointError | None:
-        """After an error: the one that says so, if a count is larger than what there is.
+        """After an error, returns a clearer one if a count exceeds the items that the file holds.
 
-        The sign is that the file is complete when the last item that was read is left out.
+        The sign of this is that the file is complete without the last item that was read.
         """
         if max(self.tensors, self.keys) > _EXPLAINED:
             return None
@@ -396,12 +397,12 @@ class Header:
         if in_table and 0 < done < self.tensors and self._is_complete(self.table_start, done):
             return self._too_many("tensor count", 8, self.tensors, done)
         if self.key_place and self._is_complete(self.key_place, self.tensors):
-            # With a table the last key was read as one, without it not to its end.
+            # With a table, its start was read as the last key; without one, that key is incomplete.
             return self._too_many("key count", 16, self.keys, len(self.metadata) - in_table)
         return None
 
     def _is_complete(self, start: int, count: int) -> bool:
-        """Whether ``count`` tensors described from ``start`` on are the whole rest of the file."""
+        """Whether ``count`` table rows from ``start`` on, with their data, end the file exactly."""
         infos: list[Info] = []
         if not count:
             return False

@@ -1,9 +1,9 @@
-"""The GGUF format: metadata of any type, a table of tensors, aligned data.
+"""Reader of the GGUF format: typed metadata, a table of tensors, aligned data.
 
-Versions 2 and 3, in either byte order, whole or split over several files. The table is
-validated in Python integers before anything is allocated, and nothing of the data is read.
+It reads versions 2 and 3, in either byte order, in one file or split over several. The table is
+validated with Python integers before anything is allocated, and no data is read.
 
-Source: docs/gguf.md of the ggml repository; where it leaves a choice, what llama.cpp loads.
+Source: docs/gguf.md of the ggml repository; where it is ambiguous, llama.cpp decides.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def open_gguf(
 ) -> TensorTable:
     """Opens a GGUF file, or the whole set if ``path`` is a part of one: headers only, no data.
 
-    Names are those of the file. Shapes have the file's dimensions in reversed order, so that
-    the last axis is the one whose values lie together. Plain types keep their type; those of
-    ``KEPT`` stay packed (uint8, the last axis in bytes, ``encoding`` their name); other packed
-    types are float32 when read. ``metadata`` holds each key's value: int, float, bool, str, a
-    NumPy array for an array of numbers, a list for an array of strings or of arrays. Text that is
-    not UTF-8 has its other bytes as lone surrogates (``text.encode("utf-8", "surrogateescape")``
-    gives them back). Of a set it is that of the first part.
+    Names are those of the file. Shapes are the file's dimensions in reversed order, so that the last
+    axis is contiguous. Plain dtypes are kept. Quantised types in ``KEPT`` stay quantised (uint8, the
+    last axis in bytes, ``encoding`` is their name); the others become float32 when read.
+    ``metadata`` maps each key to an int, float, bool, str, a NumPy array (array of numbers) or a list
+    (array of strings or of arrays). In text that is not UTF-8, invalid bytes become lone surrogates,
+    which ``text.encode("utf-8", "surrogateescape")`` restores. The metadata of a set is that of its
+    first part.
 
     Raises:
-        CheckpointTruncatedError: The file is shorter than it declares, or a name is empty.
-        CheckpointFormatError: Another kind of file, or a header that breaks the format.
-        CheckpointLimitError: More than ``limits`` allow, or a count that the file cannot hold.
-        CheckpointMissingError: The file, or a part of its set, is not there.
-        CheckpointUnsafeError: A pickle.
-        CheckpointAccessError: As for ``open_regular``.
+        CheckpointTruncatedError: the file is shorter than it declares, or a name is empty.
+        CheckpointFormatError: the file has another format, or its header is invalid.
+        CheckpointLimitError: the file exceeds ``limits``, or a count is more than the file can hold.
+        CheckpointMissingError: the file, or a part of its set, does not exist.
+        CheckpointUnsafeError: the file is a pickle.
+        CheckpointAccessError: as for ``open_regular``.
 
     Example:
         >>> import os, struct, tempfile
@@ -79,7 +79,7 @@ def open_gguf(
 
 
 def _open_set(headers: list[Header], parts: list[OpenFile], limits: Limits) -> None:
-    """Opens the other parts of the set that the only one in ``parts`` belongs to, in order."""
+    """Opens the other parts of a set, in order; ``parts`` holds the one that is already open."""
     known = headers[0]
     count = _split_value(known, _COUNT)
     number = _split_value(known, _NUMBER)
@@ -101,7 +101,7 @@ def _open_set(headers: list[Header], parts: list[OpenFile], limits: Limits) -> N
 
 
 def _stem(header: Header, number: int, count: int) -> str:
-    """The path of a part without its number, which must be the one that the header says."""
+    """The path of a part without its number, which must match the header's."""
     match = GGUF_PART.fullmatch(header.file.path)
     if match is None or int(match[3]) != count:
         name = os.path.basename(header.file.path)
@@ -114,7 +114,7 @@ def _stem(header: Header, number: int, count: int) -> str:
 
 
 def _split_value(header: Header, key: str) -> int:
-    """A number that says how the set is split; 0 if it is not there."""
+    """A metadata number about the split; 0 if it is absent."""
     value = header.metadata.get(key, 0)
     if type(value) is not int or value < 0:
         raise _split_error(header, key, "an integer >= 0")
@@ -153,7 +153,7 @@ def _open_part(path: str, known: Header, limits: Limits) -> OpenFile:
 
 
 def _entries(headers: list[Header]) -> dict[str, TensorEntry]:
-    """The entries of all files of a set; a name that two files hold is refused."""
+    """The entries of all files of a set; a name in two files is refused."""
     entries: dict[str, TensorEntry] = {}
     for number, header in enumerate(headers):
         swap = (header.order == ">") != (sys.byteorder == "big")
@@ -187,7 +187,7 @@ def _entry(header: Header, info: Info, number: int, swap: bool) -> TensorEntry:
 
 
 def _check_blocks(header: Header, info: Info, swap: bool) -> None:
-    """Refuses a packed type whose values, or whose big-endian form, nobody here knows."""
+    """Refuses a quantised type whose decoding, or whose big-endian form, is not known."""
     name, problem = info.type.name, None
     if name not in DECODERS:
         problem = f"type: {name} is known but cannot be decoded"
@@ -199,5 +199,5 @@ def _check_blocks(header: Header, info: Info, swap: bool) -> None:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of an array in C order, in values."""
+    """The strides of an array in C order, counted in values."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))

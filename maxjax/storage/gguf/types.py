@@ -1,6 +1,6 @@
-"""The tensor types of ggml, as a GGUF file numbers them: values and bytes of one block.
+"""The tensor types of ggml with their numbers in GGUF files, and the values and bytes of one block.
 
-Source: ``enum ggml_type`` in ggml.h; the blocks of the packed types are those of ``blocks.layout``.
+Source: ``enum ggml_type`` in ggml.h; the blocks of quantised types are those of ``blocks.layout``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ..blocks.layout import LAYOUTS
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """One type: ``number`` in the file, ``name`` ("Q4_K"), and what a block of it takes.
+    """One tensor type: its ``number`` in the file, its ``name`` ("Q4_K"), and the size of a block.
 
-    A block holds ``elements`` values, all of one row, in ``nbytes`` bytes. ``dtype`` is set for
-    plain types, whose blocks are single values, and None for the packed ones.
+    A block holds ``elements`` values of one row in ``nbytes`` bytes. ``dtype`` is set for plain
+    types, whose blocks are single values, and None for quantised ones.
     """
 
     number: int
@@ -43,7 +43,7 @@ _PACKED = [
     (6, "Q5_0"),
     (7, "Q5_1"),
     (8, "Q8_0"),
-    (9, "Q8_1"),  # the gguf package counts 40 bytes, which was so before March 2024
+    (9, "Q8_1"),  # the gguf package says 40 bytes, the size before March 2024
     (10, "Q2_K"),
     (11, "Q3_K"),
     (12, "Q4_K"),
@@ -78,10 +78,10 @@ GGML_TYPES: dict[int, GgmlType] = {
         key=lambda type: type.number,
     )
 }
-"""Every type that ggml has now, by its number."""
+"""Every current type of ggml, by number."""
 
 GGML_TYPES_BY_NAME: dict[str, GgmlType] = {type.name: type for type in GGML_TYPES.values()}
-"""The same by name."""
+"""Every current type of ggml, by name."""
 
 REMOVED: dict[int, str] = {
     4: "Q4_2",
@@ -93,4 +93,4 @@ REMOVED: dict[int, str] = {
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }
-"""Numbers that ggml gave out once and does not read any more."""
+"""Numbers of types that ggml no longer reads."""

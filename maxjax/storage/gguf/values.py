@@ -1,7 +1,7 @@
-"""The header of a GGUF file value by value: a cursor over it, and its metadata.
+"""A cursor over the header of a GGUF file, which reads its values and metadata.
 
-The header is read in blocks, and each length and count is compared with the bytes that the
-file really has before anything is made of it.
+The header is read in blocks. Each length and count is compared with the bytes that the file really
+has before anything is allocated for it.
 
 Source: docs/gguf.md of the ggml repository.
 """
@@ -17,13 +17,13 @@ from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncate
 from ..files import OpenFile
 from ..limits import Limits
 
-# One read of the header.
+# Bytes of one read of the header.
 BLOCK_BYTES = 1 << 20
-# No file has so many bytes: a length from here on is none.
+# No file has so many bytes, so a length from here on is invalid.
 IMPOSSIBLE = 1 << 63
 
 BOOL, STRING, ARRAY, UINT32 = 7, 8, 9, 4
-# Value type: its NumPy type without byte order.
+# Number of a value type → its NumPy dtype without byte order.
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", BOOL: "u1", 10: "u8", 11: "i8",
     12: "f8",
@@ -32,20 +32,20 @@ _STRUCTS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
 _WIDTHS = {kind: int(code[1]) for kind, code in _NUMBERS.items()}
-# The least that an item takes where its size is not fixed: a length; a type and a count.
+# The fewest bytes of an item of variable size: a string's length; an array's type and count.
 _LEAST = {STRING: 8, ARRAY: 12}
-# What it counts for in the limit. Arrays take longer to make, and no real file has many inside
-# others: a small file that is full of them shall be refused fast as well.
+# The weight of such an item in the limit. Arrays take longer to create, and real files nest few of
+# them, so a small file full of nested arrays is refused fast.
 _WEIGHTS = {STRING: 1, ARRAY: 64}
 _TYPES = "a value type from 0 to 12"
 
 KEY_BYTES = 65_535
-"""The format's own bound of a key."""
+"""The format's own bound on the length of a key."""
 REFETCH = "Incomplete download? Delete the file and fetch it again."
 
 
 def number(kind: int, value: Any) -> Any:
-    """A number as NumPy's scalar of its type in the file; any other value as it is.
+    """A number as a NumPy scalar of its type in the file; any other value unchanged.
 
     Example:
         >>> number(2, 7).dtype, number(BOOL, True), number(STRING, "7")
@@ -55,9 +55,9 @@ def number(kind: int, value: Any) -> Any:
 
 
 class Cursor:
-    """A place in the header of an open file, and the block of the file around it.
+    """A position in the header of an open file, with a buffered block of the file around it.
 
-    ``order`` is "<" or ">", the byte order of all numbers; ``place`` a byte offset in the file.
+    ``order`` is the byte order of all numbers, "<" or ">"; ``place`` is a byte offset in the file.
     """
 
     def __init__(self, file: OpenFile, limits: Limits, order: str, place: int):
@@ -70,13 +70,13 @@ class Cursor:
         self.seek(place)
 
     def seek(self, place: int) -> None:
-        """Goes to another place."""
+        """Moves to another byte offset."""
         self.place = self.start = place
         self.buffer = b""
 
     @property
     def remaining(self) -> int:
-        """Bytes of the file from the place on."""
+        """Number of bytes of the file after the position."""
         return self.file.size - self.place
 
     def bad(
@@ -90,7 +90,7 @@ class Cursor:
         hint: str | None = None,
         cls: type[CheckpointError] = CheckpointFormatError,
     ) -> CheckpointError:
-        """An error at ``offset``, by default at the place."""
+        """An error at ``offset``, by default the current position."""
         return cls(
             problem,
             path=self.file.path,
@@ -102,7 +102,7 @@ class Cursor:
         )
 
     def cut(self, what: str, nbytes: int, tensor: str | None = None) -> CheckpointError:
-        """The error of a file that does not have ``nbytes`` more bytes, those of ``what``."""
+        """The error for a file that ends before the next ``nbytes`` bytes, those of ``what``."""
         return self.bad(
             f"{what}: the file ends inside the header",
             f"{nbytes} bytes",
@@ -115,7 +115,7 @@ class Cursor:
     # --- bytes, integers, strings ---
 
     def take(self, nbytes: int, what: str, tensor: str | None = None) -> int:
-        """Passes over ``nbytes`` bytes; gives where in ``buffer`` they begin."""
+        """Advances by ``nbytes`` bytes; returns their index in ``buffer``."""
         at = self.place - self.start
         if at + nbytes > len(self.buffer):
             self._fill(nbytes, what, tensor)
@@ -156,7 +156,7 @@ class Cursor:
     # --- keys and values ---
 
     def key(self, number: int) -> str:
-        """The name of the key that is the ``number``-th of the file, from 1 on."""
+        """The name of the ``number``-th key of the file, counted from 1."""
         what, place = f"key {number}: name", self.place
         length = self.u64(what)
         if length > KEY_BYTES:
@@ -177,7 +177,7 @@ class Cursor:
         return self.bad(f"{what}: too long", f"at most {KEY_BYTES} bytes", length, offset=place)
 
     def name(self, raw: bytes, of: str, number: int, place: int) -> str:
-        """The name of the ``number``-th "key" or "tensor"; C must not read another than Python."""
+        """Decodes the name of the ``number``-th "key" or "tensor"; refuses a NUL, which ends it in C."""
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
@@ -192,7 +192,7 @@ class Cursor:
     def value(self, kind: int, what: str) -> Any:
         """A value of the type ``kind``: int, float, bool, str, an array of numbers, or a list.
 
-        A string that is not UTF-8 keeps its other bytes as lone surrogates ("surrogateescape").
+        Invalid UTF-8 bytes in a string become lone surrogates ("surrogateescape").
         """
         if kind == STRING:
             return self.string(what).decode("utf-8", "surrogateescape")
@@ -213,9 +213,9 @@ class Cursor:
         return self.bad(f"{what}: a boolean must be 0 or 1", "0 or 1", found, offset=place)
 
     def _array(self, what: str) -> Any:
-        """An array; those inside it are read from a stack of our own, which cannot overflow."""
+        """An array; nested arrays are read with an explicit stack, which cannot overflow."""
         outermost: list[Any] = []
-        # Where the next arrays go, and how many of them are left.
+        # The lists that nested arrays are appended to, with the number of arrays left.
         stack: list[tuple[list[Any], int]] = [(outermost, 1)]
         while stack:
             values, left = stack.pop()
@@ -235,7 +235,7 @@ class Cursor:
         return outermost[0]
 
     def _array_head(self, what: str, depth: int) -> tuple[int, int]:
-        """Type and number of the items of an array, which the file may really hold."""
+        """The type and number of an array's items, checked against the rest of the file."""
         place = self.place
         where = {"path": self.file.path, "offset": place}
         if depth > self.limits.array_depth:
@@ -267,7 +267,7 @@ class Cursor:
         return values == 1
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """``count`` strings. Most lie whole in the buffer, and are taken from it without a call."""
+        """``count`` strings. Most lie completely in the buffer, and are read without a call."""
         values: list[str] = []
         unpack = self._u64.unpack_from
         while len(values) < count:

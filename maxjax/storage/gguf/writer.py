@@ -1,7 +1,7 @@
-"""Writing the GGUF format: metadata of any type, a table of tensors, aligned data.
+"""Writer of the GGUF format: typed metadata, a table of tensors, aligned data.
 
-Version 3, little-endian, one file. Everything before the data is made and checked first; then
-the tensors give their bytes one after another.
+It writes version 3, little-endian, in one file. Everything before the data is created and checked
+first; then the tensors are streamed one after another.
 
 Source: docs/gguf.md of the ggml repository; the order and the padding are those of the gguf
 package's ``GGUFWriter``.
@@ -24,7 +24,7 @@ from .types import GGML_TYPES, GGML_TYPES_BY_NAME, GgmlType
 from .values import ARRAY, BOOL, KEY_BYTES, STRING
 
 _VERSION, _ALIGNMENT = 3, 32
-# NumPy's type → the number of a value's type in the file.
+# NumPy dtype → number of the value type in the file.
 _KINDS = {
     "u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": BOOL, "u8": 10, "i8": 11,
     "f8": 12,
@@ -34,12 +34,12 @@ _PLAIN = {kind.dtype: kind for kind in GGML_TYPES.values() if kind.dtype is not 
 
 @dataclass(frozen=True, slots=True)
 class GGUFPlan:
-    """A GGUF file before it is written.
+    """A GGUF file that is ready to be written.
 
     Attributes:
-        header: All bytes before the data, padding included.
-        tensors: What the data is, in order.
-        alignment: Each tensor takes a multiple of so many bytes.
+        header: all bytes before the data, including padding.
+        tensors: tensors of the data, in order.
+        alignment: alignment in bytes, to which each tensor is padded.
     """
 
     header: bytes
@@ -48,14 +48,14 @@ class GGUFPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole file."""
+        """Number of bytes of the whole file."""
         return len(self.header) + sum(padded(t.nbytes, self.alignment) for t in self.tensors)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes of the file in order; a piece is valid until the next is asked for.
+        """The bytes of the file in order; a piece is valid until the next one.
 
         Raises:
-            UserInputError: A tensor has more or fewer bytes than its shape says.
+            UserInputError: a tensor has more or fewer bytes than its shape says.
         """
         yield memoryview(self.header)
         for tensor in self.tensors:
@@ -73,19 +73,18 @@ class GGUFPlan:
 
 
 def plan_gguf(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> GGUFPlan:
-    """A GGUF file of some metadata and tensors; nothing of the data is looked at.
+    """Plans a GGUF file of the given metadata and tensors, without reading their data.
 
     Args:
-        metadata: Key → value, in the file's order. Python's values are written as llama.cpp
-            looks for them: an int as 32 bits without a sign where it fits, else with one, else
-            64; a float as 32 bits; lists of ints as 32 bits with a sign where all fit. NumPy's
-            scalars and arrays of one axis keep their type. Lists may hold strings, numbers, bools
-            or lists. "general.alignment" is obeyed.
-        tensors: Their names are written as they are, their axes in GGUF's reversed order. Those
-            with an ``encoding`` are uint8, the last axis in bytes.
+        metadata: key → value, in the file's order. Python values get the types that llama.cpp
+            expects: an int is uint32 if it fits, else int32, else 64 bits; a float is float32; a
+            list of ints is int32 if all fit. NumPy scalars and one-dimensional arrays keep their
+            dtype. Lists may hold strings, numbers, bools or lists. "general.alignment" is obeyed.
+        tensors: tensors, whose names are written unchanged and whose axes in GGUF's reversed order.
+            Those with an ``encoding`` are uint8, the last axis in bytes.
 
     Raises:
-        UserInputError: Something that the format cannot hold; names the key or the tensor.
+        UserInputError: the format cannot hold a value; the message names the key or tensor.
 
     Example:
         >>> from maxjax.storage.save.outgoing import outgoing
@@ -96,7 +95,7 @@ def plan_gguf(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> GGUFP
     alignment = _alignment(metadata)
     parts = [struct.pack("<4sI2Q", MAGIC, _VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
-        # Of another type no reader takes it.
+        # Readers accept the alignment only as uint32.
         parts += (_key(key), _value(key, np.uint32(alignment) if key == ALIGNMENT_KEY else value))
     names: set[str] = set()
     offsets = accumulate((padded(t.nbytes, alignment) for t in tensors), initial=0)
@@ -111,10 +110,10 @@ def plan_gguf(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> GGUFP
 
 
 def gguf_pieces(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> Iterator[memoryview]:
-    """The bytes of a GGUF file in order; :func:`plan_gguf` says how many before the first.
+    """The bytes of a GGUF file in order; :func:`plan_gguf` also gives their number in advance.
 
     Raises:
-        UserInputError: As for :func:`plan_gguf`.
+        UserInputError: as for :func:`plan_gguf`.
     """
     return plan_gguf(metadata, tensors).pieces()
 
@@ -140,10 +139,10 @@ def _row(tensor: Outgoing, offset: int) -> bytes:
 
 
 def ggml_type(tensor: Outgoing) -> GgmlType:
-    """The type that a tensor has in the file.
+    """The ggml type of a tensor.
 
     Raises:
-        UserInputError: There is none, or its rows are not whole blocks.
+        UserInputError: GGUF has no such type, or the rows are not whole blocks.
     """
     if tensor.encoding is None:
         kind = _PLAIN.get(tensor.dtype)
@@ -185,7 +184,7 @@ def _key(key: str) -> bytes:
 
 
 def _value(key: str, value: Any) -> bytes:
-    """The number of a value's type, and the value."""
+    """The bytes of a value: the number of its type, then the value."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _string(key, value)
     if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim):
@@ -195,14 +194,14 @@ def _value(key: str, value: Any) -> bytes:
 
 
 def _array(key: str, values: Any) -> bytes:
-    """Type and number of the items, and the items."""
+    """The bytes of an array: the type and number of its items, then the items."""
     head, count = "<IQ", len(values)
     if isinstance(values, np.ndarray) and values.ndim > 1:
         values = list(values)
     if isinstance(values, np.ndarray):
         kind, raw = _numbers(key, values)
         return struct.pack(head, kind, count) + raw
-    if all(isinstance(value, str) for value in values):  # so an empty list is of strings
+    if all(isinstance(value, str) for value in values):  # an empty list counts as strings
         return struct.pack(head, STRING, count) + b"".join(_string(key, v) for v in values)
     if all(isinstance(value, (list, tuple, np.ndarray)) for value in values):
         return struct.pack(head, ARRAY, count) + b"".join(_array(key, value) for value in values)
@@ -225,7 +224,7 @@ def _utf8(text: str, what: str, errors: str) -> bytes:
 
 
 def _numbers(key: str, values: Any, of_list: bool = False) -> tuple[int, bytes]:
-    """The number of their type, and numbers of that type; Python's get the type llama.cpp expects."""
+    """The number of the type, and the bytes; Python numbers get the type that llama.cpp expects."""
     dtype = values.dtype if isinstance(values, (np.ndarray, np.generic)) else None
     if dtype is None and isinstance(values, list):
         dtype = _dtype(values, ("i4", "u4") if of_list else ("u4", "i4"))
@@ -239,7 +238,7 @@ def _numbers(key: str, values: Any, of_list: bool = False) -> tuple[int, bytes]:
 
 
 def _dtype(values: list[Any], small: tuple[str, str]) -> np.dtype | None:
-    """The type for Python's numbers of one kind, None if there is none."""
+    """The dtype for Python numbers of one kind, or None."""
     kinds = {type(value) for value in values}
     if kinds == {bool}:
         return np.dtype(bool)

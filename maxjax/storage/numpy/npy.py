@@ -1,7 +1,7 @@
-"""NumPy's .npy format: magic, version, the length of a header, the header, the data.
+"""Reader of NumPy's .npy format: magic, version, header length, header, data.
 
-The header is validated in Python integers before anything is allocated, and nothing of the
-data is read. Format: numpy/lib/format.py, versions 1.0, 2.0 and 3.0.
+The header is validated with Python integers before anything is allocated, and no data is read.
+Format: numpy/lib/format.py, versions 1.0, 2.0 and 3.0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..limits import Limits, in_force
 from ..signatures import foreign
 from ..table import TensorTable
 
-# No size has more digits; a longer number is not worth its conversion.
+# No valid size has more digits, so a longer number is not converted.
 _DIGITS = 30
 _DTYPES = {
     d.np.str[1:]: d
@@ -46,7 +46,7 @@ _TOKEN = re.compile(
     )""",
     re.VERBOSE | re.ASCII,
 )
-# Python 2 wrote an L behind long integers.
+# Python 2 wrote an L after long integers.
 _SIZE = re.compile(r"(0|[1-9]\d*)L?", re.ASCII)
 _OBJECT = re.compile(r"[<>|=]?O\d*", re.ASCII)
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
@@ -54,9 +54,9 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """What a header says. ``skip`` is where the data begins, counted from the magic.
+    """The content of a header. ``skip`` is the offset of the data from the start of the magic.
 
-    ``swap``: the bytes of each value are in the order that is not this machine's.
+    ``swap`` says whether the bytes of each value must be swapped for this machine.
     """
 
     dtype: DType | Any
@@ -67,18 +67,18 @@ class ArrayHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
+        """Number of bytes of the data."""
         return prod(self.shape) * self.dtype.np.itemsize
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The axes from the slowest to the fastest in the file; None is C order."""
+        """The axes from slowest to fastest in the file; None for C order."""
         many = sum(size > 1 for size in self.shape) > 1
         return tuple(reversed(range(len(self.shape)))) if self.fortran_order and many else None
 
     @property
     def coding(self) -> Strided | None:
-        """How data that lies in a file becomes the array; None as it is."""
+        """The coding of uncompressed data; None if the bytes are those of the array."""
         if self.order is None and not self.swap:
             return None
         order = self.order or tuple(range(len(self.shape)))
@@ -332,11 +332,11 @@ def open_npy(
     """Opens one .npy file: a table of one tensor, with the name of the file without ``.npy``.
 
     Raises:
-        CheckpointTruncatedError: The file is shorter than it declares.
-        CheckpointFormatError: Another kind of file, a broken header, or values that are no numbers.
-        CheckpointUnsafeError: Python objects, code in the header, or a pickle.
-        CheckpointLimitError: More than ``limits`` allow.
-        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+        CheckpointTruncatedError: the file is shorter than it declares.
+        CheckpointFormatError: another format, an invalid header, or values that are not numbers.
+        CheckpointUnsafeError: the file holds Python objects or code, or is a pickle.
+        CheckpointLimitError: the file exceeds ``limits``.
+        CheckpointMissingError, CheckpointAccessError: as for ``open_regular``.
 
     Example:
         >>> import os, tempfile, numpy as np
@@ -374,7 +374,7 @@ def _entry(file: OpenFile, name: str, limits: Limits) -> TensorEntry:
 
 
 def check_size(header: ArrayHeader, size: int, place: ArrayPlace) -> None:
-    """Refuses an array whose data is not what is left of the ``size`` bytes behind its header."""
+    """Refuses an array whose data does not fill the rest of the ``size`` bytes after its header."""
     there = size - header.skip
     if header.nbytes > there:
         raise CheckpointTruncatedError(
@@ -400,7 +400,7 @@ def read_header(
 
     Raises:
         CheckpointTruncatedError, CheckpointFormatError, CheckpointUnsafeError,
-        CheckpointLimitError: As for ``open_npy``.
+        CheckpointLimitError: as for ``open_npy``.
     """
     start = head(_START_BYTES)
     if not start.startswith(MAGIC) and not (len(start) < 6 and MAGIC.startswith(start)):
@@ -445,7 +445,7 @@ def _short(place: ArrayPlace, what: str, at: int, wanted: int, there: int) -> Ch
 
 
 def _other(start: bytes, place: ArrayPlace) -> CheckpointError:
-    """The error for what is no array, by what it is."""
+    """The error for a file that is not an array; it names the file's kind."""
     known = foreign(place.path, start, WHAT)
     if known is not None:
         problem, found = known.problem.replace("the file is", "not an array but"), known.found

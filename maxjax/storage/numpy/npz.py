@@ -1,8 +1,7 @@
-"""NumPy's .npz format: a zip archive of .npy arrays, stored or deflated.
+"""Reader of NumPy's .npz format: a zip archive of .npy arrays, stored or deflated.
 
-Every header is read and held against its member's size when the archive is opened, none of the
-data. The CRC-32 of a member is compared before, or while, its array is read. Format:
-numpy.savez and numpy.savez_compressed.
+Opening reads every header and compares it with its member's size, but reads no data. The CRC-32 of a
+member is compared before or while its array is read. Format: numpy.savez and numpy.savez_compressed.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ def open_npz(
     The tensors are named as their members without ``.npy``, in the order of the archive.
 
     Raises:
-        CheckpointTruncatedError: The archive, or an array in it, is shorter than it declares.
-        CheckpointFormatError: Another kind of file, an archive that can be read in two ways,
-            a member that is no array of numbers.
-        CheckpointUnsafeError: Python objects, code in a header, or a pickle.
-        CheckpointLimitError: More than ``limits`` allow.
-        CheckpointCorruptError: Compressed bytes, or the header of an empty array, were damaged.
-        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+        CheckpointTruncatedError: the archive, or an array in it, is shorter than it declares.
+        CheckpointFormatError: another format, an ambiguous archive, or a member that is not an array
+            of numbers.
+        CheckpointUnsafeError: the file holds Python objects or code, or is a pickle.
+        CheckpointLimitError: the archive exceeds ``limits``.
+        CheckpointCorruptError: compressed bytes, or the header of an empty array, are corrupt.
+        CheckpointMissingError, CheckpointAccessError: as for ``open_regular``.
 
     Example:
         >>> import os, tempfile, numpy as np
@@ -76,7 +75,7 @@ def _check_name(archive: Archive, member: Member, limits: Limits) -> None:
         raise limits.error(problem, "name_bytes", length, **where)
     if not member.name.endswith(_END):
         raise _other(archive, member, where)
-    # numpy.load takes a member's whole name as well, and gives it precedence.
+    # numpy.load also accepts a member's full name, which takes precedence.
     if name in archive.members:
         raise CheckpointFormatError(
             f"members '{name}' and '{member.name}': which one the name means is unclear",
@@ -112,7 +111,7 @@ def _entry(archive: Archive, member: Member, limits: Limits) -> TensorEntry:
     check_ratio(problem, header.nbytes, member.compressed, limits, **at)
     check_size(header, member.size, place)
     if not header.nbytes:
-        # Nothing of it will ever be read: its header is compared now.
+        # No data of it will ever be read, so its checksum is compared now.
         archive.read(member, member.size)
     return _placed(archive, member, header, name)
 

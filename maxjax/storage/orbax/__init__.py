@@ -1,6 +1,7 @@
 """Checkpoints written by orbax, read without orbax.
 
-``paths`` finds the step and item, ``metadata`` reads the tree, ``maxjax_metadata`` what maxjax
-added to it, ``zarr`` the description of an array, ``store`` the key-value store (TensorStore's
-OCDBT or files), ``chunks`` the values; ``reader`` makes a table of tensors of them.
+``paths`` finds the step and the item, ``metadata`` reads the tree, ``maxjax_metadata`` reads what
+maxjax adds to it, ``zarr`` reads the description of an array, ``store`` reads the key-value store
+(TensorStore's OCDBT or plain files), and ``chunks`` reads the values. ``reader`` combines them into
+a table of tensors.
 """

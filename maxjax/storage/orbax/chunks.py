@@ -1,7 +1,7 @@
-"""Orbax's chunks: boxes of an array through tensorstore, into the parts that need them.
+"""Reading the chunks of orbax arrays through tensorstore, into the parts that need them.
 
-A chunk is compressed by itself and decoded whole, so what several parts need of one is read once.
-How much is under way at a time is bounded for the process: tensorstore would read all at once.
+Each chunk is compressed separately and always decoded completely, so a chunk that several parts need
+is read once. The bytes in flight are bounded for the process: tensorstore would read all at once.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ..entry import Coding, TensorEntry
 from ..files import OpenFile
 from .store import Store
 
-# What is asked of tensorstore at a time, or one chunk if that is more.
+# Bytes of one request to tensorstore, or one chunk if that is larger.
 BLOCK_BYTES = 8 << 20
-# Under way at once in this process, or two chunks: each takes as much again while it is decoded.
+# Most bytes in flight in this process, or two chunks; decoding takes the same amount once more.
 FLIGHT_BYTES = 64 << 20
 _FLIGHT_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks(Coding):
-    """An array in chunks, each of which is read and decompressed whole, by tensorstore.
+    """Coding of a chunked array, whose chunks tensorstore reads and decompresses completely.
 
-    All parts that are wanted are read in one call, so that a chunk several need is read once.
+    All requested parts are read in one call, so that a chunk that several need is read once.
 
     Attributes:
-        store: The arrays of the tree.
+        store: store with the arrays of the tree.
         driver: tensorstore's name of the format.
-        stored: Type of the values there; the entry's may be another of the same width.
-        chunk: Shape of what is decompressed at a time.
-        is_dense: Whether a chunk that is not there is an error.
+        stored: dtype of the stored values; the entry's may be another of the same width.
+        chunk: shape that is decompressed at a time.
+        is_dense: whether a missing chunk is an error.
     """
 
     store: Store
@@ -52,7 +52,7 @@ class Chunks(Coding):
     is_divisible = False
 
     def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
-        """See :class:`Coding`; gives the bytes of the values that were read."""
+        """See :class:`Coding`; returns the number of bytes of the values that were read."""
         array = self.store.array(self.driver, entry.name, self.is_dense)
         if (tuple(array.shape), array.dtype.numpy_dtype) != (entry.shape, self.stored.np):
             raise CheckpointChangedError(
@@ -83,7 +83,7 @@ class Chunks(Coding):
         return total
 
     def _check_values(self, entry: TensorEntry, parts: Sequence[Wanted]) -> None:
-        """Another value than 0 or 1 would compute wrong results in silence."""
+        """Refuses booleans other than 0 and 1, which would silently give wrong results."""
         for _, values in parts if entry.dtype is DType.bool else ():
             if values.size and (most := int(values.view(np.uint8).max())) > 1:
                 raise CheckpointFormatError(
@@ -97,7 +97,7 @@ class Chunks(Coding):
     def _blocks(
         self, entry: TensorEntry, parts: Sequence[Wanted]
     ) -> Iterator[tuple[Box, list[Wanted]]]:
-        """What is read at a time, and the parts it goes to: boxes within blocks of whole chunks."""
+        """The boxes to read, each inside a block of whole chunks, with the parts that need them."""
         block = _block(entry.shape, self.chunk, max(1, BLOCK_BYTES // self.stored.np.itemsize))
         found: dict[tuple[int, ...], list[Wanted]] = {}
         for part in parts:
@@ -113,7 +113,7 @@ class Chunks(Coding):
             yield enclosing([box for box in shared if box is not None]), users
 
     def _covered(self, entry: TensorEntry, box: Box) -> list[int]:
-        """The shape of all chunks that a box touches."""
+        """The shape of all chunks that overlap a box."""
         return [
             min(-(-stop // step) * step, size) - start // step * step
             for (start, stop), step, size in zip(box, self.chunk, entry.shape, strict=True)
@@ -122,7 +122,7 @@ class Chunks(Coding):
 
 @dataclass(slots=True)
 class _Read:
-    """One box on its way to the parts that need it, straight into the array of a single one."""
+    """One box being read for the parts that need it; for a single part straight into its array."""
 
     nbytes: int
     box: Box
@@ -151,13 +151,13 @@ class _Read:
             copy_shared(user, (self.box, self.memory))
 
     def drop(self) -> None:
-        """Gives back its share of what may be under way."""
+        """Releases its share of the bytes in flight."""
         _FLIGHT.give_back(self.nbytes)
         self.nbytes = 0
 
 
 class _Flight:
-    """How many bytes are being read and decompressed in this process, by all threads."""
+    """Counts the bytes in flight (being read and decompressed) in this process, by all threads."""
 
     def __init__(self, limit: int, blocks: int):
         self.limit, self.blocks = limit, blocks
@@ -165,7 +165,7 @@ class _Flight:
         self._changed = threading.Condition()
 
     def try_take(self, nbytes: int, *, wait: bool) -> bool:
-        """Whether a block may start now; ``wait`` until it may."""
+        """Whether a block may start now; with ``wait``, blocks until it may."""
         with self._changed:
             while self.count >= self.blocks and self.nbytes + nbytes > self.limit:
                 if not wait:

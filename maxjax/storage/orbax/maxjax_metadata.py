@@ -1,8 +1,8 @@
-"""What maxjax adds to the orbax checkpoints it writes: what orbax cannot hold.
+"""The metadata that maxjax adds to its orbax checkpoints, for what orbax cannot store.
 
-Orbax knows arrays alone, and none without elements. Quantised blocks are saved as their bytes; which
-they are stands in the checkpoint's custom metadata, with a checksum, and so do empty arrays, the
-kinds of random keys, and leaves that are no arrays.
+Orbax stores only arrays, and no empty ones. Quantised blocks are saved as their bytes; their kind is
+recorded in the checkpoint's custom metadata, with a checksum, together with empty arrays, the
+implementations of random keys, and leaves that are no arrays.
 
     {"maxjax": {"version": 1, "encodings": {"model": {"w": "Q4_K"}}, …, "crc32": "0011aabb"}}
 """
@@ -34,13 +34,13 @@ _MAX_DIMS = 32
 
 @dataclass(slots=True)
 class Extras:
-    """What one tree has beside its arrays.
+    """The content of one tree in addition to its arrays.
 
     Attributes:
-        plain: Name → a leaf that is no array.
-        encodings: Name → what the blocks are that packed bytes hold.
-        empty: Name → dtype and shape of an array without values, which orbax does not take.
-        keys: Name → what makes a random key.
+        plain: name → leaf that is no array.
+        encodings: name → kind of the quantised blocks.
+        empty: name → dtype and shape of an empty array, which orbax does not accept.
+        keys: name → implementation of a random key.
     """
 
     plain: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Extras:
 
 
 def custom_metadata(trees: Mapping[str, Extras]) -> dict[str, Any]:
-    """The custom metadata that orbax is given for a checkpoint of these trees."""
+    """The custom metadata passed to orbax for a checkpoint of these trees."""
     content: dict[str, Any] = {
         "version": _VERSION,
         "items": sorted(trees),
@@ -67,13 +67,13 @@ def custom_metadata(trees: Mapping[str, Extras]) -> dict[str, Any]:
 
 
 def _sum(content: Mapping[str, Any]) -> int:
-    """The checksum of the content, without the one that is in it."""
+    """The checksum of the content, excluding its own checksum field."""
     rest = {key: value for key, value in content.items() if key != "crc32"}
     return crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _text(value: Any) -> str:
-    """A leaf that is no array, as text that gives it back exactly."""
+    """A leaf that is no array, as text from which it can be restored exactly."""
     if isinstance(value, bytes):
         return value.hex()
     return value if isinstance(value, str) else repr(value)
@@ -84,15 +84,15 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What the metadata of a checkpoint says of one of its trees; nothing if maxjax is not its writer.
+    """maxjax's metadata of one tree of a checkpoint; empty if another program wrote the checkpoint.
 
     Attributes:
-        path: The file that it stands in.
-        is_ours: Whether maxjax wrote the checkpoint.
-        has_tree: Whether it was saved with the tree, which orbax has not if all of it is empty.
-        encodings: Name of a tensor → kind of the blocks that its bytes are.
-        keys: Name of a tensor → what makes the random key that it is the data of.
-        empty: The tensors without elements.
+        path: file that contains the metadata.
+        is_ours: whether maxjax wrote the checkpoint.
+        has_tree: whether the tree was saved; orbax itself does not store a completely empty one.
+        encodings: name of a tensor → kind of its quantised blocks.
+        keys: name of a tensor → implementation of the random key whose data it holds.
+        empty: entries of the empty tensors.
     """
 
     path: str
@@ -107,7 +107,7 @@ class Own:
         """Name → leaf that is no array.
 
         Raises:
-            CheckpointFormatError: A text is not that of a value.
+            CheckpointFormatError: a text is not that of a value.
         """
         return {name: self._value(name, found) for name, found in self._plain.items()}
 
@@ -123,7 +123,7 @@ class Own:
         )
 
     def check_names(self, names: set[str]) -> None:
-        """Raises CheckpointFormatError if a tensor it speaks of is not there."""
+        """Raises CheckpointFormatError if a tensor that the metadata names does not exist."""
         for name in self.encodings:
             if name not in names:
                 raise wrong(self.path, _KEY, "tensors of the tree", name, name)
@@ -135,7 +135,7 @@ class Own:
         """The entry with its encoding.
 
         Raises:
-            CheckpointFormatError: It is not stored as such bytes.
+            CheckpointFormatError: the tensor is not stored as bytes of such blocks.
         """
         encoding = self.encodings.get(entry.name)
         if encoding is None:
@@ -157,7 +157,7 @@ class Own:
         )
 
 
-# The types of leaves that are no arrays → what makes one of its text.
+# Type of a leaf that is no array → the function that restores it from text.
 _VALUES = {
     "str": str,
     "bytes": bytes.fromhex,
@@ -176,18 +176,18 @@ def read_own(
     *,
     must_sum: bool = False,
 ) -> Own:
-    """What the custom metadata of a checkpoint says of one of its trees.
+    """Reads maxjax's metadata of one tree from the custom metadata of a checkpoint.
 
     Args:
-        metadata: The custom metadata.
-        checkpoint: The checkpoint's directory.
-        item: The name of the tree.
-        limits: Bounds of its JSON.
-        must_sum: Whether content without a checksum is refused too.
+        metadata: custom metadata.
+        checkpoint: directory of the checkpoint.
+        item: name of the tree.
+        limits: limits for its JSON.
+        must_sum: whether content without a checksum is refused.
 
     Raises:
-        CheckpointFormatError: It is not what maxjax writes.
-        CheckpointCorruptError: It has another checksum than it says.
+        CheckpointFormatError: the content is not what maxjax writes.
+        CheckpointCorruptError: the content does not match its checksum.
     """
     path = os.path.join(checkpoint, CHECKPOINT)
     if _KEY not in metadata:
@@ -215,7 +215,7 @@ def read_own(
 
 
 def _check_sum(document: dict[str, Any], path: str) -> None:
-    """Compares the checksum in it with that of the rest."""
+    """Compares the checksum in the document with that of the rest."""
     found = f"{_sum(document):08x}"
     if document.get("crc32") != found:
         raise CheckpointCorruptError(
@@ -259,7 +259,7 @@ def _texts(document: dict[str, Any], key: str, item: str, path: str) -> dict[str
 
 
 def _part(document: dict[str, Any], key: str, item: str, path: str) -> dict[str, Any]:
-    """Of one of its tables the part that is of a tree."""
+    """The part of the table ``key`` that belongs to the tree ``item``."""
     table = document.get(key, {})
     if not isinstance(table, dict):
         raise wrong(path, key, "an object", table)

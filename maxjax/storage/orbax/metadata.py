@@ -1,8 +1,8 @@
-"""What an orbax directory says of its trees: names, kinds of leaves, its own metadata.
+"""Reader of the metadata of an orbax checkpoint: names and kinds of leaves, custom metadata.
 
-Three files of JSON, read strictly: ``_METADATA`` (the leaves), ``array_metadatas/process_*`` (which
-arrays are random keys), ``_strings.json`` (leaves that are text); and of a whole checkpoint
-``_CHECKPOINT_METADATA``. Format: orbax-checkpoint 0.4 to 0.12, ``_src/metadata``.
+It strictly reads three JSON files of each tree, ``_METADATA`` (the leaves),
+``array_metadatas/process_*`` (which arrays are random keys) and ``_strings.json`` (text leaves), and
+``_CHECKPOINT_METADATA`` of the checkpoint. Format: orbax-checkpoint 0.4 to 0.12, ``_src/metadata``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TREE, CHECKPOINT, INDICATOR = ORBAX.marks
 STRINGS = "_strings.json"
 ARRAYS = "array_metadatas"
 
-# What orbax calls leaves that have no data.
+# Orbax's names for leaves without data.
 _EMPTY = {"None": "none", "Dict": "dict", "List": "list", "Tuple": "tuple",
           "NamedTuple": "namedtuple"}  # fmt: skip
 _KINDS = {"jax.Array": "array", "np.ndarray": "array", "scalar": "scalar", "string": "string",
@@ -35,13 +35,13 @@ class Leaf:
     """One leaf of a tree that orbax saved.
 
     Attributes:
-        name: Its keys joined by dots: the name of its tensor.
-        keys: The way to it: (key, "dict" or "sequence") for each level. Orbax does not tell a tuple
-            from a list, nor a field of a class from a key; of keys that were integers it has text.
-        kind: "array", "scalar" (a Python number; its tensor has no axes), "string", "none", and,
-            of a container without leaves, "dict", "list", "tuple" or "namedtuple".
-        write_shape: The shape of the pieces an array was written in, if that is known.
-        random_key: What a random key is made by ("threefry2x32"); its tensor is the key's data.
+        name: keys joined by dots, which is the name of the tensor.
+        keys: key path, (key, "dict" or "sequence") for each level. Orbax does not distinguish tuples
+            from lists or class fields from dict keys, and stores integer keys as text.
+        kind: "array", "scalar" (a Python number; its tensor has no axes), "string", "none", or for
+            an empty container "dict", "list", "tuple" or "namedtuple".
+        write_shape: shape of the pieces in which an array was written, if known.
+        random_key: implementation of a random key ("threefry2x32"), whose data is the tensor.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Leaf:
 
     @property
     def has_tensor(self) -> bool:
-        """Whether it is read as a tensor."""
+        """Whether the leaf is read as a tensor."""
         return self.kind in ("array", "scalar")
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The leaves of one tree, its texts (name → text), and what was saved with it beside them.
+    """The leaves of one tree, its text leaves (name → text), and its custom metadata.
 
-    ``is_dense`` says that an array's data is all there, values of nothing but zeros too; before
-    orbax 0.6 they were left out.
+    ``is_dense`` says that all chunks of the arrays are stored, even those of zeros, which orbax
+    before 0.6 left out.
     """
 
     directory: str
@@ -72,12 +72,12 @@ class Tree:
 
 
 def read_tree(directory: str, limits: Limits) -> Tree:
-    """The tree in ``directory``, which holds a ``_METADATA``; no data.
+    """Reads the tree in ``directory``, which holds a ``_METADATA``; no data.
 
     Raises:
-        CheckpointFormatError: It is not what orbax writes, or two leaves have one name.
-        CheckpointMissingError: A file that must be there is not.
-        CheckpointError: As for ``load_json``.
+        CheckpointFormatError: the metadata is not what orbax writes, or two leaves have one name.
+        CheckpointMissingError: a required file is missing.
+        CheckpointError: as for ``load_json``.
     """
     path = os.path.join(directory, TREE)
     document = load_json(path, limits=limits)
@@ -119,7 +119,7 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
         raise limits.error(
             "the tensor's name is too long", "name_bytes", length, path=path, tensor=name
         )
-    # The title says the same once more. Python writes what is not ASCII differently over time.
+    # The title repeats the keys. Python's repr of non-ASCII text differs between versions.
     written = str(tuple(key for key, _ in keys))
     if written.isascii() and "\\" not in written:
         require(title == written, path, "the title of a leaf", written, title, name)
@@ -141,7 +141,7 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
         is_shape = isinstance(shape, list) and all(map(_is_size, shape))
         require(is_shape, path, "write_shape", "a list of sizes", shape, name)
         shape = tuple(shape)
-    # A class of the user's own has a handler of its own, which stores arrays all the same.
+    # The handler of a user's class has another kind, but stores arrays all the same.
     return Leaf(name, keys, _KINDS.get(kind, "array"), shape, random_keys.get(name))
 
 
@@ -164,12 +164,12 @@ def _way(leaf: Leaf) -> str:
 
 
 def _random_keys(directory: str, limits: Limits) -> Iterator[tuple[str, str]]:
-    """name → implementation of the arrays that are random keys."""
+    """(name, implementation) of each array that is a random key."""
     folder = os.path.join(directory, ARRAYS)
     try:
         files = sorted(os.listdir(folder))
     except OSError:
-        return  # older versions did not write it, nor know random keys
+        return  # older versions did not write it and had no random keys
     for file in files:
         path = os.path.join(folder, file)
         document = load_json(path, limits=limits)
@@ -202,12 +202,12 @@ def _strings(directory: str, leaves: dict[str, Leaf], limits: Limits) -> dict[st
 
 
 def read_checkpoint_metadata(directory: str, limits: Limits) -> dict[str, str]:
-    """What a user saved with a whole checkpoint (``custom_metadata``), as text.
+    """The user's ``custom_metadata`` of a checkpoint, as text.
 
     Raises:
-        CheckpointIncompleteError: Its writing was begun and never committed.
-        CheckpointFormatError: It is not what orbax writes.
-        CheckpointError: As for ``load_json``.
+        CheckpointIncompleteError: the save was begun and never committed.
+        CheckpointFormatError: the metadata is not what orbax writes.
+        CheckpointError: as for ``load_json``.
     """
     path = os.path.join(directory, CHECKPOINT)
     if not os.path.lexists(path):
@@ -225,7 +225,7 @@ def read_checkpoint_metadata(directory: str, limits: Limits) -> dict[str, str]:
 
 
 def texts(metadata: Any) -> dict[str, str]:
-    """Metadata of any form as text → text.
+    """Metadata of any form as a dict of str → str.
 
     Example:
         >>> texts({"a": "b", "c": [1]}), texts(3), texts(None)

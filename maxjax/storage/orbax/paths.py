@@ -1,7 +1,7 @@
-"""What a path into an orbax checkpoint means: a root of steps, a step, one of its trees.
+"""Resolution of a path into an orbax checkpoint: a root of steps, a step, or one of its trees.
 
-Orbax writes each step under a name of its own that marks it as unfinished, and renames it when all
-is there.
+Orbax writes each step under a temporary name that marks it as unfinished, and renames it when it is
+complete.
 
     root/100/_CHECKPOINT_METADATA       a step
     root/100/model/_METADATA            a tree ("item") of it
@@ -26,19 +26,19 @@ from ..formats import ORBAX
 from .metadata import CHECKPOINT, INDICATOR, TREE
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-# What maxjax writes into (see storage.staging).
+# Prefix and suffix of the directories that maxjax writes into (see storage.save.staging).
 _OWN = ".maxjax-", ".tmp"
-# What is opened of several trees when none is named.
+# The names of trees, in order of preference, if a checkpoint has several and none is named.
 PREFERRED = ("model", "default", "state", "params")
 # A step may be called 100, 00000100 or step_100.
 _STEP = re.compile(r"(?:(.*)_)?(\d{1,18})", re.DOTALL | re.ASCII)
-# What orbax and flax wrote before there was a _METADATA.
+# The file that orbax and flax wrote before _METADATA existed.
 _LEGACY = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class TreePlace:
-    """One tree: ``directory``, the ``item`` it is of ``checkpoint`` ("" if it is that itself)."""
+    """One tree: its ``directory``, and its name ``item`` in ``checkpoint`` ("" if it is the checkpoint)."""
 
     directory: str
     checkpoint: str
@@ -64,11 +64,11 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
 
 
 def steps(root: str | os.PathLike[str]) -> list[int]:
-    """The numbers of the complete steps in a directory, in their order.
+    """The numbers of the complete steps in a directory, in ascending order.
 
     Raises:
-        CheckpointMissingError, CheckpointAccessError: The directory is not there, or not to be read.
-        CheckpointFormatError: Steps of several runs lie together ("a_1" and "b_1").
+        CheckpointMissingError, CheckpointAccessError: the directory does not exist or is unreadable.
+        CheckpointFormatError: the directory holds steps of several runs ("a_1" and "b_1").
 
     Example:
         >>> import tempfile
@@ -84,24 +84,24 @@ def steps(root: str | os.PathLike[str]) -> list[int]:
 
 
 def orbax_items(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The trees of a checkpoint: name → directory, sorted; of a root of steps those of the newest.
+    """The trees of a checkpoint: name → directory, sorted; for a root of steps, of its newest step.
 
-    A checkpoint that is itself a tree has one, called "". What else a checkpoint may hold (JSON,
-    metrics) is not listed.
+    A checkpoint that is itself a tree has one tree, named "". Other content (JSON, metrics) is not
+    listed.
 
     Raises:
-        CheckpointMissingError: There is no checkpoint of orbax's.
-        CheckpointIncompleteError: It was never finished.
+        CheckpointMissingError: there is no orbax checkpoint.
+        CheckpointIncompleteError: the checkpoint was never finished.
     """
     return _items(resolve(os.fsdecode(path)))
 
 
 def resolve(path: str) -> str:
-    """The directory of the checkpoint (or of the tree) that a path means.
+    """The directory of the checkpoint or tree that a path refers to.
 
     Raises:
-        CheckpointMissingError: There is none.
-        CheckpointIncompleteError: There is one that was never finished, and no other.
+        CheckpointMissingError: there is no checkpoint.
+        CheckpointIncompleteError: the only checkpoint was never finished.
     """
     _check_finished(path)
     _listed(path)
@@ -130,10 +130,10 @@ def resolve(path: str) -> str:
 
 
 def checkpoint_of(path: str) -> str:
-    """The directory of the checkpoint that a path means, or that the tree it means lies in.
+    """The directory of the checkpoint that a path refers to, or that contains the tree it refers to.
 
     Raises:
-        CheckpointMissingError, CheckpointIncompleteError: As for :func:`resolve`.
+        CheckpointMissingError, CheckpointIncompleteError: as for :func:`resolve`.
     """
     found = resolve(path)
     is_tree = os.path.lexists(os.path.join(found, TREE))
@@ -141,11 +141,11 @@ def checkpoint_of(path: str) -> str:
 
 
 def locate(path: str, item: str | None) -> TreePlace:
-    """The tree that a path and the name of an item mean.
+    """The tree that a path and the name of an item refer to.
 
     Raises:
-        CheckpointFormatError: No item is named, there are several, and none has a usual name.
-        CheckpointMissingError, CheckpointIncompleteError: As for :func:`resolve`; no such item.
+        CheckpointFormatError: no item is given, and of several none has a preferred name.
+        CheckpointMissingError, CheckpointIncompleteError: as for :func:`resolve`; or no such item.
     """
     checkpoint = resolve(path)
     found = _items(checkpoint)
@@ -174,7 +174,7 @@ def locate(path: str, item: str | None) -> TreePlace:
 
 
 def _place_of_tree(directory: str) -> TreePlace:
-    """A directory with a ``_METADATA`` is a checkpoint by itself, or an item of the one above."""
+    """The tree in a directory with a ``_METADATA``: a checkpoint, or an item of its parent."""
     above, name = os.path.split(os.path.abspath(directory))
     marks = (CHECKPOINT, INDICATOR)
     own = any(os.path.lexists(os.path.join(directory, mark)) for mark in marks)
@@ -204,14 +204,14 @@ def _items(checkpoint: str) -> dict[str, str]:
 
 
 def _is_checkpoint(path: str) -> bool:
-    """Whether a directory is a checkpoint or a tree: by its marks, or because trees lie in it."""
+    """Whether a directory is a checkpoint or a tree: it has the marks, or contains trees."""
     if any(os.path.lexists(os.path.join(path, mark)) for mark in ORBAX.marks):
         return True
     try:
         names = os.listdir(path)
     except OSError:
         return False
-    # A tree called 100 is taken for a step, in which nothing is lost.
+    # A tree named 100 is treated as a step, which makes no difference.
     return any(
         not _STEP.fullmatch(name)
         and not is_unfinished(name)
@@ -221,7 +221,7 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def _steps(root: str) -> dict[int, str]:
-    """Number → name of the complete steps in a directory."""
+    """Number → name of each complete step in a directory."""
     found: dict[str, dict[int, str]] = {}
     for name in _listed(root):
         match = _STEP.fullmatch(name)
@@ -243,7 +243,7 @@ def _unfinished(root: str) -> list[str]:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a directory of that name is being written, or was broken off: by orbax or by maxjax.
+    """Whether a directory of that name is an unfinished or interrupted save, by orbax or maxjax.
 
     Example:
         >>> is_unfinished("7.orbax-checkpoint-tmp-1"), is_unfinished(".maxjax-0a-1-x.tmp")
@@ -262,7 +262,7 @@ def _listed(directory: str) -> list[str]:
 
 
 def _check_finished(path: str) -> None:
-    """Refuses what orbax had not renamed yet: the checkpoint itself, or the item in it."""
+    """Refuses a checkpoint or item that orbax has not renamed yet."""
     head, name = os.path.split(os.path.abspath(path))
     above = os.path.basename(head)
     if (is_unfinished(name) or is_unfinished(above)) and os.path.isdir(path):
@@ -280,7 +280,7 @@ def _incomplete(path: str) -> CheckpointIncompleteError:
 
 
 def other_step(path: str) -> str:
-    """What to do about a checkpoint that cannot be opened."""
+    """The hint for a checkpoint that cannot be opened."""
     root = os.path.dirname(os.path.abspath(path))
     finished = os.path.abspath(path).split(UNFINISHED)[0]
     if finished != os.path.abspath(path) and _is_checkpoint(finished):

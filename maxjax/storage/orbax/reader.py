@@ -1,9 +1,8 @@
-"""Orbax checkpoints: a directory of arrays is a table of tensors like any other.
+"""Reader of orbax checkpoints, which opens a directory of arrays as a table of tensors.
 
-What the tree says (``_METADATA``), the description of every array and the list of its chunks are
-held against one another when it is opened; the chunks are read and decompressed by tensorstore.
-Neither orbax nor jax is needed. Format: orbax-checkpoint 0.4 to 0.12, with zarr 2 or zarr 3, with or
-without OCDBT.
+Opening compares the tree (``_METADATA``), the description of every array and the list of its chunks
+with one another; tensorstore reads and decompresses the chunks. Neither orbax nor jax is needed.
+Format: orbax-checkpoint 0.4 to 0.12, with zarr 2 or zarr 3, with or without OCDBT.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .paths import steps as steps
 from .store import Store
 from .zarr import DRIVERS, ArrayDescription, check_chunks, check_write_shape, read_description
 
-# zstd cannot make more of a byte.
+# zstd cannot expand a byte to more.
 _MOST_RATIO = 40_000
 _FREE_BYTES = 1 << 20
 
@@ -46,24 +45,23 @@ def open_orbax(
     limits: Limits | None = None,
     verify: Verify = "auto",
 ) -> TensorTable:
-    """Opens one tree of an orbax checkpoint: names, types and shapes of its arrays, no data.
+    """Opens one tree of an orbax checkpoint: names, dtypes and shapes of its arrays, no data.
 
-    ``path`` is a checkpoint (what ``ocp.save``, a Checkpointer or one step of a CheckpointManager
-    wrote), a directory of steps, of which the newest complete one is opened, or the directory of
-    one tree. ``item`` names a tree of several; by default the only one, or that called "model",
-    "default", "state" or "params". Tensors are named by their keys with dots between them; Python
-    numbers are tensors without axes; what has no data is in :func:`orbax_tree` alone. The table's
-    ``metadata`` is orbax's custom metadata, as text. ``verify`` is that of
-    :func:`maxjax.storage.open_checkpoint`.
+    ``path`` is a checkpoint (from ``ocp.save``, a Checkpointer, or one step of a CheckpointManager),
+    a directory of steps, whose newest complete step is opened, or the directory of one tree. ``item``
+    names one of several trees; the default is the only one, or the one named "model", "default",
+    "state" or "params". A tensor's name is its keys joined by dots. Python numbers are tensors
+    without axes; leaves without data appear only in :func:`orbax_tree`. The table's ``metadata`` is
+    orbax's custom metadata, as text. ``verify`` is that of :func:`maxjax.storage.open_checkpoint`.
 
     Raises:
-        CheckpointMissingError: There is no checkpoint, no such tree; a file or chunk is missing.
-        CheckpointIncompleteError: Its writing was never finished; names the last step that was.
-        CheckpointFormatError: Another format; several trees; files that contradict one another.
+        CheckpointMissingError: the checkpoint, the tree, a file or a chunk is missing.
+        CheckpointIncompleteError: the save was never finished; names the last finished step.
+        CheckpointFormatError: the format is another, the tree ambiguous, or files are inconsistent.
         CheckpointCorruptError: tensorstore's checksums do not match.
-        CheckpointUnsafeError: A name leads out of the directory.
-        CheckpointLimitError: More than ``limits`` allow.
-        CheckpointAccessError: A file may not be read.
+        CheckpointUnsafeError: a name leads out of the directory.
+        CheckpointLimitError: the checkpoint exceeds ``limits``.
+        CheckpointAccessError: a file may not be read.
 
     Example:
         >>> open_orbax("no/such/checkpoint")
@@ -102,7 +100,7 @@ def orbax_tree(
     item: str | None = None,
     limits: Limits | None = None,
 ) -> Tree:
-    """The leaves of a tree, empty ones and texts too, with the way to each: to rebuild a pytree.
+    """The leaves of a tree with their key paths, including empty and text leaves, to rebuild a pytree.
 
     ``path``, ``item`` and the errors are those of :func:`open_orbax`.
     """
@@ -129,7 +127,7 @@ def _open_tree(
 
 
 def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, ArrayDescription]]:
-    """The arrays of a tree, each held against its chunks."""
+    """The arrays of a tree with their descriptions, each checked against its chunks."""
     leaves = [leaf for leaf in tree.leaves if leaf.has_tensor]
     if not store.is_ocdbt:
         for leaf in leaves:
@@ -165,12 +163,12 @@ def _key(name: str, end: str) -> str:
 
 
 def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
-    """Each array's keys, without its name in front."""
+    """Name of an array → its keys, without the name as prefix."""
     found: dict[str, set[str]] = {name: set() for name in names}
     for key in keys:
         if "" in names:
             found[""].add(key)
-        # A name may have slashes itself.
+        # The name itself may contain slashes.
         at = key.find("/")
         while at >= 0:
             if key[:at] in names:
@@ -180,7 +178,7 @@ def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
 
 
 def _check_inside(store: Store, leaf: Leaf) -> None:
-    """Refuses a name that is a path to elsewhere: each array is a directory of its name."""
+    """Refuses a name that leads out of the directory, since each array is a directory of its name."""
     parts = leaf.name.split("/")
     if leaf.name and any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise CheckpointUnsafeError(

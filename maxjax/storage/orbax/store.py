@@ -1,9 +1,9 @@
-"""The arrays of one orbax tree, through tensorstore: keys, descriptions, boxes of values.
+"""Access to the arrays of one orbax tree through tensorstore: keys, descriptions, boxes of values.
 
-tensorstore is what orbax itself writes with, and is imported when the first of its directories
-is opened. It is given paths, never anything out of a file; each file was looked at before, since
-it would wait for a FIFO for ever and calls what may not be read missing. What it reports becomes
-an exception of ``maxjax.errors``.
+Orbax itself writes with tensorstore, which is imported when the first orbax directory is opened. It
+receives only paths, never content of a file. Each file is checked first, because tensorstore would
+wait forever for a FIFO and reports an unreadable file as missing. Its errors become exceptions of
+``maxjax.errors``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..boxes import Box
 from ..files import os_error
 from ..limits import Limits
 
-# "value:ocdbt.process_0/:d/0123:0:99": what it is, directory, file, offset, length.
+# "value:ocdbt.process_0/:d/0123:0:99": kind, directory, file, offset, length.
 _REFERENCE = re.compile(r"(\w+):([^:]*):([^:]*):(\d{1,19}):(\d{1,19})", re.ASCII)
 _PROCESS = re.compile(r"ocdbt\.process_(\d+)")
 _HINT = "Fetch the checkpoint again, or open an earlier step."
@@ -41,7 +41,7 @@ _HINT = "Fetch the checkpoint again, or open an earlier step."
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node of the tree still to be looked at; its keys have ``prefix`` in front."""
+    """A node of the tree that is still to be read; its keys have the prefix ``prefix``."""
 
     location: str
     prefix: bytes
@@ -50,12 +50,12 @@ class _Node:
 
 @dataclass
 class Database:
-    """The newest version of a database.
+    """The newest version of an OCDBT database.
 
     Attributes:
-        directory: Where it is.
-        sizes: Size of every file below, by its path from there.
-        dump: What tensorstore says of a node; of None, of the manifest.
+        directory: directory of the database.
+        sizes: relative path → size in bytes, of every file in it.
+        dump: function that returns tensorstore's dump of a node, or for None of the manifest.
     """
 
     directory: str
@@ -64,13 +64,13 @@ class Database:
     limits: Limits
 
     def values(self) -> dict[str, bytes | None]:
-        """Key → value, or None where it lies in a file, which was seen to hold it.
+        """Key → value, or None if the value lies in a file, which was checked to be large enough.
 
         Raises:
-            CheckpointMissingError, CheckpointTruncatedError: A file does not hold what it should.
-            CheckpointUnsafeError: A reference leads out of the directory.
-            CheckpointFormatError: The tree is none.
-            CheckpointLimitError: There are too many keys.
+            CheckpointMissingError, CheckpointTruncatedError: a file is missing or too short.
+            CheckpointUnsafeError: a reference leads out of the directory.
+            CheckpointFormatError: the nodes are no tree.
+            CheckpointLimitError: there are too many keys.
         """
         found: dict[str, bytes | None] = {}
         versions = self.dump(None).get("versions")
@@ -112,7 +112,7 @@ class Database:
         found[name] = None if value is None else bytes(value)
 
     def _check(self, location: str, key: str | None) -> None:
-        """Holds a reference against the files; ``key`` is whose value it is of."""
+        """Checks a reference against the files; ``key`` is the key whose value it locates."""
         match = _REFERENCE.fullmatch(location)
         if not match:
             raise self._broken(f"a reference cannot be read: {location}")
@@ -145,7 +145,7 @@ class Database:
 
 
 def _owner(key: str | None) -> str | None:
-    """The array whose chunk or description a key is of, as well as it can be told.
+    """The name of the array that a key of a chunk or description belongs to, as far as it is known.
 
     Example:
         >>> _owner("layers.0.w/c/0/1"), _owner("layers.0.w/0.1")
@@ -157,30 +157,30 @@ def _owner(key: str | None) -> str | None:
 
 
 def missing(*, path: str, tensor: str | None, hint: str = _HINT) -> CheckpointMissingError:
-    """The error for a file that is not there; says which process wrote it, if one of several."""
+    """The error for a missing file; it says which process wrote the file, if one of several did."""
     process = _PROCESS.search(path)
     who = f"the part that process {process[1]} wrote is not there: " if process else ""
     return CheckpointMissingError(f"{who}no such file", path=path, tensor=tensor, hint=hint)
 
 
 MANIFEST = "manifest.ocdbt"
-# The nodes of OCDBT's tree of keys; orbax gives it as much.
+# Cache for the nodes of OCDBT's tree of keys, in bytes, as in orbax.
 _NODES_BYTES = 100_000_000
 _QUOTED = re.compile(r'"(/[^"]+)"')
-# A file's identity: it changes when anything is written to it.
+# A file's identity, which changes when the file is written to.
 _Stamp = tuple[int, int, int, int]
 
 
 class Store:
     """The arrays of one tree. Any number of threads may read at once.
 
-    Attributes: ``directory``, ``is_ocdbt`` (one database; otherwise a file for each chunk) and
+    Attributes: ``directory``, ``is_ocdbt`` (one database; otherwise one file per chunk) and
     ``nbytes`` (of all files).
 
     Raises:
-        CheckpointFormatError: A FIFO, socket or device is among the files.
-        CheckpointAccessError: A file may not be read.
-        CheckpointLimitError: There are too many files.
+        CheckpointFormatError: a FIFO, socket or device is among the files.
+        CheckpointAccessError: a file may not be read.
+        CheckpointLimitError: there are too many files.
     """
 
     def __init__(self, directory: str, limits: Limits):
@@ -197,7 +197,7 @@ class Store:
             self._ts = tensorstore
             self._context = tensorstore.Context(
                 {
-                    # What is read is not kept: whoever asked for it has it.
+                    # Values are not cached, since the caller keeps them.
                     "cache_pool": {"total_bytes_limit": 0},
                     "cache_pool#ocdbt": {"total_bytes_limit": _NODES_BYTES},
                 }
@@ -209,7 +209,7 @@ class Store:
         raise TypeError("an open checkpoint cannot be copied or pickled; open the path again")
 
     def _place(self, name: str = "") -> dict[str, Any]:
-        """Where tensorstore finds what is below a name."""
+        """tensorstore's specification of the key-value store below a name."""
         name = f"{name}/" if name else ""
         if not self.is_ocdbt:
             return {"driver": "file", "path": f"{self.directory}/{name}"}
@@ -217,11 +217,11 @@ class Store:
         return {"driver": "ocdbt", "base": base, "path": name, "cache_pool": "cache_pool#ocdbt"}
 
     def keys(self) -> list[str]:
-        """All keys: of the database, or the names of the files."""
+        """All keys: those of the database, or the names of the files."""
         return list(self._values if self.is_ocdbt else self._stamps)
 
     def _read_values(self) -> dict[str, bytes | None]:
-        """Key → value of the database, or None where it lies in a file."""
+        """Key → value of the database, or None if the value lies in a file."""
         base = {"driver": "file", "path": f"{self.directory}/"}
         sizes = {file: stamp[0] for file, stamp in self._stamps.items()}
         with self.wrapped(None):
@@ -233,14 +233,14 @@ class Store:
             return Database(self.directory, sizes, dump, self.limits).values()
 
     def descriptions(self, wanted: Sequence[tuple[str, str]]) -> Iterator[tuple[str, bytes | str]]:
-        """For each (tensor, key) the path to show and the bytes there, or the path of a file."""
+        """For each (tensor, key), the path for messages, and the bytes or the path of a file."""
         if not self.is_ocdbt:
             for _, key in wanted:
                 path = os.path.join(self.directory, key)
                 yield path, path
             return
         with self.wrapped(None):
-            # Asked for all at once; short ones lie with the keys.
+            # All are requested at once; short values are stored with the keys.
             futures = {key: self._kvs.read(key) for _, key in wanted if self._values[key] is None}
         for tensor, key in wanted:
             path, value = os.path.join(self.directory, key), self._values[key]
@@ -253,7 +253,7 @@ class Store:
             yield path, value
 
     def array(self, driver: str, name: str, is_dense: bool) -> Any:
-        """The array ``name`` as tensorstore sees it, opened once."""
+        """The tensorstore array ``name``, opened once."""
         with self._lock:
             if (driver, name) in self._arrays:
                 return self._arrays[driver, name]
@@ -262,7 +262,7 @@ class Store:
             "kvstore": self._place(name),
             "recheck_cached_metadata": False,
             "recheck_cached_data": False,
-            # Otherwise what is missing would be zeros.
+            # Otherwise missing chunks would be read as zeros.
             "fill_missing_data_reads": not is_dense,
         }
         with self.wrapped(name, opening=True):
@@ -271,7 +271,7 @@ class Store:
             return self._arrays.setdefault((driver, name), array)
 
     def start(self, array: Any, box: Box, into: Any, name: str) -> Callable[[], None]:
-        """Begins to read a box into a NumPy array; calling what it gives waits for the end."""
+        """Starts reading a box into a NumPy array; returns a function that waits for the end."""
         with self.wrapped(name):
             index = tuple(slice(start, stop) for start, stop in box)
             future = self._ts.array(into).write(array[index] if index else array)
@@ -282,15 +282,15 @@ class Store:
 
         return finish
 
-    # --- what can go wrong ---
+    # --- errors ---
 
     def check_unchanged(self, name: str | None = None) -> None:
-        """Looks at the files again: all of a database, or those of one array.
+        """Checks that the files are unchanged: all of a database, or those of one array.
 
         Raises:
-            CheckpointMissingError: A file is gone: the step was deleted.
-            CheckpointAccessError: It may not be read any more.
-            CheckpointChangedError: It was written to.
+            CheckpointMissingError: a file is gone, because the step was deleted.
+            CheckpointAccessError: a file may not be read any more.
+            CheckpointChangedError: a file was modified.
         """
         below = "" if name is None or self.is_ocdbt else f"{name}/"
         for file, stamp in self._stamps.items():
@@ -313,7 +313,7 @@ class Store:
 
     @contextmanager
     def wrapped(self, tensor: str | None, *, opening: bool = False) -> Iterator[None]:
-        """Makes what tensorstore raises an exception of ours."""
+        """Context in which tensorstore's exceptions become exceptions of ``maxjax.errors``."""
         try:
             yield
         except CheckpointError:
@@ -354,7 +354,7 @@ class Store:
         return f"{self.directory}: {named}{problem}"
 
     def _named(self, message: str) -> str | None:
-        """The file below the directory that a message is about, if it names one."""
+        """The file in the directory that an error message names, if any."""
         for path in _QUOTED.findall(message):
             path = os.path.normpath(path)
             if path.startswith(self.directory + os.sep):
@@ -371,9 +371,9 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 def _stamps(directory: str, limits: Limits) -> Iterable[tuple[str, _Stamp]]:
-    """Every file below a directory, by its path from there; each may be read and is regular."""
+    """The relative path and stamp of every file in a directory; each must be regular and readable."""
     folders, count = [""], 0
-    seen: set[tuple[int, int]] = set()  # links can lead in circles
+    seen: set[tuple[int, int]] = set()  # links may be circular
     while folders:
         folder = folders.pop()
         path = os.path.join(directory, folder)

@@ -1,7 +1,7 @@
-"""The description of one array in zarr's two formats, as tensorstore reads them.
+"""The description (metadata) of one array in zarr's two formats, as tensorstore reads them.
 
-Checked here before tensorstore sees it: what it says of sizes decides how much memory is asked
-for. Formats: zarr 2 (``.zarray``) and zarr 3 (``zarr.json``), the parts that orbax writes.
+It is checked here before tensorstore reads it, because its sizes decide how much memory is
+allocated. Formats: zarr 2 (``.zarray``) and zarr 3 (``zarr.json``), the subset that orbax writes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ..entry import UnknownType
 from ..limits import Limits
 from ..strict_json import load_json, require, wrong
 
-# Format of the array → name of its description.
+# tensorstore's driver for a format → file name of the array's description.
 DRIVERS = {"zarr3": "zarr.json", "zarr": ".zarray"}
-# NumPy and tensorstore agree up to here.
+# The most dimensions that both NumPy and tensorstore support.
 _MOST_DIMENSIONS = 32
 _ZARR2 = re.compile(r"[<>|](?:[biuf]\d|c8|c16)")
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayDescription:
-    """One array: type, shape, and how it is cut into chunks.
+    """The description of one array: dtype, shape, and division into chunks.
 
     Attributes:
         driver: tensorstore's name of the format.
-        chunk: Shape of what is stored under one key.
-        read_chunk: Shape of what is decompressed at a time, if less: part of a chunk.
-        prefix, separator: Of the keys: "c/0/1" of zarr 3, "0.1" of zarr 2.
+        chunk: shape of what is stored under one key.
+        read_chunk: shape that is decompressed at a time, which may be part of a chunk.
+        prefix, separator: prefix and separator of the keys: "c/0/1" in zarr 3, "0.1" in zarr 2.
     """
 
     driver: str
@@ -48,13 +48,13 @@ class ArrayDescription:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """Number of bytes of the array."""
         itemsize = 0 if isinstance(self.dtype, UnknownType) else self.dtype.np.itemsize
         return math.prod(self.shape) * itemsize
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """How many chunks there are along each axis."""
+        """The number of chunks along each axis."""
         return tuple(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
 
     def key(self, index: Sequence[int]) -> str:
@@ -71,11 +71,11 @@ class ArrayDescription:
 def read_description(
     driver: str, path: str, name: str, source: bytes | str, limits: Limits
 ) -> ArrayDescription:
-    """The description of the array ``name``: the path of a file, or its bytes, shown as ``path``.
+    """Reads the description of the array ``name`` from a file or bytes; ``path`` is for messages.
 
     Raises:
-        CheckpointFormatError: Not such a description, or one that tensorstore cannot follow.
-        CheckpointError: As for ``load_json``.
+        CheckpointFormatError: the description is invalid, or tensorstore does not support it.
+        CheckpointError: as for ``load_json``.
     """
     shown = path if isinstance(source, bytes) else None
     value = load_json(source, limits=limits, name=shown)
@@ -116,7 +116,7 @@ def _zarr3(value: dict[str, Any], path: str, name: str) -> ArrayDescription:
 
 
 def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
-    """The shape of the chunks that lie together in one (a "shard"), if they do."""
+    """The shape of the inner chunks of a shard, if chunks are shards."""
     require(isinstance(codecs, list), path, "codecs", "a list", codecs, name)
     found = None
     for one in codecs:
@@ -170,7 +170,7 @@ def _check_sizes(found: ArrayDescription, path: str, name: str, limits: Limits) 
     nbytes = itemsize * math.prod(size for size in shape if size)
     if nbytes > limits.tensor_bytes:
         raise limits.error("the tensor is too large", "tensor_bytes", nbytes, **where)
-    # A chunk is decoded whole, what lies outside the array too.
+    # A chunk is decoded completely, including the part outside the array.
     fits = all(0 < step <= max(size, 1) for size, step in zip(shape, chunk, strict=True))
     fits = fits and all(
         0 < step and size % step == 0 for size, step in zip(chunk, read, strict=True)
@@ -187,10 +187,10 @@ def _check_sizes(found: ArrayDescription, path: str, name: str, limits: Limits) 
 def check_write_shape(
     found: ArrayDescription, shape: tuple[int, ...], path: str, name: str
 ) -> None:
-    """Holds an array against the shape of the pieces that the tree says it was written in.
+    """Checks an array against the shape of the pieces in which, by the tree, it was written.
 
     Raises:
-        CheckpointFormatError: It is not made of whole pieces.
+        CheckpointFormatError: the array does not consist of whole pieces.
     """
     pairs = zip(found.shape, shape, strict=True) if len(shape) == len(found.shape) else [(1, 0)]
     if not all(piece and size % piece == 0 for size, piece in pairs):
@@ -207,11 +207,11 @@ def check_write_shape(
 def check_chunks(
     found: ArrayDescription, keys: Iterable[str], path: str, name: str, is_dense: bool
 ) -> None:
-    """Holds the chunks that are there (``keys``, without the array's name) against the shape.
+    """Checks the existing chunks (``keys``, without the array's name) against the shape.
 
     Raises:
-        CheckpointMissingError: One is not there.
-        CheckpointCorruptError: There is one that the shape has no place for.
+        CheckpointMissingError: a chunk is missing.
+        CheckpointCorruptError: a chunk lies outside the shape.
     """
     there = {index for key in keys if (index := _index(found, key)) is not None}
     grid = found.grid
@@ -225,7 +225,7 @@ def check_chunks(
             found=found.key(min(outside)),
         )
     if is_dense and len(there) < math.prod(grid):
-        # Of one more than are there, one is not.
+        # Among one more index than there are chunks, at least one is missing.
         places = (_place(number, grid) for number in range(len(there) + 1))
         absent = next(index for index in places if index not in there)
         raise CheckpointMissingError(
@@ -238,7 +238,7 @@ def check_chunks(
 
 
 def _place(number: int, grid: Sequence[int]) -> tuple[int, ...]:
-    """The place of a chunk in the grid, by its number."""
+    """The grid index of a chunk, by its number."""
     index = []
     for size in reversed(grid):
         number, last = divmod(number, size)
@@ -247,7 +247,7 @@ def _place(number: int, grid: Sequence[int]) -> tuple[int, ...]:
 
 
 def _index(found: ArrayDescription, key: str) -> tuple[int, ...] | None:
-    """The place of a chunk in the grid, by its key; None for another key."""
+    """The grid index of a chunk, by its key; None if the key is not that of a chunk."""
     if not found.shape:
         return () if key == found.key(()) else None
     numbers = key.split(found.separator)

@@ -1,8 +1,8 @@
-"""PyTorch files from before version 1.6: pickles and storages one behind another.
+"""Reader of PyTorch files from before version 1.6: a sequence of pickles and storages.
 
-Three small pickles (a magic number, the version, facts of the system), that of the value, that of
-the list of keys, and for each key a count of 8 bytes and the storage. ``torch.save`` still
-writes this with ``_use_new_zipfile_serialization=False``.
+A file consists of three small pickles (a magic number, the version, system information), the pickle
+of the value, the pickle of the list of keys, and for each key an 8-byte count and the storage.
+``torch.save`` still writes this with ``_use_new_zipfile_serialization=False``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tree import flatten
 
 MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
-# What is read of the file at first; most pickles of weights are shorter.
+# Bytes read from the file at first; most pickles of weights are shorter.
 _FIRST_BYTES = 1 << 20
 _REFETCH = "Incomplete download? Delete the file and fetch it again."
 
@@ -31,13 +31,13 @@ _REFETCH = "Incomplete download? Delete the file and fetch it again."
 def read_legacy(
     file: OpenFile, number: int, limits: Limits
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """(entries, metadata) of an open file; ``number`` is its place in a set.
+    """Reads (entries, metadata) of an open file; ``number`` is its index in a set.
 
     Raises:
-        CheckpointUnsafeError: A pickle asks for what no weights need.
-        CheckpointTruncatedError: The file ends inside a pickle or a storage.
-        CheckpointFormatError: Anything else that ``torch.save`` does not write.
-        CheckpointLimitError: More than ``limits`` allow.
+        CheckpointUnsafeError: a pickle asks for a name that weights do not need.
+        CheckpointTruncatedError: the file ends inside a pickle or a storage.
+        CheckpointFormatError: ``torch.save`` does not write such files.
+        CheckpointLimitError: the file exceeds ``limits``.
     """
     most, wanted = limits.pickle_bytes, _FIRST_BYTES
     while True:
@@ -47,7 +47,7 @@ def read_legacy(
             legacy.read()
             return legacy.entries()
         except CheckpointTruncatedError:
-            # It may be the end of what was read: once more with more of it.
+            # Only the end of the bytes read so far may be reached: try again with more.
             if legacy.is_read or len(data) == file.size:
                 raise
             if len(data) == most:
@@ -59,7 +59,7 @@ def read_legacy(
 
 
 class _Legacy:
-    """One reading of a file from ``data``, its first bytes. ``at`` is the next of them."""
+    """One attempt to read a file from ``data``, its first bytes; ``at`` is the next byte."""
 
     def __init__(self, file: OpenFile, number: int, limits: Limits, data: bytes):
         self.file = file
@@ -92,7 +92,7 @@ class _Legacy:
     def entries(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         """(entries, metadata), once the pickles are read."""
         layout = self._layout()
-        # They are little endian whatever the machine.
+        # Storages are little-endian on every machine.
         swap = sys.byteorder != "little"
         entries = Entries(self.file.path, self.number, self.limits, layout.get, swap)
         return {name: entries.entry(name, tensor) for name, tensor in self.found}, self.metadata
@@ -104,7 +104,7 @@ class _Legacy:
         return CheckpointFormatError(problem, expected=expected, found=found, **where)
 
     def _plain(self) -> tuple[Any, int]:
-        """A pickle in which nothing may be asked for, and its place."""
+        """The value of a pickle that may ask for no names, and its offset."""
         place = self.at
         return self._pickle(lambda module, name: None, None), place
 
@@ -129,7 +129,7 @@ class _Legacy:
     # --- the storages behind the pickles ---
 
     def _layout(self) -> dict[str, Stored]:
-        """key → where its storage lies; together they reach to the end of the file."""
+        """key → where its storage lies; checks that they end with the file."""
         users = {_key(tensor): name for name, tensor in reversed(self.found)}
         layout: dict[str, Stored] = {}
         at = self.at
@@ -154,7 +154,7 @@ class _Legacy:
         return layout
 
     def _storage(self, at: int, width: int, tensor: str | None) -> Stored:
-        """The storage whose count is at byte ``at``."""
+        """The storage whose count begins at byte ``at``."""
         start, size = at + 8, self.file.size
         count = int.from_bytes(self.file.pread(at, 8), "little") if start <= size else 0
         nbytes = count * width

@@ -1,4 +1,4 @@
-"""The names that the pickle of a PyTorch file may ask for, and what they stand for.
+"""The names (globals) that the pickle of a PyTorch file may ask for, and their meaning.
 
 Those that ``torch.load`` takes by default (``weights_only``) and that weights are written with; a call
 of one becomes a record, which is looked at later. The format is what ``torch/_utils.py`` and
@@ -19,7 +19,7 @@ from .pickle_machine import Reader, Token, shown
 # Not frozen, which would take four times as long to make: there may be 200,000.
 @dataclass(slots=True, eq=False)
 class Storage:
-    """What a persistent id says of a storage: class, key, and number of values of the class."""
+    """A storage as its persistent id describes it: class, key, and number of values."""
 
     kind: Token
     key: Any
@@ -30,7 +30,7 @@ class Storage:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A call that makes a tensor: the function, its arguments unchecked, and its place."""
+    """A call that creates a tensor: the function, its unchecked arguments, and its byte offset."""
 
     function: Token
     arguments: tuple
@@ -52,7 +52,7 @@ def _rebuild(name: str, value: Any) -> Token:
 
 
 def _parameter(reader: Reader, arguments: tuple) -> Any:
-    """A parameter is its tensor."""
+    """Replaces a parameter by its tensor."""
     if not arguments or type(arguments[0]) is not Tensor:
         found = arguments[0] if arguments else ()
         raise reader.bad("the data of a parameter", "a tensor", shown(found))
@@ -119,9 +119,9 @@ _DTYPES: dict[str, DType] = {
     " int8 int16 int32 int64 complex64 complex128".split()
 }
 _DTYPES["float4_e2m1fn_x2"] = DType.float4_e2m1fn
-# Other names for the same types, as torch has them.
+# torch's other names of the same dtypes.
 _DTYPES |= {"half": DType.float16, "float": DType.float32, "double": DType.float64}
-# Known, and no array of JAX.
+# Known dtypes that JAX does not support.
 _NO_DTYPES = (
     "complex32 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2"
 ).split() + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
@@ -140,7 +140,7 @@ _CLASSES = {
     "ComplexDouble": DType.complex128,
     "Untyped": DType.uint8,
 }
-# Bytes of a value in the storages of types that JAX has no arrays of.
+# Bytes of a value in storages of dtypes that JAX does not support.
 WIDTHS = {
     "QInt8Storage": 1,
     "QUInt8Storage": 1,

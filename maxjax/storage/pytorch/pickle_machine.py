@@ -1,4 +1,4 @@
-"""The machine that a pickle drives: data, stack, marks and memo, and their errors."""
+"""The state of the pickle interpreter: data, stack, marks and memo, with their checks and errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..limits import Limits, of_digits
 class Token:
     """A name that a pickle may ask for; it stands for itself and is never imported.
 
-    ``value`` is what it means to the format. ``reduce`` gives what a call of it stands for:
-    a function of ours, from the ``Reader`` and the arguments to a plain value.
+    ``value`` is its meaning in the format. ``reduce`` is our function that replaces a call of it: it
+    takes the ``Reader`` and the arguments and returns a plain value.
     """
 
     module: str
@@ -113,14 +113,14 @@ def measure(value: Any, limits: Limits, over: Callable[[str, str, int], Exceptio
 
 
 _SAFE = "Nothing of the file was run. Use a safetensors version."
-# Types whose hash nobody can choose: many equal hashes would make a dict take forever.
+# Safe types of keys: a file cannot choose their hashes, and so cannot slow down a dict by collisions.
 _KEYS = (str, int, bool, bytes, float, type(None))
 _HASH_MODULUS = 2**61 - 1
 # What torch.save writes for a tensor has up to 32 instructions, and 10 more for a parameter.
 _OF_A_TENSOR = 64
-# Numbers of so few bytes are read without a look at the limit of long ones.
+# Numbers of at most this many bytes are read without checking the limit on long ones.
 _SHORT_BYTES = 8
-# How much of the stack is looked at to say which tensor an error concerns.
+# Number of stack items searched for the name of the tensor that an error concerns.
 _LOOKED_AT = 64
 Find = Callable[[str, str], Token | None]
 
@@ -163,7 +163,7 @@ class Reader:
         return self.packed_at if self.offset is None else self.offset + at
 
     def bad(self, problem: str, expected: str, found: str, key: Any = None) -> CheckpointError:
-        """For something that no writer writes; ``key`` is that of the tensor in its dict."""
+        """The error for something that no writer writes; ``key`` is the tensor's key in its dict."""
         return CheckpointFormatError(
             problem,
             path=self.path,
@@ -174,7 +174,7 @@ class Reader:
         )
 
     def unsafe(self, problem: str, found: str) -> CheckpointError:
-        """For something that would run code."""
+        """The error for something that would run code."""
         return CheckpointUnsafeError(
             problem,
             path=self.path,
@@ -186,7 +186,7 @@ class Reader:
         )
 
     def short(self, wanted: int) -> CheckpointError:
-        """The data ends before ``wanted`` more bytes."""
+        """The error for data that ends before ``wanted`` more bytes."""
         there = len(self.data) - self.at
         return CheckpointTruncatedError(
             "the pickle ends inside an instruction" if wanted > 1 else "the pickle has no end",
@@ -200,7 +200,7 @@ class Reader:
     def over(
         self, problem: str, option: str, value: int, fixed: str | None = None
     ) -> CheckpointError:
-        """Over the limit ``option``; ``fixed`` says why raising it would not help."""
+        """The error for a value over the limit ``option``; ``fixed`` says why raising it does not help."""
         place, name = self.where(self.op), self._name()
         more = {"path": self.path, "tensor": name, "offset": place}
         return self.limits.error(problem, option, value, fixed=fixed, **more)
@@ -221,18 +221,18 @@ class Reader:
         return ".".join(k for k in [*keys, key] if type(k) is str) or None
 
     def stranger(self, module: str, name: str) -> CheckpointError:
-        """For a name that is not in the table."""
+        """The error for a name that is not in the table."""
         asked = f"{module}.{name}"[:200]
         return self.unsafe(f"the file asks for '{asked}', which no weights need", asked)
 
     # --- bounds ---
 
     def most_instructions(self) -> int:
-        """How many there may be, of the tensors made so far."""
+        """The number of instructions allowed, given the tensors created so far."""
         return self.limits.pickle_instructions + _OF_A_TENSOR * self.tensors
 
     def count_tensor(self) -> None:
-        """One more tensor."""
+        """Counts one more tensor."""
         self.tensors += 1
         if self.tensors > self.limits.tensors:
             raise self.over("too many tensors", "tensors", self.tensors)
@@ -248,7 +248,7 @@ class Reader:
         return self.data[begin:end]
 
     def beyond(self, count: int) -> CheckpointError:
-        """For ``count`` bytes that are not there: too many, or the data ends before."""
+        """The error for ``count`` missing bytes: over the limit, or the data ends earlier."""
         if count > self.limits.pickle_bytes:
             return self.over("a value of the pickle is too long", "pickle_bytes", count)
         return self.short(count)
@@ -287,26 +287,26 @@ class Reader:
         return value
 
     def to_mark(self) -> list[Any]:
-        """What was built since the last mark."""
+        """Pops what was built since the last mark."""
         if not self.marks:
             raise self.bad("an instruction without its mark", "a mark", "none")
         values, self.stack = self.stack, self.marks.pop()
         return values
 
     def remember(self, slot: int) -> None:
-        """Puts the top of the stack into the memo."""
+        """Stores the top of the stack in the memo."""
         if slot >= self.most_instructions():  # each slot takes one
             raise self.over("a slot of the memo", "pickle_instructions", slot)
         self.memo[slot] = self.top()
 
     def recall(self, slot: int) -> None:
-        """Pushes what is in the memo."""
+        """Pushes a value from the memo."""
         if slot not in self.memo:
             raise self.bad("a slot of the memo", "one that was filled", str(slot))
         self.stack.append(self.memo[slot])
 
     def insert(self, pairs: list[Any]) -> None:
-        """Keys and values in turn into the dict on top of the stack."""
+        """Inserts alternating keys and values into the dict on top of the stack."""
         target = self.stack[-1] if self.stack else None
         if type(target) is not dict:
             target = self.top(dict)
@@ -362,6 +362,6 @@ class Reader:
             raise self._digits(len(plain)) from None
 
     def _digits(self, count: int) -> CheckpointError:
-        """For a number as text that is too long."""
+        """The error for a number as text that is too long."""
         problem = "a number has too many digits"
         return self.over(problem, "json_digits", count, of_digits(count))

@@ -1,4 +1,4 @@
-"""Pickles, read without being run: instructions in, plain values out, no calls.
+"""A safe pickle reader, which returns plain values and executes nothing.
 
 A pickle is a program that may import and call anything. This reader knows the instructions
 that ``torch.save`` writes (protocols 1 to 5) and gives plain data: a name that a pickle asks
@@ -51,16 +51,16 @@ def read_pickle(
     counted against ``limits.pickle_instructions`` and the tensors that they make.
 
     Args:
-        offset: Where ``data`` begins in the file, or None if it was compressed there, and
-            begins at ``packed_at``: messages then name that byte.
-        tokens: (module, name) → the token, or None if the name is refused.
-        persistent: What a persistent id stands for.
+        offset: offset of ``data`` in the file, or None if it is compressed there and begins at
+            ``packed_at``; messages then name that byte.
+        tokens: function (module, name) → token, or None if the name is refused.
+        persistent: function from a persistent id to its value.
 
     Raises:
-        CheckpointUnsafeError: It asks for another name, or builds an object of a class.
-        CheckpointTruncatedError: It ends before its end.
-        CheckpointFormatError: An unknown instruction, or one without its operands.
-        CheckpointLimitError: Longer, deeper or larger than ``limits`` allow.
+        CheckpointUnsafeError: the pickle asks for another name, or builds an object of a class.
+        CheckpointTruncatedError: the data ends before the pickle does.
+        CheckpointFormatError: an instruction is unknown, or lacks its operands.
+        CheckpointLimitError: the pickle is longer, deeper or larger than ``limits`` allow.
 
     Example:
         >>> read_pickle(b"\\x80\\x02}U\\x01aK\\x07s.", path="m.pt", offset=0, limits=Limits(),

@@ -1,8 +1,8 @@
-"""The PyTorch format (.pt, .pth, .bin), of which nothing is ever run.
+"""Reader of PyTorch files (.pt, .pth, .bin), which never executes a pickle.
 
-Since version 1.6 a file is a zip archive: a pickle ``<root>/data.pkl`` that says what the
-tensors are, and a member ``<root>/data/<key>`` for each storage; before it was pickles and storages one
-behind another. Format: ``torch/serialization.py`` and ``caffe2/serialize``.
+Since PyTorch 1.6 a file is a zip archive: a pickle ``<root>/data.pkl`` that describes the tensors, and
+a member ``<root>/data/<key>`` for each storage. Older files are pickles followed by storages.
+Format: ``torch/serialization.py`` and ``caffe2/serialize``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .tree import flatten
 WHAT = "a PyTorch checkpoint"
 _PICKLE = "data.pkl"
 _MEMBERS = 16
-# The first bytes of what torch.save writes: a zip archive, or a magic number as a pickle.
+# The first bytes of files from torch.save: a zip archive, or a pickled magic number.
 _ZIP = (b"PK\3\4", b"PK\5\6")
 _MAGIC = (b"\x80", b"L119547037146038801333356L\n")
 _SAFE = "Nothing of the file was run. Use a safetensors version."
@@ -44,22 +44,22 @@ def open_pytorch(
     *,
     limits: Limits | None = None,
 ) -> TensorTable:
-    """Opens one file of ``torch.save``: reads its pickle, runs none of it, and no data.
+    """Opens one file of ``torch.save``: reads its pickle without executing it, and no data.
 
-    Names are the keys of dicts in one another, joined by dots. If all tensors are in one dict
-    at the top that is called ``state_dict``, ``model_state_dict``, ``model`` or ``module``, names begin
-    inside it. Text, numbers and lists of these beside the tensors are ``metadata``, as text.
-    A storage that several tensors share is read for each. A parameter is its tensor; strides, hooks and
-    devices do not show. Quantised, sparse, nested, complex and meta tensors are refused, so is
-    everything that ``torch.load`` would call beyond tensors and plain containers.
+    Names are the keys of nested dicts, joined by dots. If all tensors are in one top-level dict named
+    ``state_dict``, ``model_state_dict``, ``model`` or ``module``, names begin inside it. Text, numbers
+    and lists of these beside the tensors become ``metadata``, as text. A storage that several tensors
+    share is read for each of them. A parameter is read as its tensor; strides, hooks and devices are
+    not visible. Quantised, sparse, nested, complex and meta tensors are refused, and so is everything
+    that ``torch.load`` would call beyond tensors and plain containers.
 
     Raises:
-        CheckpointTruncatedError: The file is shorter than it declares.
-        CheckpointFormatError: Another kind of file, or one that ``torch.save`` does not write.
-        CheckpointUnsafeError: It asks for code to run, or is a TorchScript archive.
-        CheckpointCorruptError: The pickle's checksum is another than that of its bytes.
-        CheckpointLimitError: More than ``limits`` allow.
-        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+        CheckpointTruncatedError: the file is shorter than it declares.
+        CheckpointFormatError: the file has another format, or ``torch.save`` does not write such files.
+        CheckpointUnsafeError: the pickle asks for code to run, or the file is a TorchScript archive.
+        CheckpointCorruptError: the pickle does not match its checksum.
+        CheckpointLimitError: the file exceeds ``limits``.
+        CheckpointMissingError, CheckpointAccessError: as for ``open_regular``.
 
     Example:
         >>> import os, tempfile, zipfile
@@ -82,7 +82,7 @@ def open_pytorch(
 def read_pytorch(
     file: OpenFile, number: int, limits: Limits
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """(entries, metadata) of an open file; ``number`` is its place in a set."""
+    """Reads (entries, metadata) of an open file; ``number`` is its index in a set."""
     start = file.pread(0, min(file.size, SNIFF_BYTES))
     if not start:
         raise CheckpointTruncatedError(
@@ -112,7 +112,7 @@ def read_pytorch(
 
 
 def _check_kind(file: OpenFile, start: bytes) -> None:
-    """Refuses a file that is neither of the two, by what it is."""
+    """Refuses a file of neither format, with an error that names its kind."""
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
         raise CheckpointFormatError(
             "the file is a safetensors file",
@@ -177,13 +177,13 @@ def _read_zip(
 
 
 def _directory(file: OpenFile, limits: Limits) -> Archive:
-    """The members of the archive; errors name the member where there is no tensor to name."""
+    """The members of the archive; errors name the member if no tensor is known."""
     try:
-        # A few members are no storages: the pickle, the version, the order of bytes.
+        # A few members are no storages: the pickle, the version, the byte order.
         room = replace(limits, tensors=min(limits.tensors + _MEMBERS, 2**63 - 1))
         return read_directory(file, room, what=WHAT, tensor_of=lambda name: name)
     except CheckpointFormatError as error:
-        # Readers differ in which of two they take: one may have been hidden from a scanner.
+        # Readers differ in which of two they use, so one may be hidden from a scanner.
         if error.tensor and error.tensor.endswith(f"/{_PICKLE}") and "twice" in error.problem:
             raise _two_pickles(file, error.tensor, error.offset or 0) from error
         raise
@@ -201,7 +201,7 @@ def _two_pickles(file: OpenFile, name: str, offset: int) -> CheckpointError:
 
 
 def _pickle(archive: Archive) -> Member:
-    """The member that says what the tensors are."""
+    """The member with the pickle that describes the tensors."""
     file, members = archive.file, archive.members
     found = [name for name in members if name.endswith(f"/{_PICKLE}")]
     if len(found) > 1:
@@ -241,7 +241,7 @@ def _check_pickle(file: OpenFile, member: Member, data: bytes) -> None:
 
 
 def _is_swapped(archive: Archive, root: str) -> bool:
-    """Whether the bytes of values are in the order that is not this machine's."""
+    """Whether the bytes of values must be swapped for this machine."""
     member = archive.members.get(f"{root}byteorder")
     if member is None:
         return sys.byteorder != "little"

@@ -1,7 +1,7 @@
-"""The tensors of a PyTorch file: views of storages.
+"""The entries of a PyTorch file's tensors, which are views of storages.
 
-Records that stand for the calls of ``torch.save`` become entries, each checked against the
-storage that it views, in Python integers, before anything is allocated.
+Each record of a tensor in the pickle becomes an entry. It is checked against its storage, with Python
+integers, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..limits import Limits
 from .names import VIEW, Storage, Tensor
 from .pickle_machine import Token, shown
 
-# What tensors may take whatever the size of their storages, before `expansion` is asked.
+# Total bytes of tensors that are allowed before the limit `expansion` applies.
 _FREE_BYTES = 1 << 30
 _KEY = re.compile(r"[0-9A-Za-z_-]+")
 
@@ -33,9 +33,9 @@ _KEY = re.compile(r"[0-9A-Za-z_-]+")
 class Stored:
     """Where the ``nbytes`` bytes of a storage lie.
 
-    If they are compressed, ``packed_bytes`` lie there, and ``packed`` gives the coding of a tensor
-    from the number of bytes before it, its axes from the slowest to the fastest, and
-    whether its byte order is not this machine's.
+    If they are compressed, ``packed_bytes`` lie there, and ``packed`` returns the coding of a tensor,
+    given the number of bytes before it, its axes from slowest to fastest, and whether its bytes must
+    be swapped.
     """
 
     offset: int
@@ -49,9 +49,9 @@ class Entries:
     """Makes the entries of one file's tensors.
 
     Args:
-        number: The place of the file in a set.
-        find: Where the storage of a key lies, or None if there is none.
-        swap: Whether the bytes of each value are in the order that is not this machine's.
+        number: index of the file in a set.
+        find: function from a key to the location of its storage, or None.
+        swap: whether the bytes of each value must be swapped for this machine.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Entries:
         """The entry of a tensor.
 
         Raises:
-            CheckpointFormatError: A kind of tensor that has no array, or a view out of its storage.
-            CheckpointTruncatedError: The storage has fewer bytes than its tensors need.
-            CheckpointUnsafeError: A storage whose key leads elsewhere.
-            CheckpointLimitError: Sizes over the limits.
+            CheckpointFormatError: the kind of tensor is not supported, or it exceeds its storage.
+            CheckpointTruncatedError: the storage has fewer bytes than its tensors need.
+            CheckpointUnsafeError: the key of the storage leads out of the archive's data.
+            CheckpointLimitError: a size exceeds the limits.
         """
         return _Checked(self, name, tensor).entry()
 
@@ -116,14 +116,14 @@ class _Checked:
         if len(shape) > MAX_DIMS:
             raise self.bad("size: too many dimensions", f"<= {MAX_DIMS}", shown(len(shape)))
         self._check_size(shape, dtype)
-        # An axis of one value has no neighbours.
+        # The stride of an axis of size 1 has no meaning.
         steps = tuple(0 if n == 1 else step for n, step in zip(shape, steps, strict=True))
         span = self._check_span(shape, steps, offset, dtype, stored)
         self._check_expansion(shape, dtype)
         return self._entry(stored, dtype, shape, steps, offset, span)
 
     def _other(self) -> TensorEntry:
-        """A kind of tensor that has no array: its shape, where its call says it."""
+        """The entry of an unsupported kind of tensor, with its shape if the record has it."""
         kind = self.tensor.function.value
         error = self.bad("not a plain tensor", "a tensor in a storage", kind)
         arguments = self.tensor.arguments
@@ -187,7 +187,7 @@ class _Checked:
     # --- the storage ---
 
     def _stored(self, storage: Storage) -> Stored:
-        """Where the storage lies, once it has the size that the pickle says."""
+        """Where the storage lies; checks that it has the size that the pickle says."""
         numel, kind = storage.numel, storage.kind.value
         if type(numel) is not int or numel < 0:
             raise self.bad("storage numel: not a number of values", "an integer >= 0", shown(numel))
@@ -199,7 +199,7 @@ class _Checked:
         return self._part(storage, stored)
 
     def _found(self, storage: Storage) -> Stored:
-        """Where the storage lies, if it is there."""
+        """Where the storage lies; raises an error if it does not exist."""
         key = storage.key
         if type(key) is not str:
             raise self.bad("storage key: no text", "text", shown(key))
@@ -237,7 +237,7 @@ class _Checked:
             raise self.bad(problem, first, "{}, {} values".format(*says))
 
     def _part(self, storage: Storage, stored: Stored) -> Stored:
-        """The part of the storage that a view of it is, as files before 2018 have them."""
+        """The part of the storage that a storage view covers, as in files from before 2018."""
         view = storage.view
         if view is None:
             return stored
@@ -270,7 +270,7 @@ class _Checked:
         dtype: DType,
         stored: Stored,
     ) -> int:
-        """How many values lie from the first to the last of the view; they are in its storage."""
+        """The number of values from the first to the last of the view, checked to be in the storage."""
         if 0 in shape:
             return 0
         span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
@@ -282,7 +282,7 @@ class _Checked:
         return span
 
     def _check_expansion(self, shape: tuple[int, ...], dtype: DType) -> None:
-        """Tensors may share their storages and repeat values, but not without an end."""
+        """Bounds the total size of tensors, which may share storages and repeat values."""
         self.all.tensor_bytes += prod(shape) * dtype.np.itemsize
         times = self.all.limits.expansion
         if self.all.tensor_bytes > times * self.all.stored_bytes + _FREE_BYTES:
@@ -326,7 +326,7 @@ class _Checked:
     def _nibbles(
         self, stored: Stored, shape: tuple[int, ...], start: int, is_plain: bool
     ) -> TensorEntry:
-        """Two values a byte; the size in the file counts bytes."""
+        """The entry of a float4 tensor: two values per byte; the size in the file counts bytes."""
         if not shape or not is_plain or stored.packed is not None:
             problem = "stride: of values of four bits"
             raise self.bad(problem, "values side by side", "another order, or compressed")
@@ -342,7 +342,7 @@ _ARITY = {"_rebuild_tensor": (4, 4), "_rebuild_tensor_v2": (6, 7), "_rebuild_ten
 
 
 def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of values in C order, 0 on axes of one value."""
+    """The strides of C order, counted in values, with 0 on axes of size 1."""
     steps, step = [], 1
     for size in reversed(shape):
         steps.append(0 if size == 1 else step)
@@ -351,7 +351,7 @@ def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _order(shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The axes from the slowest to the fastest if the values lie side by side, else None."""
+    """The axes from slowest to fastest if the values are contiguous, else None."""
     order = sorted(range(len(shape)), key=lambda axis: -steps[axis])
     sorted_steps = tuple(steps[axis] for axis in order)
     return tuple(order) if sorted_steps == _c_order(tuple(shape[k] for k in order)) else None

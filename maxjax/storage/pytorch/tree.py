@@ -1,4 +1,4 @@
-"""The names of a PyTorch file's tensors: the dicts and lists that its pickle holds, walked."""
+"""The names of a PyTorch file's tensors, derived from the nested dicts and lists of its pickle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..limits import Limits
 from .names import Storage, Tensor
 from .pickle_machine import Token, shown
 
-# A dict at the top with one of these names is the model, if nothing else there holds tensors.
+# A top-level dict with one of these names is the model if nothing else there holds tensors.
 _WRAPPERS = {"state_dict", "model_state_dict", "model", "module"}
-# What a name takes beside its letters, and what names may take whatever the pickle's length.
+# Bytes of a name besides its letters, and of all names that are allowed for any pickle.
 _NAME_BYTES = 32
 _FREE_BYTES = 1 << 20
 # (key at the top, dotted name, tensor)
@@ -24,13 +24,13 @@ def flatten(
 ) -> tuple[list[tuple[str, Tensor]], dict[str, str]]:
     """([(name, tensor)], metadata) of the value of a pickle: ``nbytes`` bytes at ``offset`` of the file.
 
-    Dicts and lists in one another give names joined by dots; if all tensors are in one dict
-    that is called state_dict, model_state_dict, model or module, its name is left out. Text and numbers
-    beside them, and lists of these, are the metadata.
+    The keys of nested dicts and lists are joined by dots. If all tensors are in one dict named
+    state_dict, model_state_dict, model or module, its name is left out. Text and numbers beside the
+    tensors, and lists of these, are the metadata.
 
     Raises:
-        CheckpointFormatError: No dict, or one name for two tensors.
-        CheckpointLimitError: Too many tensors, or names too long.
+        CheckpointFormatError: the value is not a dict, or two tensors have one name.
+        CheckpointLimitError: there are too many tensors, or names are too long.
     """
     if type(value) is not dict:
         raise CheckpointFormatError(
@@ -65,7 +65,7 @@ def flatten(
 
 
 class _Walk:
-    """The way through the dicts and lists of a value, which are not endless."""
+    """A bounded walk through the dicts and lists of a value."""
 
     def __init__(self, path: str, offset: int, nbytes: int, limits: Limits):
         self.path = path
@@ -104,7 +104,7 @@ class _Walk:
                 self.plain[name] = item if type(item) is str else _json(item)
 
     def _list(self, items: list | tuple) -> str | None:
-        """A list of plain data as text, None for another; once for all places where it stands."""
+        """A list of plain data as text, or None for another list; computed once per list."""
         if id(items) not in self.lists:
             text = None
             if all(type(item) in _SCALARS for item in items):
@@ -115,7 +115,7 @@ class _Walk:
 
     def _add(self, top: Any, name: str, tensor: Tensor) -> None:
         where = {"path": self.path, "tensor": name, "offset": tensor.at}
-        # Four bytes are the most that UTF-8 takes for a character.
+        # UTF-8 takes at most four bytes per character.
         if 4 * len(name) > self.limits.name_bytes:
             length = len(name.encode())
             if length > self.limits.name_bytes:
@@ -126,7 +126,7 @@ class _Walk:
             raise self.limits.error("too many tensors", "tensors", len(self.found), **where)
 
     def _count(self, length: int) -> None:
-        """What stands in many places has a name at each: not without an end."""
+        """Bounds the total length of names: a shared container gives names at each place."""
         self.written += length
         if self.written > self.most:
             problem = "the pickle's values take too much, written out at each place they stand"
@@ -147,7 +147,7 @@ def _text(key: Any) -> str:
 def _json(item: Any) -> str:
     if type(item) in (list, tuple):
         return f"[{', '.join(json.dumps(v) if type(v) is str else _json(v) for v in item)}]"
-    # Beyond that the interpreter may refuse to write a number in tens.
+    # Beyond this the interpreter may refuse to convert a number to decimal.
     if type(item) is int and item.bit_length() < 14_000:
         return str(item)
     return shown(item)

@@ -1,7 +1,7 @@
-"""The safetensors format: 8 bytes of header length, a JSON header, the data.
+"""Reader of the safetensors format: 8 bytes of header length, a JSON header, the data.
 
-The whole header is validated in Python integers before anything is allocated, and nothing
-of the data is read. Names, types and order of the data are those of the file.
+The whole header is validated with Python integers before anything is allocated, and no data is
+read. Names, dtypes and the order of the data are those of the file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..strict_json import KeyPath, Text, collector_paused
 from ..table import TensorTable
 
 WHAT = "a safetensors file"
-# A header length from here on is not a length: no header of a terabyte was ever written.
+# From here on the first 8 bytes are no header length: nobody writes a header of a terabyte.
 _ABSURD = 1 << 40
-# In the format, but JAX has no arrays of them or would silently make them something else.
+# Dtypes of the format that JAX lacks or would silently convert to another.
 _UNSUPPORTED = {"F6_E2M3", "F6_E3M2"}
 _DTYPES = {
     d.safetensors: (d, d.size_in_bits)
@@ -31,7 +31,7 @@ _DTYPES = {
     if d.safetensors and d.safetensors not in _UNSUPPORTED
 }
 _METADATA = "__metadata__"
-# The key of the metadata that says which tensors are blocks, and of what kind.
+# The metadata key that lists the tensors of quantised blocks, with their kind.
 ENCODINGS = "maxjax.encodings"
 _REFETCH = "Incomplete download? Delete the file and fetch it again."
 
@@ -44,11 +44,11 @@ def open_safetensors(
     """Opens one safetensors file: reads and validates its header, none of its data.
 
     Raises:
-        CheckpointTruncatedError: The file is shorter than it declares.
-        CheckpointFormatError: Another kind of file, or a header that breaks the format.
-        CheckpointUnsafeError: A pickle.
-        CheckpointLimitError: More than ``limits`` allow.
-        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+        CheckpointTruncatedError: the file is shorter than it declares.
+        CheckpointFormatError: the file has another format, or its header is invalid.
+        CheckpointUnsafeError: the file is a pickle.
+        CheckpointLimitError: the file exceeds ``limits``.
+        CheckpointMissingError, CheckpointAccessError: as for ``open_regular``.
     """
     limits = in_force(limits)
     file = open_regular(path)
@@ -63,7 +63,7 @@ def open_safetensors(
 def read_header(
     file: OpenFile, number: int, limits: Limits
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """(entries in header order, metadata) of an open file; ``number`` is its place in a set."""
+    """Reads (entries in header order, metadata) of an open file; ``number`` is its index in a set."""
     data = _header(file, limits)
     text = Text(data, file.path, limits, 8, _tensor_of, CheckpointFormatError)
     with collector_paused():
@@ -75,11 +75,11 @@ def _tensor_of(keys: KeyPath) -> str | None:
 
 
 def _header(file: OpenFile, limits: Limits) -> bytes:
-    """The bytes of the JSON header; refuses a file that is something else, by what it is."""
+    """The bytes of the JSON header; the error for another kind of file names that kind."""
     start = file.pread(0, min(file.size, SNIFF_BYTES))
     length = int.from_bytes(start[:8], "little")
     if length > limits.header_bytes or start[8:9] not in (b"{", b""):
-        # A pickle's first bytes may also be a length, but never one that fits the file.
+        # A pickle's first bytes may look like a length, but never one that fits the file.
         if length > file.size - 8 or sniff(start) != "pickle":
             if error := foreign(file.path, start, WHAT):
                 raise error
@@ -96,7 +96,7 @@ def _header(file: OpenFile, limits: Limits) -> bytes:
 
 
 def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
-    """Refuses a header length that is none, is over the limit, or is more than the file has."""
+    """Refuses a header length that is absurd, over the limit, or longer than the file."""
     field, there = "header length", file.size - 8
     if there < 0 or there < length <= min(limits.header_bytes, _ABSURD - 1):
         offset, wanted, found = (8, length, there) if there >= 0 else (0, 8, file.size)
@@ -119,7 +119,7 @@ def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
 
 
 class _Header:
-    """The checks of one parsed header. Errors name tensor, field and byte offset."""
+    """Validates one parsed header. Errors name tensor, field and byte offset."""
 
     def __init__(self, file: OpenFile, number: int, limits: Limits, text: Text):
         self.file = file
@@ -142,7 +142,7 @@ class _Header:
         return entries, metadata
 
     def _encodings(self, metadata: dict[str, str]) -> dict[str, Any]:
-        """Which tensors are quantised blocks: maxjax writes it into the metadata."""
+        """Tensor → kind of its quantised blocks, from the metadata that maxjax writes."""
         if ENCODINGS not in metadata:
             return {}
         try:
@@ -186,7 +186,7 @@ class _Header:
         return value
 
     def _entry(self, name: str, spec: Any) -> TensorEntry:
-        # Four bytes are the most that UTF-8 takes for a character.
+        # UTF-8 takes at most four bytes per character.
         if 4 * len(name) > self.limits.name_bytes:
             self._check_name(name)
         if type(spec) is not dict:
@@ -215,7 +215,7 @@ class _Header:
             raise self.limits.error("the tensor's name is too long", "name_bytes", length, **where)
 
     def _dtype(self, name: str, value: Any) -> tuple[Any, int | None]:
-        """The type and its bits; these are None of one that there are no arrays of."""
+        """The dtype and its bits per value; bits are None for an unsupported dtype."""
         known = _DTYPES.get(value) if type(value) is str else None
         if known is not None:
             return known
@@ -274,7 +274,7 @@ class _Header:
         )
 
     def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
-        """The data is covered without holes, overlaps or a rest."""
+        """Checks that the tensors cover the data without gaps, overlaps or trailing bytes."""
         place, shared = self.data_start, 0
         for entry in sorted(entries.values(), key=lambda e: (e.offset, e.nbytes)):
             if entry.offset != place:
@@ -295,7 +295,7 @@ class _Header:
             )
 
     def _check_begin(self, entry: TensorEntry, place: int) -> int:
-        """How many bytes of a tensor that begins before ``place`` other tensors have too."""
+        """The number of bytes that a tensor which begins before ``place`` shares with others."""
         if entry.offset < place and entry.nbytes:
             return min(place, entry.offset + entry.nbytes) - entry.offset
         hole = entry.offset > place
@@ -311,7 +311,7 @@ def _as_bytes(bits: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value out of the header as short text: a huge one shall not be printed whole."""
+    """A header value as short text, since a huge one must not be printed in full."""
     if isinstance(value, dict | list) and len(value) > 8:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} items"
     if isinstance(value, int) and value.bit_length() > 200:

@@ -1,6 +1,6 @@
-"""Writing safetensors: one file, or a set with its index, from tensors that stream.
+"""Writer of safetensors files: one file, or a set with its index, from streamed tensors.
 
-What safetensors 0.8 would write of the same tensors is written byte for byte: data by width
+The output is byte for byte that of safetensors 0.8 for the same tensors: data ordered by dtype width
 and name, the header compact and padded with spaces.
 """
 
@@ -16,7 +16,7 @@ from ...errors import CheckpointMismatchError, UserInputError
 from ..save.outgoing import Outgoing
 from .reader import ENCODINGS
 
-# The order of the data: widest first, so that all of it is aligned. It is that of safetensors.
+# The order of the data, as in safetensors: widest first, so that all of it is aligned.
 _ORDER = """U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3
 F8_E5M2 I8 U8 F4 BOOL""".split()
 _RANK = {name: rank for rank, name in enumerate(_ORDER)}
@@ -26,15 +26,15 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)},
 
 
 def in_order(tensors: Iterable[Outgoing]) -> list[Outgoing]:
-    """Tensors in the order in which safetensors writes them: by type, widest first, then by name."""
+    """Tensors in the order in which safetensors writes them: by dtype, widest first, then by name."""
     return sorted(tensors, key=lambda one: (_RANK[_type(one)], one.name))
 
 
 def header(tensors: Sequence[Outgoing], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What stands before the data of these tensors, in their order: length and JSON.
+    """The header of a file with these tensors in their order: its length, and its JSON.
 
     Raises:
-        CheckpointMismatchError: A name stands twice or is none, or safetensors has not the type.
+        CheckpointMismatchError: a name is duplicate or reserved, or safetensors lacks the dtype.
 
     Example:
         >>> import numpy as np
@@ -86,7 +86,7 @@ def _count(one: Outgoing) -> int:
 def file_pieces(
     tensors: Sequence[Outgoing], metadata: Mapping[str, str] | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of a file in turn."""
+    """The bytes of a file, in order."""
     yield memoryview(header(tensors, metadata))
     for one in tensors:
         yield from one.pieces()
@@ -104,7 +104,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Number of bytes of its tensors."""
         return sum(one.nbytes for one in self.tensors)
 
 
@@ -115,11 +115,11 @@ def shards(
     taken: Iterable[str] = (),
     as_given: bool = False,
 ) -> list[Shard]:
-    """Which tensors go into which file: as many as fit, in turn; one that is larger by itself.
+    """Assigns tensors to files: as many as fit, in order; a larger tensor gets its own file.
 
     Args:
-        taken: Names of files that may not be used: those of the set that is replaced.
-        as_given: Keep the order of the tensors within a file, which is otherwise safetensors'.
+        taken: file names that must not be used, those of the set to be replaced.
+        as_given: whether to keep the order of the tensors within a file; otherwise it is safetensors'.
 
     Example:
         >>> import numpy as np
@@ -132,7 +132,7 @@ def shards(
     group, size = [], 0
     for one in tensors:
         if one.nbytes > max_shard_size:
-            groups.append([one])  # the others go on as if it were not there: so huggingface_hub
+            groups.append([one])  # the current group continues without it, as in huggingface_hub
             continue
         if size + one.nbytes > max_shard_size:
             groups.append(group)
@@ -157,7 +157,7 @@ def shards(
 
 
 def index(files: Sequence[Shard]) -> bytes:
-    """The text of the index of a set, as transformers writes it."""
+    """The JSON text of a set's index, as transformers writes it."""
     weight_map = {one.name: shard.name for shard in files for one in shard.tensors}
     metadata = {
         "total_parameters": sum(_count(one) for shard in files for one in shard.tensors),
@@ -171,7 +171,7 @@ def size_in_bytes(size: int | str) -> int:
     """A size as a number of bytes: "5GB" is 5 * 10 ** 9, "5GiB" is 5 * 2 ** 30.
 
     Raises:
-        UserInputError: It is no size above 0.
+        UserInputError: ``size`` is not a size above 0.
 
     Example:
         >>> size_in_bytes("5GB"), size_in_bytes("1.5 MiB")

@@ -1,6 +1,6 @@
 """Saving as one transaction: either the old files remain or the new ones are complete.
 
-``outgoing`` describes tensors to write, ``durable`` writes and synchronises files, ``staging``
-renames a finished set into place, ``beside`` keeps configuration and tokenizer with the weights
-that they were saved with.
+``outgoing`` describes the tensors to write, ``durable`` writes files and flushes them to the disk,
+``staging`` renames a finished set of files into place, and ``beside`` keeps configuration and
+tokenizer together with the weights they were saved with.
 """

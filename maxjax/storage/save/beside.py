@@ -1,10 +1,9 @@
-"""What lies beside weights and describes them: which of it was saved with these.
+"""The files beside weights that describe them (configuration, tokenizer), matched to their weights.
 
-``config.json``, the tokenizer's files and the like cannot be renamed together with the weights, so
-a save records their checksums with those of the weights, leaves the new ones in a directory of
-their own, renames the weights, and only then puts the others into their places. Whoever reads
-takes of each name the file that agrees with the record: nothing is read together that was not
-written together.
+These files cannot be renamed in one step with the weights. Therefore a save records their checksums
+with those of the weights, writes the new files to a waiting directory, renames the weights, and only
+then moves the waiting files into place. A reader takes for each name the file that matches the
+record, so files from different saves are never mixed.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ from .staging import FOLDER, WAITING, lock
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("maxjax")
-# So long a checkpoint that is replaced meanwhile is opened again and again, in seconds.
+# Seconds for which a checkpoint that is being replaced is opened again and again.
 SETTLING = 5.0
-# What may describe weights; and what of it no program reads.
+# Suffixes of files that may describe weights, and of those that no program reads.
 _SMALL = (".json", ".txt", ".model", ".jinja", ".md")
 _READ_BY_PEOPLE = ".md"
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The files that were saved with weights: name → CRC-32 of all of its bytes.
+    """The files that were saved with weights.
 
     Attributes:
-        gone: Those of the checkpoint before that it does not have, as they were.
+        files: name → CRC-32 of the whole file.
+        gone: the same for files of the previous checkpoint that this one does not have.
     """
 
     files: dict[str, int]
@@ -49,15 +49,15 @@ class Description:
 
 
 class Beside:
-    """The files beside weights, as these were saved with them.
+    """The files beside weights, as they were saved with these weights.
 
     Args:
-        directory: Where they are.
-        weights: The file whose renaming makes the checkpoint count, still open; None if not known.
-        said: What the records of that file say of them; nothing of what other programs wrote.
+        directory: directory of the files.
+        weights: open file whose rename commits the checkpoint; None if not known.
+        said: descriptions from the records of that file; empty if another program wrote it.
 
     Attributes:
-        said: That of these which counts; None if nothing is recorded.
+        said: the description that applies; None if nothing is recorded.
 
     Example:
         >>> import tempfile
@@ -81,19 +81,19 @@ class Beside:
 
     @contextlib.contextmanager
     def files(self, *names: str, copied: bool = False) -> Iterator[Path]:
-        """A directory in which the files are read by their names, inside the block.
+        """Context that yields a directory in which the files can be read by their names.
 
-        It is their own, or a temporary one with those that belong to the weights where a save was
-        interrupted, or goes on. A file that was changed by itself since is taken as it is, with
-        one warning.
+        It is the files' own directory, or, during a save or after an interrupted one, a temporary
+        directory with the files that belong to the weights. A file that was edited after the save
+        is used as it is, with one warning.
 
         Args:
-            names: Only these will be looked at; by default all may be.
-            copied: Into a temporary directory in any case: the block may last long.
+            names: the only files that will be read; by default any may be.
+            copied: whether to copy into a temporary directory in any case, for a long block.
 
         Raises:
-            CheckpointChangedError: At the end: the checkpoint was replaced since its weights were
-                opened, so what was read may be of another.
+            CheckpointChangedError: the checkpoint was replaced since its weights were opened, so
+                the files that were read may belong to another. Raised at the end of the block.
         """
         with contextlib.ExitStack() as stack:
             folder = Path(self.directory)
@@ -106,18 +106,18 @@ class Beside:
             try:
                 yield folder
             except Exception:
-                self._require_in_place()  # or whatever it is may come of that
+                self._require_in_place()  # a replacement may be the cause of the error
                 raise
             self._require_in_place()
 
     def _require_in_place(self) -> None:
-        # Weights are renamed before what describes them: as long as they are where they were, so
-        # is that.
+        # A save renames the weights before the files that describe them. So if the weights are
+        # still in place, these files are too.
         if self._weights is not None and not self._weights.is_in_place():
             raise replaced(self._weights.path)
 
     def _is_in_order(self, names: Sequence[str]) -> bool:
-        """Whether the files have their places, or nothing better is to be had."""
+        """Whether the files in place match the record, or no better ones exist."""
         if self.said is None:
             return True
         files, gone = self.said.files, self.said.gone
@@ -134,7 +134,7 @@ class Beside:
         return True
 
     def _copy_to(self, folder: Path) -> None:
-        """Puts the files there, and what else there is as links."""
+        """Copies the files into ``folder``, and links everything else of the directory."""
         files, gone = ({}, {}) if self.said is None else (self.said.files, self.said.gone)
         small = (entry.name for entry in _seen(self.directory) if entry.name.endswith(_SMALL))
         left_out = set()
@@ -149,7 +149,7 @@ class Beside:
         _link(self.directory, folder, left_out)
 
     def _chosen(self, said: Sequence[Description]) -> Description | None:
-        """Of several, which are of equal weights, the first of which all files are there."""
+        """The first description all of whose files exist; several have equal weights."""
         for one in said:
             if len(said) == 1 or all(self._has(*pair) for pair in one.files.items()):
                 return one
@@ -159,17 +159,17 @@ class Beside:
         return any(_is(path, crc) for path in self._places(name))
 
     def _places(self, name: str) -> Iterator[str]:
-        """Where a file may be; its own place once more, since it may be put there meanwhile."""
+        """The paths where a file may be; its final one twice, as it may be moved there meanwhile."""
         yield os.path.join(self.directory, name)
         for folder in waiting(self.directory):
             yield os.path.join(folder, name)
         yield os.path.join(self.directory, name)
 
     def finish(self) -> bool:
-        """Ends what an interrupted save left: its files get their places, or go if others count.
+        """Completes an interrupted save: moves its waiting files into place, or deletes obsolete ones.
 
-        Nothing is done while somebody saves there, by another user, or where nothing may be
-        written. Gives whether something was done.
+        It does nothing during another save, if the files belong to another user, or if the directory
+        is not writable. Returns whether it did anything.
         """
         folders = waiting(self.directory) if self.said is not None else []
         if not folders or not all(map(_is_mine, folders)):
@@ -179,7 +179,7 @@ class Beside:
         except OSError:
             return False
         try:
-            # Only under a real lock: where there are none, a save may be going on.
+            # Only under a real lock: without lock support, a save may be in progress.
             if lock(fd, wait=False, unsupported=None) and self._is_still():
                 put_into_place(self.directory, self.said)
                 return True
@@ -194,10 +194,10 @@ class Beside:
 
 
 def settled(read: Callable[[], _T]) -> _T:
-    """What ``read`` gives; once more, again and again, when a checkpoint is replaced meanwhile.
+    """The result of ``read``, which is repeated if a checkpoint is replaced meanwhile.
 
     Raises:
-        CheckpointChangedError: That is so for too long.
+        CheckpointChangedError: the checkpoint was replaced again and again, for too long.
     """
     end = time.monotonic() + SETTLING
     while True:
@@ -209,7 +209,7 @@ def settled(read: Callable[[], _T]) -> _T:
 
 
 def replaced(path: str) -> CheckpointChangedError:
-    """The error for a checkpoint in whose place there is another since it was opened."""
+    """The error for a checkpoint that was replaced since it was opened."""
     error = CheckpointChangedError(
         "another checkpoint was put into its place since it was opened, or it was deleted",
         path=path,
@@ -225,7 +225,7 @@ def sum_of(file: OpenFile) -> int:
 
 
 def waiting(directory: str) -> list[str]:
-    """The directories in which files wait to be put into their places."""
+    """The directories whose files wait to be moved into place."""
     try:
         names = os.listdir(directory)
     except OSError:
@@ -234,12 +234,12 @@ def waiting(directory: str) -> list[str]:
 
 
 def put_into_place(directory: str, said: Description | None) -> None:
-    """Gives the files that wait and belong to a description their places; all others go.
+    """Moves the waiting files that belong to a description into place; deletes all others.
 
-    For whoever keeps writers away. It may be ended at any moment, and be done again.
+    The caller must hold the directory's lock. An interrupted call can be repeated.
 
     Raises:
-        OSError: As the system says.
+        OSError: the operating system reports an error.
     """
     files, gone = ({}, {}) if said is None else (said.files, said.gone)
     folders, touched = waiting(directory), set()
@@ -261,7 +261,7 @@ def put_into_place(directory: str, said: Description | None) -> None:
 
 
 def _is(path: str, crc: int) -> bool:
-    with contextlib.suppress(CheckpointError):  # a directory, or what may not be read
+    with contextlib.suppress(CheckpointError):  # a directory, or not readable
         return sum_of(open_regular(path)) == crc
     return False
 
@@ -274,7 +274,7 @@ def _copy(path: str, place: Path) -> None:
 
 
 def _link(directory: str, folder: Path, left_out: Collection[str]) -> None:
-    """Links what is in a directory but not yet in another: weights and directories may be large."""
+    """Links everything in ``directory`` that ``folder`` lacks; copies could be large."""
     for entry in _seen(directory):
         place = folder / entry.name
         if not os.path.lexists(place) and entry.name not in left_out:
@@ -284,7 +284,7 @@ def _link(directory: str, folder: Path, left_out: Collection[str]) -> None:
 
 
 def _seen(directory: str) -> list[os.DirEntry[str]]:
-    """What is in a directory and not hidden."""
+    """The entries of a directory that are not hidden."""
     with os.scandir(directory) as entries:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
@@ -295,7 +295,7 @@ def _is_mine(folder: str) -> bool:
     return False
 
 
-@lru_cache(1024)  # once for a file, not for each time it is read
+@lru_cache(1024)  # once per file, not per read
 def _tell(place: str) -> None:
     _LOG.warning(
         "%s: not the file that these weights were saved with: changed since? It is taken as it is. "

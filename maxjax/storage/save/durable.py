@@ -1,4 +1,4 @@
-"""Writing a file so that what was there is never lost."""
+"""Writing a file atomically and durably, so that the previous content is never lost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..files import os_error
 
 
 def require_writable(path: str) -> None:
-    """Refuses, before anything is computed, a path that no file can be written to.
+    """Refuses a path that cannot be written to, before anything is computed.
 
     Raises:
-        CheckpointMissingError: Its directory is not there.
-        CheckpointSaveError: It is a directory, or another thing that is no file.
+        CheckpointMissingError: the directory of the path does not exist.
+        CheckpointSaveError: the path is a directory or no regular file.
     """
     if "\0" in path:
         raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
@@ -40,15 +40,15 @@ def require_writable(path: str) -> None:
 
 
 def replace_file(path: str, pieces: Iterable[Any]) -> None:
-    """Puts a file with these bytes, in turn, in the place of what is at ``path``.
+    """Replaces the file at ``path`` atomically by one of these bytes.
 
-    It is written beside it, flushed to the disk and renamed: however this ends, there is the
-    old file or the new one, whole. The mode of the old one is kept; of a symbolic link, what
-    it leads to is replaced.
+    The new file is written beside the old one, flushed to the disk and renamed, so that at any time
+    either the complete old file or the complete new one exists. The mode of the old file is kept. If
+    ``path`` is a symbolic link, its target is replaced.
 
     Raises:
-        CheckpointSaveError: The system reports an error: a full disk, for example.
-        CheckpointAccessError, CheckpointMissingError: It cannot be written there.
+        CheckpointSaveError: the operating system reports an error, such as a full disk.
+        CheckpointAccessError, CheckpointMissingError: the path cannot be written to.
 
     Example:
         >>> import pathlib, tempfile
@@ -57,7 +57,7 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
         >>> [(file.name, file.read_text()) for file in folder.iterdir()]
         [('note', 'onetwo')]
     """
-    target = os.path.realpath(path)  # what a link leads to is replaced, not the link
+    target = os.path.realpath(path)  # the target of a link is replaced, not the link
     folder = os.path.dirname(target)
     temporary = os.path.join(folder, f".maxjax-{secrets.token_hex(8)}.part")
     kept = "The file that was there before is untouched." if os.path.exists(target) else ""
@@ -81,13 +81,13 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
 
 
 def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> None:
-    """Makes a file that is not there yet, of these bytes, and flushes it to the disk.
+    """Creates a file of these bytes, which must not exist yet, and flushes it to the disk.
 
     Args:
-        like: A file whose mode it gets, if that is there.
+        like: file whose mode the new file gets, if it exists.
 
     Raises:
-        OSError: As the system says.
+        OSError: the operating system reports an error.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -104,10 +104,10 @@ def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> N
 
 
 def flush_folder(folder: str) -> None:
-    """Makes new names in a directory durable, where the file system can.
+    """Makes renames in a directory durable, if the file system supports it.
 
     Raises:
-        OSError: As the system says.
+        OSError: the operating system reports an error.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -122,11 +122,11 @@ def flush_folder(folder: str) -> None:
 def save_error(
     error: OSError, path: str, doing: str, kept: str = "", needed: int | None = None
 ) -> CheckpointError:
-    """The exception of maxjax.errors for what the system reported while saving to ``path``.
+    """The exception of maxjax.errors for an OSError while saving to ``path``.
 
     Args:
-        kept: A sentence on what was there before.
-        needed: How many bytes were to be written.
+        kept: sentence about the previous files.
+        needed: number of bytes to be written.
     """
     found = os_error(error, path, doing)
     if type(found) is not CheckpointError:
@@ -152,14 +152,14 @@ def _space(path: str, needed: int | None) -> str:
 
 
 def has_no_inodes(status: os.statvfs_result) -> bool:
-    """Whether a file system holds as many files as it can; some have no such bound, and say 0."""
+    """Whether a file system has no free inodes; one without such a bound reports 0 in total."""
     return status.f_files > 0 and status.f_favail == 0
 
 
 def save_failed(
     problem: str, path: str, number: int | None = None, hint: str | None = None
 ) -> CheckpointSaveError:
-    """A CheckpointSaveError with an errno."""
+    """A CheckpointSaveError with the given errno."""
     error = CheckpointSaveError(problem, path=path, hint=hint)
     error.errno = number
     return error

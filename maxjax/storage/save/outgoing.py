@@ -1,7 +1,7 @@
-"""Outgoing: a tensor on its way into a file, as bytes in pieces.
+"""Outgoing: a tensor to be written to a file, as an iterator over pieces of its bytes.
 
-A writer asks for the pieces when it has come to them, so no tensor is in memory whole that
-was not before.
+A writer asks for the pieces only when it writes them, so a tensor that streams is never complete
+in memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..files import file_range as file_range
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A tensor as a file will have it.
+    """A tensor as it will be stored in a file.
 
     Attributes:
-        name: Its name there.
-        dtype: Its element type; of packed blocks uint8.
-        shape: Its shape; of packed blocks with the last axis in bytes, as in TensorEntry.
-        pieces: Gives its bytes in order: row-major, little-endian, two float4 values a byte. A
-            piece is valid until the next is asked for. May be called more than once.
-        encoding: What the blocks are ("Q4_K"), if it is packed.
+        name: name in the file.
+        dtype: element type; uint8 for quantised blocks.
+        shape: shape; for quantised blocks the last axis counts bytes, as in TensorEntry.
+        pieces: function that iterates over its bytes in order: row-major, little-endian, two float4
+            values per byte. A piece is valid until the next one. It may be called more than once.
+        encoding: name of the quantised blocks ("Q4_K"), if any.
 
     Example:
         >>> one = outgoing("w", np.arange(3, dtype=np.int16))
@@ -43,17 +43,17 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return (math.prod(self.shape) * self.dtype.size_in_bits + 7) // 8
 
 
 def outgoing(name: str, array: np.ndarray, encoding: str | None = None) -> Outgoing:
-    """A tensor of an array of the host, which is not copied where it lies in C order."""
+    """The Outgoing of a host array, which is not copied if it is C-contiguous."""
     return Outgoing(name, DType.of(array.dtype), array.shape, lambda: pieces(array), encoding)
 
 
 def pieces(array: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of an array as files hold them, in pieces of about 16 MiB.
+    """The bytes of an array as stored in files, in pieces of about 16 MiB.
 
     Example:
         >>> [len(piece) for piece in pieces(np.zeros((3, 9 << 20), np.uint8).T)]
@@ -72,7 +72,7 @@ def pieces(array: np.ndarray) -> Iterator[memoryview]:
 
 
 def _rows(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Cuts an array across its first axes into parts that are copied one by one."""
+    """Cuts an array along its first axes into parts that are copied one by one."""
     if array.nbytes <= PIECE_BYTES or not array.ndim:
         yield array
         return
@@ -94,7 +94,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def nibbles(arrays: Iterable[np.ndarray]) -> Iterator[memoryview]:
-    """The bytes of float4 arrays behind one another: two values each, the first in the low bits.
+    """The bytes of concatenated float4 arrays: two values per byte, the first in the low bits.
 
     Example:
         >>> import ml_dtypes
@@ -102,7 +102,7 @@ def nibbles(arrays: Iterable[np.ndarray]) -> Iterator[memoryview]:
         >>> b"".join(nibbles(rows))
         b'!\\x03'
     """
-    rest = np.empty(0, np.uint8)  # a value whose other half is yet to come
+    rest = np.empty(0, np.uint8)  # a value whose partner in the byte is yet to come
     for array in arrays:
         for part in _rows(array):
             values = np.ascontiguousarray(part).reshape(-1).view(np.uint8) & 15

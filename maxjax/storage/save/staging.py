@@ -1,8 +1,8 @@
-"""Staging: several files of a directory replaced so that nothing is ever lost.
+"""Staging: a transaction that replaces several files of a directory without ever losing any.
 
-New files are written whole under a temporary directory inside the one they belong to, flushed
-to the disk, and renamed into place in an order in which the last rename is what makes them
-count. Whatever happens before it leaves what was there.
+New files are written to a temporary directory inside the target directory, flushed to the disk, and
+renamed into place in an order in which the last rename commits them. A failure before that rename
+leaves the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .durable import flush_folder, has_no_inodes, save_error, save_failed, write
 _LOG = logging.getLogger("maxjax")
 _START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
 WAITING = ".maxjax-next-"
-# What another host left is taken for dead when it is as old as this, in seconds.
+# Age in seconds from which the temporary files of another host are considered abandoned.
 _AGE = 24 * 3600
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# The temporary directories of this process that are in use.
+# The temporary directories in use by this process.
 _IN_USE: set[str] = set()
-# Longer than a writer takes from making its directory to locking it.
+# Seconds; longer than a writer takes from creating its directory to locking it.
 _MOMENT = 60
-# So long who has no name in the directory may keep it locked, in seconds.
+# Seconds for which a lock holder without a temporary directory is waited for.
 _PATIENCE = 2.0
-# File systems that know no locks say one of these.
+# The errors of file systems without locks.
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 
 
@@ -46,18 +46,18 @@ class Staging:
     """One writer's transaction in a directory; a context manager.
 
     Args:
-        directory: Where the files belong. Made if it is not there.
-        exclusive: Refuse while another writer has this directory exclusively; otherwise only the
-            moment of :meth:`commit` is exclusive, and it waits.
+        directory: target directory of the files; created if it does not exist.
+        exclusive: whether to refuse while another writer holds the directory exclusively; otherwise
+            only :meth:`commit` is exclusive, and it waits.
 
     Attributes:
-        directory: With symbolic links resolved.
-        folder: The temporary directory in it; files of any kind may be made there.
-        waiting: A name for a directory of files that wait there until others are in place.
+        directory: target directory with symbolic links resolved.
+        folder: temporary directory in it, in which any files may be created.
+        waiting: name of a directory for files that wait until others are in place.
 
     Raises:
-        CheckpointBusyError: Another process is writing there.
-        CheckpointSaveError, CheckpointAccessError: It cannot be written there.
+        CheckpointBusyError: another process is writing to the directory.
+        CheckpointSaveError, CheckpointAccessError: the directory cannot be written to.
 
     Example:
         >>> import tempfile
@@ -94,13 +94,13 @@ class Staging:
             raise
 
     def _open_lock(self, path: str, exclusive: bool) -> bool:
-        # In one call, since an interrupt comes between two: a lock that is held and not known
-        # would keep the next save of this process out.
+        # In one call, since an interrupt may come between two: a lock that is held but not recorded
+        # would block the next save of this process.
         self._locks.extend(map(os.open, (path,), (FOLDER,)))
         return not exclusive or lock(self._locks[-1], wait=False) is not False
 
     def _make(self) -> None:
-        """Makes the directory and those above it that are missing."""
+        """Creates the directory and its missing parents."""
         missing, path = [], self.directory
         while not os.path.isdir(path):
             missing.append(path)
@@ -112,28 +112,30 @@ class Staging:
                 flush_folder(os.path.dirname(path))
 
     def keeps(self, what: str) -> None:
-        """Says what every error is to say about the checkpoint that was there before."""
+        """Sets the sentence about the previous checkpoint that every error includes."""
         self._kept = what
 
     @contextlib.contextmanager
     def saving(self, doing: str, *, needed: int | None = None):
-        """Inside, an error of the system becomes a CheckpointSaveError that says what is kept."""
+        """Context in which an OSError becomes a CheckpointSaveError that says what is kept."""
         try:
             yield
         except CheckpointError:
             raise
         except OSError as error:
             found = save_error(error, self.shown, doing, self._kept, needed)
-            if isinstance(found, CheckpointMissingError):  # nothing was to be read
+            if isinstance(
+                found, CheckpointMissingError
+            ):  # this is a save, so nothing was to be read
                 kept = self._kept or None
                 found = save_failed(found.problem, self.shown, error.errno, kept)
             raise found from error
 
     def require_space(self, nbytes: int) -> None:
-        """Refuses before anything is written what cannot fit the disk.
+        """Refuses a save that does not fit the disk, before anything is written.
 
         Raises:
-            CheckpointSaveError: There are fewer bytes free, or no inode; ``errno`` is ENOSPC.
+            CheckpointSaveError: too few bytes or no inodes are free; ``errno`` is ENOSPC.
         """
         with self.saving("looking at the disk", needed=nbytes):
             status = os.statvfs(self.directory)
@@ -141,7 +143,7 @@ class Staging:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def hold(self) -> None:
-        """Waits until no other writer has the directory, and keeps others away until the end."""
+        """Waits until no other writer holds the directory, and locks it until the end."""
         with self.saving("locking the directory"):
             lock(self._locks[0], wait=True)
 
@@ -153,13 +155,13 @@ class Staging:
         nbytes: int | None = None,
         like: str | None = None,
     ) -> None:
-        """Writes a new file, flushed to the disk; :meth:`commit` gives it its place.
+        """Writes a new file, flushed to the disk; :meth:`commit` moves it into place.
 
         Args:
-            like: The name of the file whose mode it gets, if not its own.
+            like: name of the file whose mode it gets; by default the file of its own name.
 
         Raises:
-            CheckpointSaveError: The system reports an error.
+            CheckpointSaveError: the operating system reports an error.
         """
         path = os.path.join(self.folder, name)
         old = os.path.join(self.directory, like or name)
@@ -172,12 +174,12 @@ class Staging:
     ) -> None:
         """Renames the files into place, group after group, each durable before the next.
 
-        Then those of ``retire`` go: old files that would be read in the place of the new ones.
-        All is put back if anything of this fails. Then the files of ``remove`` are deleted:
-        what only the old checkpoint needed.
+        Then it removes the files of ``retire``: old files that would be read instead of the new
+        ones. If any of this fails, everything is undone. Last it deletes the files of ``remove``,
+        which only the old checkpoint needed.
 
         Raises:
-            CheckpointSaveError: The system reports an error; the old files are all there.
+            CheckpointSaveError: the operating system reports an error; all old files are in place.
         """
         undo: list[tuple[str, str | None]] = []
         with self.saving("putting the new files into place"):
@@ -219,11 +221,11 @@ class Staging:
             self._move(place, gone, (place, gone), undo)
 
     def _move(self, start: str, end: str, how: tuple[str, str | None], undo: list) -> None:
-        undo.append(how)  # before it: an interrupt may come behind the call
+        undo.append(how)  # before the call: an interrupt may come right after it
         try:
             os.rename(start, end)
         except OSError:
-            undo.pop()  # nothing was moved: what is there is not ours
+            undo.pop()  # nothing was moved: the file there is not ours
             raise
 
     def _undo(self, undo: list[tuple[str, str | None]]) -> None:
@@ -242,12 +244,12 @@ class Staging:
             flush_folder(self.directory)
 
     def _remove(self, names: Sequence[str]) -> None:
-        """Deletes what nothing refers to any more; what cannot be is only told."""
+        """Deletes files that nothing refers to any more; a failure is only logged."""
         for name in names:
             place = self._place(name)
             try:
                 if os.path.isdir(place) and not os.path.islink(place):
-                    # Away at once: half a checkpoint shall never be seen under its name.
+                    # Renamed first: a half-deleted checkpoint must never be visible by its name.
                     gone = os.path.join(self.folder, f".gone-{secrets.token_hex(4)}")
                     os.rename(place, gone)
                 else:
@@ -257,17 +259,19 @@ class Staging:
             except OSError as error:
                 _LOG.warning("%s could not be deleted: %s", place, error)
         if names:
-            with contextlib.suppress(OSError):  # a power cut may bring them back: no harm
+            with contextlib.suppress(
+                OSError
+            ):  # a power failure may restore them, which is harmless
                 flush_folder(self.directory)
 
     def close(self) -> None:
-        """Removes what was not committed, and lets other writers in."""
+        """Removes files that were not committed, and releases the locks."""
         try:
             self._clear()
-        except BaseException:  # an interrupt: what is left is removed all the same
+        except BaseException:  # an interrupt: the rest is removed all the same
             self._clear()
             raise
-        finally:  # the next save shall not find it locked
+        finally:  # the next save must not find it locked
             try:
                 self._unlock()
             finally:
@@ -276,23 +280,23 @@ class Staging:
     def _unlock(self) -> None:
         while self._locks:
             fd = self._locks[-1]
-            del self._locks[-1]  # no call: no interrupt before the next
+            del self._locks[-1]  # not a call, so no interrupt comes before the next line
             os.close(fd)
         _IN_USE.discard(self.folder)
 
     def _clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        for path in reversed(self._made):  # made for a save that failed
+        for path in reversed(self._made):  # created for a save that failed
             with contextlib.suppress(OSError):
                 os.rmdir(path)
 
     def __del__(self) -> None:
-        """An interrupt can come between the making and the ``with``."""
+        """Cleans up if an interrupt came between the constructor and the ``with``."""
         if self._locks:
             self.close()
 
     def _wait_for_lock(self) -> None:
-        """Waits for who has the directory for a moment only: to rename one file, to end a save."""
+        """Waits for a holder that locks the directory only briefly: to rename a file, to end a save."""
         end = time.monotonic() + _PATIENCE
         while lock(self._locks[0], wait=False) is False:
             living = (path for path in _temporary(self.directory) if not _is_dead(path))
@@ -319,10 +323,10 @@ class Staging:
 
 
 def sweep(directory: str) -> list[str]:
-    """Deletes what interrupted saves of this user left in a directory; gives its paths.
+    """Deletes the remains of this user's interrupted saves in a directory; returns their paths.
 
-    A writer that lives holds a lock on its temporary directory. Where the file system has no
-    locks, or another host wrote, only what is a day old and of no living process is deleted.
+    A live writer holds a lock on its temporary directory. If the file system has no locks, or another
+    host wrote, only remains that are a day old and of no live process are deleted.
     """
     swept = []
     for path in _temporary(directory):
@@ -335,7 +339,7 @@ def sweep(directory: str) -> list[str]:
 
 
 def leftovers(directory: str) -> list[str]:
-    """What interrupted saves left in a directory, and nobody writes to any more."""
+    """The remains of interrupted saves in a directory, to which nobody writes any more."""
     return [path for path in _temporary(directory) if _is_dead(path)]
 
 
@@ -378,7 +382,7 @@ def _is_dead(path: str) -> bool:
 
 
 def _new_name() -> str:
-    """A name that nobody has, and that says whose it is from the first moment."""
+    """A unique name that identifies its process and host from the first moment."""
     return f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
 
 
@@ -418,13 +422,13 @@ def _owner(exclusive: bool) -> bytes:
 
 
 def _who(path: str) -> tuple[Any, Any] | None:
-    """Process and host of the writer that has a directory exclusively."""
+    """The process and host of the writer that holds a directory exclusively."""
     owner = _read_owner(path)
     return (owner.get("pid"), owner.get("host")) if owner.get("exclusive") else None
 
 
 def lock(fd: int, *, wait: bool, unsupported: bool | None = True) -> bool | None:
-    """Locks an open directory; False if another holds it, ``unsupported`` where there are no locks."""
+    """Locks an open directory; False if another holds it, ``unsupported`` if there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
@@ -437,7 +441,7 @@ def lock(fd: int, *, wait: bool, unsupported: bool | None = True) -> bool | None
 
 
 def _keep(place: str, backup: str) -> None:
-    """A second name for what is at ``place``: a hard link, or a copy where there are none."""
+    """Keeps a backup of the file at ``place``: a hard link, or a copy if links are not supported."""
     try:
         os.link(place, backup, follow_symlinks=False)
     except OSError as error:

@@ -1,1 +1,4 @@
-"""Zip archives, read with every length checked: ``directory``, ``deflate``, ``archive``."""
+"""A zip reader that checks every length.
+
+``directory`` validates the list of members, ``deflate`` decompresses, ``archive`` combines both.
+"""

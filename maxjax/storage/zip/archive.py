@@ -1,7 +1,7 @@
-"""Zip archives: their members, and the bytes of single ones.
+"""Zip archives: their members and the bytes of each.
 
-Stored members are read where they lie, compressed ones are inflated as they are read. Nothing
-is ever unpacked to the disk, and no member's name is ever a path.
+Stored members are read in place, compressed ones are inflated while they are read. Nothing is ever
+unpacked to the disk, and a member's name is never used as a path.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class Archive:
         self._has_all_crcs = has_all_crcs
 
     def crc(self, member: Member) -> int | None:
-        """The CRC-32 of a member, or None when none was computed. That of no bytes is 0."""
+        """The CRC-32 of a member, or None if none was computed; that of an empty member is 0."""
         return member.crc if member.crc or not member.size or self._has_all_crcs else None
 
     def checksum(self, member: Member) -> Checksum | None:
-        """What TensorTable compares: for a stored member; the reading of others checks them."""
+        """The checksum of a stored member, for TensorTable; compressed ones are checked on reading."""
         crc = self.crc(member)
         if crc is None or member.method != STORED:
             return None
         return Checksum(member.name, member.offset, member.size, crc)
 
     def deflated(self, member: Member) -> Deflated:
-        """A compressed member as a coding, in C order."""
+        """The coding of a compressed member, in C order."""
         return Deflated(member.name, member.size, self.crc(member))
 
     def head(self, member: Member, nbytes: int) -> bytes:
         """The first ``nbytes`` bytes of a member, or all if it has fewer; no checksum is compared.
 
         Raises:
-            CheckpointCorruptError: They cannot be inflated.
+            CheckpointCorruptError: the bytes cannot be inflated.
         """
         nbytes, tensor = min(nbytes, member.size), self._tensor_of(member.name)
         if member.method == STORED:
@@ -70,15 +70,15 @@ class Archive:
         )
         found = b""
         while len(found) < nbytes:
-            found += next(pieces, b"")  # ends with an error where the member is shorter
+            found += next(pieces, b"")  # raises an error if the member is shorter
         return found[:nbytes]
 
     def read(self, member: Member, limit: int, option: str | None = None) -> bytes:
-        """All bytes of a small member; ``option`` is the field of Limits that ``limit`` is from.
+        """All bytes of a small member; ``option`` is the field of Limits that ``limit`` comes from.
 
         Raises:
-            CheckpointLimitError: It has more than ``limit`` bytes; nothing was read.
-            CheckpointCorruptError: Its bytes are not those that were written.
+            CheckpointLimitError: the member has more than ``limit`` bytes; nothing was read.
+            CheckpointCorruptError: the bytes do not match the checksum.
         """
         where = {"path": self.file.path, "tensor": self._tensor_of(member.name)}
         if member.size > limit:
@@ -115,17 +115,17 @@ def read_directory(
     tensor_of: Callable[[str], str | None] = lambda name: None,
     has_all_crcs: bool = False,
 ) -> Archive:
-    """Reads the list of members of an archive, and the header in front of each; no data.
+    """Reads the directory of an archive and the header of each member; no data.
 
-    ``what`` says in messages what the file should be; see ``Archive`` for the others.
+    ``what`` says in messages what the file should be; see ``Archive`` for the other arguments.
 
     Raises:
-        CheckpointTruncatedError: It ends before its end record.
-        CheckpointFormatError: Another kind of file; members that overlap, that are there twice,
+        CheckpointTruncatedError: the file ends before its end record.
+        CheckpointFormatError: another kind of file; members that overlap, are duplicate, are
             encrypted, compressed with anything but deflate, or described in two ways; bytes
             that belong to nothing, before, between and after them.
-        CheckpointUnsafeError: A pickle.
-        CheckpointLimitError: More than ``limits`` allow, or a member that would inflate to more
+        CheckpointUnsafeError: the file is a pickle.
+        CheckpointLimitError: the archive exceeds ``limits``, or a member would inflate to more
             than ``member_ratio`` times its bytes and a MiB.
 
     Example:

@@ -20,23 +20,23 @@ from ..crc32 import crc32
 from ..entry import DECODED_BYTES, Coding, TensorEntry, swapped
 from ..files import OpenFile, aligned_empty
 
-# What is read of the file at a time.
+# Bytes read from the file at a time.
 COMPRESSED_BYTES = 256 << 10
 _REFETCH = "The file was damaged on its way or on the disk: fetch it again."
 
 
 @dataclass(frozen=True, slots=True)
 class Deflated(Coding):
-    """A tensor whose entry is a compressed member: all of it is inflated, whatever is wanted.
+    """Coding of a tensor in a compressed member, which is always inflated completely.
 
     Attributes:
-        name: The member, for messages.
-        size: Its bytes when inflated.
-        crc: Their CRC-32, or None when nobody computed it.
-        skip: How many of them stand before the tensor's; those after it belong to nobody.
-        order: The axes from the slowest to the fastest in the file; None is C order. The
-            values lie close together.
-        swap: Whether the bytes of each value are in the order that is not this machine's.
+        name: name of the member, for messages.
+        size: number of inflated bytes.
+        crc: CRC-32 of the inflated bytes, or None if none was computed.
+        skip: number of inflated bytes before the tensor's; those after it are ignored.
+        order: axes from slowest to fastest in the file; None for C order. The values are
+            contiguous.
+        swap: whether the bytes of each value must be swapped for this machine.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Deflated(Coding):
     is_divisible = False
 
     def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
-        """See :class:`Coding`. Takes 2 MiB of memory beside the arrays.
+        """See :class:`Coding`. Needs 2 MiB of memory besides the arrays.
 
         Raises:
-            CheckpointCorruptError: The bytes are not those that were written.
-            CheckpointFormatError: A boolean that is neither 0 nor 1.
+            CheckpointCorruptError: the bytes do not match the checksum.
+            CheckpointFormatError: a boolean is neither 0 nor 1.
         """
         order = range(len(entry.shape)) if self.order is None else self.order
         shape = [entry.shape[axis] for axis in order]
@@ -72,12 +72,12 @@ class Deflated(Coding):
     def pieces(
         self, file: OpenFile, offset: int, nbytes: int, *, tensor: str | None = None
     ) -> Iterator[bytes]:
-        """What ``nbytes`` bytes of the file at ``offset`` inflate to, at most 1 MiB at a time.
+        """Inflates ``nbytes`` bytes of the file at ``offset``, into pieces of at most 1 MiB.
 
-        Whoever stops before the end has nothing checked.
+        Nothing is checked if the caller stops before the end.
 
         Raises:
-            CheckpointCorruptError: Not deflated data, of another length, or of another CRC-32.
+            CheckpointCorruptError: the data is not deflated, or its length or CRC-32 is wrong.
         """
         inflater, total, crc = zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
         place, end, data = offset, offset + nbytes, b""
@@ -86,7 +86,7 @@ class Deflated(Coding):
                 data = file.pread(place, min(COMPRESSED_BYTES, end - place), tensor=tensor)
                 place += len(data)
             try:
-                # One more than is expected: too many shall be seen.
+                # One byte more than expected, so that excess bytes are detected.
                 most = min(DECODED_BYTES, self.size - total + 1)
                 piece = inflater.decompress(data, most)
             except zlib.error as error:
@@ -125,13 +125,13 @@ class Deflated(Coding):
         )
 
     def _blocks(self, file: OpenFile, entry: TensorEntry) -> Iterator[np.ndarray]:
-        """The tensor's bytes, whole values at a time, in memory that is used again."""
+        """The tensor's bytes, whole values at a time, in a reused buffer."""
         missing = prod(entry.shape) * entry.dtype.np.itemsize
         block, used, skip = aligned_empty(min(DECODED_BYTES, missing)), 0, self.skip
         for piece in self.pieces(file, entry.offset, entry.nbytes, tensor=entry.name):
             rest = np.frombuffer(piece, np.uint8)[skip:]
             skip = max(0, skip - len(piece))
-            # Nothing is missing any more: the pieces go on, for their checksum.
+            # When nothing is missing any more, the loop continues only for the checksum.
             while missing and rest.size:
                 size = min(rest.size, missing, block.size - used)
                 block[used : used + size] = rest[:size]

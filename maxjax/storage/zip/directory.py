@@ -1,4 +1,4 @@
-"""The list of the members of a zip archive, checked to the last byte.
+"""The directory (list of members) of a zip archive, validated to the last byte.
 
 A list is understood in one way only: members from byte 0 on, one behind another, the central
 directory behind them, one end record behind that, and the end of the file. What this allows
@@ -30,12 +30,12 @@ _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 
 
 def read_end(file: OpenFile) -> tuple[int, int, int]:
-    """How many members there are; where the directory begins and where it ends.
+    """The number of members, and the byte offsets where the directory begins and ends.
 
     Raises:
-        CheckpointTruncatedError: There is no end record, or not all of it.
-        CheckpointFormatError: There are two, it contradicts that of zip64 or itself, something
-            stands behind it, or the archive is on several disks.
+        CheckpointTruncatedError: the end record is missing or incomplete.
+        CheckpointFormatError: there are two end records, the end record contradicts that of zip64 or
+            itself, bytes follow it, or the archive is on several disks.
     """
     base = file.size - min(file.size, _END.size + _MAX16)
     tail = file.pread(base, file.size - base)
@@ -135,7 +135,7 @@ def _check_equal(file: OpenFile, at: int, narrow: list[int], wide: tuple[int, ..
 
 
 STORED, DEFLATED = 0, 8
-# What a member may inflate to whatever its ratio: zeros of this size harm nobody.
+# Bytes that a member may inflate to whatever its ratio.
 FREE_BYTES = 1 << 20
 
 _CENTRAL = Struct("<4s6H3L5H2L")
@@ -170,7 +170,7 @@ class Member:
 
 @dataclass(slots=True)
 class _Record:
-    """What the central directory says of a member; ``at`` is where it says so."""
+    """The central directory's record of a member; ``at`` is the record's byte offset."""
 
     at: int
     name: str
@@ -184,7 +184,7 @@ class _Record:
 
 
 class Directory:
-    """The checks of one archive. Errors name member, field and byte offset.
+    """Validates one archive. Errors name member, field and byte offset.
 
     ``tensor_of`` gives the tensor to name with a member.
     """
@@ -195,7 +195,7 @@ class Directory:
         self.tensor_of = tensor_of
 
     def members(self) -> dict[str, Member]:
-        """All of it: the members by name, in the order of the directory."""
+        """Validates the archive; returns the members by name, in the order of the directory."""
         records, start = self._records()
         found: dict[str, Member] = {}
         ordered = sorted(records.values(), key=lambda record: record.header)
@@ -330,7 +330,7 @@ class Directory:
             raise self._bad("needs a newer version of zip", where, expected, version & 0xFF, record)
 
     def _check_size(self, record: _Record) -> None:
-        """No member that becomes far more than it is, before anything else is believed of it."""
+        """Refuses a member with too high a compression ratio, before anything else is trusted."""
         there = min(record.compressed, self.file.size)
         where = {"tensor": self.tensor_of(record.name), "offset": record.at}
         problem = f"member '{record.name}': size is over the limit"
@@ -343,7 +343,7 @@ class Directory:
     # --- the header in front of each member ---
 
     def _member(self, record: _Record, end: int) -> Member:
-        """Checks what stands from the member's header to ``end``, where the next thing begins."""
+        """Checks the bytes from the member's header to ``end``, where the next record begins."""
         at, length = record.header, _LOCAL.size + len(record.raw_name)
         if at + length > end:
             problem = "overlaps what comes after it"
@@ -379,7 +379,7 @@ class Directory:
         return Member(record.name, method, record.crc, record.compressed, record.size, offset)
 
     def _differing(self, record: _Record, at: int, crc: int) -> CheckpointError:
-        """The error for two checksums of one member: one of them is damaged."""
+        """The error for two different checksums of one member, of which one is corrupt."""
         return CheckpointCorruptError(
             f"member '{record.name}': its checksum in the directory is another than beside its data",
             path=self.file.path,
@@ -391,7 +391,7 @@ class Directory:
         )
 
     def _check_gap(self, record: _Record, flags: int, start: int, end: int) -> None:
-        """Between a member and what comes next there is nothing, or a data descriptor."""
+        """Checks that nothing but a data descriptor lies between a member and the next record."""
         gap = end - start
         if not gap:
             return
@@ -420,7 +420,7 @@ def _mixed(values: tuple[int, ...], *choices: tuple[int, ...]) -> bool:
 
 
 def check_ratio(problem: str, size: int, there: int, limits: Limits, **where) -> None:
-    """Refuses ``size`` bytes that are to come out of ``there``, more than the limits allow."""
+    """Refuses ``there`` bytes that inflate to ``size``, if that is more than the limits allow."""
     ratio = limits.member_ratio
     if size > FREE_BYTES + ratio * there:
         raise CheckpointLimitError(
