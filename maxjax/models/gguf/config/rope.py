@@ -171,7 +171,7 @@ def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict
 
     Args:
         rope: the RoPE.
-        given: settings that it was read from; not all of them are in ``rope``.
+        given: settings that it was read from.
         path: path of the checkpoint, for messages.
 
     Raises:
