@@ -1,6 +1,6 @@
-"""Model families, and :func:`build`: a checkpoint's headers → a lazy Module.
+"""Model families, and :func:`build`, which makes a lazy Module from a checkpoint's headers.
 
-One file per family; the registry below is the list of what maxjax can run.
+There is one file per family; ``FAMILIES`` below lists the families that maxjax can run.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ FAMILIES: list[Family] = [
     _GPT2,
     _BERT,
 ]
-"""What maxjax can run; :func:`register` adds to it."""
+"""The families that maxjax can run; :func:`register` adds to them."""
 
 
 def register(family: Family) -> Family:
     """Adds a model family of your own, so that ``build`` and ``maxjax.load`` find it.
 
     Args:
-        family: It. One of the same model type takes the place of the one there is; that also
-            changes what maxjax's own do.
+        family: the family to add. It replaces a family of the same model type, also one of
+            maxjax's own.
 
     Returns:
         The family.
 
     Raises:
-        UserInputError: One of its architectures belongs to another family.
+        UserInputError: one of its architectures belongs to another family.
 
     Example:
         >>> import dataclasses
@@ -109,11 +109,11 @@ def register(family: Family) -> Family:
 
 
 def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Family:
-    """The family a configuration names: by its first architecture, else its model type.
+    """The family of a configuration, by its first architecture, or by its model type without one.
 
     Raises:
-        UnsupportedModelError: It is none of ours; the message lists those we have.
-        CheckpointFormatError: The configuration does not say.
+        UnsupportedModelError: maxjax does not have the model; the message lists the families.
+        CheckpointFormatError: the configuration names neither, or not as strings.
     """
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures is not None and not (
@@ -122,7 +122,7 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         raise CheckpointFormatError("'architectures' is not a list of names", path=path)
     if model_type is not None and not isinstance(model_type, str):
         raise CheckpointFormatError("'model_type' is not a name", path=path)
-    # A known model type under a foreign architecture is other code under an old name.
+    # An unknown architecture of a known model type is other code under an old name.
     if architectures:
         for family in FAMILIES:
             if architectures[0] in family.architectures:
@@ -157,30 +157,30 @@ def build(
     stacked: bool = True,
     tie: bool | None = None,
 ) -> PretrainedModel:
-    """A lazy Module for a checkpoint: names, shapes and dtypes, and no memory.
+    """A lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
 
-    ``model.load_state_dict(weights)`` then fills it. Values are looked at in one case: where the
-    configuration says that the head is the table of embeddings and the file holds both, in one
-    type and shape. Then they are compared, up to the first that differs.
+    ``model.load_state_dict(weights)`` then fills it. Values are read in one case only: if the
+    configuration ties the head to the embedding table and the file holds both, with the same dtype
+    and shape. Then they are compared, up to the first value that differs.
 
     Args:
-        weights: The checkpoint, of which only headers are looked at.
-        config: The content of ``config.json``, or the path of one; by default the one
-            beside the weights, or what the metadata of a GGUF file says.
-        dtype: Of all weights; None keeps each tensor's own from the checkpoint, blocks
-            packed where the layer's arithmetic takes them. Loading another dtype than the
+        weights: checkpoint, of which only headers are read.
+        config: content of ``config.json``, or the path of one; by default the one
+            beside the weights, or the metadata of a GGUF file.
+        dtype: dtype of all weights; None keeps each tensor's own from the checkpoint, also
+            quantised ones in layers that compute with them. Loading another dtype than the
             file's needs ``load_state_dict(..., cast=True)``.
-        reduce_dtype: What norms, softmax and pooling are computed in; decoders always do it in
+        reduce_dtype: dtype in which norms, softmax and pooling are computed; decoders always use
             float32.
-        stacked: Whether the layers of a decoder are a LayerStack, compiled once, or each has
+        stacked: whether the layers of a decoder are a LayerStack, compiled once, or each has
             weights of its own.
-        tie: Whether the head is the table of embeddings. None does as the configuration says,
-            unless the file holds another head: that is a weight of its own then, and a warning
-            says so.
+        tie: whether the head is the embedding table. None follows the configuration unless the
+            file holds a different head: then the head gets a weight of its own, and a warning is
+            logged.
 
     Raises:
-        UnsupportedModelError: The configuration names a model that maxjax does not have.
-        CheckpointError: The configuration is missing or broken.
+        UnsupportedModelError: the configuration names a model that maxjax does not have.
+        CheckpointError: the configuration is missing or broken.
     """
     with allowing(weights._family.limits):
         raw, path = _config(weights, config)
@@ -210,9 +210,9 @@ def build(
 
 
 def _main(found: Mapping[str, WeightData]) -> DType:
-    """What a model's activations are: the type of most values; beside packed ones, float32."""
+    """The dtype of activations: the dtype of most values, or float32 if any are quantised."""
     if any(data._is_packed for data in found.values()):
-        return DType.float32  # the few floats of such a file say nothing about the others' range
+        return DType.float32  # the few float tensors of such a file do not tell the others' range
     return main_dtype(found) or DType.float32
 
 
@@ -230,10 +230,10 @@ def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | No
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path:
-    """The ``config.json`` that belongs to a checkpoint: in its directory, of orbax's in its step.
+    """The path of a checkpoint's ``config.json``: in its directory, for Orbax in its step's directory.
 
     Raises:
-        CheckpointMissingError: There is none.
+        CheckpointMissingError: there is no such file.
     """
     path = Path(os.fsdecode(path))
     directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent

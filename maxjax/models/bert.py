@@ -1,4 +1,4 @@
-"""BERT: an encoder of text. Attributes are named as in Hugging Face's checkpoints.
+"""BERT, a text encoder. Attributes are named as in Hugging Face's checkpoints.
 
 Shapes: B sequences of T tokens, H heads of width D, hidden size E.
 """
@@ -28,7 +28,7 @@ from .family import Family, PretrainedModel
 
 @dataclass(frozen=True)
 class BertConfig(ModelConfig):
-    """The settings of a BERT, with Hugging Face's defaults for what old files leave out."""
+    """The settings of a BERT, with Hugging Face's defaults for keys that old files lack."""
 
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
@@ -62,9 +62,9 @@ class BertConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class _Types:
-    """What weights are stored as, and what norms and softmax are computed in.
+    """The dtype of weights, and the dtype in which norms and softmax are computed.
 
-    The weights of norms are stored in the wider of the two: they are few, and rounding
+    The weights of norms are stored in the wider of the two: they are small, and rounding
     them to bfloat16 costs more accuracy than rounding all others together.
     """
 
@@ -82,12 +82,12 @@ class _Types:
 
 
 class BertOutput(NamedTuple):
-    """What a BERT gives.
+    """The result of a BERT.
 
     Attributes:
-        last_hidden_state: ``[B, T, E]``.
-        pooler_output: ``[B, E]``, the first token after ``pooler``; None for a
-            checkpoint without one.
+        last_hidden_state: hidden states ``[B, T, E]``.
+        pooler_output: ``[B, E]``, the first token's state after ``pooler``; None if the model has
+            no pooler.
     """
 
     last_hidden_state: jax.Array
@@ -95,7 +95,7 @@ class BertOutput(NamedTuple):
 
 
 class BertEmbeddings(Module):
-    """Words, positions and token types, added and normalised."""
+    """The sum of the token, position and token-type embeddings, normalised."""
 
     def __init__(self, config: BertConfig, types: _Types):
         super().__init__()
@@ -109,7 +109,7 @@ class BertEmbeddings(Module):
         self.LayerNorm = types.norm(config)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Positions and token types are small; the words' table knows its own."""
+        """Replicates the small tables of positions and token types; the token table has its own rule."""
         whole = ShardingStrategy.replicate(1)
         return {f"{name}_embeddings.weight": whole for name in ("position", "token_type")}
 
@@ -124,7 +124,7 @@ class BertEmbeddings(Module):
 
 
 class BertSelfAttention(Module):
-    """Every token looks at every token the mask allows."""
+    """Self-attention: each token attends to every token that the mask allows."""
 
     def __init__(self, config: BertConfig, types: _Types):
         super().__init__()
@@ -136,7 +136,7 @@ class BertSelfAttention(Module):
         self.value = types.linear(size, size)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """By whole heads."""
+        """Splits the projections between heads."""
         segment = Segment.head_aware(
             self.num_heads, int(self.query.weight.shape[0]) // self.num_heads
         )
@@ -153,7 +153,7 @@ class BertSelfAttention(Module):
 
 
 class BertResidual(Module):
-    """``LayerNorm(x + dense(y))``: how each half of a layer ends. The sum is not rounded first."""
+    """``LayerNorm(x + dense(y))``, the end of each half of a layer. The sum is not rounded first."""
 
     def __init__(self, in_dim: int, config: BertConfig, types: _Types):
         super().__init__()
@@ -166,7 +166,7 @@ class BertResidual(Module):
 
 
 class BertAttention(Module):
-    """The first half of a layer."""
+    """The first half of a layer: self-attention and its output."""
 
     def __init__(self, config: BertConfig, types: _Types):
         super().__init__()
@@ -174,7 +174,7 @@ class BertAttention(Module):
         self.output = BertResidual(config.hidden_size, config, types)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """The columns that belong to a device's heads."""
+        """Splits the output's columns as the heads are split."""
         heads, size = self.self.num_heads, int(self.output.dense.weight.logical_shape[1])
         columns = ShardingStrategy.head_aware_columnwise(1, heads, size // heads)
         return linear_rules("output.dense", columns)
@@ -184,7 +184,7 @@ class BertAttention(Module):
 
 
 class BertIntermediate(Module):
-    """The wide middle of a layer's second half."""
+    """The first linear layer of the MLP, with its activation."""
 
     def __init__(self, config: BertConfig, types: _Types):
         super().__init__()
@@ -196,7 +196,7 @@ class BertIntermediate(Module):
 
 
 class BertLayer(Module):
-    """Attention, then a two-layer perceptron, each added to what came in and normalised."""
+    """Attention, then an MLP, each with a residual connection and a LayerNorm after it."""
 
     def __init__(self, config: BertConfig, types: _Types):
         super().__init__()
@@ -205,7 +205,7 @@ class BertLayer(Module):
         self.output = BertResidual(config.intermediate_size, config, types)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """The wide middle is split."""
+        """Splits the inner features of the MLP."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         return linear_rules("intermediate.dense", rows) | linear_rules("output.dense", columns)
 
@@ -228,7 +228,7 @@ class BertEncoder(Module):
 
 
 class BertPooler(Module):
-    """The first token's state through a dense layer and tanh."""
+    """A linear layer and tanh, applied to the first token's state."""
 
     def __init__(self, config: BertConfig, types: _Types):
         super().__init__()
@@ -242,10 +242,10 @@ class BertModel(PretrainedModel):
     """BERT without a head.
 
     Args:
-        config: Its settings.
-        dtype: Of all weights, and of the activations.
-        reduce_dtype: What norms, softmax and pooling are computed in.
-        pooler: Whether there is a pooler.
+        config: settings of the model.
+        dtype: dtype of weights and activations.
+        reduce_dtype: dtype in which norms, softmax and pooling are computed.
+        pooler: whether the model has a pooler.
 
     Example:
         >>> config = BertConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -273,7 +273,7 @@ class BertModel(PretrainedModel):
 
     @property
     def max_length(self) -> int:
-        """The most tokens a sequence may have."""
+        """The maximum number of tokens in a sequence."""
         return self.config.max_position_embeddings
 
     def __call__(
@@ -283,18 +283,18 @@ class BertModel(PretrainedModel):
         token_type_ids: Any = None,
         position_ids: Any = None,
     ) -> BertOutput:
-        """Integers ``[B, T]`` → states.
+        """Token ids ``[B, T]`` → hidden states.
 
         Args:
-            input_ids: Token ids ``[B, T]``.
-            attention_mask: ``[B, T]``, nonzero where there is a token (default: everywhere);
-                or ``[B, T, T]``, nonzero where query (first) may look at key (second).
-            token_type_ids: ``[B, T]``; zeros by default.
-            position_ids: ``[B, T]`` or ``[1, T]``; 0, 1, 2, … by default.
+            input_ids: token ids ``[B, T]``.
+            attention_mask: ``[B, T]``, nonzero for real tokens (by default all are real);
+                or ``[B, T, T]``, nonzero where a query (axis 1) may attend to a key (axis 2).
+            token_type_ids: token types ``[B, T]``; zeros by default.
+            position_ids: positions ``[B, T]`` or ``[1, T]``; 0, 1, 2, … by default.
 
         Raises:
-            UserInputError: More tokens than the model has positions, or ids that are not
-                ``[B, T]``.
+            UserInputError: there are more tokens than the model has positions, or ``input_ids`` is
+                not ``[B, T]``.
         """
         input_ids = jnp.asarray(input_ids)
         if input_ids.ndim != 2:
@@ -333,7 +333,7 @@ BERT = Family(
     make=_make,
     prefixes=("bert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
-    # Buffers that count 0, 1, 2, …, and the heads on top of the encoder.
+    # Buffers of positions and token types, and the heads on top of the encoder.
     ignored=(
         "embeddings.position_ids", "embeddings.token_type_ids",
         "cls.*", "classifier.*", "qa_outputs.*",

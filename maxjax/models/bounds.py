@@ -1,7 +1,7 @@
-"""What the numbers of a configuration may be, by what the tensors of its file hold.
+"""Checks the numbers of a configuration against the tensors of its checkpoint.
 
-A number costs memory and time before it is seen not to fit: tables of rope, a Module for each layer and
-expert. So it is compared with the file first.
+A number that is too large would cost memory and time before it is seen not to fit (tables of RoPE, a
+Module for each layer and expert), so it is compared with the tensors first.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def check_bounds(
     *,
     path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Compares the numbers of a configuration that count something in its tensors.
+    """Compares those numbers of a configuration that count something in its tensors.
 
-    What is no whole number is left to :meth:`ModelConfig.from_dict`, which names it too.
+    Values that are not integers are left to :meth:`ModelConfig.from_dict`, which names them too.
 
     Args:
-        config: Its class, whose fields say what they count (``setting(held=...)``).
-        raw: The content of the file.
-        tensors: Name → shape, counted in weights.
+        config: class of the configuration, whose fields say what they count (``setting(held=...)``).
+        raw: content of the file.
+        tensors: logical shape of each tensor (in weights, not bytes), by name.
+        path: path of the file, for messages.
 
     Raises:
-        CheckpointMismatchError: A number is more than the tensors hold; the message has both.
+        CheckpointMismatchError: a number is more than the tensors hold; the message has both.
 
     Example:
         >>> from maxjax.models import LlamaConfig

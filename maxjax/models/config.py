@@ -1,4 +1,4 @@
-"""Configuration files: JSON read strictly, frozen dataclasses made of it."""
+"""Configuration files: JSON that is read strictly and becomes frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from ..errors import CheckpointFormatError
 from ..storage.strict_json import load_json
 
-# JAX counts in 32 bits; no size in a configuration can be more.
+# JAX indexes with 32-bit integers, so no size in a configuration can be larger.
 _MAX_SIZE = 2**31 - 1
 
 
@@ -21,10 +21,10 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a JSON file that holds one object ``{…}``, read strictly.
 
     Raises:
-        CheckpointFormatError: It is not JSON, a key stands twice, or it is no object.
-        CheckpointError: It is missing, unreadable, or over a limit.
+        CheckpointFormatError: the file is not JSON, has a key twice, or does not hold an object.
+        CheckpointError: the file is missing, unreadable, or over a limit.
     """
-    # Published configurations hold an Infinity here and there; a number that is used is checked.
+    # Some published configurations hold Infinity; numbers that are used are checked below.
     value = load_json(path, allow_nan=True)
     if not isinstance(value, dict):
         found = type(value).__name__
@@ -41,12 +41,15 @@ def setting(
     held: str | None = None,
     also: tuple[str, ...] = (),
 ) -> Any:
-    """A field of a configuration: its key in the file, where that differs, and its range.
+    """A field of a configuration, with its key in the file and its range.
 
     Args:
-        held: What of the file's tensors the number counts, and so cannot be more than: "axis" along
-            one of them, or "layers" in their names.
-        also: Other keys that may say the same.
+        key: key in the file, if it differs from the field's name.
+        default: value if the file does not have the key; without it the key is required.
+        minimum, maximum: range of a number, both ends included.
+        held: what the number counts in the checkpoint's tensors, which therefore limit it: "axis"
+            (the length of an axis) or "layers" (the layers in their names).
+        also: other keys for the same setting.
     """
     metadata = {"key": key, "minimum": minimum, "maximum": maximum, "held": held, "also": also}
     return dataclasses.field(default=default, metadata=metadata)
@@ -54,7 +57,7 @@ def setting(
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What a model family takes from its ``config.json``; subclasses declare the fields.
+    """The settings that a model family reads from ``config.json``; subclasses declare the fields.
 
     Annotations are ``int``, ``float``, ``bool``, ``str``, or one of them ``| None``.
 
@@ -73,12 +76,12 @@ class ModelConfig:
         (expected int, found '8')
     """
 
-    # What a file means by a key that it leaves out, where null there means something else.
+    # Values of keys that a file leaves out, for keys where null means something else.
     unsaid: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """What a file means by each key that it leaves out, where it means anything."""
+        """The default of each key that a file may leave out, for keys that have one."""
         fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]
         found = {field.metadata.get("key") or field.name: field.default for field in fields}
         said = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
@@ -86,18 +89,18 @@ class ModelConfig:
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """Where a file's numbers are, and the keys of those that count nothing in its model."""
+        """The object that holds a file's numbers, and the keys of numbers that its model does not use."""
         return raw, frozenset()
 
     @classmethod
     def from_dict(
         cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
     ) -> Self:
-        """Picks the declared fields out of ``raw``; ``null`` counts as absent.
+        """Reads the declared fields from ``raw``; ``null`` counts as absent.
 
         Raises:
-            CheckpointFormatError: A key is missing, of the wrong type or out of range, or
-                the values do not go together; names the key.
+            CheckpointFormatError: a key is missing, of the wrong type or out of range, or
+                values contradict each other; the message names the key.
         """
         raw = {**cls.unsaid, **raw}
         types_of = typing.get_type_hints(cls)
@@ -116,7 +119,7 @@ class ModelConfig:
 
 
 def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path: Any) -> Any:
-    """``value`` if it is of the type and in the range of its field."""
+    """``value``, checked against the type and the range of its field."""
     kinds = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
     if float in kinds and type(value) is int:
         value = float(value) if abs(value) < 2**53 else math.inf
@@ -139,7 +142,7 @@ def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path
 
 
 def _short(value: Any, limit: int = 60) -> str:
-    # Not repr(value) of everything: a nested value from a file can be megabytes.
+    # repr(value) of a nested value from a file can be megabytes, so only scalars are shown.
     if not isinstance(value, (str, int, float, bool)):
         return type(value).__name__
     text = repr(value)

@@ -1,8 +1,7 @@
-"""What a model family knows of its checkpoints, and the Module that reads them.
+"""``Family`` describes the checkpoints of a model family; ``PretrainedModel`` is the Module that loads them.
 
-Attributes are spelled as in the checkpoint, so there is little to do: some tensors are
-known and not needed, some files put a prefix before every name, and old ones call a few
-things otherwise.
+A model's attributes are spelled as in its checkpoint, so few names need a change: some tensors are
+ignored, some files put a prefix before every name, and old files use other names for some tensors.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from ..nn.linear import Linear
 from .config import ModelConfig
 from .gguf import hf_tensors
 
-# Layers whose arithmetic takes packed weights.
+# Layers that compute with quantised weights.
 _TAKES_BLOCKS = (Linear, Embedding)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models.
+    """A family of models: its configuration, its Module, and the tensor names of its checkpoints.
 
     Attributes:
-        model_type: Its name in a configuration's ``model_type``.
-        architectures: The classes in ``architectures`` whose weights it can read.
-        config: The dataclass of its settings.
+        model_type: ``model_type`` in a ``config.json`` of this family.
+        architectures: names in ``architectures`` of a ``config.json`` whose weights it can read.
+        config: dataclass of its settings.
         make: ``make(config, names, dtype, reduce_dtype)`` → a lazy Module, where ``names``
             are the checkpoint's tensors after :meth:`adapt`: optional parts are built
-            when their tensors are there.
-        prefixes: Stripped from the front of names, the first that fits.
-        renamed: (old, new) ends of names.
-        ignored: Patterns of tensors that are known and not needed, ``*`` for anything.
-        tied: The weight of the head, and that of the table of embeddings that it is where the
-            configuration ties the two.
-        bare: What checkpoints of the model below its head leave out at the front of names, and how
-            these begin then.
+            if their tensors are present.
+        prefixes: prefixes of tensor names; the first that matches is removed.
+        renamed: (old, new) suffixes of tensor names.
+        ignored: patterns of tensors that are known and not needed; ``*`` matches anything.
+        tied: names of the head's weight and of the embedding table's weight, which are one weight
+            where the configuration ties them.
+        bare: prefix that checkpoints of the model without its head leave out of tensor names, and
+            how their names begin then.
     """
 
     model_type: str
@@ -62,7 +61,7 @@ class Family:
     bare: tuple[str, tuple[str, ...]] = ("", ())
 
     def name(self, tensor: str) -> str | None:
-        """The weight's name for a tensor of the checkpoint, or None for one that is ignored."""
+        """The model's name of a checkpoint tensor, or None if the tensor is ignored."""
         for prefix in self.prefixes:
             if tensor.startswith(prefix):
                 tensor = tensor[len(prefix) :]
@@ -78,7 +77,7 @@ class Family:
         return tensor
 
     def is_bare(self, names: Iterable[str]) -> bool:
-        """Whether tensors of these names are the model below its head, and nothing else."""
+        """Whether tensors of these names are the model without its head, and nothing else."""
         starts = self.bare[1]
         kept = [name for name in names if self.name(name) is not None]
         return bool(starts and kept) and all(name.startswith(starts) for name in kept)
@@ -89,10 +88,10 @@ class Family:
         return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
 
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a checkpoint by the names its weights have in the model.
+        """The values of a checkpoint by the model's names of its weights.
 
         Raises:
-            CheckpointFormatError: Two tensors would be one weight.
+            CheckpointFormatError: two tensors have the same name in the model.
         """
         adapted: dict[str, Any] = {}
         origin: dict[str, str] = {}
@@ -110,9 +109,9 @@ class Family:
 
 
 def tensors(weights: Weights) -> dict[str, WeightData]:
-    """What a cursor holds, by name from there on; nothing is read.
+    """The tensors below a ``Weights`` cursor, by their names relative to it; nothing is read.
 
-    Of a whole GGUF file the names and layouts are those of Hugging Face's checkpoints.
+    At the root of a GGUF file, names and layouts are those of Hugging Face's checkpoints.
     """
     if isinstance(weights, GGUFWeights) and not weights.name:
         return hf_tensors(weights)
@@ -120,9 +119,9 @@ def tensors(weights: Weights) -> dict[str, WeightData]:
 
 
 def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
-    """The tensors of a tied model: of head and table the table alone, by its name.
+    """The tensors of a tied model: the embedding table without the head, by the table's name.
 
-    A file may hold either; of one that holds both, the table counts.
+    A file may hold either of the two; if it holds both, the table is used.
 
     Example:
         >>> one_head({"head": 1, "norm": 2}, ("head", "table"))
@@ -136,7 +135,7 @@ def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
 
 
 def main_dtype(found: Mapping[str, Any]) -> DType | None:
-    """The float type that most of the values of a checkpoint, or of a model's weights, have."""
+    """The float dtype of most values of a checkpoint or of a model's weights; None without floats."""
     sizes: dict[DType, int] = {}
     for data in found.values():
         if data.dtype.is_float():
@@ -145,10 +144,10 @@ def main_dtype(found: Mapping[str, Any]) -> DType | None:
 
 
 def check_loaded(model: Any) -> None:
-    """Refuses a model that has placeholders for weights.
+    """Checks that a model's weights are loaded.
 
     Raises:
-        UserInputError: It has.
+        UserInputError: a weight is still a placeholder.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
         raise UserInputError(
@@ -157,18 +156,17 @@ def check_loaded(model: Any) -> None:
 
 
 class PretrainedModel(Module):
-    """A whole model of a family, which loads that family's checkpoints as they are."""
+    """Base class of complete models, which load the checkpoints of their family unchanged."""
 
     family: ClassVar[Family]
-    # As text: what a definition compares must be quick to compare.
+    # JSON text, because a Module's definition is compared often and text compares quickly.
     _config_text: str | None = None
 
     @property
     def hf_config(self) -> dict[str, Any] | None:
         """The content of the ``config.json`` it was built with, or None; a new dict each time.
 
-        The architecture named there is that of what the model holds: the base model of a
-        checkpoint of which only that was read.
+        ``architectures`` names what the model holds: the base model's class if it has no head.
         """
         return None if self._config_text is None else json.loads(self._config_text)
 
@@ -183,19 +181,19 @@ class PretrainedModel(Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Weights, *, tie: bool | None = None, **options: Any
     ) -> Any:
-        """As :meth:`Module.load_state_dict`, after the family's table has been applied.
+        """:meth:`Module.load_state_dict` for tensors named as in the family's checkpoints.
 
-        Known and unneeded tensors are left out, prefixes stripped, old names replaced. Packed
-        blocks are decoded for a weight that is not packed.
+        Ignored tensors are left out, prefixes removed and old names replaced. Quantised values
+        are dequantised for a weight that is not quantised.
 
         Args:
-            tie: Of a model whose head is its table of embeddings, and values that name both: None
-                refuses a head that differs, True leaves it aside.
+            tie: what to do with a tied model's head if ``state_dict`` holds both it and the
+                embedding table: None refuses a head that differs, True ignores the head.
 
         Raises:
-            CheckpointMismatchError: Names, shapes or dtypes do not fit (a ValueError), or the
-                head differs from the table that it is tied to.
-            CheckpointError: The checkpoint cannot be read.
+            CheckpointMismatchError: names, shapes or dtypes do not fit (a ValueError), or the
+                head differs from the embedding table that it is tied to.
+            CheckpointError: the checkpoint cannot be read.
         """
         path = state_dict._path if isinstance(state_dict, Weights) else None
         found = tensors(state_dict) if isinstance(state_dict, Weights) else state_dict
@@ -209,7 +207,7 @@ class PretrainedModel(Module):
             raise CheckpointMismatchError(problem, path=path) from None
 
     def _tied(self, found: Mapping[str, Any], tie: bool | None) -> Mapping[str, Any]:
-        """What a tied model takes of values that name its head."""
+        """The values that a tied model loads, without those of its head."""
         (head, table), weights = self.family.tied, self.raw_state_dict()
         if head not in found or head in weights or table not in weights:
             return found
@@ -223,7 +221,7 @@ class PretrainedModel(Module):
         return one_head(found, self.family.tied)
 
     def _decoded(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """The values, those of packed blocks in the float type of a weight that has no encoding."""
+        """The values, dequantised where the model's weight is a float without an encoding."""
         weights = self.raw_state_dict()
         changed = dict(found)
         for name, data in found.items():
@@ -235,9 +233,9 @@ class PretrainedModel(Module):
         return changed
 
     def _take_dtypes(self, found: Mapping[str, WeightData]) -> None:
-        """Gives each placeholder the float type its tensor has in the checkpoint, or its blocks.
+        """Gives each placeholder the float dtype, or the quantisation, of its tensor in the checkpoint.
 
-        Only layers whose arithmetic takes blocks keep them.
+        Weights stay quantised only in layers that compute with quantised weights.
         """
         modules = [m for _, m in self.named_modules()]
         packs = {

@@ -1,9 +1,9 @@
 """Gemma 1, 2 and 3 (text). Attributes are named as in Hugging Face's checkpoints.
 
-All three scale their embeddings by √hidden_size, rounded to the model's type, and have norms that
-multiply by ``1 + weight``. Gemma 2 adds norms after attention and MLP, soft caps, and a window for
-every other layer; Gemma 3 norms of queries and keys, and a rope of its own for the layers with a
-window, which are five of six.
+All three scale their embeddings by √hidden_size, rounded to the model's dtype, and have norms that
+multiply by ``1 + weight``. Gemma 2 adds norms after attention and MLP, soft caps, and a sliding
+window for every other layer. Gemma 3 adds norms of queries and keys, and a separate RoPE for the
+layers with a sliding window, which are five of six.
 
 Sources: arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786.
 """
@@ -25,23 +25,23 @@ from .family import Family, PretrainedModel
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"
-# What transformers reads of Gemma 3's base frequencies where a file does not say.
+# transformers' defaults for Gemma 3's base frequencies.
 _THETA, _LOCAL_THETA = 1e6, 1e4
-# Where the part that reads text lies in files of models that also see, and what it is called here.
+# Prefixes of the text model in files of multimodal models, and their replacements here.
 _PLACES = (("language_model.", ""), ("model.language_model.", "model."))
 _SIGHT = ("vision_tower.*", "multi_modal_projector.*")
-# What such a file says beside the part's settings and is about it too.
+# Top-level keys of a multimodal configuration that also apply to its text model.
 _BESIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
 
 
 @dataclass(frozen=True)
 class GemmaConfig(DecoderConfig):
-    """The settings of a Gemma, with Hugging Face's defaults for what files leave out.
+    """The settings of a Gemma, with Hugging Face's defaults for missing keys.
 
-    ``embedding_scale`` follows from ``hidden_size``, whatever is passed.
+    ``embedding_scale`` is computed from ``hidden_size``, whatever is passed.
 
     Raises:
-        UnsupportedModelError: From a file: a Gemma whose tokens also look ahead.
+        UnsupportedModelError: a file asks for bidirectional attention.
     """
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
@@ -58,29 +58,30 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """No window and no biases of the MLP."""
+        """A Gemma 1 has no sliding window, and its MLP no biases."""
         if raw.get("use_bidirectional_attention"):
             raise UnsupportedModelError(
                 "'use_bidirectional_attention' is set: tokens look back only here"
             )
-        # The first releases say "gelu" and mean its approximation.
+        # The first releases say "gelu" and mean its tanh approximation.
         act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
         return {"hidden_act": act, "mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)
 class Gemma2Config(GemmaConfig):
-    """The settings of a Gemma 2: every other layer looks through the window, the first among them.
+    """The settings of a Gemma 2: every other layer has the sliding window, starting with the first.
 
     Attributes:
-        query_pre_attn_scalar: Queries are divided by its root; ``query_scale`` follows from it.
+        query_pre_attn_scalar: number by whose square root queries are divided; ``query_scale`` is
+            computed from it.
 
     Raises:
-        ValueError: Layers look through a window, and ``sliding_window`` is None.
+        ValueError: layers have a sliding window, and ``sliding_window`` is None.
     """
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
-    # What null in a file takes away; left out, the default holds.
+    # Fields that null in a file sets to None; without the key they keep their defaults.
     taken_away: ClassVar[Mapping[str, str]] = {
         "attn_logit_softcapping": "attn_soft_cap",
         "final_logit_softcapping": "logit_soft_cap",
@@ -99,20 +100,20 @@ class Gemma2Config(GemmaConfig):
         if not self.slides:
             slides = (bool((i + 1) % self.period) for i in range(self.num_layers))
             object.__setattr__(self, "slides", tuple(slides))
-        if not any(self.slides):  # A window that no layer looks through is none.
+        if not any(self.slides):  # A window that no layer uses is dropped.
             object.__setattr__(self, "sliding_window", None)
         super().__post_init__()
 
     @property
     def period(self) -> int:
-        """Every so-manieth layer sees everything, where no list says which."""
+        """Every ``period``-th layer sees all tokens, unless ``layer_types`` lists the layers."""
         return 2
 
     @classmethod
     def from_dict(
         cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
     ) -> Self:
-        """As of DecoderConfig; a soft cap that is null is none."""
+        """:meth:`DecoderConfig.from_dict`, in which null means no soft cap and no window."""
         found = super().from_dict(raw, path=path)
         taken = [field for key, field in cls.taken_away.items() if raw.get(key, 0) is None]
         try:
@@ -122,7 +123,7 @@ class Gemma2Config(GemmaConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Which layers look through the window, if the file lists them."""
+        """The layers with a sliding window, if the file lists them."""
         found = super().derived(raw)
         del found["hidden_act"], found["sliding_window"]
         return {**found, "slides": slides_of(raw, ())}
@@ -130,16 +131,17 @@ class Gemma2Config(GemmaConfig):
 
 @dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
-    """The settings of a Gemma 3's text model: all but every sixth layer look through the window.
+    """The settings of a Gemma 3's text model: all but every sixth layer have the sliding window.
 
-    A file of a model that also sees is read too: its ``text_config``.
+    Of a multimodal model's file, ``text_config`` is read.
 
     Attributes:
-        sliding_window_pattern: Every so-manieth layer sees everything, where no list says which.
-        local_rope: Of the layers that look through the window.
+        sliding_window_pattern: n, where every n-th layer sees all tokens, unless ``layer_types``
+            lists the layers.
+        local_rope: RoPE of the layers with the sliding window.
     """
 
-    # The published models that also see leave out many settings of the part that reads.
+    # The published multimodal models leave out many settings of the text model.
     unsaid: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
         "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -147,7 +149,7 @@ class Gemma3Config(Gemma2Config):
 
     max_position_embeddings: int = setting(default=131_072, minimum=1)
     sliding_window_pattern: int = setting(default=6, minimum=1, maximum=1000)
-    # transformers has a setting for it too, and never looks at it.
+    # transformers has a setting for it too, but never uses it.
     attn_soft_cap: float | None = own(None)
     logit_soft_cap: float | None = setting("final_logit_softcapping", default=None, minimum=1e-3)
     qk_norm: bool = own(True)
@@ -156,14 +158,14 @@ class Gemma3Config(Gemma2Config):
 
     @property
     def period(self) -> int:
-        """As the configuration says."""
+        """``sliding_window_pattern``."""
         return self.sliding_window_pattern
 
     @classmethod
     def from_dict(
         cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
     ) -> Self:
-        """As of Gemma 2, from the part of the configuration that is about text."""
+        """:meth:`Gemma2Config.from_dict` for the text model's part of the configuration."""
         try:
             text = text_settings(raw)
         except ValueError as error:
@@ -172,7 +174,7 @@ class Gemma3Config(Gemma2Config):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """In the part of the configuration that is about text."""
+        """The text model's part of the configuration."""
         try:
             return text_settings(raw), frozenset()
         except ValueError:  # from_dict says so
@@ -180,7 +182,7 @@ class Gemma3Config(Gemma2Config):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """One for layers that see everything, one for those with a window; in both spellings."""
+        """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
             raise ValueError(f"'rope_parameters' is not an object but {type(given).__name__}")
@@ -190,7 +192,7 @@ class Gemma3Config(Gemma2Config):
                 f"'rope_parameters' of a Gemma 3 with {wrong[0]!r} for all layers: it has one "
                 f"object each for 'full_attention' and {_SLIDING!r}"
             )
-        # Only the layers that see everything are stretched by the old spelling.
+        # In the old spelling, ``rope_scaling`` applies only to the layers that see all tokens.
         both = {key: raw[key] for key in ("partial_rotary_factor",) if raw.get(key)}
         far = {**both, **_part(given, "full_attention"), **_part(raw, "rope_scaling")}
         near = {**both, **_part(given, _SLIDING)}
@@ -206,7 +208,7 @@ class Gemma3Config(Gemma2Config):
 
 
 def _part(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under a key; empty where there is none."""
+    """The object under a key, or an empty one if the key is missing."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"'{key}' is not an object but {type(found).__name__}")
@@ -214,10 +216,10 @@ def _part(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the text model in that of a Gemma 3 that also sees.
+    """The text model's configuration, taken from that of a multimodal Gemma 3 if it is one.
 
     Raises:
-        ValueError: There is none where there should be.
+        ValueError: a multimodal configuration has no ``text_config``.
 
     Example:
         >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
@@ -233,7 +235,7 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Gemma(Decoder):
-    """A Gemma, the first of them.
+    """A Gemma 1 language model.
 
     Example:
         >>> Gemma(GemmaConfig(100, 8, 16, num_layers=2, num_heads=2)).lm_head.weight.shape
@@ -242,7 +244,7 @@ class Gemma(Decoder):
 
 
 class Gemma2(Decoder):
-    """A Gemma 2.
+    """A Gemma 2 language model.
 
     Example:
         >>> config = Gemma2Config(100, 8, 16, num_layers=4, num_heads=2)
@@ -252,7 +254,7 @@ class Gemma2(Decoder):
 
 
 class Gemma3(Decoder):
-    """The text model of a Gemma 3; of checkpoints that also see, the rest is left alone.
+    """The text model of a Gemma 3. The vision part of multimodal checkpoints is ignored.
 
     Example:
         >>> config = Gemma3Config(100, 8, 16, num_layers=7, num_heads=2)
@@ -262,17 +264,17 @@ class Gemma3(Decoder):
 
     @PretrainedModel.hf_config.getter
     def hf_config(self) -> dict[str, Any] | None:
-        """As of every model; of one that also sees, the part that is about text."""
+        """:attr:`PretrainedModel.hf_config`; of a multimodal model, the text model's part."""
         config = super().hf_config
         return None if config is None else dict(text_settings(config))
 
 
 @dataclass(frozen=True)
 class _TextFamily(Family):
-    """A family some of whose files hold more than text, and the part that reads in a place apart."""
+    """A family whose files may be multimodal, with the text model's tensors under a prefix."""
 
     def name(self, tensor: str) -> str | None:
-        """As of every family, from where the part lies."""
+        """:meth:`Family.name` after the prefix of the text model is replaced."""
         for place, instead in _PLACES:
             if tensor.startswith(place):
                 return super().name(instead + tensor[len(place) :])
@@ -303,7 +305,7 @@ GEMMA3 = Gemma3.family = _TextFamily(
     bare=BARE,
     ignored=(*KNOWN, *_SIGHT, *(f"model.{name}" for name in _SIGHT)),
 )
-# The same model, out of files that hold its eyes too.
+# The same text model, read from multimodal checkpoints.
 GEMMA3_SEEING = dataclasses.replace(
     GEMMA3, model_type="gemma3", architectures=("Gemma3ForConditionalGeneration",)
 )

@@ -1,10 +1,11 @@
 """GPT-2. Attributes are named as in Hugging Face's checkpoints.
 
-Learned positions, LayerNorm, biases everywhere, and maps whose weights are stored ``[in, out]``.
+It has learned positions, LayerNorm, biases everywhere, and linear layers whose weights are stored
+``[in, out]``.
 
 Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
-Shapes: B sequences, T tokens, H heads, width D, hidden size E, n positions.
+Shapes: B sequences, T tokens, H heads of width D, hidden size E.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from .decoder.model import Decoder, DecoderModel, make
 from .decoder.rope import Rope
 from .family import Family
 
-# What newer files may call a setting, and what GPT-2's call it.
+# Keys that newer files may use, and GPT-2's own keys for the same settings.
 _SPELLINGS = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }  # fmt: skip
-# Parts of the whole, where a file of the bare model leaves out what comes before them.
+# Beginnings of tensor names in files of the model without its head, which omit "transformer.".
 _PARTS = ("wte.", "wpe.", "h.", "ln_f.")
 
 
 @dataclass(frozen=True)
 class GPT2Config(DecoderConfig):
-    """The settings of a GPT-2, with Hugging Face's defaults for what files leave out.
+    """The settings of a GPT-2, with Hugging Face's defaults for missing keys.
 
     Attributes:
-        intermediate_size: ``4 · hidden_size`` where it is not said.
-        scale_attn_weights: Whether scores are divided by ``√head_dim``.
-        scale_attn_by_inverse_layer_idx: Whether those of layer i are divided by i + 1 as well.
+        intermediate_size: inner features of the MLP; ``4 · hidden_size`` by default.
+        scale_attn_weights: whether scores are divided by ``√head_dim``.
+        scale_attn_by_inverse_layer_idx: whether scores of layer i are also divided by i + 1.
 
     Example:
         >>> config = GPT2Config.from_dict({"n_embd": 8, "n_head": 2, "n_layer": 3})
@@ -102,10 +103,10 @@ class GPT2Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Both spellings of counts, and no rope.
+        """The counts in either spelling, and no RoPE.
 
         Raises:
-            UnsupportedModelError: It looks at the states of an encoder too.
+            UnsupportedModelError: the model has cross-attention to an encoder.
         """
         if raw.get("add_cross_attention"):
             raise UnsupportedModelError("'add_cross_attention': a GPT-2 with an encoder")
@@ -114,11 +115,11 @@ class GPT2Config(DecoderConfig):
 
 
 class Conv1D(Module):
-    """A linear map whose weight is stored ``[in, out]``: ``x @ weight + bias``.
+    """A linear layer whose weight is stored ``[in, out]``: ``x @ weight + bias``.
 
-    The weight stays as files have it. On a CPU one row takes half as long again as with the kernel
-    for ``[out, in]`` in float32 (turned over at each call, twenty times), and in bfloat16, which
-    XLA widens first, nearly thirty times: there float32 is the faster type.
+    The weight keeps the layout of the files. On a CPU, compared with the kernel for ``[out, in]``,
+    one row takes 1.5 times as long in float32 (transposing at each call would take 20 times as
+    long), and nearly 30 times as long in bfloat16, which XLA widens first: there float32 is faster.
 
     Attributes:
         weight: Weight ``[in_dim, out_dim]``.
@@ -137,7 +138,7 @@ class Conv1D(Module):
         self.bias = Weight("bias", dtype, (out_dim,), DeviceRef.CPU())
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., in_dim]`` → ``[..., out_dim]``, summed in float32 and rounded to the type of ``x``."""
+        """``[..., in_dim]`` → ``[..., out_dim]``, summed in float32 and rounded to the dtype of ``x``."""
         weight = jnp.asarray(self.weight)
         mesh = explicit.mesh_of(x, weight)
         run = _product
@@ -147,7 +148,7 @@ class Conv1D(Module):
         return add_bias(run(x, weight), self.bias)
 
     def initializer(self, name: str) -> Any:
-        """Weights normal with standard deviation 0.02, bias zero."""
+        """A normal distribution with standard deviation 0.02 for the weight, zeros for the bias."""
         init = jax.nn.initializers
         return init.zeros if name == "bias" else init.normal(0.02)
 
@@ -163,11 +164,11 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class GPT2Attention(DecoderAttention):
-    """Self-attention with one map for queries, keys and values.
+    """Self-attention with one linear layer for queries, keys and values.
 
     Attributes:
-        c_attn: Queries, keys and values side by side, ``[E, 3 H D]``.
-        c_proj: What comes after the attention.
+        c_attn: linear layer of queries, keys and values side by side, weight ``[E, 3 H D]``.
+        c_proj: output projection.
     """
 
     def __init__(self, config: GPT2Config, number: int, dtype: DType):
@@ -178,21 +179,21 @@ class GPT2Attention(DecoderAttention):
         self.rope = "none"
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
-        """The two maps."""
+        """Makes ``c_attn`` and ``c_proj``."""
         self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size, dtype)
         self.c_proj = Conv1D(config.hidden_size, config.hidden_size, dtype)
 
     @property
     def o_proj(self) -> Conv1D:
-        """``c_proj``, by the name that other decoders have for it."""
+        """``c_proj`` under its name in other decoders."""
         return self.c_proj
 
     def head_axes(self) -> tuple[str, ...]:
-        """As of every decoder; the weight of ``c_attn`` has its heads along its columns."""
+        """:meth:`DecoderAttention.head_axes`, from the columns of ``c_attn``, which hold the heads."""
         return self._axes_of(self.c_attn.weight, 1)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """By whole heads."""
+        """Splits the weights between heads."""
         heads = Segment.head_aware(self.num_heads, self.head_dim)
         return {
             "c_attn.weight": Split(ShardingStrategy.segmented(1, 1, [heads] * 3)),
@@ -202,11 +203,11 @@ class GPT2Attention(DecoderAttention):
         }
 
     def project(self, x: jax.Array) -> list[jax.Array]:
-        """Queries, keys and values ``[..., H, D]`` each."""
+        """``[..., E]`` → queries, keys and values ``[..., H, D]`` each."""
         weight = self.c_attn.weight
         y = self.c_attn(x)  # [..., 3 H D]
-        # Parts of the weight on the devices do not end where queries and keys do: what they give
-        # is little, and goes to all of them.
+        # The weight's shards do not end where queries and keys do, so the result, which is small,
+        # is gathered on every device.
         y = placed(last_axis_whole(y, weight, 1), -1, ())
         return [
             placed(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
@@ -225,7 +226,7 @@ class GPT2MLP(Module):
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size, dtype)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """What is between the maps is split."""
+        """Splits the inner features."""
         return {
             "c_fc.weight": Split(ShardingStrategy.columnwise(1)),
             "c_fc.bias": Split(ShardingStrategy.rowwise(1)),
@@ -255,7 +256,7 @@ class GPT2Block(Module):
     def __call__(
         self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """(``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
+        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
         x, cached = carry
         y, cached = self.attn(self.ln_1(x), step, cached, layer)
         x = x + y
@@ -263,17 +264,17 @@ class GPT2Block(Module):
 
 
 def _also(name: str) -> Any:
-    """An attribute of GPT-2's by the name that other decoders have for it."""
+    """A property that gives an attribute of GPT-2 its name in other decoders."""
     return property(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
 
 
 class GPT2Transformer(DecoderModel):
-    """Embeddings of words and positions, layers, norm: what Hugging Face's files call ``transformer``.
+    """Embeddings of tokens and positions, layers and final norm: ``transformer`` in Hugging Face's files.
 
     Attributes:
-        wte, wpe: Tables of words and of positions.
-        h: The layers.
-        ln_f: The last norm.
+        wte, wpe: embedding tables of tokens and of positions.
+        h: the layers.
+        ln_f: the last norm.
     """
 
     embed_tokens, layers, norm = _also("wte"), _also("h"), _also("ln_f")
@@ -288,21 +289,21 @@ class GPT2Transformer(DecoderModel):
         self.ln_f = _norm(config, dtype)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Positions are few: every device has all."""
+        """Replicates the table of positions, which is small."""
         return {"wpe.weight": Split(ShardingStrategy.replicate(1))}
 
     def embed(self, ids: jax.Array, step: Step) -> jax.Array:
-        """As of :class:`DecoderModel`, with positions. Of one that is not learned: the last one's."""
+        """Token plus position embeddings. Beyond the learned positions, the last one is used."""
         positions = step.positions(1 if ids.ndim == 1 else ids.shape[1])  # [B or 1, T]
         positions = positions[:, 0] if ids.ndim == 1 else positions
-        # NaN here would reach other tokens: attention multiplies by zero what is not to be seen.
+        # NaN here would reach other tokens, because attention multiplies masked values by zero.
         where = self.wpe(jnp.minimum(positions, self.max_length - 1))
         return self.wte(ids).astype(self.dtype.np) + where.astype(self.dtype.np)
 
     def __call__(
         self, ids: jax.Array, step: Step, cached: Cached, at: jax.Array | None = None
     ) -> tuple[jax.Array, Cached]:
-        """As of :class:`DecoderModel`; of tokens at positions that are not learned it is NaN."""
+        """As :class:`DecoderModel`; states of tokens beyond the learned positions are NaN."""
         x, cached = super().__call__(ids, step, cached, at)
         fits = step.positions(1 if ids.ndim == 1 else ids.shape[1]) < self.max_length  # [B or 1, T]
         if at is not None and ids.ndim == 2:
@@ -313,11 +314,11 @@ class GPT2Transformer(DecoderModel):
 
 
 class GPT2(Decoder):
-    """A GPT-2.
+    """A GPT-2 language model.
 
-    ``model`` and ``model.layers`` are ``transformer`` and ``transformer.h``, as other code calls
-    them. A text longer than ``max_length`` is refused where the numbers are known, outside of
-    ``jax.jit``; inside it, logits of tokens beyond are NaN.
+    ``model`` and ``model.layers`` are ``transformer`` and ``transformer.h`` under their names in
+    other decoders. A sequence longer than ``max_length`` is refused outside of ``jax.jit``, where
+    lengths are known; inside it, logits of tokens beyond are NaN.
 
     Example:
         >>> model = GPT2(GPT2Config(100, 8, num_layers=2, num_heads=2))
@@ -333,10 +334,10 @@ class GPT2(Decoder):
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
     ) -> Any:
-        """As of :class:`Decoder`.
+        """As a call of :class:`Decoder`.
 
         Raises:
-            UserInputError: As of Decoder; or a token would come after the last learned position.
+            UserInputError: as for Decoder, or a token is beyond the last learned position.
         """
         shape = getattr(ids, "shape", ())
         if cache is None and lengths is None and len(shape) == 2:
@@ -364,7 +365,7 @@ GPT2_FAMILY = GPT2.family = Family(
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     config=GPT2Config,
     make=make(GPT2),
-    # Masks, which old files hold.
+    # Attention masks that old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
     bare=("transformer.", _PARTS),
     tied=("lm_head.weight", "transformer.wte.weight"),

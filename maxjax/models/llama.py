@@ -1,4 +1,4 @@
-"""Llama 1 to 3: the decoder of ``decoder/`` as it stands. Attributes are named as in its checkpoints.
+"""Llama 1 to 3: the decoder of ``decoder/`` unchanged. Attributes are named as in its checkpoints.
 
 Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783.
 """
@@ -16,16 +16,16 @@ from .family import Family
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """The settings of a Llama, with Hugging Face's defaults for what files leave out."""
+    """The settings of a Llama, with Hugging Face's defaults for missing keys."""
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Llama has no window, whatever its file says."""
+        """A Llama has no sliding window, whatever its file says."""
         return {"sliding_window": None}
 
 
 class Llama(Decoder):
-    """A Llama.
+    """A Llama language model.
 
     Example:
         >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))

@@ -1,4 +1,4 @@
-"""Mistral 7B: a Llama whose layers look back through a window, with fewer heads of keys and values.
+"""Mistral 7B: a Llama with sliding-window attention and fewer KV heads than query heads.
 
 Source: arXiv:2310.06825.
 """
@@ -17,7 +17,7 @@ from .family import Family
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
-    """The settings of a Mistral: all its layers look back through the window, if there is one."""
+    """The settings of a Mistral: all its layers have the sliding window, if there is one."""
 
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
@@ -26,12 +26,12 @@ class MistralConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """There are no biases, whatever its file says."""
+        """A Mistral has no biases, whatever its file says."""
         return {"attention_bias": False, "mlp_bias": False}
 
 
 class Mistral(Decoder):
-    """A Mistral.
+    """A Mistral language model.
 
     Example:
         >>> config = MistralConfig(100, 16, 32, num_layers=2, num_heads=8, sliding_window=4)

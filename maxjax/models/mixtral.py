@@ -29,12 +29,12 @@ class MixtralConfig(MoEConfig):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """Its experts are as wide as the MLP of other models, whatever else a file says."""
+        """``moe_intermediate_size`` is not used: its experts have the width ``intermediate_size``."""
         return raw, frozenset({"moe_intermediate_size"})
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts; there are no biases, whatever its file says."""
+        """The experts; a Mixtral has no biases, whatever its file says."""
         return {
             "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
             "moe_intermediate_size": None, "norm_topk_prob": True,
@@ -43,11 +43,11 @@ class MixtralConfig(MoEConfig):
 
 
 class MixtralLayer(MoELayer):
-    """A layer of a Mixtral: its second half is called ``block_sparse_moe``."""
+    """A layer of a Mixtral, whose checkpoints call the mixture of experts ``block_sparse_moe``."""
 
     @property
     def mlp(self) -> Any:
-        """The second half."""
+        """The mixture of experts, ``block_sparse_moe``."""
         return self.block_sparse_moe
 
     @mlp.setter
@@ -56,7 +56,7 @@ class MixtralLayer(MoELayer):
 
 
 class Mixtral(Decoder):
-    """A Mixtral.
+    """A Mixtral language model.
 
     Example:
         >>> model = Mixtral(MixtralConfig(100, 8, 16, num_layers=2, num_heads=2))

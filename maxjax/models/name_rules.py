@@ -1,8 +1,8 @@
-"""How tensors are split over a mesh by their names, as Hugging Face's checkpoints have them.
+"""Sharding rules by tensor names, for checkpoints with Hugging Face's names.
 
-For a model that maxjax has, its Modules know; this table is for all others. It holds what
-Megatron-LM does (arXiv:1909.08053): the first map of a pair by rows, the second by columns,
-attention by whole heads.
+Models that maxjax has are split by the rules of their Modules; this table is for all others. It
+follows Megatron-LM (arXiv:1909.08053): the first linear layer of a pair is split by rows, the second
+by columns, and attention between heads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from ..graph.placement.specs import EXPERTS, TENSOR, Split
 from ..graph.placement.strategy import Segment, ShardingStrategy
 
-# Which side of a map is split (its outputs are the rows of a weight, its inputs the columns),
-# what lies along it, over which axes, and the names of the layers. The first that fits.
+# For each kind of linear layer: which side is split (its outputs are the rows of a weight, its
+# inputs the columns), what lies along that side, over which mesh axes, and the layers' names. The
+# first row that matches is used.
 TABLE = (
     ("out", "values", EXPERTS, "experts.*.gate_proj experts.*.up_proj experts.*.w1 experts.*.w3"),
     ("in", "values", EXPERTS, "experts.*.down_proj experts.*.w2"),
@@ -34,14 +35,14 @@ TABLE = (
     ("table", "values", TENSOR, "embed_tokens word_embeddings wte tok_embeddings lm_head output"),
     ("table", "values", TENSOR, "embed_in embed_out shared"),
 )  # fmt: skip
-# All experts of a layer as one tensor: whole experts, which are its first axis.
+# All experts of a layer as one tensor: it is split between experts, along its first axis.
 STACKED_EXPERTS = "experts.gate_up_proj* experts.down_proj*"
-# Models whose maps have weights [inputs, outputs], and the names of these maps.
+# Models whose linear layers have weights [inputs, outputs], and the names of these layers.
 TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
 TRANSPOSED_MAPS = ("c_attn", "c_fc", "c_proj", "attn.c_proj")
-# Parts of models of several senses: what is in their tensors' names → the key of their settings.
+# Parts of multimodal models: a pattern of their tensors' names → the key of their settings.
 PARTS = {"*vision*.": "vision_config", "*audio*.": "audio_config", "": "text_config"}
-# What the counts are called; the first is today's name.
+# The keys of each count; the first is the current one.
 KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -49,7 +50,7 @@ KEYS = {
     "head_dim": ("head_dim", "d_kv"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
 }
-# Models that read all of their input at once, and so keep no keys and values of it.
+# Encoders, which process all input at once and therefore have no KV cache.
 ENCODERS = frozenset(
     "bert roberta xlm-roberta camembert distilbert albert electra deberta deberta-v2 mpnet "
     "modernbert nomic_bert esm vit".split()
@@ -58,13 +59,13 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class Heads(NamedTuple):
-    """What a configuration says of attention; None for what it does not say.
+    """The sizes of attention in a configuration; None for those that it does not give.
 
     Attributes:
-        layers: How many layers of it there are.
-        heads, kv_heads: H heads of queries, and K of keys and values.
-        head_dim, value_dim: Width of a head of queries and keys, and of one of values.
-        window: The most tokens that a cache keeps for it, if not all.
+        layers: number of layers with attention.
+        heads, kv_heads: H query heads and K KV heads.
+        head_dim, value_dim: width of a head of queries and keys, and of a head of values.
+        window: maximum number of tokens that a cache keeps for it; None: all.
     """
 
     layers: int | None
@@ -76,14 +77,14 @@ class Heads(NamedTuple):
 
 
 def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Patterns of names and how such tensors are split: ``model.to(mesh, rules=...)`` takes them.
+    """The rules for ``model.to(mesh, rules=...)``: patterns of names and how such tensors are split.
 
     Args:
-        config: The content of ``config.json``, for the counts of heads. Without them queries,
-            keys and values are split by rows, wherever their heads end.
+        config: content of ``config.json``, for the numbers of heads. Without them queries,
+            keys and values are split by rows, also inside heads.
 
     Returns:
-        Pattern → ``Split``. What no pattern fits has no strategy.
+        Pattern → ``Split``. A tensor that matches no pattern has no strategy.
 
     Example:
         >>> found = rules({"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64})
@@ -107,7 +108,7 @@ def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _entries(counts: Heads, flipped: tuple[str, ...]) -> Iterator[tuple[str, Split]]:
-    """(name, wish) for the weight and the bias of every layer in the table."""
+    """(Name, Split) for the weight and the bias of every layer in the table."""
     for pattern in STACKED_EXPERTS.split():
         yield pattern, Split(ShardingStrategy.axiswise(0, 1), EXPERTS)
     for side, what, over, layers in TABLE:
@@ -122,7 +123,7 @@ def _entries(counts: Heads, flipped: tuple[str, ...]) -> Iterator[tuple[str, Spl
 def _strategies(
     side: str, what: str, counts: Heads, turned: bool
 ) -> tuple[ShardingStrategy, ShardingStrategy]:
-    """Of the weight and of the bias, which goes with the outputs."""
+    """The strategies of the weight and of the bias, which is split as the outputs are."""
     segments = _segments(what, counts)
     if side == "in":
         return _along(int(not turned), what, segments), ShardingStrategy.replicate(1)
@@ -139,7 +140,7 @@ def _along(axis: int, what: str, segments: list[Segment]) -> ShardingStrategy:
 
 
 def _segments(what: str, counts: Heads) -> list[Segment]:
-    """The heads that one side of a map consists of; none where they are not known."""
+    """The heads along one side of a linear layer; none if their numbers are not known."""
     q, k, d, v = counts.heads, counts.kv_heads, counts.head_dim, counts.value_dim
     if what in ("values", "halves") or not (q and k and d and v):
         return []
@@ -151,7 +152,7 @@ def _segments(what: str, counts: Heads) -> list[Segment]:
 
 
 def generic(name: str) -> str:
-    """A name with its numbers as ``*``: that of all tensors of its kind.
+    """A name with each number replaced by ``*``, which all tensors of its kind share.
 
     Example:
         >>> generic("layers.3.experts.10.w1.weight")
@@ -164,7 +165,7 @@ def generic(name: str) -> str:
 
 
 def heads(config: Any) -> Heads:
-    """The counts of a configuration: the content of ``config.json``, or a dataclass of it.
+    """The Heads of a configuration, which is the content of ``config.json`` or a dataclass.
 
     Example:
         >>> heads({"n_layer": 2, "n_head": 4, "n_embd": 32})
@@ -184,7 +185,7 @@ def heads(config: Any) -> Heads:
 
 
 def text_part(config: Any) -> Mapping[str, Any]:
-    """The settings of the part that reads text, which may be all."""
+    """The settings of the text model: ``text_config``, or the configuration itself without one."""
     if dataclasses.is_dataclass(config):
         config = vars(config)
     if not isinstance(config, Mapping):
@@ -194,5 +195,5 @@ def text_part(config: Any) -> Mapping[str, Any]:
 
 
 def _count(said: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of some settings that is a positive integer: a file may say anything."""
+    """The first of these settings that is a positive integer, or None: a file may hold anything."""
     return next((n for n in map(said.get, keys) if type(n) is int and n > 0), None)

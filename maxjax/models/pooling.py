@@ -1,7 +1,7 @@
-"""Pooling: from the states of a text's tokens to one vector for the text.
+"""Pooling: the hidden states of a text's tokens → one embedding for the text.
 
-What to do is written in the files that sentence-transformers puts beside a model
-(``modules.json`` and what it names); the arithmetic is here too.
+The settings are read from the files that sentence-transformers puts beside a model (``modules.json``
+and the files it names), or from a GGUF file's metadata.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ..storage.strict_json import load_json
 from .config import ModelConfig, read_object, setting
 from .gguf import pooling
 
-# Published models have three or four; of each a directory is looked at.
+# Published models have three or four modules; for each, a directory is read.
 _MOST_MODULES = 100
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a model's token states become an embedding.
+    """The settings by which token states become an embedding.
 
     Attributes:
-        modes: Names in :data:`POOLINGS`; the results stand side by side.
-        normalize: Whether embeddings are scaled to length 1.
-        max_length: The most tokens of a text, or None.
-        lower_case: Whether texts are put in lower case first.
-        unsupported: A step of the model that maxjax does not have: its token states are
-            right, but an embedding cannot be made of them.
-        prompts: (name, text) of what may be put before a text.
-        prompt: The name of the one that is, unless another is asked for; or None.
-        include_prompt: Whether its tokens are pooled with those of the text.
+        modes: names in :data:`POOLINGS`; their results are concatenated.
+        normalize: whether embeddings are scaled to length 1.
+        max_length: maximum number of tokens in a text, or None.
+        lower_case: whether texts are lowercased first.
+        unsupported: a step of the model that maxjax does not have, or None. With such a step the
+            token states are right, but no embedding can be computed from them.
+        prompts: (name, text) of each prompt that may be put before a text.
+        prompt: name of the default prompt, or None.
+        include_prompt: whether the prompt's tokens are pooled with those of the text.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -55,10 +55,10 @@ class Pooling:
     include_prompt: bool = True
 
     def before(self, name: str | None) -> str:
-        """The text of the prompt that is called so, or of the usual one.
+        """The text of the prompt of this name, or of the default prompt; "" without one.
 
         Raises:
-            UserInputError: There is none of that name.
+            UserInputError: the model has no prompt of that name.
 
         Example:
             >>> Pooling(prompts=(("query", "Find: "),)).before("query")
@@ -98,7 +98,7 @@ def _first(states: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _last(states: jax.Array, mask: jax.Array) -> jax.Array:
-    # Positions, not sums of the mask: 16-bit floats count exactly to 256 only.
+    # The mask is not summed: 16-bit floats count exactly only to 256 (bfloat16) or 2048 (float16).
     positions = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
     last = jnp.max(jnp.where(mask > 0, positions, 0), axis=1)  # [B]
     return jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
@@ -113,11 +113,11 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def _above(x: jax.Array, least: float) -> jax.Array:
-    """``x``, and no less than ``least``, to divide by; float16 has no number as small as 1e-9."""
+    """``x``, at least ``least``, to divide by; float16 has no number as small as 1e-9."""
     return jnp.maximum(x, max(least, float(jnp.finfo(x.dtype).tiny)))
 
 
-# In the order in which sentence-transformers puts the results side by side.
+# In the order in which sentence-transformers concatenates the results.
 POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "cls": _first,
     "max": _max,
@@ -126,7 +126,7 @@ POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "weightedmean": _weighted_mean,
     "lasttoken": _last,
 }
-# The key of each in a Pooling module's configuration.
+# The keys of these modes in a Pooling module's configuration.
 _KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -140,16 +140,16 @@ _KEYS = {
 def pool(
     states: Any, mask: Any, modes: tuple[str, ...] = ("mean",), *, normalize: bool = False
 ) -> jax.Array:
-    """Token states → one vector for each text.
+    """Token states → one embedding for each text.
 
     Args:
-        states: ``[B, T, E]``; the arithmetic is done in its dtype.
-        mask: ``[B, T]``, nonzero where there is a token; tokens stand at the left.
-        modes: Names in :data:`POOLINGS`.
-        normalize: Scale to length 1.
+        states: hidden states ``[B, T, E]``, in whose dtype everything is computed.
+        mask: ``[B, T]``, nonzero for real tokens; padding is on the right.
+        modes: names in :data:`POOLINGS`.
+        normalize: whether to scale embeddings to length 1.
 
     Returns:
-        ``[B, E · len(modes)]``.
+        Embeddings ``[B, E · len(modes)]``.
 
     Example:
         >>> print(pool(jnp.array([[[1.0, 3.0], [3.0, 5.0], [9.0, 9.0]]]), jnp.array([[1, 1, 0]])))
@@ -189,20 +189,21 @@ class _SentenceConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class _PoolingConfig(ModelConfig):
-    """Of ``1_Pooling/config.json`` what is said once for all modes."""
+    """The settings of ``1_Pooling/config.json`` that apply to all modes."""
 
     include_prompt: bool = setting(default=True)
 
 
 def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Path]:
-    """What ``modules.json`` says, and the directory of the transformer itself.
+    """Reads ``modules.json`` and the files it names.
 
     Returns:
-        None and ``directory`` when there is no such file.
+        The Pooling, and the directory of the transformer; None and ``directory`` if there is no
+        ``modules.json``.
 
     Raises:
-        CheckpointFormatError: A file is broken, or names one that is not there.
-        CheckpointUnsafeError: A path in it leads out of the directory.
+        CheckpointFormatError: a file is broken, or names a file that does not exist.
+        CheckpointUnsafeError: a path in ``modules.json`` leads out of the directory.
     """
     root = Path(directory)
     file = root / "modules.json"
@@ -219,7 +220,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
             with_prompt = _PoolingConfig.from_dict(read_object(place), path=place).include_prompt
         elif module.kind == "Normalize":
             normalize = True
-        elif module.kind != "Dropout":  # nothing at inference
+        elif module.kind != "Dropout":  # which does nothing at inference
             unsupported = unsupported or f"the module {module.kind}"
     settings = _sentence_config(transformer)
     if pooling is None:
@@ -239,7 +240,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
 
 
 def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
-    """The prompts of a model by name, and which of them is the usual one."""
+    """The (name, text) of a model's prompts, and the name of the default one."""
     said = read_object(file) if file.exists() else {}
     prompts, name = said.get("prompts"), said.get("default_prompt_name")
     prompts = {} if prompts is None else prompts
@@ -254,9 +255,9 @@ def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
 
 
 def _settings(place: Path) -> Path:
-    """The configuration of a module: in its directory, or in a file called like it.
+    """The path of a module's configuration: in its directory, or in a JSON file of the same name.
 
-    In a step of orbax every directory is taken for a tree of arrays.
+    The latter is used in Orbax steps, where every directory is taken for a tree of arrays.
     """
     flat = place.with_name(f"{place.name}.json")
     is_flat = os.path.isfile(flat) and not os.path.isdir(place)
@@ -264,7 +265,7 @@ def _settings(place: Path) -> Path:
 
 
 def pooling_files(pooling: Pooling) -> dict[str, Any]:
-    """The files that say the same: name → content as JSON has it; read by :func:`read_pooling`.
+    """The files that :func:`read_pooling` reads as ``pooling``: name → content as JSON values.
 
     Example:
         >>> sorted(pooling_files(Pooling(normalize=True)))
@@ -288,19 +289,19 @@ def pooling_files(pooling: Pooling) -> dict[str, Any]:
     } | ({"config_sentence_transformers.json": prompts} if pooling.prompts else {})
 
 
-# What llama.cpp's kinds are called here.
+# llama.cpp's pooling types, and their names here.
 _GGUF_MODES = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
 def gguf_pooling(
     metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
 ) -> Pooling | None:
-    """What the metadata of a GGUF file says; None when it says nothing.
+    """The Pooling in a GGUF file's metadata; None if the metadata has none.
 
-    Embeddings are scaled to length 1, which llama.cpp does unless it is told otherwise.
+    Embeddings are scaled to length 1, which is llama.cpp's default.
 
     Raises:
-        CheckpointFormatError: A kind that nobody knows.
+        CheckpointFormatError: the pooling type is unknown.
     """
     mode = pooling(metadata, path=path)
     if mode is None:
@@ -311,7 +312,7 @@ def gguf_pooling(
 
 
 def gguf_mode(pooling: Pooling) -> str | None:
-    """What llama.cpp calls the kind; None of one that it does not have."""
+    """llama.cpp's name of the pooling type; None if it has no such type."""
     names = {mode: name for name, mode in _GGUF_MODES.items()}
     return names.get(pooling.modes[0]) if len(pooling.modes) == 1 else None
 
@@ -338,7 +339,7 @@ def _inside(root: Path, path: str, file: Path) -> Path:
 
 
 def _modes(file: Path) -> tuple[str, ...] | str:
-    """The modes of a Pooling module, or the text that names one maxjax does not have."""
+    """The modes of a Pooling module, or a text that names a mode that maxjax does not have."""
     settings = read_object(file)
     named = settings.get("pooling_mode")
     if named is not None:  # newer files: a name, or several

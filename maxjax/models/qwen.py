@@ -14,16 +14,16 @@ from .decoder.config import DecoderConfig, own, slides_of
 from .decoder.model import BARE, KNOWN, Decoder, make
 from .family import Family
 
-# A window is used only where a file says so.
+# Defaults of the window's settings: it is used only if ``use_sliding_window`` is true.
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 
 def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The window and which layers look through it: those from ``max_window_layers`` on, if any.
+    """The sliding window and the layers that have it: those from ``max_window_layers`` on, if any.
 
     Raises:
-        ValueError: A value is of the wrong type.
-        UnsupportedModelError: A layer of an unknown kind.
+        ValueError: a value is of the wrong type.
+        UnsupportedModelError: ``layer_types`` names an unknown kind of layer.
     """
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     first, layers = raw.get("max_window_layers"), raw.get("num_hidden_layers")
@@ -31,14 +31,14 @@ def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {"sliding_window": window}
     slides = [window is not None and i >= first for i in range(layers)]
     found: dict[str, Any] = {"slides": slides_of(raw, slides)}
-    # A window that no layer looks through is none.
+    # A window that no layer uses is dropped.
     found["sliding_window"] = window if window is not None and any(found["slides"]) else None
     return found
 
 
 @dataclass(frozen=True)
 class Qwen2Config(DecoderConfig):
-    """The settings of a Qwen 2 or 2.5: queries, keys and values have biases, nothing else has."""
+    """The settings of a Qwen 2 or 2.5: only the projections of queries, keys and values have biases."""
 
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 
@@ -48,7 +48,7 @@ class Qwen2Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Biases and the window, whatever else its file says."""
+        """The biases, whatever the file says, and the sliding window."""
         return {"attention_bias": True, "mlp_bias": False, **window_settings(raw)}
 
 
@@ -64,12 +64,12 @@ class Qwen3Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The window, whatever else its file says."""
+        """The sliding window; the MLP has no biases, whatever the file says."""
         return {"mlp_bias": False, **window_settings(raw)}
 
 
 class Qwen2(Decoder):
-    """A Qwen 2 or 2.5.
+    """A Qwen 2 or 2.5 language model.
 
     Example:
         >>> config = Qwen2Config(100, 8, 16, num_layers=2, num_heads=2)
@@ -79,7 +79,7 @@ class Qwen2(Decoder):
 
 
 class Qwen3(Decoder):
-    """A Qwen 3."""
+    """A Qwen 3 language model."""
 
 
 QWEN2 = Qwen2.family = Family(

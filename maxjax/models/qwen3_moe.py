@@ -1,4 +1,4 @@
-"""Qwen 3 with experts: a Qwen 3 in which all MLPs, or some, are mixtures of experts.
+"""Qwen 3 MoE: a Qwen 3 in which all or some MLPs are mixtures of experts.
 
 Source: arXiv:2505.09388.
 """
@@ -17,10 +17,10 @@ from .qwen import WINDOW
 
 
 def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
-    """Which layers have experts: each ``decoder_sparse_step``-th that is not listed.
+    """Whether each layer has experts: every ``decoder_sparse_step``-th not in ``mlp_only_layers``.
 
     Raises:
-        ValueError: A setting is of the wrong type.
+        ValueError: a setting is of the wrong type.
     """
     layers, step = raw.get("num_hidden_layers"), raw.get("decoder_sparse_step")
     step = 1 if step is None else step
@@ -31,7 +31,7 @@ def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise ValueError("'mlp_only_layers' is not a list of integers")
     if type(layers) is not int or not 0 < layers <= 1000 or type(experts) is not int:
-        return ()  # the fields' own checks say so
+        return ()  # the checks of these fields raise later
     listed = set(dense)
     return tuple(i not in listed and experts > 0 and (i + 1) % step == 0 for i in range(layers))
 
@@ -51,7 +51,7 @@ class Qwen3MoEConfig(MoEConfig):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """The width of an MLP counts nothing where every layer has experts."""
+        """``intermediate_size`` is not used if every layer has experts."""
         try:
             sparse = sparse_layers(raw, expert_count(raw, "num_experts", cls.num_experts))
         except ValueError:
@@ -60,7 +60,7 @@ class Qwen3MoEConfig(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts, which layers have them, and the window, if it is used."""
+        """The experts, the layers that have them, and the sliding window, if it is used."""
         window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
         experts = expert_count(raw, "num_experts", cls.num_experts)
         return {
@@ -70,7 +70,7 @@ class Qwen3MoEConfig(MoEConfig):
 
 
 class Qwen3MoE(Decoder):
-    """A Qwen 3 with experts.
+    """A Qwen 3 MoE language model.
 
     Example:
         >>> config = Qwen3MoEConfig(100, 8, 16, num_layers=2, num_heads=2, sparse=(False, True))

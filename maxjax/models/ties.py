@@ -1,8 +1,8 @@
-"""Whether a model's head is its table of embeddings: what the values of the file say.
+"""Decides whether a model's head is tied to its embedding table.
 
-A configuration says that the two are one, and the file may still name both: as a copy (Qwen 3,
-whatever ``torch.save`` wrote of such a model), or because the head was trained on by itself. The
-values decide, as in transformers 5.
+If the configuration ties them, the file may still hold both: as a copy (Qwen 3, and every such model
+that ``torch.save`` wrote), or because the head was trained separately. The values decide, as in
+transformers 5.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ def is_tied(
     tie: bool | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> bool:
-    """Whether the head of a checkpoint's model is its table of embeddings.
+    """Whether the head of a checkpoint's model is its embedding table.
 
-    Values are looked at only where the configuration ties and both are in the file, of one type and
-    shape; of several processes the first one looks. A head that differs is told of, once.
+    Values are read only if the configuration ties the two and the file holds both, with the same
+    dtype and shape; with several processes, the first one reads them. A head that differs is logged
+    as a warning.
 
     Args:
-        found: The checkpoint's tensors by the names of the model's weights.
-        says: What the configuration says.
-        tie: What the caller wants, whatever else is said.
+        family: family of the model.
+        found: the checkpoint's tensors by the names of the model's weights.
+        says: whether the configuration ties the two.
+        tie: the caller's choice, which overrides everything else; None: no choice.
+        path: path of the checkpoint, for messages.
 
     Raises:
         UserInputError: ``tie`` is neither None nor a bool.
-        CheckpointError: A file cannot be read.
+        CheckpointError: a file cannot be read.
     """
     if tie is not None:
         if not isinstance(tie, bool):
@@ -69,7 +72,7 @@ def is_tied(
 
 
 def says_tied(family: Family | None, config: Mapping[str, Any]) -> bool:
-    """What a configuration says, or the family where it says nothing.
+    """Whether a configuration ties the head, or the family by default.
 
     Example:
         >>> says_tied(None, {}), says_tied(None, {"text_config": {"tie_word_embeddings": True}})
@@ -87,7 +90,7 @@ def says_tied(family: Family | None, config: Mapping[str, Any]) -> bool:
 
 
 def with_tie(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-    """A configuration that says whether the head is tied, also for the part of it that is about text.
+    """A copy of a configuration with ``tie_word_embeddings`` set, also in its ``text_config``.
 
     Example:
         >>> with_tie({"text_config": {"tie_word_embeddings": True}}, False)
@@ -101,7 +104,7 @@ def with_tie(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def _question(head: WeightData, table: WeightData, path: Any) -> str:
-    """What is the same in every process that opens the same checkpoint."""
+    """A name for the comparison that is the same in every process that opens the same checkpoint."""
     name = os.path.basename(os.path.normpath(os.fspath(path))) if path is not None else ""
     about = (name, head.name, table.name, str(head.dtype), [int(n) for n in head.shape])
     return f"tied/{hashlib.sha256(repr(about).encode()).hexdigest()[:32]}"

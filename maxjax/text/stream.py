@@ -1,6 +1,6 @@
-"""Text as it is generated: token ids one by one → pieces of text, up to a stop string.
+"""Streams of generated text: token ids one by one → pieces of text, up to a stop string.
 
-Nothing here takes back what it gave.
+A piece that was returned is final.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _BROKEN = "\ufffd"
 
 
 class TextStream:
-    """Token ids → pieces of text, never half a character.
+    """Token ids → pieces of text, which never end inside a character.
 
-    All pieces joined, with that of :meth:`flush`, are ``tokenizer.decode(ids)``. A token takes the
-    same time however many came before it. A run of tokens that stand for single bytes comes out
-    when it has ended: only then is it known whether its bytes are text.
+    All pieces joined, with that of :meth:`flush`, equal ``tokenizer.decode(ids)``. The time for a
+    token does not grow with the number of tokens before it. A run of tokens for single bytes is
+    returned when it has ended, because only then is it known whether its bytes are valid text.
 
     Args:
-        tokenizer: A :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer`.
-        skip_special: Whether special tokens have no text.
+        tokenizer: a :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer`.
+        skip_special: whether to leave special tokens out of the text.
 
     Example:
         >>> from tokenizers import Tokenizer as Backend, decoders, models
@@ -45,17 +45,17 @@ class TextStream:
             added = backend.get_added_tokens_decoder().values() if skip_special else ()
             skipped = {token.content for token in added if token.special}
             self._work = _Steps(backend.id_to_token, skipped, steps)
-        # After all else, also where the decoder is not known here.
+        # The last step, also for decoders without steps here.
         self._clean = clean_up() if getattr(tokenizer, "cleans_up", False) else []
         self._ended = False
 
     def push(self, token_id: int) -> str:
-        """The text that is certain after one more token; may be empty.
+        """The text that has become certain with one more token; it may be empty.
 
-        An id that is no token has no text, as in ``decode``.
+        An id that is not a token has no text, as in ``decode``.
 
         Raises:
-            UserInputError: The id is no whole number of 0 or more, or :meth:`flush` was called.
+            UserInputError: the id is not an integer from 0 to 2**32 - 1, or :meth:`flush` was called.
         """
         if self._ended:
             raise UserInputError("the stream of text has ended: make a new one")
@@ -65,7 +65,7 @@ class TextStream:
         return through(self._clean, [self._work.push(token_id)])
 
     def flush(self) -> str:
-        """Ends the text: what was held back, a broken character as U+FFFD."""
+        """Ends the text and returns what was held back; an incomplete character becomes U+FFFD."""
         if self._ended:
             return ""
         self._ended = True
@@ -73,7 +73,7 @@ class TextStream:
 
 
 class _Steps:
-    """What the tokenizer's decoder does, token by token."""
+    """The steps of the tokenizer's decoder, applied token by token."""
 
     def __init__(self, text_of: Any, skipped: set[str], steps: list[Step]):
         self._text_of, self._skipped, self._steps = text_of, skipped, steps
@@ -89,7 +89,7 @@ class _Steps:
 
 
 class _Window:
-    """For other decoders: decodes the last tokens with and without the new one."""
+    """The fallback for other decoders: decodes the last tokens with and without the new one."""
 
     def __init__(self, tokenizer: Any, skip_special: bool):
         self._decode = lambda ids: tokenizer._decoded(ids, skip_special)
@@ -113,22 +113,22 @@ class _Window:
 
 
 class StopStrings:
-    """Pieces of text → the text before the first stop string, wherever the borders of pieces are.
+    """Pieces of text → the text before the first stop string, which may span several pieces.
 
-    The first is the one that is complete first, and of two that end together the longer. Only
-    what may be the beginning of a stop string is held back.
+    The first stop string is the one that is complete first; of two that end together, the longer.
+    Only text that may be the beginning of a stop string is held back.
 
     Args:
-        stops: The stop strings; one may be given by itself. None of them may be empty.
+        stops: stop strings, or a single one. None of them may be empty.
 
     Attributes:
-        stopped: The stop string that was found, or None.
-        position: How many characters of the text stand before it; as long as there is none, how
-            many were given.
+        stopped: the stop string that was found, or None.
+        position: number of characters before the stop string, or that were returned if none has
+            been found.
 
     Raises:
-        UserInputError: A stop string is empty.
-        TypeError: One is no str.
+        UserInputError: a stop string is empty.
+        TypeError: a stop string is not a str.
 
     Example:
         >>> stops = StopStrings(["\\n\\n", "User:"])
@@ -151,7 +151,7 @@ class StopStrings:
         self.position = 0
 
     def _build(self, stops: list[str]) -> None:
-        """The automaton of Aho and Corasick: a state is how much of which string has been seen."""
+        """Builds the Aho-Corasick automaton: each state is a prefix of a stop string."""
         self._next: list[dict[str, int]] = [{}]
         self._depth, self._found = [0], [""]
         for stop in stops:
@@ -166,7 +166,7 @@ class StopStrings:
             self._found[state] = stop
         self._shorter = [0] * len(self._next)
         states = list(self._next[0].values())
-        for state in states:  # grows: nearer ones first
+        for state in states:  # breadth first; the list grows meanwhile
             for character, after in self._next[state].items():
                 self._shorter[after] = self._step(self._shorter[state], character)
                 states.append(after)
@@ -178,7 +178,7 @@ class StopStrings:
         return self._next[state].get(character, 0)
 
     def push(self, piece: str) -> str:
-        """The text that is certain to stand before any stop string; nothing once one was found."""
+        """The text that is certain to be before any stop string; "" once one was found."""
         if self.stopped is not None:
             return ""
         state = self._state
@@ -198,7 +198,7 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """Ends the text: what was held back, as no stop string followed."""
+        """Ends the text and returns what was held back, since no stop string followed."""
         text, self._held, self._state = self._held, "", 0
         self.position += len(text)
         return text

@@ -1,8 +1,9 @@
-"""The decoders of the ``tokenizers`` package, one token at a time.
+"""The decoders of the ``tokenizers`` package, applied to one token at a time.
 
-That package decodes a list at once; here each step takes a token's text and gives what is
-certain by then. Its ``DecodeStream`` and a window over the last tokens give other texts than the
-list: where bytes are no text, after runs of byte tokens, and where spaces are stripped at the ends.
+That package decodes a complete list; here each step takes a token's text and returns the text that
+is certain by then. The package's ``DecodeStream``, and a window over the last tokens, return other
+text than decoding the list: for bytes that are not valid text, after runs of byte tokens, and where
+spaces are stripped at the ends.
 
 Source: ``decoders/`` and ``pre_tokenizers/byte_level.rs`` of the package, version 0.23.
 """
@@ -17,17 +18,17 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 _BYTE = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
-# What transformers' clean-up takes away, in its order.
+# The replacements of transformers' clean-up, in its order.
 _SPACES = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
     (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-# WordPiece's own has one more.
+# WordPiece's own clean-up has one more.
 _CLEANUP = (*_SPACES[:7], (" do not", " don't"), *_SPACES[7:])
 
 
 class Step(Protocol):
-    """Texts of tokens in, texts of tokens out; ``end`` gives what was held back."""
+    """A step of a decoder: texts of tokens → texts of tokens; ``end`` returns what was held back."""
 
     def feed(self, text: str) -> list[str]: ...
 
@@ -35,7 +36,7 @@ class Step(Protocol):
 
 
 def steps_of(backend: Any) -> list[Step] | None:
-    """The steps of a tokenizer's decoder; None where one of them is not known here."""
+    """The steps of a tokenizer's decoder; None if one of them has no implementation here."""
     decoder = backend.decoder
     if decoder is None:
         return [_EachToken(lambda i, text: " " + text if i else text)]
@@ -45,7 +46,7 @@ def steps_of(backend: Any) -> list[Step] | None:
         return None
     listed = data.get("decoders") if data.get("type") == "Sequence" else [data]
     steps: list[Step] = []
-    is_one = False  # whether all tokens have become one, of which the steps see parts
+    is_one = False  # whether all tokens have been fused into one, of which later steps see parts
     for item in listed or ():
         kind = item.get("type")
         if kind == "Fuse":
@@ -63,19 +64,19 @@ def steps_of(backend: Any) -> list[Step] | None:
 
 
 def through(steps: list[Step], texts: list[str]) -> str:
-    """What is certain once the steps have got these texts."""
+    """The text that is certain after the steps were fed these texts."""
     for step in steps:
         texts = [out for text in texts for out in step.feed(text)]
     return "".join(texts)
 
 
 def ended(steps: list[Step]) -> str:
-    """What the steps held back, each through those after it."""
+    """The text that the steps held back, each passed through the steps after it."""
     return "".join(through(steps[i + 1 :], step.end()) for i, step in enumerate(steps))
 
 
 class _EachToken:
-    """A change to each token by itself, which may depend on how many came before."""
+    """A change to each token separately, which may depend on the token's index."""
 
     def __init__(self, change: Callable[[int, str], str]):
         self._change, self._index = change, 0
@@ -90,7 +91,7 @@ class _EachToken:
 
 
 class _ByteLevel:
-    """GPT-2's letters for bytes → UTF-8; a token with any other character is text as it is."""
+    """GPT-2's letters for bytes → UTF-8; a token with any other character is kept as text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -107,14 +108,14 @@ class _ByteLevel:
 
 @lru_cache
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's: a byte that is printed stands for itself, the others for letters from 256 on."""
+    """GPT-2's letter → byte: printable bytes are their own letters, the others have letters from 256 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class _ByteRuns:
-    """Tokens such as <0xE2>: a run of them is text, or one U+FFFD for each where it is not."""
+    """Byte tokens such as <0xE2>: a run of them is UTF-8, or one U+FFFD for each if it is invalid."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -135,7 +136,7 @@ class _ByteRuns:
 
 
 class _StripWhole:
-    """Takes a character away at the ends of the whole text, some times at most."""
+    """Strips a character from both ends of the complete text, at most the given numbers of times."""
 
     def __init__(self, content: str, start: int, stop: int):
         self._content, self._left, self._stop = content, start, stop
@@ -154,11 +155,11 @@ class _StripWhole:
         return [text[:keep]]
 
     def end(self) -> list[str]:
-        return []  # what is left are those at the end
+        return []  # the characters held back are those to strip at the end
 
 
 class _Everywhere:
-    """Replaces a text wherever it stands in all tokens together, from the left."""
+    """Replaces a text in the concatenation of all tokens, from the left."""
 
     def __init__(self, old: str, new: str):
         self._old, self._new = old, new
@@ -177,7 +178,7 @@ class _Everywhere:
 
 
 def cleaned(text: str) -> str:
-    """A text without the spaces that tokenisation has put before punctuation, as transformers has it.
+    """A text without the spaces that tokenisation puts before punctuation, as in transformers.
 
     Example:
         >>> cleaned("I 'm here , am n't I ?")
@@ -189,12 +190,12 @@ def cleaned(text: str) -> str:
 
 
 def clean_up() -> list[Step]:
-    """The steps of :func:`cleaned`, for a text that comes in pieces."""
+    """The steps of :func:`cleaned` for a text in pieces."""
     return [_Everywhere(old, new) for old, new in _SPACES]
 
 
 class _Suffix:
-    """The mark of a word's end is a space, but none at the end of all."""
+    """Replaces the suffix that marks the end of a word by a space, and removes it from the last token."""
 
     def __init__(self, suffix: str):
         self._suffix = suffix
@@ -222,7 +223,7 @@ def _strip(item: Mapping[str, Any], is_one: bool) -> Step:
 
 
 def _replace(item: Mapping[str, Any]) -> Step | None:
-    """A regular expression is another one in Python."""
+    """A step that replaces a string; None for a regular expression, whose syntax differs in Python."""
     pattern = item["pattern"].get("String")
     return _EachToken(lambda i, text: text.replace(pattern, item["content"])) if pattern else None
 

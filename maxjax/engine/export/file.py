@@ -1,9 +1,9 @@
-"""The file of an exported program: its header, and reading it whole or not at all.
+"""The file format of exported programs, and its reader, which accepts only undamaged files.
 
-The file is a prefix (magic, length and SHA-256 of the header), a JSON header, and the bytes
-of a ``jax.export.Exported``, whose SHA-256 the header has. The header says what JAX does not
-store: which names the program's weights have in a checkpoint, in which containers its other
-arrays are, and which integers were declared wider than they are in the program.
+A file consists of a prefix (magic, length and SHA-256 of the header), a JSON header, and the bytes
+of a ``jax.export.Exported``, whose SHA-256 is in the header. The header holds what JAX does not
+store: the checkpoint names of the program's weights, the containers of its other arrays, and the
+integers that were declared wider than they are in the program.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ _AGAIN = "Export the model again."
 
 
 class Entry(NamedTuple):
-    """A weight: its declared type, and its other names if it is tied."""
+    """A weight's entry in the header: its declared dtype, and its other names if it is tied."""
 
     dtype: str
     aliases: tuple[str, ...]
 
     @classmethod
     def read(cls, data: Any) -> Entry:
-        """Reads what a header has; ValueError for anything else."""
+        """Reads an entry of parsed JSON; ValueError for anything else."""
         return cls(field(data, "dtype", str), texts(data.get("aliases")))
 
 
 class Header(NamedTuple):
-    """All that the file says of its program and JAX does not.
+    """The header of a file: what it says of its program beyond what JAX stores.
 
     Attributes:
-        name: The model's class.
-        maxjax, jax: The versions that wrote it.
-        vjp_order: How often it can be differentiated.
-        weights: By name, in the order of a state dict.
-        leaves: For each array the program takes its name, or the names of what is stacked.
-        inputs, outputs: The rest of what it takes, and what it gives.
-        nbytes, sha256: Of the program.
+        name: class name of the model.
+        maxjax, jax: versions that wrote the file.
+        vjp_order: number of times the program can be differentiated.
+        weights: entries by name, in the order of a state dict.
+        leaves: for each weight array that the program takes, its name, or the names of the stacked
+            weights.
+        inputs, outputs: signatures of the other arguments, and of the results.
+        nbytes, sha256: size and SHA-256 of the program.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, data: Any) -> Header:
-        """Reads parsed JSON; ValueError names what is not as it should be."""
+        """Reads parsed JSON; ValueError names the field that is wrong."""
         entries = field(data, "weights", dict).items()
         leaves = field(data, "leaves", list)
         found = cls(
@@ -99,7 +100,7 @@ class Header(NamedTuple):
 
 
 def names_in(leaf: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The weights of one of ``Header.leaves``."""
+    """The names of the weights in one of ``Header.leaves``."""
     return (leaf,) if isinstance(leaf, str) else leaf
 
 
@@ -110,8 +111,8 @@ def open_program(path: str, limits: Limits) -> tuple[Header, Any]:
     """The header of a file and its ``jax.export.Exported``.
 
     Raises:
-        CheckpointError: As for :func:`read`.
-        CheckpointMismatchError: This version of JAX cannot read it.
+        CheckpointError: as for :func:`read`.
+        CheckpointMismatchError: this version of JAX cannot read the program.
     """
     from jax import export as jax_export  # takes a while to import
 
@@ -134,7 +135,7 @@ def open_program(path: str, limits: Limits) -> tuple[Header, Any]:
 
 
 def unreadable(header: Header, path: str) -> CheckpointMismatchError:
-    """The error for a program that JAX fails to read, now or when it is compiled."""
+    """The error for a program that JAX cannot read, at loading or at compilation."""
     return CheckpointMismatchError(
         "this version of JAX cannot read the program", path=path,
         expected=f"one that JAX {jax.__version__} reads", found=f"one of JAX {header.jax}",
@@ -143,7 +144,7 @@ def unreadable(header: Header, path: str) -> CheckpointMismatchError:
 
 
 def _disagreements(header: Header, exported: Any) -> Iterator[str]:
-    """What of the header is not so in the program."""
+    """The differences between the header and the program."""
     count, inputs, outputs = len(header.leaves), header.inputs.dtypes, header.outputs.dtypes
     trees = jax.tree.structure((([0] * count, [0] * len(inputs)), {})), [0] * len(outputs)
     if (exported.in_tree, exported.out_tree) != (trees[0], jax.tree.structure(trees[1])):
@@ -161,21 +162,21 @@ def _disagreements(header: Header, exported: Any) -> Iterator[str]:
 
 
 def _other_type(dtype: str, aval: Any) -> Iterator[str]:
-    """What is wrong if an array is listed as of this type, as which it was declared."""
+    """The problem, if any, with an array that the header declares with this dtype."""
     narrow = {"int64": "int32", "uint64": "uint32"}.get(dtype, dtype)
     if str(aval.dtype) not in (dtype, narrow):
         yield f"{Kind.of(aval)} is listed as {dtype}"
 
 
 def read(path: str, limits: Limits) -> tuple[Header, bytearray]:
-    """The header of a file and the bytes of its program, both as they were written.
+    """The header of a file and the bytes of its program, both checked by their SHA-256.
 
     Raises:
-        CheckpointFormatError: It is no such file, or of a later version.
-        CheckpointTruncatedError: It ends too early.
-        CheckpointCorruptError: A digest does not match.
-        CheckpointLimitError: Its header is over a limit.
-        CheckpointMissingError, CheckpointAccessError: As for ``open_regular``.
+        CheckpointFormatError: the file is not an exported program, or has another format version.
+        CheckpointTruncatedError: the file ends too early.
+        CheckpointCorruptError: a SHA-256 does not match.
+        CheckpointLimitError: the header is over a limit.
+        CheckpointMissingError, CheckpointAccessError: as for ``open_regular``.
     """
     file = open_regular(path)
     try:
@@ -203,7 +204,7 @@ def read(path: str, limits: Limits) -> tuple[Header, bytearray]:
 
 
 def _prefix(file: OpenFile, limits: Limits) -> tuple[int, bytes]:
-    """Length and digest of the header."""
+    """The length and the SHA-256 of the header."""
     start = file.pread(0, min(file.size, SNIFF_BYTES))
     if not start.startswith(MAGIC[: len(start)]):
         raise foreign(file.path, start, WHAT) or CheckpointFormatError(

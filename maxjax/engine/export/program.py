@@ -1,4 +1,4 @@
-"""Exported programs, loaded: functions of any weights of the right names."""
+"""Loaded exported programs: functions of weights by name and of the model's arguments."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ def load_exported(
     *,
     limits: Limits | None = None,
 ) -> ExportedProgram:
-    """The program in a file that :func:`maxjax.export` wrote.
+    """Loads the program in a file that :func:`maxjax.export` wrote.
 
-    The file is checked to be what was written, byte by byte. That says nothing of who wrote
-    it: a program may do whatever compiled code can, so run those you trust.
+    Checksums detect any damage to the file, but not who wrote it: a program can do whatever
+    compiled code can, so load only files that you trust.
+
+    Args:
+        path: path of the file.
+        limits: limits for reading the file; None for those in force.
 
     Raises:
-        CheckpointError: There is no such file, or it is damaged, of a later version, or not of
-            this kind; the class says which.
-        CheckpointMismatchError: This version of JAX cannot run it.
+        CheckpointError: the file does not exist, is damaged, has another format version, or is not
+            an exported program; the class says which.
+        CheckpointMismatchError: this version of JAX cannot run the program.
 
     Example:
         >>> load_exported("no/such/model.jaxport")
@@ -53,18 +57,18 @@ def load_exported(
 
 
 class ExportedProgram:
-    """What a model computes, without the model: a function of weights by name and arguments.
+    """An exported model: a function of weights by name and of the model's arguments.
 
-    Made by :func:`maxjax.load_exported`. It is compiled once for each set of shapes, and
-    works under ``jax.jit`` and, as often as it was exported for (``vjp_order``), ``jax.grad``.
+    :func:`maxjax.load_exported` returns it. It is compiled once for each set of shapes. It works
+    under ``jax.jit``, and under ``jax.grad`` as many times as it was exported for (``vjp_order``).
 
     Attributes:
-        name: The class of the model.
-        names: Of the weights, as checkpoints have them.
-        weights: Their types by name, each a ``jax.ShapeDtypeStruct``.
-        inputs, outputs: The types of the arguments and of the result, in plain containers.
-        platforms: Where it runs.
-        vjp_order: How often it can be differentiated in reverse mode.
+        name: class name of the model.
+        names: names of the weights, as in checkpoints.
+        weights: shapes and dtypes of the weights by name, each a ``jax.ShapeDtypeStruct``.
+        inputs, outputs: shapes and dtypes of the arguments and of the result, in plain containers.
+        platforms: platforms that it runs on.
+        vjp_order: number of times it can be differentiated in reverse mode.
 
     Example:
         >>> import os, tempfile
@@ -105,27 +109,27 @@ class ExportedProgram:
         self._last: tuple[Any, list[Callable[[], Any]], list[Any]] | None = None
 
     def bind(self, arrays: Mapping[str, Any] | Weights) -> BoundProgram:
-        """The program with its weights, on the device and stacked where it takes them so.
+        """Binds weights to the program: puts them on the device, stacked where the program needs it.
 
         Args:
-            arrays: By name what ``Module.state_dict()`` gives, or NumPy arrays, WeightData or
-                whatever else ``Module.load_state_dict`` takes; or a cursor of ``load_weights``.
-                Of a tied weight any of its names will do. Other names are ignored.
+            arrays: arrays by name, such as ``Module.state_dict()``, NumPy arrays, WeightData or
+                anything else that ``Module.load_state_dict`` takes; or a cursor of
+                ``load_weights``. A tied weight may have any of its names. Other names are ignored.
 
         Raises:
-            ValueError: Weights are missing, or have another shape or dtype; the message lists
+            ValueError: weights are missing, or have another shape or dtype; the message lists
                 all of them. For a cursor it is a CheckpointMismatchError, which names the file.
         """
         return BoundProgram(self, self._values(arrays))
 
     def __call__(self, arrays: Mapping[str, Any] | Weights, *args: Any) -> Any:
-        """Binds ``arrays`` and runs; what was bound last is used again for the same arrays.
+        """Binds ``arrays`` and runs; the last binding is used again for the same arrays.
 
-        The same are those that are the same objects: bind anew a NumPy array that was written
-        to in place.
+        Arrays are the same if they are the same objects: after writing to a NumPy array in place,
+        call :meth:`bind` again.
 
         Raises:
-            ValueError: As for :meth:`bind` and :class:`BoundProgram`.
+            ValueError: as for :meth:`bind` and :class:`BoundProgram`.
         """
         at, found = _identity(arrays, self._known)
         last = self._last
@@ -138,10 +142,10 @@ class ExportedProgram:
         return self._execute(values, args)
 
     def _values(self, arrays: Mapping[str, Any] | Weights) -> list[Any]:
-        """The arrays that the program takes, fitted, read and placed."""
+        """The weight arrays that the program takes: checked, read, and put on the device."""
         compile_cache.enable()
         traced = any(isinstance(value, Tracer) for value in _identity(arrays, self._known)[1])
-        # Inside a trace of something else, what is no part of it is computed now and only once.
+        # Inside another trace, arrays that are not traced are computed now and only once.
         with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
             if not isinstance(arrays, Weights):
                 return _place(self._header, self._fits(arrays))
@@ -153,7 +157,7 @@ class ExportedProgram:
                 raise CheckpointMismatchError(str(error), path=arrays._path) from None
 
     def _fits(self, source: Mapping[str, Any]) -> dict[str, Fit]:
-        """A Fit for each weight; one error about all that have none."""
+        """A Fit for each weight, or one error that lists all weights that do not fit."""
         fits, missing = {}, []
         problems = _narrowed([k.dtype for k in self._types] + self._arguments.dtypes)
         for name in (name for leaf in self._header.leaves for name in names_in(leaf)):
@@ -190,7 +194,7 @@ class ExportedProgram:
         return self._header.outputs.restore(results)
 
     def _explain(self, error: Exception, values: list[Any]) -> ValueError | None:
-        """What JAX says when it lowers or compiles the program, in words of ours."""
+        """A clearer error for one that JAX raises when it lowers or compiles the program, or None."""
         here = _platform_of(values)
         if here not in self.platforms:
             wanted = ", ".join(repr(name) for name in (*self.platforms, here))
@@ -212,30 +216,30 @@ class ExportedProgram:
 
 
 class BoundProgram:
-    """An exported program with its weights: called with the arguments alone.
+    """An exported program with its weights, called with the arguments alone.
 
     Attributes:
-        program: The ExportedProgram.
+        program: the ExportedProgram.
     """
 
     def __init__(self, program: ExportedProgram, values: list[Any]):
         self.program, self._values = program, values
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it.
+        """Runs the program.
 
         Args:
-            args: As the model takes them: NumPy or JAX arrays or TensorValues, in the same
-                containers. For an instance of a registered class a dict of its fields will
-                do, and a tuple for a named one.
+            args: the model's arguments: NumPy or JAX arrays or TensorValues, in the same
+                containers. A dict of its fields may stand for an instance of a registered class,
+                and a tuple for a namedtuple.
 
         Returns:
-            What the model returns, with plain arrays for TensorValues, tuples for named ones
-            and dicts of their fields for instances of other registered classes.
+            The model's result, with plain arrays for TensorValues, tuples for namedtuples, and
+            dicts of their fields for instances of other registered classes.
 
         Raises:
-            ValueError: Arguments of another structure, shape or dtype.
-            CheckpointMismatchError: The program was exported for other platforms.
+            ValueError: the arguments have another structure, shape or dtype.
+            CheckpointMismatchError: the program was exported for other platforms.
         """
         return self.program._execute(self._values, args)
 
@@ -248,7 +252,7 @@ def _type(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _platform_of(values: Sequence[Any]) -> str:
-    """Where a program with these weights runs, in the words of jax.export."""
+    """The platform on which a program with these weights runs, by its name in jax.export."""
     from jax import export as jax_export
 
     default = jax_export.default_export_platform()
@@ -267,7 +271,7 @@ _ABSENT = object()
 
 
 def _identity(arrays: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
-    """What tells these arrays from others: a place in a checkpoint, and the objects themselves."""
+    """What identifies these arrays: the name of a checkpoint cursor or None, and the objects."""
     if isinstance(arrays, Weights):
         return arrays.name, [arrays._family]
     if not isinstance(arrays, Mapping):
@@ -279,14 +283,14 @@ def _identity(arrays: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
 
 
 def _array(value: Any) -> Any:
-    """What a mapping has under a name, None where it has nothing: a Weight may be unfilled."""
+    """The array in a mapping's value; None if there is none, as in a Weight that is not filled."""
     if isinstance(value, Weight) and value.stored.is_missing:
         return None
     return unwrap(value) if isinstance(value, TensorValue) else value
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Weak where it can be: a program keeps what it made of arrays, and not the arrays."""
+    """A weak reference if possible: a program keeps the bound values, not the arrays given to it."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -300,7 +304,7 @@ def _narrowed(dtypes: Sequence[Any]) -> list[str]:
 
 
 def _fit(name: str, entry: Entry, wanted: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
-    """As ``load_state_dict`` fits values, but for traced arrays too."""
+    """The Fit of a value, as in ``load_state_dict`` but also for traced arrays, or the problem."""
     dtype, shape = wanted.dtype, wanted.shape
     if isinstance(value, (np.ndarray, np.generic)):
         value = np.asarray(value).astype(value.dtype.newbyteorder("="), copy=False)
@@ -310,7 +314,7 @@ def _fit(name: str, entry: Entry, wanted: jax.ShapeDtypeStruct, value: Any) -> F
         except (TypeError, ValueError) as error:
             return f"the value of weight '{name}': {error}"
     weight = Weight(name.rpartition(".")[2], dtype, shape, DeviceRef.CPU())
-    # Integers of 64 bits where JAX has 32, if that is what the model declared.
+    # 64-bit integers are cast where JAX uses 32 bits, if the model declared 64.
     wide = str(getattr(value, "dtype", "")).rpartition(".")[2] == entry.dtype != str(dtype)
     found = fit(name, weight, value, override=False, alignment=1, cast=wide)
     if isinstance(found, Fit) and tuple(map(int, found.dims)) != shape:  # bytes may be packed
@@ -320,7 +324,7 @@ def _fit(name: str, entry: Entry, wanted: jax.ShapeDtypeStruct, value: Any) -> F
 
 
 def _different(given: Mapping[str, Any]) -> Iterator[str]:
-    """The names of one tied weight whose values are not the same."""
+    """A problem for each name of a tied weight whose value differs from the first one's."""
     (owner, first), *others = given.items()
     for key, other in others:
         traced = isinstance(first, Tracer) or isinstance(other, Tracer)
@@ -329,7 +333,7 @@ def _different(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
-    """Reads, converts and places what fits; one array for each leaf."""
+    """Reads and converts the values and puts them on the device; one array for each leaf."""
     stacked: dict[int, list[Fit]] = {}
     single: list[Fit] = []
     for i, leaf in enumerate(header.leaves):

@@ -1,8 +1,8 @@
 """Signatures: the arguments and results of an exported program, without its classes.
 
-A program takes and gives flat lists of arrays, whose types ``jax.export`` stores. A Signature
-says which tuples, lists and dicts the lists are; ``jax.export`` would store those as well, but
-neither dicts with integers for keys nor the order of a dict's keys.
+A program takes and returns flat lists of arrays, whose shapes and dtypes ``jax.export`` stores. A
+Signature describes the tuples, lists and dicts around them. ``jax.export`` could store those too,
+but neither dicts with integer keys nor the order of a dict's keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Path = tuple[Any, ...]
 
 
 class Kind(NamedTuple):
-    """Element type and shape of an array. A text is a named size, or arithmetic over names."""
+    """The dtype and shape of an array. A string in a shape is a named size, or arithmetic over names."""
 
     dtype: str
     shape: tuple[int | str, ...]
@@ -38,12 +38,12 @@ class Kind(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The containers of arguments or results, as the header of a file has them.
+    """The containers of arguments or results, as a file's header stores them.
 
     Attributes:
         tree: None, "leaf", or {"tuple": [...]}, {"list": [...]}, {"dict": [[key, ...], ...]}.
-        dtypes: The declared type of each leaf, in order. Of integers JAX may have made it
-            narrower in the program.
+        dtypes: declared dtype of each leaf, in order. In the program, JAX may have made 64-bit
+            integers narrower.
 
     Example:
         >>> pair = Signature({"dict": [["x", "leaf"], ["y", None]]}, ("int64",))
@@ -56,7 +56,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def read(cls, data: Any) -> Signature:
-        """Reads what a header has; ValueError for anything else."""
+        """Reads a signature of parsed JSON; ValueError for anything else."""
         found = cls(data.get("tree"), texts(field(data, "dtypes", list)))
         leaves = iter(found.dtypes)
         _restore(found.tree, leaves)
@@ -77,7 +77,7 @@ _OTHER_NUMBER = "a tree has another number of leaves than it should"
 
 
 def field(data: Any, name: str, kind: type) -> Any:
-    """A value of a JSON object; ValueError where it is not there or of another type."""
+    """A value of a JSON object; ValueError if it is missing or of another type."""
     value: Any = data.get(name) if isinstance(data, dict) else None
     if type(value) is not kind or (kind is int and value < 0):
         raise ValueError(f"'{name}' is {value!r:.80}")
@@ -85,7 +85,7 @@ def field(data: Any, name: str, kind: type) -> Any:
 
 
 def texts(data: Any) -> tuple[str, ...]:
-    """A list of texts; ValueError for anything else."""
+    """A list of strings as a tuple; ValueError for anything else."""
     if not isinstance(data, list) or not all(isinstance(text, str) for text in data):
         raise ValueError(f"{data!r:.80} is no list of names")
     return tuple(data)
@@ -122,10 +122,10 @@ def _name(key: Any) -> Any:
 
 
 def describe(value: Any, leaves: list[Any]) -> Any:
-    """The tree of a Signature for a pytree, whose leaves are put at the end of ``leaves``.
+    """The tree of a Signature for a pytree, whose leaves are appended to ``leaves``.
 
     Raises:
-        TypeError: A key is neither text nor an integer.
+        TypeError: a key is neither a string nor an integer, or a dict has keys of both types.
     """
     kind, keys, children = level(value)
     if kind == LEAF:
@@ -143,7 +143,7 @@ def describe(value: Any, leaves: list[Any]) -> Any:
 
 
 def _restore(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Containers around the next leaves; ValueError for what :func:`describe` does not give."""
+    """Containers around the next leaves; ValueError for a tree that :func:`describe` does not return."""
     if tree is None:
         return None
     if tree == LEAF:
@@ -169,7 +169,7 @@ def _restore(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 class Arguments:
-    """From the arguments of a call to the flat list that the program takes, checked."""
+    """Checks the arguments of a call and flattens them to the list that the program takes."""
 
     def __init__(self, name: str, signature: Signature, avals: Sequence[Any]):
         self.name = name
@@ -184,7 +184,7 @@ class Arguments:
 
     def __call__(self, args: Path) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)
-        if tree != self._tree:  # other containers may do as well
+        if tree != self._tree:  # other containers may fit as well
             leaves = jax.tree.leaves(self._arrange(self._plain, args, (), args))
         given = dict(zip(self._paths, leaves, strict=True))
         leaves = [given[i] for i in range(len(given))]
@@ -202,7 +202,7 @@ class Arguments:
         return leaves
 
     def _arrange(self, plain: Any, value: Any, path: Path, args: Path) -> Any:
-        """What is in ``value``, in the containers of ``plain``; ValueError where it does not fit."""
+        """The leaves of ``value`` in the containers of ``plain``; ValueError if they do not fit."""
         wanted, names, inner = level(plain)
         kind, keys, children = level(value)
         if kind != wanted or set(keys) != set(names):
@@ -239,7 +239,7 @@ class Arguments:
         )
 
     def _check_derived(self, leaves: Sequence[Any], sizes: Mapping[str, Any]) -> None:
-        """Sizes that are arithmetic over names, where those are known; jax.export has the rest."""
+        """Checks sizes that are arithmetic over known names; jax.export checks the others."""
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
             for size, dim in zip(leaf.shape, kind.shape, strict=True):
                 try:
@@ -252,7 +252,7 @@ class Arguments:
 
 
 def _same(shape: Path, kind: Kind, sizes: dict[str, Any]) -> bool:
-    """Whether an array's shape is of that kind; names that are new get their sizes."""
+    """Whether a shape matches ``kind``; new names are added to ``sizes``."""
     if len(shape) != len(kind.shape):
         return False
     for size, dim in zip(shape, kind.shape, strict=True):
@@ -268,7 +268,7 @@ def _same(shape: Path, kind: Kind, sizes: dict[str, Any]) -> bool:
 
 
 class _Text(str):
-    """A text that is shown without quotes."""
+    """A string whose repr has no quotes."""
 
     __repr__ = str.__str__
 
@@ -279,5 +279,5 @@ def _described(leaf: Any) -> _Text:
 
 
 def cut(text: str, limit: int = 300) -> str:
-    """A text that may be long, for a message."""
+    """A text for a message, cut to ``limit`` characters."""
     return text if len(text) <= limit else f"{text[:limit]}…"

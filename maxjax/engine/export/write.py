@@ -1,7 +1,7 @@
-"""Writing a model's program to one file that runs wherever JAX does, without the model's classes.
+"""``maxjax.export``: writes a model's program to one file that runs without the model's classes.
 
-The model's call is traced as a function of flat lists and written by ``jax.export``, with
-the names of its weights beside it.
+The model's call is traced as a function of flat lists of arrays and serialised by ``jax.export``;
+the names of its weights are stored beside it.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ def export(
     platforms: Sequence[str] | str | None = None,
     vjp_order: int = 0,
 ) -> None:
-    """Writes what a model computes to a file that :func:`maxjax.load_exported` runs.
+    """Writes a model's program to a file that :func:`maxjax.load_exported` loads.
 
-    The weights are not in it, only their names, shapes and dtypes: values come from a
+    The file holds no weights, only their names, shapes and dtypes: values come from a
     checkpoint or a state dict. A process that runs it needs none of the model's classes.
 
-    Args:
-        model: Loaded or not; nothing of it changes.
-        spec: What the arguments of ``model.__call__`` are: one spec, or a tuple with one for
-            each. A spec is a ``jax.ShapeDtypeStruct`` (its sizes may be symbolic ones of
-            ``jax.export``), an array, a TensorType, or a pytree of them. For a TensorType,
-            whose sizes may be names, the model gets a TensorValue, else an array.
-        path: The file; one that is there is replaced once the new one is on disk.
-        platforms: Where it is to run, of "cpu", "cuda", "rocm" and "tpu"; JAX's default
-            backend when not given.
-        vjp_order: How often the program can be differentiated in reverse mode.
+    Static data of an argument (metadata of a dataclass) is fixed by the spec, and constants of the
+    model that are not Weights are part of the program.
 
-    What is static in an argument (metadata of a dataclass) is fixed by the spec, and
-    constants of the model that are no Weights are part of the program.
+    Args:
+        model: the model, loaded or not; it is not changed.
+        spec: shapes and dtypes of the arguments of ``model.__call__``: one spec, or a tuple with
+            one for each argument. A spec is a ``jax.ShapeDtypeStruct`` (whose sizes may be
+            symbolic ones of ``jax.export``), an array, a TensorType, or a pytree of them. For a
+            TensorType, whose sizes may be names, the model gets a TensorValue, else an array.
+        path: path of the file; an existing file is replaced once the new one is on disk.
+        platforms: platforms to run on, of "cpu", "cuda", "rocm" and "tpu"; JAX's default
+            backend if not given.
+        vjp_order: number of times the program can be differentiated in reverse mode.
 
     Raises:
-        TypeError: ``model`` is no Module; something in ``spec`` is no spec, or a key of a dict
-            is neither a text nor an integer.
-        ValueError: A platform that is not known; a weight of which no shape is known.
-        CheckpointSaveError: The file cannot be written; what was there is untouched.
-        CheckpointMissingError: Its directory does not exist.
-        CheckpointAccessError: It may not be written.
+        TypeError: ``model`` is not a Module, a leaf of ``spec`` is not a spec, or a key of a dict
+            is neither a string nor an integer.
+        ValueError: a platform is unknown, or a weight has no known shape.
+        CheckpointSaveError: the file cannot be written; an existing file is unchanged.
+        CheckpointMissingError: the directory does not exist.
+        CheckpointAccessError: the file may not be written.
 
     Example:
         >>> import os, tempfile
@@ -102,7 +102,7 @@ def export(
         blob = bytes(program.serialize(vjp_order=vjp_order))
     inputs = tuple(map(_declared, flat, program.in_avals[len(types) :]))
     outputs = tuple(str(aval.dtype) for aval in program.out_avals)
-    # Not imported: the package itself is of a floor above, and always there.
+    # Read from sys.modules: the package is always loaded, and this file must not import it.
     version = sys.modules[__name__.partition(".")[0]].__version__
     header = Header(
         type(model).__name__, version, jax.__version__, vjp_order, weights, leaves,
@@ -113,7 +113,7 @@ def export(
 
 
 def _unplaced(model: Module) -> Module:
-    """The model, without values, as it would be on one device: a file is of no mesh."""
+    """The model as it would be on one device, without values if it was sharded: files have no mesh."""
     if all(holder.sharding is None for holder in model._mx_definition()[1]):
         return model
     free = jax.tree.map(lambda leaf: leaf, model)
@@ -155,7 +155,7 @@ def _weights(
         if isinstance(holder, Weight):
             names = [known.get(id(holder), full)]
             leaves.append(names[0])
-        else:  # inside it is one array; outside, each of its slices has its own name
+        else:  # a stack is one array in the program; outside, each of its slices has its own name
             views = map(holder.view, range(holder.span.count))
             names = [known.get(id(w), holder.span.name(full, i)) for i, w in enumerate(views)]
             leaves.append(tuple(names))
@@ -180,7 +180,7 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
 
 
 def _declared(declared: Any, found: Any) -> str:
-    """The type as JAX has it, but of integers that JAX made narrower the wide one: files have that."""
+    """The dtype, but the 64-bit one of integers that JAX made narrower, because files hold 64 bits."""
     name = str(found.dtype)
     if name not in ("int32", "uint32"):
         return name
@@ -217,7 +217,7 @@ def _trace(
 
 
 def _sizes(flat: Sequence[Any]) -> dict[str, Any]:
-    """The named sizes of all specs, in one scope."""
+    """The named sizes of all specs as symbolic sizes of one scope."""
     from jax import export as jax_export
 
     plain = [spec for spec in flat if not isinstance(spec, TensorType)]
@@ -233,7 +233,7 @@ def _sizes(flat: Sequence[Any]) -> dict[str, Any]:
 
 
 def _refuse_stacks(tree: Any) -> None:
-    """A stack's layout is in no file: a Module that the model takes or gives has each layer's names."""
+    """Refuses a LayerStack in arguments or results, because the file does not store a stack's layout."""
     for value in jax.tree.leaves(tree, is_leaf=lambda value: isinstance(value, Module)):
         if isinstance(value, Module) and value._mx_definition()[0].stacked:
             what = f"{type(value).__name__}, an argument or a result,"
@@ -259,8 +259,8 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def _without_paths() -> Iterator[None]:
-    """JAX writes no file names of this machine into a program: equal models make equal files."""
-    with _lock:  # the option is the process's, and is to be put back as it was
+    """Keeps JAX from writing file names into a program, so that equal models make equal files."""
+    with _lock:  # the option is global to the process, and is restored afterwards
         before = getattr(jax.config, _LOCATIONS)
         jax.config.update(_LOCATIONS, 0)
         try:
@@ -273,9 +273,9 @@ def _without_paths() -> Iterator[None]:
 
 
 def _write(path: str, header: Header, program: bytes) -> None:
-    """Writes the file whole or not at all, and through to the disk."""
+    """Writes the file atomically and flushes it to the disk."""
     text = json.dumps(header.json(), separators=(",", ":")).encode()
-    # A tree too deep to be read again shows here, and not when somebody needs the file.
+    # A tree too deep to be read back fails here, not when the file is needed.
     Header.read(load_json(text, name=path))
     replace_file(
         path, (PREFIX.pack(MAGIC, len(text), hashlib.sha256(text).digest()), text, program)

@@ -1,11 +1,11 @@
-"""Attention of a decoder, with and without a cache of keys and values.
+"""Self-attention of a decoder, with and without a KV cache.
 
-Three ways lead through it: all tokens of a text at once, more tokens of texts that are in the
-cache (prefill, also in chunks), and one token of each (a decode step, ``kernels.decode_attention``).
-Layers that slide have a cache of their own, which goes round.
+There are three cases: all tokens of a sequence at once without a cache, several tokens after those
+in the cache (prefill, also in chunks), and one token per sequence (a decode step,
+``kernels.decode_attention``). Sliding layers have a separate, rotating cache.
 
-Shapes: L layers, B sequences, T tokens, H heads of queries and K of keys, S slots, width D,
-hidden size E.
+Shapes: L layers, B sequences, T tokens, H query heads, K KV heads, S slots of the cache, head width
+D, hidden size E.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ...nn.norm import RMSNorm
 from ...nn.rotary_embedding import rotate
 from .config import DecoderConfig
 
-# Those of layers that see all tokens, and of layers that slide, as in a KVCache; or nothing,
-# where there is no cache.
+# The slots of layers that see all tokens and those of sliding layers, as in a KVCache; empty
+# without a cache.
 Cached = tuple[Slots | None, ...]
 
-# Prefill looks at T slots of the cache, or so many times as many, or at all.
+# Prefill reads T slots of the cache, or T times a power of _STEP (_STEPS sizes), or all slots.
 _STEP, _STEPS = 4, 3
 
 # What a layer's ``rope`` may be.
@@ -47,15 +47,15 @@ _NOWHERE = 2**31 - 1
 
 
 class Step(NamedTuple):
-    """What all layers of one call are told about its tokens.
+    """What every layer needs to know about the tokens of one call.
 
     Attributes:
-        starts: ``[B]``, or ``[1]`` for all: the position of the first.
-        counts: ``[B]``: how many of a row are real, the rest is padding; None: all are.
-        longest: The largest of the starts.
-        turns: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of rope.
-        tokens: Of a decode step, ``[B]``: the starts, -1 for rows without a token.
-        numbers: ``[L]``: of each layer, which of its part of the cache it is; None: the same.
+        starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
+        counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
+        longest: the largest of the starts.
+        turns: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
+        tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
+        numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
     """
 
     starts: jax.Array
@@ -66,35 +66,35 @@ class Step(NamedTuple):
     numbers: jax.Array | None = None
 
     def positions(self, length: int) -> jax.Array:
-        """``[B or 1, T]``."""
+        """The positions of the tokens, ``[B or 1, T]``."""
         return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
 
     def real(self, length: int) -> jax.Array | None:
-        """``[B, T]``: which are no padding; None: all."""
+        """Which tokens are not padding, bools ``[B, T]``; None: all."""
         if self.counts is None:
             return None
         return jnp.arange(length, dtype=jnp.int32)[None, :] < self.counts[:, None]
 
 
 class DecoderAttention(Module):
-    """Self-attention over rotated queries and keys, by the settings of a DecoderConfig.
+    """Self-attention with RoPE, configured by a DecoderConfig.
 
-    A family whose queries, keys and values come from elsewhere overrides :meth:`make_projections`
-    and :meth:`project`; all else, the cache among it, goes on from these.
+    A family that computes queries, keys and values differently overrides :meth:`make_projections`
+    and :meth:`project`; everything else, the cache included, uses their results.
 
     Args:
-        config: The settings.
-        slides: Whether it looks back through ``config.sliding_window``.
-        dtype: Of the weights.
+        config: settings of the decoder.
+        slides: whether the layer has the sliding window ``config.sliding_window``.
+        dtype: dtype of the weights.
 
     Attributes:
-        q_proj, k_proj, v_proj, o_proj: The projections.
-        q_norm, k_norm: Norms of each head, if ``config.qk_norm``.
+        q_proj, k_proj, v_proj, o_proj: linear layers of queries, keys, values and output.
+        q_norm, k_norm: norms of each head, if ``config.qk_norm``.
         num_heads, num_kv_heads, head_dim: H, K and D.
-        scale, soft_cap: What scores are multiplied by, and capped at.
-        sliding_window: How far it looks back, or None.
-        rope: How queries and keys are turned: "global" by the rope of the settings, "local" by
-            ``config.local_rope``, "none" not at all.
+        scale, soft_cap: factor and cap of the attention scores.
+        sliding_window: number of tokens, itself included, that a token sees; None: all before it.
+        rope: the RoPE of queries and keys: "global" for ``config.rope``, "local" for
+            ``config.local_rope``, "none" for no RoPE.
     """
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
@@ -112,10 +112,10 @@ class DecoderAttention(Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_projected" in vars(cls) and "project" not in vars(cls):
-            cls.project = vars(cls)["_projected"]  # what it was called once
+            cls.project = vars(cls)["_projected"]  # its earlier name
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
-        """Makes what :meth:`project` needs, and ``o_proj``, which comes after the attention."""
+        """Makes the layers that :meth:`project` uses, and ``o_proj``, the output projection."""
         size, width, bias = config.hidden_size, config.width, config.attention_bias
 
         def linear(in_dim: int, out_dim: int, has_bias: bool) -> Linear:
@@ -135,7 +135,7 @@ class DecoderAttention(Module):
             )  # fmt: skip
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
-        """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, not turned yet."""
+        """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE."""
         q, k, v = (
             y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
             for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
@@ -145,9 +145,9 @@ class DecoderAttention(Module):
         return [q, k, v]
 
     def head_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that the heads of keys, and so those of a cache, are split over.
+        """The mesh axes that the KV heads, and therefore a cache's heads, are split over.
 
-        They are those of the columns of ``o_proj``, if they divide the heads.
+        They are those of the columns of ``o_proj``, if they divide the KV heads evenly.
         """
         return self._axes_of(self.o_proj.weight, 1)
 
@@ -155,13 +155,15 @@ class DecoderAttention(Module):
         where = weight.sharding
         if not isinstance(where, NamedSharding):
             return ()
-        fsdp = axis_of(where.mesh, "fsdp")  # what a weight is gathered over splits no heads
+        fsdp = axis_of(
+            where.mesh, "fsdp"
+        )  # weights are gathered over this axis: no heads are split
         over = tuple(name for name in split_over(weight, axis) if name != fsdp)
         count = math.prod(where.mesh.shape[name] for name in over)
         return () if self.num_kv_heads % count else over
 
     def sharding_rules(self) -> dict[str, Any]:
-        """By whole heads; the columns of ``o_proj`` as the heads of the queries."""
+        """Splits the projections between heads; the columns of ``o_proj`` as the query heads."""
         width = self.head_dim
         rules = linear_rules(
             "o_proj", ShardingStrategy.head_aware_columnwise(1, self.num_heads, width)
@@ -176,12 +178,13 @@ class DecoderAttention(Module):
     def __call__(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """``[B, T, E]``, or one token of each sequence ``[B, E]`` → the same shape.
+        """Hidden states ``[B, T, E]``, or ``[B, E]`` for one token per sequence → the same shape.
 
         Args:
-            step: Where the tokens are.
-            cached: The cache, or ``()``.
-            layer: Which layer of the cache is this one's.
+            x: hidden states.
+            step: positions of the tokens.
+            cached: the cache, or ``()``.
+            layer: index of this layer, an integer scalar.
 
         Returns:
             The result, and the cache with these tokens.
@@ -210,7 +213,7 @@ class DecoderAttention(Module):
         return self.o_proj(y).astype(x.dtype), cached
 
     def _rotates(self, cached: Cached) -> bool:
-        """Whether this layer's part of the cache is the one that goes round."""
+        """Whether this layer uses the rotating part of the cache."""
         return bool(cached) and self.sliding_window is not None and cached[1] is not None
 
     def _decoded(
@@ -218,7 +221,7 @@ class DecoderAttention(Module):
         rotating: bool,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         if self.num_kv_heads % parts(self.o_proj.weight, 1):
-            q = placed(q, 1, ())  # the cache is whole on every device
+            q = placed(q, 1, ())  # the cache is replicated on every device
         turns = step.turns.get(self.rope)
         if turns is not None:
             turns = turns[0][:, 0], turns[1][:, 0]  # [B, D/2]
@@ -233,7 +236,7 @@ class DecoderAttention(Module):
     def _prefilled(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
     ) -> tuple[jax.Array, Slots]:
-        """Writes, then looks at the cache from its first slot on."""
+        """Prefill of a layer that sees all tokens: writes to the cache, then attends to its first slots."""
         length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
         place = positions if real is None else jnp.where(real, positions, size)
@@ -244,14 +247,14 @@ class DecoderAttention(Module):
             keys, values = slots.read(layer, seen, q.dtype)
             return self._attend(q, keys, values, positions, places)
 
-        # What is empty is not looked at, in steps, each of which is compiled.
+        # Empty slots are not read. Each of these few sizes is compiled.
         sizes = [n for n in (length * _STEP**i for i in range(_STEPS)) if n < size]
         return _chosen(attend, [*sizes, size], step.longest + length), slots
 
     def _slid(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
     ) -> tuple[jax.Array, Slots]:
-        """Looks at what is there and at the new tokens, the last of which then go over it."""
+        """Prefill of a sliding layer: attends to the cache and the new tokens, then stores the last of them."""
         length, size = q.shape[1], slots.size
         positions, starts = step.positions(length), step.starts[:, None]
         old, new = slots.alone(layer), slots.rounded(k, v)  # as all later tokens see them
@@ -274,13 +277,13 @@ class DecoderAttention(Module):
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, places: jax.Array
     ) -> jax.Array:
-        """Queries at positions ``[B or 1, T]`` look at keys at such places, none ahead of them."""
+        """Causal attention of queries at ``positions`` to keys at ``places``, each ``[B or 1, tokens]``."""
         back = positions[:, :, None] - places[:, None, :]
         sees = back >= 0
         if self.sliding_window is not None:
             sees = sees & (back < self.sliding_window)
         if self.num_kv_heads % parts(self.o_proj.weight, 1):
-            # Too few heads of keys to split: every device has all, and takes those of its queries.
+            # Too few KV heads to split: they are replicated, and repeated for each query head.
             k, v = (jnp.repeat(a, self.num_heads // self.num_kv_heads, axis=2) for a in (k, v))
         options = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
         return attention(
@@ -289,13 +292,16 @@ class DecoderAttention(Module):
 
 
 def _held(ends: jax.Array, size: int) -> jax.Array:
-    """Of ``[B, 1]`` tokens the one in each slot, the last that goes there: ``[B, S]``; or negative."""
+    """The position in each slot ``[B, S]`` of a rotating cache after ``ends`` ``[B, 1]`` tokens.
+
+    It is negative for an empty slot.
+    """
     last = ends - 1
     return last - (last - jnp.arange(size, dtype=jnp.int32)[None, :]) % size
 
 
 def _chosen(attend: Callable[[int], jax.Array], sizes: Sequence[int], needed: Any) -> jax.Array:
-    """``attend`` of the first of these sizes that is enough."""
+    """``attend(size)`` for the smallest of these sizes that is at least ``needed``."""
     *less, most = sizes
     if not less:
         return attend(most)
@@ -304,7 +310,10 @@ def _chosen(attend: Callable[[int], jax.Array], sizes: Sequence[int], needed: An
 
 
 def placed(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
-    """On a mesh with Explicit axes: with one axis split over these; elsewhere XLA sees to it."""
+    """``array`` with ``axis`` split over the mesh axes ``over``, on a mesh with Explicit axes.
+
+    Elsewhere it is returned unchanged and XLA chooses its sharding.
+    """
     mesh = explicit.mesh_of(array)
     if mesh is None:
         return array

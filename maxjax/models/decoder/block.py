@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention and MLP, each around a shortcut.
+"""One layer of a decoder: attention and MLP, each with a residual connection.
 
 Shapes: B sequences, T tokens, hidden size E.
 """
@@ -19,7 +19,7 @@ from .config import DecoderConfig
 
 
 def norm(config: DecoderConfig, dtype: DType) -> RMSNorm:
-    """A norm over the hidden size. With an offset, as in Gemma, it is rounded once, at the end."""
+    """An RMSNorm over the hidden size. With an offset, as in Gemma, it rounds only once, at the end."""
     return RMSNorm(
         config.hidden_size, dtype, config.rms_norm_eps, config.norm_offset,
         multiply_before_cast=bool(config.norm_offset),
@@ -30,14 +30,15 @@ class DecoderLayer(Module):
     """``h = x + attention(norm(x))``, then ``h + mlp(norm(h))``.
 
     Args:
-        config: The settings.
-        number: Which layer it is; what it is may depend on it, what it holds may not.
-        dtype: Of the weights.
+        config: settings of the decoder.
+        number: index of the layer. Layers whose attributes depend on it are not equal, and are
+            compiled separately.
+        dtype: dtype of the weights.
 
     Attributes:
-        self_attn, mlp, input_layernorm, post_attention_layernorm: As in Hugging Face's files.
-        pre_feedforward_layernorm, post_feedforward_layernorm: Where ``config.post_norms`` says so;
-            then ``post_attention_layernorm`` comes after the attention and before the sum.
+        self_attn, mlp, input_layernorm, post_attention_layernorm: named as in Hugging Face's files.
+        pre_feedforward_layernorm, post_feedforward_layernorm: present if ``config.post_norms``;
+            then ``post_attention_layernorm`` is applied to the attention's result, before the sum.
     """
 
     attention_class: ClassVar[Any] = DecoderAttention
@@ -54,7 +55,7 @@ class DecoderLayer(Module):
             self.post_feedforward_layernorm = norm(config, dtype)
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> Any:
-        """The second half: called with ``[..., E]``, gives the same shape."""
+        """The layer's MLP, which maps ``[..., E]`` to the same shape."""
         return MLP(
             dtype, None, config.hidden_size, config.intermediate_size, [DeviceRef.CPU()],
             has_bias=config.mlp_bias, activation_function=config.hidden_act,
@@ -63,7 +64,7 @@ class DecoderLayer(Module):
     def __call__(
         self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """(``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
+        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
         x, cached = carry
         y, cached = self.self_attn(self.input_layernorm(x), step, cached, layer)
         if not self.post_norms:

@@ -1,4 +1,4 @@
-"""The settings of a decoder of Llama's kind; what families differ in is data here."""
+"""The settings of a Llama-like decoder; most differences between families are fields here."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from ...nn.activation import ACTIVATIONS
 from ..config import ModelConfig, setting
 from .rope import DEFAULT_THETA, Rope, read_rope
 
-# The longest pattern of layers that is looked for.
+# The longest repeating pattern of layers that ``pattern`` finds.
 _LONGEST_PERIOD = 32
 _SLIDES = {"full_attention": False, "sliding_attention": True}
 
 
 def own(default: Any) -> Any:
-    """A setting that no file has: a family says what it is."""
+    """A field that is never read from a file: each family sets its value."""
     return dataclasses.field(default=default, metadata={"own": True})
 
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """What a decoder is made of. Fields are keys of ``config.json`` unless they say otherwise.
+    """The settings of a decoder. Fields are keys of ``config.json`` unless declared with another key.
 
     Attributes:
-        num_kv_heads: Of keys and values; as many as of queries where it is not said.
-        head_dim: ``hidden_size / num_heads`` where it is not said.
-        attention_bias, output_bias: Whether queries, keys and values have biases, and whether the
-            projection after attention has one (by default as they do).
-        qk_norm: Each head of queries and keys is normalised before it is turned.
-        post_norms: Attention and MLP are normalised after as well as before, as in Gemma 2.
-        norm_offset: Added to the weights of norms: 1 in Gemma.
-        embedding_scale: What embeddings are multiplied by.
-        query_scale: What scores are multiplied by, instead of ``1/√head_dim``.
-        attn_soft_cap, logit_soft_cap: Scores and logits become ``cap · tanh(x / cap)``.
-        sliding_window: How many tokens back a layer sees that slides, itself included.
-        slides: For each layer, whether it does; by default all do if there is a window.
-        rope, local_rope: How queries and keys are turned, and how in layers that slide, where
-            that is otherwise.
+        num_kv_heads: number of KV heads; ``num_heads`` by default.
+        head_dim: ``hidden_size / num_heads`` by default.
+        attention_bias, output_bias: whether the projections of queries, keys and values have
+            biases, and whether the output projection has one (by default as they have).
+        qk_norm: whether each head of queries and keys is normalised before RoPE.
+        post_norms: whether attention and MLP are normalised after as well as before, as in Gemma 2.
+        norm_offset: number added to the weights of norms: 1 in Gemma.
+        embedding_scale: factor of the embeddings.
+        query_scale: factor of the attention scores, instead of ``1/√head_dim``.
+        attn_soft_cap, logit_soft_cap: caps of scores and logits, which become
+            ``cap · tanh(x / cap)``.
+        sliding_window: number of tokens, itself included, that a token sees in a sliding layer.
+        slides: whether each layer has a sliding window; by default all do if there is a window.
+        rope, local_rope: rotary position embedding, and the one of sliding layers if that differs.
     """
 
     vocab_size: int = setting(minimum=1, held="axis")
@@ -108,13 +108,13 @@ class DecoderConfig(ModelConfig):
 
     @property
     def width(self) -> int:
-        """D, the features of a head."""
+        """D, the width of a head."""
         assert self.head_dim is not None
         return self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        """K, the heads of keys and values."""
+        """K, the number of KV heads."""
         assert self.num_kv_heads is not None
         return self.num_kv_heads
 
@@ -122,11 +122,12 @@ class DecoderConfig(ModelConfig):
     def from_dict(
         cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
     ) -> Self:
-        """As of ModelConfig; with what the family knows, and rope in both spellings.
+        """:meth:`ModelConfig.from_dict` with :meth:`derived` settings and RoPE in both spellings.
 
         Raises:
-            CheckpointFormatError: As of ModelConfig.
-            UnsupportedModelError: A setting that changes results and is not known here; named.
+            CheckpointFormatError: as for :meth:`ModelConfig.from_dict`.
+            UnsupportedModelError: a setting changes results and is not supported; the message
+                names it.
         """
         if raw.get("quantization_config"):
             method = raw["quantization_config"]
@@ -139,7 +140,7 @@ class DecoderConfig(ModelConfig):
         hidden = {name for name, field in fields.items() if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
         try:
-            # Read first and without the rest: the length that rope's settings are about.
+            # Read before the other settings: the context length that RoPE's settings refer to.
             context = given.get("max_position_embeddings")
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
@@ -151,27 +152,27 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """What a file says of rope, by field; ``context`` is the length it is said about.
+        """The RoPE fields of a file, by name; ``context`` is ``max_position_embeddings``.
 
         Raises:
-            ValueError, UnsupportedModelError: As of ``read_rope``.
+            ValueError, UnsupportedModelError: as for ``read_rope``.
         """
         return {"rope": read_rope(raw, context, cls.unsaid.get("rope_theta", DEFAULT_THETA))}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """What a family knows or makes of its files: values by key, over those of the file.
+        """Values by key that replace those of the file: fixed by the family or computed from others.
 
         Raises:
-            ValueError: Something in the file is wrong.
+            ValueError: a value in the file is wrong.
         """
         return {}
 
 
 def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
-    """Of layers of these kinds: (how many at the front do not repeat, length of what repeats).
+    """(Number of first layers that do not repeat, length of the repeating pattern) of these kinds.
 
-    Equal layers are compiled once; chosen so that few bodies are compiled.
+    The result is the one with the fewest layer bodies to compile.
 
     Example:
         >>> pattern("fffssss"), pattern("ssfssfs")
@@ -190,11 +191,11 @@ def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
 
 
 def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ...]:
-    """Which layers look back through a window: as ``layer_types`` says, else the default.
+    """Whether each layer has a sliding window: as ``layer_types`` says, or the default without it.
 
     Raises:
-        ValueError: It is no list of words.
-        UnsupportedModelError: A layer of another kind.
+        ValueError: ``layer_types`` is not a list of strings.
+        UnsupportedModelError: ``layer_types`` names another kind of layer.
     """
     kinds = raw.get("layer_types")
     if kinds is None:

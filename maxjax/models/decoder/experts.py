@@ -1,9 +1,9 @@
-"""A mixture of experts in the place of a decoder's MLP, as Mixtral and Qwen 3 have it.
+"""A mixture of experts that replaces a decoder's MLP, as in Mixtral and Qwen 3.
 
-Files hold each expert's maps by themselves, or all of a layer as one tensor (GGUF; transformers 5
-in memory): these are taken apart where they lie, before anything is read.
+Files hold each expert's linear layers as separate tensors, or those of all experts of a layer as
+one tensor (GGUF; transformers 5 in memory). The latter is sliced lazily, before anything is read.
 
-Shapes: N tokens, hidden size E, X experts of F features between, k experts for each token.
+Shapes: N tokens, hidden size E, X experts with F inner features, k experts for each token.
 
 Sources: arXiv:2401.04088, arXiv:2505.09388; transformers' ``MixtralSparseMoeBlock`` and
 ``Qwen3MoeSparseMoeBlock``.
@@ -40,7 +40,7 @@ from ..gguf.sources import Relaid
 from .block import DecoderLayer
 from .config import DecoderConfig, own
 
-# The maps of an expert, in the order gate, up, down.
+# Names of an expert's linear layers, in the order gate, up, down.
 MAPS_W = ("w1", "w3", "w2")
 MAPS_PROJ = ("gate_proj", "up_proj", "down_proj")
 
@@ -51,10 +51,10 @@ class MoEConfig(DecoderConfig):
 
     Attributes:
         num_experts, num_experts_per_tok: X and k.
-        moe_intermediate_size: F; ``intermediate_size`` where it is not said.
-        norm_topk_prob: Whether the shares of the chosen experts add up to 1.
-        sparse: For each layer, whether it has experts; by default all.
-        maps: What the checkpoint calls an expert's gate, up and down.
+        moe_intermediate_size: F; ``intermediate_size`` by default.
+        norm_topk_prob: whether the shares of the chosen experts are normalised to sum to 1.
+        sparse: whether each layer has experts; by default all have.
+        maps: the checkpoint's names of an expert's gate, up and down projections.
     """
 
     num_experts: int = setting(default=8, held="axis", also=("num_local_experts",))
@@ -76,12 +76,12 @@ class MoEConfig(DecoderConfig):
 
     @property
     def expert_size(self) -> int:
-        """F."""
+        """F, the inner features of an expert."""
         return self.moe_intermediate_size or self.intermediate_size
 
 
 def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
-    """How many experts there are: two names are in use, and transformers takes either."""
+    """The number of experts, under either of the two keys that transformers accepts."""
     other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[name]
     found = raw.get(name)
     found = raw.get(other) if found is None else found
@@ -89,13 +89,13 @@ def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
 
 
 class Expert(Module):
-    """One gated feed-forward network, its maps called as the checkpoint calls them.
+    """One gated feed-forward network, whose linear layers have the checkpoint's names.
 
     Args:
-        maps: The names of gate, up and down.
+        maps: names of the gate, up and down projections.
         size, inner: E and F.
-        act: Name of the activation function.
-        dtype: Of the weights.
+        act: name of the activation function.
+        dtype: dtype of the weights.
     """
 
     def __init__(self, maps: tuple, size: int, inner: int, act: str, dtype: DType):
@@ -108,7 +108,7 @@ class Expert(Module):
 
     @property
     def linears(self) -> list[Linear]:
-        """Gate, up and down."""
+        """The gate, up and down projections."""
         return [getattr(self, name) for name in self.maps]
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -119,14 +119,15 @@ class Expert(Module):
 
 
 class SparseMLP(Module):
-    """A mixture of experts in the place of an MLP: ``Σ share · expert(x)`` over the k chosen.
+    """A mixture of experts that replaces an MLP: ``Σ share · expert(x)`` over the k chosen experts.
 
     Args:
-        config: The settings.
-        dtype: Of the weights.
+        config: settings of the decoder.
+        dtype: dtype of the weights.
 
     Attributes:
-        gate: Linear, weight ``[X, E]``: the k experts of the highest scores are chosen.
+        gate: the router, a Linear of weight ``[X, E]``; the k experts with the highest scores are
+            chosen.
         experts: LayerList of X :class:`Expert`.
 
     Example:
@@ -148,9 +149,9 @@ class SparseMLP(Module):
         )
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Every expert's inner features over the axes ``expert`` and ``model`` together.
+        """Splits every expert's inner features over the mesh axes ``expert`` and ``model`` together.
 
-        So all devices have the same work whatever is chosen, and X need not divide.
+        All devices then have the same work whichever experts are chosen, and X need not divide.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules = linear_rules("gate", ShardingStrategy.replicate(1))
@@ -180,9 +181,9 @@ class SparseMLP(Module):
         return y.astype(x.dtype).reshape(x.shape)
 
     def choose(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[N, E]`` → numbers of experts, and their shares in float32, ``[N, k]`` each.
+        """``[N, E]`` → indices of the chosen experts and their shares in float32, ``[N, k]`` each.
 
-        The highest score comes first; of equal ones, the lower number.
+        The highest score comes first; of equal scores, the lower index.
         """
         scores = self.gate(tokens).astype(jnp.float32)  # [N, X]
         best, chosen = jax.lax.top_k(scores, self.chosen)
@@ -195,12 +196,15 @@ class SparseMLP(Module):
         ]
 
     def _split(self) -> tuple[Any, tuple[str, ...] | None]:
-        """The mesh of the experts and its axes that F is split over; None: not all are alike."""
+        """The experts' mesh (or None) and its axes that F is split over.
+
+        The axes are None if the experts are split differently or quantised.
+        """
         weights = [[m.weight for m in e.linears] for e in self.experts]
         mesh = mesh_of([w.sharding for maps in weights for w in maps])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
-        fsdp = axis_of(mesh, "fsdp")  # over which weights are gathered
+        fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
         found = {
             tuple(name for name in split_over(w, axis) if name != fsdp)
             for maps in weights
@@ -211,10 +215,10 @@ class SparseMLP(Module):
 
 
 class MoELayer(DecoderLayer):
-    """A decoder layer whose MLP is a mixture of experts where the configuration says so."""
+    """A decoder layer whose MLP is a mixture of experts if ``config.sparse`` says so."""
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
-        """The second half: called with ``[..., E]``, gives the same shape."""
+        """The layer's MLP or mixture of experts, which maps ``[..., E]`` to the same shape."""
         if config.sparse[number]:
             return SparseMLP(config, dtype)
         return super().make_mlp(config, number, dtype)
@@ -232,19 +236,20 @@ class MoEFamily(Family):
     """A Family whose files may hold the experts of a layer as one tensor.
 
     Attributes:
-        experts: Where an expert's weights are, with ``#`` for its number and a ``*`` for the map.
-        maps: What the checkpoint calls an expert's gate, up and down.
+        experts: name of an expert's weight, with ``#`` for its index and ``*`` for the linear layer.
+        maps: the checkpoint's names of an expert's gate, up and down projections.
     """
 
     experts: str = "mlp.experts.#.*.weight"
     maps: tuple[str, str, str] = MAPS_PROJ
 
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """As :meth:`Family.adapt`; ``experts.gate_up_proj`` ``[X, 2 F, E]`` and ``experts.down_proj``
-        ``[X, E, F]`` are taken apart, unread.
+        """:meth:`Family.adapt`, which also splits ``experts.gate_up_proj`` ``[X, 2 F, E]`` and
+        ``experts.down_proj`` ``[X, E, F]`` into weights of single experts; nothing is read.
 
         Raises:
-            CheckpointFormatError: Two tensors would be one weight, or one is no such stack.
+            CheckpointFormatError: two tensors have the same name in the model, or a tensor of
+                stacked experts has another shape.
         """
         apart: dict[str, Any] = {}
         for name, value in checkpoint.items():
@@ -273,7 +278,7 @@ class MoEFamily(Family):
 
 
 def _part(name: str, value: Any, layout: Layout) -> Any:
-    """One expert's part of a stack; of what is not read yet, unread."""
+    """One expert's slice of a stack; it stays lazy if the stack is lazy."""
     if not isinstance(value, WeightData):
         return layout.apply(value)
     source = Relaid({name: value}, {name: Source(name, layout)})

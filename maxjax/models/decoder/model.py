@@ -1,9 +1,9 @@
-"""The decoder that the families share: token ids in, logits of the next token out.
+"""The decoder-only language model that the families share: token ids → logits of the next token.
 
-``model(ids)`` gives logits; ``model(ids, cache)`` gives logits and the next cache.
+``model(ids)`` returns logits; ``model(ids, cache)`` returns logits and the next cache.
 
-Shapes: L layers, B sequences, T tokens, K heads of keys, S slots, width D, hidden size E,
-vocabulary V.
+Shapes: L layers, B sequences, T tokens, K KV heads, S slots of the cache, head width D,
+hidden size E, vocabulary size V.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .attention import Cached, DecoderAttention, Step
 from .block import DecoderLayer, norm
 from .config import DecoderConfig, pattern
 
-# Tables of frequencies, which old files hold and which are computed.
+# Tables of RoPE frequencies: old files hold them, and here they are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
-# What files of a model without its head, as of one that makes embeddings, leave out of names.
+# Files of a model without its head (an embedding model, for example) leave out this prefix.
 BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
 
 
 class DecoderModel(Module):
-    """Embedding, layers, norm: what Hugging Face's files call ``model``."""
+    """Embedding, layers and final norm: ``model`` in Hugging Face's checkpoints."""
 
     def __init__(self, config: DecoderConfig, dtype: DType, layer_class: Any):
         super().__init__()
@@ -55,15 +55,17 @@ class DecoderModel(Module):
     def __call__(
         self, ids: jax.Array, step: Step, cached: Cached, at: jax.Array | None = None
     ) -> tuple[jax.Array, Cached]:
-        """Token ids ``[B, T]``, or ``[B]``, one of each sequence → states.
+        """Token ids ``[B, T]``, or ``[B]`` (one for each sequence) → hidden states.
 
         Args:
-            step: Where the tokens are.
-            cached: Keys and values of all layers, or ``()``.
-            at: ``[B]``: of each row only the state at this token, and no axis of tokens.
+            ids: integers ``[B, T]`` or ``[B]``.
+            step: positions of the tokens.
+            cached: keys and values of all layers, or ``()``.
+            at: index ``[B]`` of the one token in each row whose state is returned; None: all tokens.
 
         Returns:
-            ``[B, T, E]`` or ``[B, E]``, and the cache with these tokens.
+            Hidden states ``[B, T, E]`` (``[B, E]`` for ids ``[B]`` or with ``at``), and the cache
+            with these tokens.
         """
         carry = (self.embed(ids, step), cached)
         if isinstance(self.layers, LayerStack):
@@ -77,7 +79,7 @@ class DecoderModel(Module):
         return self.norm(x), cached
 
     def embed(self, ids: jax.Array, step: Step) -> jax.Array:
-        """What goes into the first layer, of the tokens alone: ``[B, T, E]`` or ``[B, E]``."""
+        """The token embeddings that enter the first layer, ``[B, T, E]`` or ``[B, E]``."""
         x = self.embed_tokens(ids).astype(self.dtype.np)
         if self.embedding_scale != 1.0:
             x = x * jnp.asarray(self.embedding_scale, x.dtype)
@@ -88,14 +90,15 @@ class Decoder(PretrainedModel):
     """A decoder-only language model.
 
     Args:
-        config: Its settings.
-        dtype: Of the weights and of what goes from layer to layer. Norms, softmax and sums are in
-            float32 in any case.
-        stacked: Hold the layers as a LayerStack, compiled once.
+        config: settings of the model.
+        dtype: dtype of the weights and of the activations between layers. Norms, softmax and sums
+            are computed in float32 for every dtype.
+        stacked: whether the layers are held as a LayerStack, whose body is compiled once.
 
     Attributes:
-        model: What is below the head.
-        lm_head: Gives the logits; its weight is that of the embedding if the two are tied.
+        model: the model without its head.
+        lm_head: linear layer that computes the logits; it shares the embedding's weight if the two
+            are tied.
 
     Example:
         >>> config = DecoderConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -126,20 +129,27 @@ class Decoder(PretrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_logits" in vars(cls) and "logits" not in vars(cls):
-            cls.logits = vars(cls)["_logits"]  # what it was called once
+            cls.logits = vars(cls)["_logits"]  # its earlier name
 
     def sharding_rules(self) -> dict[str, Any]:
-        """The head by the vocabulary, by columns where that does not divide; tied, as the table."""
+        """Splits the head along the vocabulary, or by columns if that does not divide.
+
+        A tied head is split as the embedding table is.
+        """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         return {"lm_head.weight": Split(rows, instead=columns)}
 
     @property
     def max_length(self) -> int:
-        """The most tokens a sequence may have, as the configuration says."""
+        """The maximum number of tokens in a sequence, from the configuration."""
         return self.config.max_position_embeddings
 
     def stack(self) -> Decoder:
-        """Itself, with its layers in a LayerStack: equal ones, or a pattern of them, compiled once."""
+        """Puts the layers into a LayerStack, which compiles equal layers (or a repeating pattern) once.
+
+        Returns:
+            The model itself.
+        """
         layers = self.model.layers
         if not isinstance(layers, LayerStack):
             first, period = pattern([_kind(layer) for layer in layers])
@@ -147,23 +157,28 @@ class Decoder(PretrainedModel):
         return self
 
     def unstack(self) -> Decoder:
-        """Itself, with layers that have weights of their own. Exact."""
+        """Gives each layer weights of its own again, bit for bit.
+
+        Returns:
+            The model itself.
+        """
         if isinstance(self.model.layers, LayerStack):
             self.model.layers = self.model.layers.unstack()
         return self
 
     def cache(self, batch: int, capacity: int, dtype: Any = None) -> KVCache:
-        """An empty cache, born where the model lies: heads of keys as the projections have them.
+        """An empty KV cache on the model's devices, with KV heads sharded as the projections are.
+
+        Layers with a sliding window have no more slots than the window is wide.
 
         Args:
-            batch: B, how many sequences. Split over the mesh's axes of the batch if they divide.
-            capacity: S, how many tokens a sequence may have.
-            dtype: Of keys and values: a float or int8; that of the model by default.
-
-        Layers that look through a window have as many slots as it is wide, if those are fewer.
+            batch: B, the number of sequences. They are split over the mesh's batch axes if they
+                divide evenly.
+            capacity: S, the maximum number of tokens in a sequence.
+            dtype: dtype of keys and values, a float or int8; the model's dtype by default.
 
         Raises:
-            UserInputError: A number that is not positive, or another dtype.
+            UserInputError: a number is not positive, or the dtype is neither a float nor int8.
         """
         config = self.config
         sliding = sum(config.slides)
@@ -187,24 +202,24 @@ class Decoder(PretrainedModel):
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
     ) -> Any:
-        """Token ids ``[B, T]`` → logits in float32, and the next cache if there is one.
+        """Token ids ``[B, T]`` → logits in float32, and the next cache if one is given.
 
         Args:
-            ids: Integers ``[B, T]``. With T = 1 and a cache it is a decode step.
-            cache: What the tokens come after; donate it where it is not used again.
-            lengths: Integers ``[B]``: how many of each row's tokens are real; the others are
-                padding to the right of them, leave no trace, and their logits mean nothing.
-                All of them by default.
-            last: Only the logits of each row's last real token, ``[B, V]``.
+            ids: integers ``[B, T]``. With T = 1 and a cache this is a decode step.
+            cache: cache of the tokens before these; donate it if it is not used again.
+            lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
+                The others are padding on the right: they do not affect anything else, and their
+                logits are meaningless.
+            last: whether to return only the logits of each row's last real token, ``[B, V]``.
 
         Returns:
             Logits ``[B, T, V]``; with a cache ``(logits, cache)``. Inside ``jax.jit``, logits of
-            tokens for which the cache had no room are NaN.
+            tokens beyond the cache's capacity are NaN.
 
         Raises:
-            UserInputError: ``ids`` are no ``[B, T]`` of integers or do not go with the cache; where
-                the numbers are known, outside of ``jax.jit``: a token that is not in the
-                vocabulary, or no room in the cache.
+            UserInputError: ``ids`` are not integers ``[B, T]`` or do not fit the cache; outside of
+                ``jax.jit``, where values are known, also: a token id is not in the vocabulary, or
+                the tokens exceed the cache's capacity.
         """
         ids = self._checked(ids, cache)
         batch, length = ids.shape
@@ -233,15 +248,15 @@ class Decoder(PretrainedModel):
         return logits, dataclasses.replace(cache, full=full, sliding=sliding, lengths=lengths)
 
     def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
-        """Token ids ``[B, T]`` → the states that logits are made of ``[B, T, E]``, after the last norm.
+        """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, from which logits follow.
 
         Args:
-            ids: Integers ``[B, T]``.
-            lengths: Integers ``[B]``: how many of each row's tokens are real; the others are padding
-                to the right of them, and their states mean nothing. All of them by default.
+            ids: integers ``[B, T]``.
+            lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
+                The others are padding on the right, and their states are meaningless.
 
         Raises:
-            UserInputError: As of a call.
+            UserInputError: as for a call of the model.
 
         Example:
             >>> model = Decoder(DecoderConfig(100, 8, 16, num_layers=2, num_heads=2))
@@ -251,7 +266,7 @@ class Decoder(PretrainedModel):
         """
         ids = self._checked(ids, None)
         counts = self._counts(lengths, ids.shape[0])
-        if counts is not None:  # what the padding is must not matter, not even NaN
+        if counts is not None:  # the padding must not affect anything, not even with NaN
             real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
             ids = jnp.where(real, ids, 0)
         step = self._step(jnp.zeros(1, jnp.int32), counts, ids.shape[1], None)
@@ -300,7 +315,7 @@ class Decoder(PretrainedModel):
         config, numbers = self.config, None
         after = starts + (length if counts is None else counts)  # [B]
         if cache is not None and cache.sliding is not None:
-            # What goes round would write over other tokens with those that have no room.
+            # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
             room = jnp.maximum(cache.capacity - starts, 0)
             counts = jnp.minimum(length if counts is None else counts, room)
             if cache.full.layers:
@@ -317,10 +332,10 @@ class Decoder(PretrainedModel):
         return bare._replace(turns=turns)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """States after the last norm ``[..., E]`` → logits ``[..., V]`` in float32.
+        """Hidden states after the last norm ``[..., E]`` → logits ``[..., V]`` in float32.
 
         Raises:
-            UserInputError: The checkpoint is of the model below its head.
+            UserInputError: the model has no head.
         """
         if self.lm_head is None:
             raise UserInputError(
@@ -335,7 +350,7 @@ class Decoder(PretrainedModel):
 def _known(
     logits: jax.Array, step: Step, length: int, capacity: int, at: jax.Array | None
 ) -> jax.Array:
-    """The logits, NaN where the cache had no slot for the token."""
+    """The logits, set to NaN for tokens beyond the cache's capacity."""
     fits = step.positions(length) < capacity  # [B, T]
     real = step.real(length)
     fits = fits if real is None else fits | ~real
@@ -345,19 +360,19 @@ def _known(
 
 
 def _numbers(slides: Sequence[bool]) -> np.ndarray:
-    """``[L]``: of each layer, how many of its kind come before it."""
+    """For each layer, how many layers of its kind (full or sliding) come before it: ``[L]``."""
     flags = np.array(slides, bool)
     return np.where(flags, np.cumsum(flags), np.cumsum(~flags)).astype(np.int32) - np.int32(1)
 
 
 def _kind(layer: Module) -> Hashable:
-    """What layers of a stack have in common: structure, settings and types."""
+    """What all layers of a stack share: structure, settings, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(layer)
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
 def _beside(cache: KVCache, array: jax.Array) -> jax.Array:
-    """Of a cache on a mesh with Explicit axes: the rows of ``array`` where those of the cache are."""
+    """``array`` with its rows sharded as the cache's rows, if the cache's mesh has Explicit axes."""
     mesh = explicit.mesh_of(cache.keys)
     if mesh is None:
         return array
@@ -366,9 +381,9 @@ def _beside(cache: KVCache, array: jax.Array) -> jax.Array:
 
 
 def make(kind: type[Decoder]) -> Any:
-    """What a Family calls to make a decoder of this class.
+    """``Family.make`` for a decoder of this class.
 
-    Its layers are not stacked yet: a checkpoint may give each of them weights of another type.
+    The layers are not stacked yet, because a checkpoint may give each of them another dtype.
     """
 
     def make_decoder(
@@ -379,5 +394,5 @@ def make(kind: type[Decoder]) -> Any:
     return make_decoder
 
 
-# Of models that are made in code; no file says that it is of it.
+# For models made in code; no checkpoint names this family.
 Decoder.family = Family("decoder", ("Decoder",), DecoderConfig, make(Decoder))

@@ -1,7 +1,7 @@
-"""How a decoder's configuration says that queries and keys are turned by their position.
+"""The rotary position embedding (RoPE) of a decoder, as its configuration describes it.
 
-Configurations have two spellings: ``rope_theta`` beside ``rope_scaling``, and since transformers 5
-``rope_parameters`` with all of it.
+Configurations have two spellings: ``rope_theta`` with ``rope_scaling``, and since transformers 5
+one object ``rope_parameters``.
 
 Source: transformers' ``modeling_rope_utils``.
 """
@@ -36,9 +36,9 @@ class Rope:
     """Rotary position embedding with its settings.
 
     Attributes:
-        theta: Base of the frequencies.
-        scaling: One of the ``…Params`` of ``nn.rope_scaling``, or None.
-        magnitude: What cos and sin are multiplied by.
+        theta: base of the frequencies.
+        scaling: one of the ``…Params`` of ``nn.rope_scaling``, or None.
+        magnitude: factor of cos and sin.
 
     Example:
         >>> cos, sin = Rope().cos_sin(jnp.array([[0, 1, 2]]), jnp.array([3]), 8)
@@ -51,11 +51,11 @@ class Rope:
     magnitude: float = 1.0
 
     def check(self, width: int) -> None:
-        """Refuses a width of heads that it cannot turn.
+        """Checks that heads of this width can be rotated.
 
         Raises:
-            ValueError: An odd number, LongRoPE's lists are not as long as there are pairs, or the
-                settings give no frequencies.
+            ValueError: the width is odd, LongRoPE's lists do not have ``width / 2`` factors, or the
+                settings give no valid frequencies.
         """
         if width % 2:
             raise ValueError(f"RoPE turns pairs of features: it needs an even number, not {width}")
@@ -68,8 +68,8 @@ class Rope:
                     )
             return
         try:
-            # Of two pairs, however many there are: a width is not believed before it is compared
-            # with tensors.
+            # Two pairs are enough for this check: the width comes from a file and may be huge, as
+            # it has not been compared with tensors yet.
             self._freqs(4)
         except ArithmeticError as error:
             raise ValueError(f"rope with these settings has no frequencies: {error}") from None
@@ -77,14 +77,14 @@ class Rope:
     def cos_sin(
         self, positions: jax.Array, lengths: jax.Array, width: int
     ) -> tuple[jax.Array, jax.Array]:
-        """cos and sin of each pair's angle.
+        """cos and sin of the angle of each pair of features.
 
         Args:
-            positions: Integers ``[B, T]``.
-            lengths: Integers ``[B]``: how long each sequence is with these tokens, on which the
-                frequencies of two variants depend (dynamic, LongRoPE). Each row goes by its own
-                length: what else is in the batch does not change it.
-            width: D, the features of a head.
+            positions: integers ``[B, T]``.
+            lengths: length of each sequence including these tokens, integers ``[B]``. Two variants
+                (dynamic, LongRoPE) choose their frequencies by it, for each row separately: other
+                rows of the batch do not matter.
+            width: D, the width of a head.
 
         Returns:
             Two arrays ``[B, T, D/2]`` in float32.
@@ -113,13 +113,13 @@ def read_rope(raw: Mapping[str, Any], context: int, default_theta: float = DEFAU
     """The Rope of a configuration.
 
     Args:
-        raw: The content of ``config.json``.
+        raw: content of ``config.json``.
         context: ``max_position_embeddings``.
-        default_theta: Where the file does not say.
+        default_theta: theta if the file has none.
 
     Raises:
-        UnsupportedModelError: A kind of scaling that is not known here.
-        ValueError: A value is missing, of the wrong type or out of range; names the key.
+        UnsupportedModelError: the kind of scaling is not supported.
+        ValueError: a value is missing, of the wrong type or out of range; the message names the key.
 
     Example:
         >>> read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 64)
@@ -130,10 +130,10 @@ def read_rope(raw: Mapping[str, Any], context: int, default_theta: float = DEFAU
 
 
 def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The settings of rope in either spelling, and what the configuration calls them.
+    """The key of the RoPE settings in a configuration, in either spelling, and the settings.
 
     Raises:
-        ValueError: They are no object.
+        ValueError: the settings are not a JSON object.
 
     Example:
         >>> rope_settings({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}})
@@ -154,7 +154,7 @@ def rope_of(
     raw: Mapping[str, Any] | None = None,
     default_theta: float = DEFAULT_THETA,
 ) -> Rope:
-    """The Rope of one object of settings, called ``name`` in messages."""
+    """The Rope of one object of settings, which error messages call ``name``."""
     for key, value in given.items():
         if isinstance(value, Mapping):
             raise UnsupportedModelError(f"'{name}' with settings of its own for {key!r}")
@@ -173,7 +173,7 @@ def rope_of(
 
 
 class _Given:
-    """The values of such an object, checked."""
+    """An object of RoPE settings, whose values are checked as they are read."""
 
     def __init__(self, values: Mapping[str, Any], name: str, context: int, raw: Mapping[str, Any]):
         self.values, self.name, self.context, self.raw = values, name, context, raw
@@ -208,7 +208,7 @@ class _Given:
         return tuple(self.checked(key, item) for item in value)
 
     def factor(self) -> float:
-        """How much longer; where the file does not say, what the lengths say."""
+        """Factor by which the context is extended; by default the ratio of the two lengths."""
         found = self.maybe("factor")
         return self.context / self.original() if found is None else found
 

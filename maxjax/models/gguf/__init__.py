@@ -1,10 +1,10 @@
-"""GGUF files as Hugging Face's checkpoints: names, layouts, configuration, tokenizer.
+"""Conversion between GGUF files and Hugging Face's checkpoints: names, layouts, configuration, tokenizer.
 
-llama.cpp's converter gives tensors and settings other names, and moves or shifts the values of
-some. Tables here say for each architecture what it did, and serve to undo and to do it; nothing
-here reads a file.
+llama.cpp's converter renames tensors and settings, and permutes or shifts the values of some. Tables
+here describe these changes for each architecture, and are used in both directions; nothing here
+opens a file.
 
-A model that is no GGUF file needs nothing of this: names are imported when they are first used.
+Other formats do not need this package, so its names are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""What llama.cpp's converter does to a tensor's values, undone: by rows where it can be.
+"""The changes that llama.cpp's converter makes to tensors, and their inverses: by rows where possible.
 
-Each class is one change, as data. ``rows`` says which rows of the GGUF tensor the rows of the
-Hugging Face one are: it holds for values and for packed blocks alike, since a block never spans
-two rows, and a part of a tensor needs only its own. Rows are counted over all axes but the last,
-of a vector over its elements.
+Each class is one change, as data. ``rows`` maps the rows of the Hugging Face tensor to rows of the
+GGUF tensor. That holds for values and for quantised blocks alike, since a block never spans two
+rows, and a part of a tensor needs only its own rows. Rows are counted over all axes but the last;
+those of a vector are its elements.
 
 Source: ``convert_hf_to_gguf.py`` of llama.cpp and the modules in its ``conversion``.
 """
@@ -22,13 +22,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """One change, of which this class is none at all; shapes are as NumPy has them, ``[out, in]``.
+    """Base class of the changes, which itself changes nothing. Shapes are NumPy's, ``[out, in]``.
 
-    That is GGUF's own order of axes reversed. Of packed blocks the last axis may count bytes.
+    That is the reverse of GGUF's order of axes. For quantised blocks the last axis may count bytes.
 
     Attributes:
-        by_rows: Whether the tensor's rows are rows of the GGUF tensor, as :meth:`rows` says.
-        keeps_values: Whether :meth:`change` does nothing, so that blocks may stay packed.
+        by_rows: whether the tensor's rows are rows of the GGUF tensor, given by :meth:`rows`.
+        keeps_values: whether :meth:`change` does nothing, so that values may stay quantised.
 
     Example:
         >>> stored, layout = np.float32([[0, 0], [1, 1], [2, 2], [3, 3]]), Permuted(heads=1)
@@ -42,28 +42,28 @@ class Layout:
     keeps_values = True
 
     def shape(self, stored: Sequence[int]) -> Shape:
-        """The tensor's shape, from that in the GGUF file.
+        """The tensor's shape, computed from its shape in the GGUF file.
 
         Raises:
-            CheckpointFormatError: A tensor of that shape cannot have been changed so.
+            CheckpointFormatError: this change cannot result in a tensor of that shape.
         """
         return tuple(stored)
 
     def rows(self, count: int) -> np.ndarray:
-        """For each of a tensor's ``count`` rows, the row of the GGUF tensor that it is: int64 [count]."""
+        """The row of the GGUF tensor for each of the tensor's ``count`` rows: int64 [count]."""
         return np.arange(count)
 
     def change(self, values: np.ndarray) -> np.ndarray:
-        """Values of the GGUF tensor, whichever, as they are in Hugging Face's."""
+        """Any values of the GGUF tensor → the values in Hugging Face's tensor."""
         return values
 
     def apply(self, stored: np.ndarray) -> np.ndarray:
-        """The whole tensor, from the whole GGUF tensor; a view where that can be."""
+        """The complete GGUF tensor → the complete tensor; a view where possible."""
         self.shape(stored.shape)
         return self.change(stored)
 
     def back(self) -> Layout:
-        """The change from Hugging Face's tensor to GGUF's; of a stack of experts there is none."""
+        """The inverse change, from Hugging Face's tensor to GGUF's; a stack of experts has none."""
         return Same()
 
 
@@ -74,13 +74,13 @@ class Same(Layout):
 
 @dataclass(frozen=True)
 class Permuted(Layout):
-    """The rows of queries or keys, in pairs for llama.cpp's rope (``LlamaModel.permute``).
+    """Rows of queries or keys that are interleaved for llama.cpp's RoPE (``LlamaModel.permute``).
 
-    Rope turns pairs of features. In Hugging Face's Llama row i of a head goes with row
-    ``i + D / 2``, D being the head's width; in GGUF rows 2 i and 2 i + 1 go together.
+    RoPE rotates pairs of features. In Hugging Face's Llama, row i of a head is paired with row
+    ``i + D / 2``, where D is the head's width; in GGUF, row 2 i is paired with row 2 i + 1.
 
     Attributes:
-        heads: How many heads the rows are of.
+        heads: number of heads that the rows belong to.
 
     Example:
         >>> Permuted(heads=1).rows(6)
@@ -120,7 +120,7 @@ class Permuted(Layout):
 
 @dataclass(frozen=True)
 class Paired(Permuted):
-    """The rows of queries or keys from Hugging Face's order to llama.cpp's: undoes ``Permuted``.
+    """Rows of queries or keys from Hugging Face's order to llama.cpp's: the inverse of ``Permuted``.
 
     Example:
         >>> Paired(heads=1).rows(6)
@@ -140,13 +140,14 @@ class Paired(Permuted):
 
 @dataclass(frozen=True)
 class Plus(Layout):
-    """A number added to every value, as the norms of Gemma have it (``GemmaModel.modify_tensors``).
+    """A number added to every value, as in the norms of Gemma (``GemmaModel.modify_tensors``).
 
-    Gemma multiplies by 1 + weight; GGUF holds that sum, so ``Plus(-1.0)`` undoes it. Computed in
-    float32 or wider and rounded to the tensor's own type once; bits that the sum lost stay lost.
+    Gemma multiplies by 1 + weight; GGUF holds that sum, and ``Plus(-1.0)`` is the inverse. The sum
+    is computed in float32 or wider and rounded to the tensor's dtype once; bits that it lost stay
+    lost.
 
     Attributes:
-        value: What is added.
+        value: the number that is added.
 
     Example:
         >>> Plus(-1.0).apply(np.float32([1.5, 0.75]))
@@ -160,7 +161,7 @@ class Plus(Layout):
         """See :class:`Layout`.
 
         Raises:
-            UserInputError: These are packed blocks or integers.
+            UserInputError: the values are quantised blocks or integers.
         """
         if values.dtype.kind in "iub":
             raise UserInputError(
@@ -176,10 +177,10 @@ class Plus(Layout):
 
 @dataclass(frozen=True)
 class Transposed(Layout):
-    """A matrix turned over, as all maps of GPT-2 are (``GPT2Model.modify_tensors``).
+    """A transposed matrix, as in all linear layers of GPT-2 (``GPT2Model.modify_tensors``).
 
-    Hugging Face's GPT-2 keeps ``[in, out]``, GGUF ``[out, in]``. Rows become columns, so there is
-    no map of rows, and packed blocks must be unpacked first.
+    Hugging Face's GPT-2 stores ``[in, out]``, GGUF ``[out, in]``. Rows become columns, so rows
+    cannot be mapped, and quantised blocks must be dequantised first.
 
     Example:
         >>> Transposed().apply(np.float32([[1, 2, 3]])).shape
@@ -197,10 +198,10 @@ class Transposed(Layout):
         return tuple(stored)[::-1]
 
     def rows(self, count: int) -> np.ndarray:
-        """There is no such map.
+        """Not possible for this change.
 
         Raises:
-            UserInputError: Always.
+            UserInputError: always.
         """
         raise UserInputError(f"{self} is no map of rows: apply it to the whole tensor")
 
@@ -208,7 +209,7 @@ class Transposed(Layout):
         """See :class:`Layout`.
 
         Raises:
-            UserInputError: These are packed blocks.
+            UserInputError: the values are quantised blocks.
         """
         self.shape(stored.shape)
         if stored.dtype == np.uint8:
@@ -222,15 +223,15 @@ class Transposed(Layout):
 
 @dataclass(frozen=True)
 class Expert(Layout):
-    """One of the experts that GGUF holds as one tensor ``[experts, out, in]``.
+    """One expert of those that GGUF holds as one tensor ``[experts, out, in]``.
 
     The converter stacks them (``Qwen2MoeModel``, ``LlamaModel.modify_tensors``). It can also fuse
     gate and up of each, ``[experts, 2 · out, in]`` with the gate first: these are parts 0 and 1.
 
     Attributes:
-        index: Which expert.
-        count: How many there are.
-        part, parts: Which part of an expert's rows, of how many equal ones.
+        index: index of the expert.
+        count: number of experts.
+        part, parts: index of a part of the expert's rows, and the number of equal parts.
 
     Example:
         >>> Expert(1, 4).shape((4, 2, 3)), Expert(1, 4).rows(2)
@@ -268,9 +269,9 @@ class Expert(Layout):
 
 @dataclass(frozen=True)
 class Matrix(Layout):
-    """A vector that is a matrix of one row, ``[1, in]``; files hold it either way.
+    """A matrix of one row, ``[1, in]``, which files hold as a matrix or as a vector.
 
-    The gate of Qwen2-MoE's shared expert: the converter once dropped axes of size 1.
+    It is the gate of Qwen2-MoE's shared expert: the converter once dropped axes of size 1.
 
     Example:
         >>> Matrix().shape((5,)), Matrix().shape((1, 5))

@@ -1,6 +1,6 @@
-"""The metadata of a GGUF file, read strictly: each value by key, type and range.
+"""Strict reading of a GGUF file's metadata: each value by key, type and range.
 
-Values are those of Python (int, float, bool, str, list of them), NumPy's do as well.
+Values are Python's (int, float, bool, str, lists of them) or NumPy's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 
-# JAX counts in 32 bits; no size in a model can be more.
+# JAX indexes with 32-bit integers, so no size in a model can be larger.
 MAX_SIZE = 2**31 - 1
-# As the other families: names and lists are made for each layer and each expert.
+# Bounded, as in the model families, because names and lists are made for each layer and expert.
 MAX_LAYERS = 1000
 MAX_EXPERTS = 1024
 
@@ -26,9 +26,9 @@ class Settings:
     """Metadata with the prefix of an architecture: ``count("block_count")`` is ``llama.block_count``.
 
     Attributes:
-        metadata: Key → value.
-        prefix: What stands before each key, with its dot; may be empty.
-        path: The file, for messages.
+        metadata: values by key.
+        prefix: prefix of each key, with its dot; it may be empty.
+        path: path of the file, for messages.
 
     Example:
         >>> settings = Settings({"llama.block_count": 2}, "llama.")
@@ -45,13 +45,13 @@ class Settings:
     path: str | os.PathLike[str] | None = None
 
     def has(self, key: str) -> bool:
-        """Whether there is such a key."""
+        """Whether the metadata has the key."""
         return self.prefix + key in self.metadata
 
     def count(
         self, key: str, default: Any = ..., *, minimum: int = 1, maximum: int = MAX_SIZE
     ) -> Any:
-        """A whole number in a range; a list of equal ones, one per layer, is as one."""
+        """An integer in a range; a list of equal ones, one per layer, counts as one."""
         value = self._value(key, default)
         if value is default:
             return value
@@ -64,7 +64,7 @@ class Settings:
         return value
 
     def number(self, key: str, default: Any = ..., *, positive: bool = True) -> Any:
-        """A finite number as a float, which is not negative and, unless told, not 0."""
+        """A finite number as a float; it must be positive, or with ``positive=False`` not negative."""
         value = self._value(key, default)
         if value is default:
             return value
@@ -95,7 +95,7 @@ class Settings:
         return value
 
     def any(self, key: str) -> Any:
-        """The value as it is; arrays are lists."""
+        """The value without checks; arrays become lists."""
         return self._value(key, ...)
 
     def wrong(
@@ -116,7 +116,7 @@ class Settings:
         )
 
     def unsupported(self, what: str) -> UnsupportedModelError:
-        """The error for a model that is read right and that no table here describes."""
+        """The error for a model that is valid but that no table here describes."""
         return unsupported(what, self.path)
 
     def _value(self, key: str, default: Any) -> Any:
@@ -154,10 +154,10 @@ def settings(
     architecture: str | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Settings:
-    """The settings of the architecture that is given, or that the file names.
+    """The settings of the given architecture, or of the one that the file names.
 
     Raises:
-        CheckpointFormatError: The file does not name one.
+        CheckpointFormatError: the file does not name an architecture.
     """
     if architecture is None:
         architecture = Settings(metadata, path=path).text("general.architecture")
@@ -172,9 +172,9 @@ def unsupported(what: str, path: str | os.PathLike[str] | None) -> UnsupportedMo
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """A value for a message: cut, and of lists only the kind."""
+    """A value for a message: shortened, and only the type of a list."""
     if not isinstance(value, (str, int, float, bool)):
         return type(value).__name__
-    # Cut before it is written out: a string of a file can be megabytes long.
+    # Cut before repr: a string of a file can be megabytes long.
     text = repr(value[:limit] if isinstance(value, str) else value)
     return text if len(str(value)) <= limit else f"{text[:limit]}…"

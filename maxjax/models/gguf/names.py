@@ -1,7 +1,7 @@
 """GGUF's tensor names → Hugging Face's, for each architecture of llama.cpp.
 
-One table per architecture: a name without its ``.weight`` or ``.bias``, ``*`` for the layer and
-``#`` for the expert, what it is called in Hugging Face's checkpoints, and what was done to it.
+There is one table per architecture: GGUF's name without ``.weight`` or ``.bias``, with ``*`` for the
+layer and ``#`` for the expert; Hugging Face's name; and the change of its values.
 
 Source: ``gguf-py/gguf/tensor_mapping.py`` and ``convert_hf_to_gguf.py`` of llama.cpp.
 """
@@ -18,12 +18,12 @@ from ...errors import CheckpointFormatError, CheckpointMismatchError, some
 from .layouts import Expert, Layout, Matrix, Permuted, Plus, Same, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
 
-# Layouts that need a count of heads or experts, which the metadata holds.
+# Layouts that need the number of heads or experts, which the metadata holds.
 QUERIES, KEYS, STACK, GATES, UPS = "queries", "keys", "stack", "gates", "ups"
 
 
 class Rule(NamedTuple):
-    """What a GGUF tensor is: one tensor of Hugging Face's, or with ``#`` one for each expert."""
+    """The tensor of Hugging Face's for a GGUF tensor, or with ``#`` one for each expert."""
 
     name: str
     layout: Layout | str = Same()
@@ -31,11 +31,11 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of Hugging Face's comes from.
+    """The origin of a tensor of Hugging Face's.
 
     Attributes:
-        tensor: The tensor's name in the GGUF file.
-        layout: How its values become those of the tensor.
+        tensor: name of the tensor in the GGUF file.
+        layout: change from the values there to those of Hugging Face's tensor.
     """
 
     tensor: str
@@ -47,7 +47,7 @@ _ONE_ADDED = Plus(-1.0)
 
 
 def _table(layer: str, rules: Mapping[str, str | Rule | Sequence[Rule]]) -> Table:
-    """``blk.*.`` and ``layer`` before each name that begins with a dot."""
+    """A Table with ``blk.*`` and ``layer`` put before each name that begins with a dot."""
     found = {}
     for key, value in rules.items():
         several = [Rule(value)] if isinstance(value, str) else value
@@ -60,7 +60,7 @@ def _table(layer: str, rules: Mapping[str, str | Rule | Sequence[Rule]]) -> Tabl
 
 
 def _decoder(rules: Mapping[str, str | Rule | Sequence[Rule]], norm: Layout | None = None) -> Table:
-    """The names that all decoders of Llama's kind share, and those of one of them."""
+    """The names that all Llama-like decoders share, with those of one of them."""
     norm = Same() if norm is None else norm
     shared = {
         "token_embd": "model.embed_tokens",
@@ -80,7 +80,7 @@ def _decoder(rules: Mapping[str, str | Rule | Sequence[Rule]], norm: Layout | No
 
 
 def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str, Any]:
-    """A layer's experts, stacked as they are now, or one by one as files were before April 2024."""
+    """A layer's experts: stacked, or as separate tensors as in files before April 2024."""
     each = f"{layer}.experts.#."
     return {
         ".ffn_gate_inp": f"{layer}.{router}",
@@ -163,13 +163,13 @@ ARCHITECTURES: Mapping[str, Table] = {
     ),
 }
 
-# Known and no weights: what they hold of rope belongs to the configuration (config.py), or is
-# computed by whoever runs the model.
+# Known tensors that are not weights: their RoPE settings belong to the configuration (config/), or
+# are computed by the program that runs the model.
 IGNORED = frozenset({"rope_freqs.weight", "blk.*.attn_rot_embd.weight"})
 _NO_ROPE = frozenset({"gpt2", "bert"})
 
 _INDEX = r"(0|[1-9][0-9]{0,5})"
-# No name of a file holds the signs that stand for numbers in the tables.
+# Names in files must not hold the characters that stand for numbers in the tables.
 _NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias)")
 
 
@@ -180,24 +180,23 @@ def hf_names(
     *,
     path: str | os.PathLike[str] | None = None,
 ) -> dict[str, Source]:
-    """The tensors of a GGUF file by the names they have in Hugging Face's checkpoints.
+    """The tensors of a GGUF file by their names in Hugging Face's checkpoints.
 
     Args:
-        architecture: The file's ``general.architecture``.
-        tensors: The names of its tensors. Where they come with shapes (``[out, in]``, the
-            reverse of GGUF's order) it is checked that their layouts fit.
-        metadata: Its metadata, for the counts of layers, heads and experts.
-        path: The file, for messages.
+        architecture: ``general.architecture`` of the file.
+        tensors: names of its tensors. If they have shapes (``[out, in]``, the reverse of GGUF's
+            order), these are checked against the layouts.
+        metadata: metadata of the file, for the numbers of layers, heads and experts.
+        path: path of the file, for messages.
 
     Returns:
-        Name → where it comes from, in the order of ``tensors``. Stacked experts are one entry
-        each.
+        Name → origin, in the order of ``tensors``. Each of the stacked experts is one entry.
 
     Raises:
-        UnsupportedModelError: The architecture has no table; the message lists those that do.
-        CheckpointMismatchError: Tensors are not in the table; the message names them.
-        CheckpointFormatError: A count is missing or wrong, two tensors are the same one, or a
-            shape does not go with its layout.
+        UnsupportedModelError: the architecture has no table; the message lists those that do.
+        CheckpointMismatchError: tensors are not in the table; the message names them.
+        CheckpointFormatError: a number is missing or wrong, two tensors have the same name in
+            Hugging Face's checkpoints, or a shape does not fit its layout.
 
     Example:
         >>> metadata = {"llama.block_count": 1, "llama.attention.head_count": 4}
@@ -241,7 +240,7 @@ def _find(architecture: str, path: Any) -> Table:
 
 
 class _Counts:
-    """What layouts need of the metadata, looked up when a tensor asks for it."""
+    """The numbers of heads and experts that layouts need, read from the metadata on demand."""
 
     def __init__(self, given: Settings):
         self._given = given
@@ -263,7 +262,7 @@ class _Counts:
 
 
 def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, Layout]]:
-    """(name, layout) of each tensor that a GGUF tensor is; none if it is unknown."""
+    """(Name, layout) of each of Hugging Face's tensors in a GGUF tensor; none if it is unknown."""
     match = _NAME.fullmatch(tensor)
     if match is None:
         return
@@ -277,7 +276,7 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
         name = rule.name.replace("*", layer or "", 1) + f".{suffix}"
         what = rule.layout
         if suffix == "bias" and isinstance(what, (Transposed, Plus)):
-            what = Same()  # a vector has no columns, and nothing was added to a bias
+            what = Same()  # a vector cannot be transposed, and nothing was added to biases
         if isinstance(what, str) and "#" in name:
             for i in range(counts.experts()):
                 yield name.replace("#", str(i)), counts.layout(what, i)

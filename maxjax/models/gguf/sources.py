@@ -1,7 +1,7 @@
-"""Tensors that lie elsewhere, or otherwise, than they are asked for; read in parts.
+"""Sources of tensors whose name or layout differs from that in their file; they are read in parts.
 
-Serve both directions: GGUF's tensors as Hugging Face's, and these as GGUF's. A part of a tensor
-reads only its own rows.
+They serve both directions: GGUF's tensors as Hugging Face's, and the inverse. Reading a part of a
+tensor reads only its own rows.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ...storage.parts import Part
 from .layouts import Layout, Matrix, Transposed
 from .names import Source
 
-# What is read at a time of a tensor whose rows lie in another order.
+# Bytes that are read at a time of a tensor whose rows are reordered.
 _READ_BYTES = 4 << 20
 
 
 class Relaid(PartSource):
-    """The Source of tensors whose values lie elsewhere, or otherwise, in the file."""
+    """The Source of tensors that have another name or another layout in the file."""
 
     def __init__(self, stored: Mapping[str, WeightData], names: Mapping[str, Source]):
         self._stored, self._names = stored, names
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape of a tensor as :meth:`read` gives it."""
+        """The dtype and shape of a tensor as :meth:`read` returns it."""
         data, layout, is_decoded = self._of(name)
         shape = data.logical_shape if is_decoded else data.shape
         dtype = DType.float32 if is_decoded else data.dtype
         return dtype.np, layout.shape(tuple(map(int, shape)))
 
     def read_parts(self, parts: Sequence[Part]) -> int:
-        """Rectangles of some, into the memory for each."""
+        """Reads parts of tensors into the memory of each part, and returns the number of bytes read."""
         return sum(self._read(part) for part in parts)
 
     def _of(self, name: str) -> tuple[WeightData, Layout, bool]:
-        """What the tensor is made of, how, and whether its blocks are decoded for it."""
+        """The tensor's origin in the file, its layout, and whether its blocks are dequantised."""
         where = self._names[name]
         data, layout = self._stored[where.tensor], where.layout
         return data, layout, data._is_packed and not (layout.by_rows and layout.keeps_values)
@@ -77,18 +77,18 @@ class Relaid(PartSource):
 
 
 class Stacked(PartSource):
-    """The Source of tensors that are stacks of others, equal in type and shape: the experts'."""
+    """The Source of stacks of experts: tensors of the same dtype and shape, stacked along axis 0."""
 
     def __init__(self, stacks: Mapping[str, Sequence[WeightData]]):
         self._stacks = stacks
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape of a stack."""
+        """The dtype and shape of a stack."""
         stack = self._stacks[name]
         return stack[0].dtype.np, (len(stack), *map(int, stack[0].shape))
 
     def read_parts(self, parts: Sequence[Part]) -> int:
-        """Rectangles of some, tensor by tensor, into the memory for each."""
+        """Reads parts of stacks into the memory of each part, and returns the number of bytes read."""
         total = 0
         for name, region, memory in parts:
             if not count(region):
@@ -103,30 +103,30 @@ class Stacked(PartSource):
 
 
 class Exact:
-    """The Source of one tensor that the file has twice: shifted and so rounded, and as it was.
+    """The Source of one tensor that the file has twice: shifted (and so rounded), and the original.
 
-    What it was counts only as long as the shifted values are those that came of it: whoever
-    changes these in a file need not know of the others.
+    The original is used only if shifting it gives the file's shifted values, so a program that
+    changes these need not know of the original.
     """
 
     def __init__(self, shifted: WeightData, was: np.ndarray, layout: Layout):
         self._shifted, self._was, self._layout = shifted, was, layout
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape as it was."""
+        """The dtype and shape of the original."""
         return self._was.dtype, self._was.shape
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, in memory nobody else holds."""
+        """The tensor, in memory of its own."""
         found, _ = self._read()
         return found
 
     def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Several at once."""
+        """Several tensors by name."""
         return {name: self.read(name) for name in names}
 
     def read_parts(self, parts: Sequence[Part]) -> int:
-        """Rectangles, into the memory for each."""
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
         total = 0
         for _, region, memory in parts:
             values, nbytes = self._read()
@@ -144,13 +144,13 @@ class Exact:
 
 
 def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
-    """A box of a tensor in the type its metadata gives it, and the bytes read for it."""
+    """A box of a tensor in its declared dtype, and the number of bytes read for it."""
     index = tuple(slice(*span) for span in box)
     if data.is_loaded or data.source is None:
         return np.asarray(data._typed())[index], 0
     dtype, shape = data.source.stored(data.name)
     region = box
-    if data._decodes is not None:  # the box counts values, the file's last axis bytes
+    if data._decodes is not None:  # the box counts values, but the file's last axis counts bytes
         region = (*box[:-1], (0, shape[-1]))
     memory = aligned_empty(math.prod(extents(region)) * dtype.itemsize)
     total = data.source.read_parts([Part(data.name, region, memory)])
@@ -166,7 +166,7 @@ def _decoded(data: WeightData, blocks: np.ndarray) -> np.ndarray:
 def _rows(
     data: WeightData, wanted: np.ndarray, rest: Box, is_decoded: bool
 ) -> tuple[np.ndarray, int]:
-    """Rows of a stored tensor, whose leading axes are counted as one, and a part of its columns."""
+    """Some rows (over all leading axes) and columns of a stored tensor, and the bytes read."""
     sizes = tuple(map(int, data.shape))
     low, high = int(wanted.min()), int(wanted.max()) + 1
     columns = (0, sizes[-1]) if is_decoded else rest[-1] if rest else None
@@ -184,7 +184,7 @@ def _rows(
 def _regions(
     sizes: tuple[int, ...], low: int, high: int, columns: tuple[int, int] | None
 ) -> Iterator[Box]:
-    """The boxes of rows ``low`` to ``high`` of a tensor whose leading axes are counted as one."""
+    """The boxes of rows ``low`` to ``high`` of a tensor; rows are counted over all leading axes."""
     if len(sizes) == 1:
         yield ((low, high),)
         return

@@ -1,7 +1,7 @@
 """The content of ``config.json`` → the metadata of a GGUF file.
 
-The tables of ``config.read``, read from right to left; then they are read again, and a
-configuration that would not come back the same is refused.
+It applies the tables of ``config.read`` in reverse. The result is then read back, and a
+configuration that does not survive the round trip is refused.
 
 Source: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``Keys`` and
 ``LlamaFileType`` in gguf-py's ``constants.py``.
@@ -27,14 +27,14 @@ from .metadata import unsupported
 from .tensors.types import is_wide
 
 _LOG = logging.getLogger("maxjax")
-# general.file_type: what most values of the file are.
+# general.file_type: the type of most values in the file.
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32,
     "MXFP4": 38,
 }  # fmt: skip
 _PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
 _QUANTIZATION_VERSION = 2
-# Settings that no key of a GGUF file says, and what they are in every model that is in one.
+# Settings that GGUF has no key for, and their values in every model that it can hold.
 _ROPE = {"partial_rotary_factor": 1.0, "use_sliding_window": False}
 _GEMMA = {**_ROPE, "use_bidirectional_attention": False}
 _FIXED: Mapping[str, Mapping[str, Any]] = {
@@ -43,7 +43,7 @@ _FIXED: Mapping[str, Mapping[str, Any]] = {
     "bert": {"is_decoder": False, "add_cross_attention": False},
     "gemma": _GEMMA, "gemma2": _GEMMA, "gemma3": _GEMMA, "llama": _ROPE,
 }  # fmt: skip
-# Said elsewhere, said otherwise without a change of the model, or checked on their own.
+# Settings that are stored elsewhere, may be spelled differently, or are checked separately.
 _NOT_COMPARED = {"architectures", "model_type", "torch_dtype", "rope_scaling"}
 
 
@@ -57,25 +57,26 @@ def gguf_metadata(
     pooling: str | None = None,
     path: Any = None,
 ) -> dict[str, Any]:
-    """The metadata of a GGUF file for a model, all but its tokenizer's.
+    """The metadata of a GGUF file for a model, without its tokenizer's.
 
-    Numbers with a fraction are float32 there. The configuration that ``hf_config`` makes of the
-    result builds the same model.
+    Floats are stored as float32. The configuration that ``hf_config`` makes from the result builds
+    the same model.
 
     Args:
-        config: The content of ``config.json``.
-        tensors: The tensors of the file, as ``gguf_tensors`` makes them.
-        encoding: What most of them will be packed as, "Q4_K" say; None as they are.
-        dtype: What they will be converted to; None as they are.
-        name: What the model is called.
-        pooling: Of an encoder: how its tokens become one vector, as ``pooling`` gives it.
-        path: The checkpoint, for messages.
+        config: content of ``config.json``.
+        tensors: tensors of the file, as ``gguf_tensors`` returns them.
+        encoding: encoding that most of them will be quantised to, "Q4_K" for example; None: they
+            stay as they are.
+        dtype: dtype that they will be converted to; None: they stay as they are.
+        name: name of the model.
+        pooling: pooling type of an encoder, as :func:`~maxjax.models.gguf.pooling` returns it.
+        path: path of the checkpoint, for messages.
 
     Raises:
-        UnsupportedModelError: The architecture has no table, or the configuration says what no
-            GGUF file can say; names the setting.
-        CheckpointMismatchError: The configuration does not go with the tensors.
-        CheckpointFormatError: A setting is missing or wrong; names it.
+        UnsupportedModelError: the architecture has no table, or a GGUF file cannot represent a
+            setting; the message names it.
+        CheckpointMismatchError: the configuration does not fit the tensors.
+        CheckpointFormatError: a setting is missing or wrong; the message names it.
     """
     model = read_config(config, path=path)
     found: dict[str, Any] = {"general.architecture": model.architecture, "general.type": "model"}
@@ -101,7 +102,7 @@ def gguf_metadata(
 
 
 def file_type(kind: str | DType) -> dict[str, Any]:
-    """The metadata that says what most values of a file are.
+    """The metadata for the type of most values in a file.
 
     Example:
         >>> file_type("Q8_0"), file_type(DType.float16)
@@ -115,7 +116,7 @@ def file_type(kind: str | DType) -> dict[str, Any]:
 
 
 def _most(tensors: Mapping[str, WeightData]) -> str:
-    """The type that most values of the file have."""
+    """The type of most values in the file, by its name in FILE_TYPES."""
     sizes: Counter[str] = Counter()
     for name, data in tensors.items():
         shape = tuple(map(int, data.logical_shape))
@@ -163,13 +164,13 @@ def _experts(model: FamilyConfig) -> dict[str, Any]:
 
 
 def _window(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    """The window of Mistral and Mixtral."""
+    """The sliding window of Mistral and Mixtral."""
     window = model.config.sliding_window
     return {"attention.sliding_window": window} if window else {}
 
 
 def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    """Soft caps, windows, and which layers look through one."""
+    """The soft caps, the sliding window and its layers of Gemma 2 and 3."""
     found: dict[str, Any] = {}
     size, is_third = model.config, model.architecture == "gemma3"
     if size.attn_soft_cap:
@@ -197,7 +198,7 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
 
 
 def _period(slides: list[bool], usual: int) -> int | None:
-    """Every so-manieth layer sees everything, as llama.cpp has it; None where that is not so."""
+    """n, where every n-th layer sees all tokens, as in llama.cpp; None if there is no such n."""
     for period in (usual, *range(1, len(slides) + 2)):
         if slides == [bool((i + 1) % period) for i in range(len(slides))]:
             return period
@@ -205,7 +206,7 @@ def _period(slides: list[bool], usual: int) -> int | None:
 
 
 def _check_windows(model: FamilyConfig, path: Any) -> None:
-    """Refuses layers that look through a window where no key says which."""
+    """Refuses layers with a sliding window if GGUF has no key that lists them."""
     listed = model.said.get("layer_types")
     if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
         kinds = {kind for kind in listed if isinstance(kind, str)}
@@ -218,7 +219,7 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
 
 
 def _plain(model: FamilyConfig) -> dict[str, Any]:
-    """The settings of GPT-2 and of BERT, which have neither rope nor grouped heads."""
+    """The settings of GPT-2 and of BERT, which have neither RoPE nor grouped-query attention."""
     size = model.config
     is_bert = model.architecture == "bert"
     found = {
@@ -252,7 +253,7 @@ def _check(
         ):
             said.pop("sliding_window", None)  # of no layer
     if model.architecture == "bert":
-        said.pop("tie_word_embeddings", None)  # has no head
+        said.pop("tie_word_embeddings", None)  # the model has no head
     for key, value in {**_FIXED.get(model.architecture, _FIXED["llama"]), **again}.items():
         there = said.get(key)
         if key in _NOT_COMPARED or there is None or _alike(there, value):
@@ -268,7 +269,7 @@ def _check(
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Equal, but that a float was once rounded to float32."""
+    """Whether two settings are equal, up to the rounding of floats to float32."""
     numbers = (int, float)
     if type(a) in numbers and type(b) in numbers:
         return math.isclose(a, b, rel_tol=1e-6)

@@ -1,4 +1,4 @@
-"""A ``config.json`` as the writers of GGUF files need it: read by its family, with defaults filled in."""
+"""Reads a ``config.json`` for writing a GGUF file: by its model family, with defaults filled in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TANHS = frozenset({_TANH, "gelu_new", "gelu_fast"})
 
 @dataclass(frozen=True)
 class Qwen2MoEConfig(Qwen3MoEConfig):
-    """The settings of a Qwen 2 with experts, of which files are converted and no model is run."""
+    """The settings of a Qwen2-MoE, whose files maxjax converts but whose model it does not run."""
 
     unsaid: ClassVar[Mapping[str, Any]] = {**Qwen3MoEConfig.unsaid, "num_key_value_heads": 16}
 
@@ -45,7 +45,7 @@ class Qwen2MoEConfig(Qwen3MoEConfig):
     qk_norm: bool = own(False)
 
 
-# Hugging Face's model_type → GGUF's architecture, and who reads the configuration.
+# Hugging Face's model_type → GGUF's architecture, and the class of the configuration.
 ARCHITECTURE_OF: Mapping[str, tuple[str, type[ModelConfig]]] = {
     "llama": ("llama", LlamaConfig),
     "mistral": ("llama", MistralConfig),
@@ -64,12 +64,12 @@ ARCHITECTURE_OF: Mapping[str, tuple[str, type[ModelConfig]]] = {
 
 @dataclass(frozen=True)
 class FamilyConfig:
-    """A configuration, read by its family.
+    """A configuration that its model family has read.
 
     Attributes:
-        architecture: GGUF's name of it.
-        said: The content of the file with defaults and with one way of saying each thing.
-        config: What its family makes of it.
+        architecture: GGUF's name of the architecture.
+        said: content of the file with defaults filled in and one spelling of each setting.
+        config: the family's configuration object.
     """
 
     architecture: str
@@ -78,17 +78,17 @@ class FamilyConfig:
 
     @property
     def has_rope(self) -> bool:
-        """Whether it is a decoder of Llama's kind."""
+        """Whether the model is a Llama-like decoder, which uses RoPE."""
         return isinstance(self.config, DecoderConfig) and not isinstance(self.config, GPT2Config)
 
     @property
     def experts(self) -> int:
-        """How many experts a layer has at most."""
+        """The number of experts in a layer that has experts; 0 for a dense model."""
         return self.config.num_experts if isinstance(self.config, MoEConfig) else 0
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of KV heads."""
         return (
             self.config.kv_heads
             if isinstance(self.config, DecoderConfig)
@@ -96,7 +96,7 @@ class FamilyConfig:
         )
 
     def divisors(self, path: Any = None) -> np.ndarray | None:
-        """The values of ``rope_freqs.weight``, None where there is none."""
+        """The values of ``rope_freqs.weight``, or None if the model needs none."""
         return (
             rope_divisors(self.config.rope, self.config.width, path=path) if self.has_rope else None
         )
@@ -106,9 +106,9 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     """A configuration with its defaults filled in.
 
     Raises:
-        UnsupportedModelError: There is no such architecture in GGUF, or no table for it, or the
-            family has no such model.
-        CheckpointFormatError: A setting is missing or wrong; names it.
+        UnsupportedModelError: GGUF or maxjax's tables do not have the architecture, or the family
+            does not support a setting.
+        CheckpointFormatError: a setting is missing or wrong; the message names it.
 
     Example:
         >>> model = read_config({"model_type": "gpt2", "vocab_size": 64, "n_layer": 2})

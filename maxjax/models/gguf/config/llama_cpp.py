@@ -1,7 +1,7 @@
-"""What llama.cpp reads of a GGUF file, architecture by architecture.
+"""The metadata keys that llama.cpp reads, for each architecture.
 
-A file that it opens and computes otherwise is worse than none: a key that is in no list here may be
-written only with the value that llama.cpp has for it anyway.
+A file that llama.cpp opens but computes differently is worse than none. So a key that is not listed
+here may be written only if llama.cpp behaves that way anyway, or with a warning.
 
 Source: ``load_hparams``, ``load_tensors`` and the graphs in ``src/llama-model.cpp`` of llama.cpp.
 """
@@ -42,22 +42,22 @@ READ: Mapping[str, frozenset[str]] = {
         "bert": f"{_MEAN} attention.causal pooling_type",
     }.items()
 }
-# What a reader of ours heeds and llama.cpp does not: the files go round, and it is said what is lost.
+# Keys that maxjax reads and llama.cpp does not: they are written, with a warning of what is lost.
 _SAID = {
     "attention.sliding_window": "looks through no window in a model of this kind: with texts of more "
     "than {value} tokens its results are others",
     "pooling_type": "does not read how this model's embeddings are pooled: pass it --pooling",
 }
-# Of an architecture: the tensors with a bias; all of them where it is not listed.
+# The tensors that may have a bias in an architecture; all, if the architecture is not listed.
 _HEADS = ("attn_q", "attn_k", "attn_v")
 _BIASES: Mapping[str, Collection[str]] = {
     "llama": (*_HEADS, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": _HEADS, "qwen2moe": _HEADS,
     "qwen3": (), "qwen3moe": (), "gemma": (), "gemma2": (), "gemma3": (),
 }  # fmt: skip
-# Their head is the table of words, whatever else is in the file.
+# Architectures whose head is always the embedding table, whatever else is in the file.
 _TIED = ("gemma", "gemma2")
-# Only there frequencies have divisors.
+# Architectures whose RoPE frequencies may have divisors.
 _DIVIDED = ("llama",)
 _LAYER = re.compile(r"blk\.\d+\.")
 
@@ -69,14 +69,17 @@ def check_read(
     *,
     path: Any = None,
 ) -> list[str]:
-    """What llama.cpp would do otherwise with a file of these keys and tensors, that may be written.
+    """Warnings about what llama.cpp would do differently with a file of these keys and tensors.
 
     Args:
-        keys: Metadata without the architecture in front.
-        tensors: Names in the file.
+        architecture: GGUF's name of the architecture.
+        keys: metadata, without the architecture's prefix.
+        tensors: names of the tensors in the file.
+        path: path of the checkpoint, for messages.
 
     Raises:
-        UnsupportedModelError: It would compute something else with any text, or not open the file.
+        UnsupportedModelError: llama.cpp would compute other results for every text, or not open
+            the file.
 
     Example:
         >>> keys = {"context_length": 32768, "attention.sliding_window": 4096}
@@ -101,16 +104,16 @@ def check_read(
 
 
 def _has_no_effect(key: str, value: Any, keys: Mapping[str, Any]) -> bool:
-    """Whether a model without the key is the same."""
+    """Whether the model would be the same without the key."""
     if key == "attention.sliding_window":
         return not value or value >= keys["context_length"]
-    if key == _MOE:  # as wide as other maps: it is what the file says of these
+    if key == _MOE:  # the same width as the MLP's, which the file has too
         return value == keys.get("feed_forward_length")
     return key == "pooling_type" and not value
 
 
 def _tensors(architecture: str, tensors: Collection[str]) -> Iterator[str]:
-    """What is wrong with the tensors of a file."""
+    """The problems that llama.cpp has with the tensors of a file."""
     if architecture in _TIED and "output.weight" in tensors:
         yield "a head of its own ('output.weight')"
     if architecture not in _DIVIDED and "rope_freqs.weight" in tensors:

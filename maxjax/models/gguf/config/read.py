@@ -1,7 +1,7 @@
 """The metadata of a GGUF file → the content of Hugging Face's ``config.json``.
 
-A table per architecture says which setting is which key; what a file does not say and llama.cpp
-has in its code is here as a constant.
+A table per architecture maps keys to settings; values that are in llama.cpp's code instead of the
+file are constants here.
 
 Sources: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``load_hparams`` in its
 reader, ``Keys`` in gguf-py's ``constants.py``.
@@ -24,8 +24,8 @@ Config = dict[str, Any]
 Shapes = Mapping[str, Sequence[int]]
 
 _GELU = "gelu_pytorch_tanh"
-# general.file_type → the type of a model's values. What quantised files were made of they do not
-# say; bfloat16 has the range of all of it.
+# general.file_type → the dtype of a model's values. Quantised files do not say from which dtype they
+# were made; bfloat16 has the range of all of them.
 _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # llama.cpp knows Gemma's largest models by their number of layers: their queries are divided by
@@ -35,13 +35,13 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 @dataclass(frozen=True)
 class Model:
-    """One architecture: its name in Hugging Face's files, and what is particular to it.
+    """One architecture: its names in Hugging Face's files, and its particular settings.
 
     Attributes:
-        model_type, architecture: As in ``config.json``.
-        fixed: Settings that are the same in every model of it.
-        more: Reads what only this architecture has.
-        has_rope: Whether it is a decoder of Llama's kind.
+        model_type, architecture: names as in ``config.json``.
+        fixed: settings that are the same in every model of the architecture.
+        more: function that reads the settings that only this architecture has.
+        has_rope: whether it is a Llama-like decoder, which uses RoPE.
     """
 
     model_type: str
@@ -61,17 +61,18 @@ def hf_config(
     """The content of a ``config.json`` for the model in a GGUF file.
 
     Args:
-        metadata: The file's key-value pairs.
-        tensors: Name → shape of its tensors, ``[out, in]``: the vocabulary is as large as the
-            table of words is, and there is a head if there is ``output.weight``.
-        rope_freqs: The values of the tensor ``rope_freqs.weight``, if there is one.
-        path: The file, for messages.
+        metadata: key-value pairs of the file.
+        tensors: shape ``[out, in]`` of each tensor, by name. The vocabulary has the size of the
+            embedding table, and the model has a head of its own if there is ``output.weight``.
+        rope_freqs: values of the tensor ``rope_freqs.weight``, if the file has it.
+        path: path of the file, for messages.
 
     Raises:
-        UnsupportedModelError: The architecture is unknown, or the file describes a model that
-            Hugging Face's class of that name cannot be.
-        CheckpointFormatError: A key is missing, of the wrong type or out of range; names it.
-        UserInputError: There is a ``rope_freqs.weight``, and it was not passed.
+        UnsupportedModelError: the architecture is unknown, or the file describes a model that
+            Hugging Face's class of that name cannot represent.
+        CheckpointFormatError: a key is missing, of the wrong type or out of range; the message
+            names it.
+        UserInputError: the file has ``rope_freqs.weight``, and ``rope_freqs`` was not passed.
 
     Example:
         >>> metadata = {
@@ -106,7 +107,7 @@ def hf_config(
 def pooling(
     metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
 ) -> str | None:
-    """How an encoder's tokens become one vector: "mean", "cls", "last", "rank"; None if not said.
+    """The pooling type of an encoder: "mean", "cls", "last" or "rank"; None if the file has none.
 
     Example:
         >>> pooling({"general.architecture": "bert", "bert.pooling_type": 2})
@@ -128,7 +129,7 @@ def _decoder(given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None) ->
     theta = given.number("rope.freq_base", 10_000.0)
     return {
         "hidden_size": given.count("embedding_length"),
-        # Where every layer has experts, some files leave out the width that none has.
+        # Some files leave out the MLP's width if every layer has experts.
         "intermediate_size": given.count(
             "feed_forward_length", None if given.has("expert_feed_forward_length") else ...
         ),
@@ -145,7 +146,7 @@ def _decoder(given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None) ->
 
 
 def _head_dim(given: Settings, heads: int) -> int:
-    """The width of a head, which must be that of keys, values and what rope turns."""
+    """The width of a head, which must be the same for keys, values and RoPE."""
     width = given.count("attention.key_length", None)
     if width is None:
         hidden = given.count("embedding_length")
@@ -163,7 +164,7 @@ def _head_dim(given: Settings, heads: int) -> int:
 
 
 def _rows(tensor: str, tensors: Shapes, path: Any) -> int:
-    """How many rows a table has."""
+    """The number of rows of an embedding table."""
     if tensor not in tensors:
         raise CheckpointFormatError("the tensor is missing", path=path, tensor=tensor)
     shape = tuple(tensors[tensor])
@@ -189,7 +190,7 @@ def _token_ids(metadata: Mapping[str, Any], vocab_size: int, path: Any) -> Confi
 
 
 def _llama(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """Llama itself, Mistral by its window, Mixtral by its experts."""
+    """The settings of Mixtral if there are experts, of Mistral if there is a window, else of Llama."""
     window = given.count("attention.sliding_window", 0, minimum=0)
     if given.count("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
         counts = _experts(given)
@@ -238,7 +239,7 @@ def _experts(given: Settings) -> Config:
 
 
 def _gemma2(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """Soft caps and the window, which Gemma 2's first files leave to llama.cpp's defaults."""
+    """The settings of Gemma 2. Its first files leave soft caps and window to llama.cpp's defaults."""
     return {
         "attn_logit_softcapping": given.number("attn_logit_softcapping", 50.0, positive=False)
         or None,
@@ -256,7 +257,7 @@ def _gemma3(given: Settings, tensors: Shapes, config: Config) -> Config:
     return {
         "final_logit_softcapping": cap or None,
         "query_pre_attn_scalar": _query_scalar(given, config),
-        # Without a window every layer sees everything, and any number will do.
+        # Without a window every layer sees all tokens, and any number will do.
         "sliding_window": window or config["max_position_embeddings"],
         "layer_types": _layer_types(given, config, 6 if window else 1),
         "rope_local_base_freq": given.number("rope.freq_base_swa", 10_000.0),
@@ -264,14 +265,14 @@ def _gemma3(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 
 def _query_scalar(given: Settings, config: Config) -> int:
-    """Queries are divided by the square root of this."""
+    """The number by whose square root queries are divided."""
     if config["num_hidden_layers"] == _GEMMA_27B[given.prefix[:-1]]:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]
 
 
 def _layer_types(given: Settings, config: Config, period: int) -> list[str]:
-    """Which layers look back through a window: all but every ``period``-th, or as the file says."""
+    """The kinds of the layers: all but every ``period``-th slide, unless the file says otherwise."""
     key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
     slides = [bool((i + 1) % period) for i in range(layers)]
     if given.has(key):
@@ -297,9 +298,8 @@ def _gpt2(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 
 def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """BERT; a RoBERTa is one too here, since its first rows of positions are cut off.
-
-    The converter cuts the rows up to the padding token's, so that positions count from 0.
+    """The settings of BERT. A RoBERTa file is read as BERT too, because the converter removes its
+    first rows of positions, up to the padding token's, so that positions count from 0.
     """
     if "token_types.weight" not in tensors:
         raise given.unsupported("a BERT without token types (DistilBERT)")
@@ -322,7 +322,7 @@ _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
 MODELS: Mapping[str, Model] = {
     "llama": Model("llama", "LlamaForCausalLM", _SILU, _llama),
     "qwen2": Model("qwen2", "Qwen2ForCausalLM", _QWEN),
-    # Whether the chosen experts' weights are made to add up to 1 is in llama.cpp's graphs only.
+    # Whether the shares of the chosen experts are normalised is only in llama.cpp's graphs.
     "qwen2moe": Model(
         "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
     ),

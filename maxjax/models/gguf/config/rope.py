@@ -1,4 +1,4 @@
-"""How a GGUF file says that rope is stretched → ``rope_scaling`` as Hugging Face has it, and back.
+"""Conversion of RoPE scaling between a GGUF file's metadata and Hugging Face's ``rope_scaling``.
 
 Sources: ``TextModel.set_gguf_parameters`` and ``LlamaModel.generate_extra_tensors`` of llama.cpp's
 converter; for keys that only old files have, its reader of hyperparameters.
@@ -23,7 +23,7 @@ from ....nn.rope_scaling import (
 from ...decoder.rope import Rope
 from ..metadata import Settings, unsupported
 
-# What Llama 3.1 and 3.2 were made with. The file holds divisors only, not these.
+# The settings of Llama 3.1 and 3.2. A file holds only the resulting divisors.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -34,13 +34,13 @@ LLAMA3 = {
 def rope_scaling(
     given: Settings, head_dim: int, theta: float, factors: np.ndarray | None
 ) -> dict[str, Any] | None:
-    """The content of ``rope_scaling``, None where rope is not stretched.
+    """The content of ``rope_scaling``; None if RoPE is not scaled.
 
     Args:
-        given: The settings of the file's architecture.
-        head_dim: Width of a head.
-        theta: The base of rope.
-        factors: The values of ``rope_freqs.weight``, None where there is no such tensor.
+        given: settings of the file's architecture.
+        head_dim: width of a head.
+        theta: base of RoPE.
+        factors: values of ``rope_freqs.weight``, or None if the file does not have it.
     """
     kind = given.text("rope.scaling.type", "linear")
     old = given.number("rope.scale_linear", 1.0, positive=False)
@@ -92,14 +92,14 @@ def _checked(factors: Any, head_dim: int, given: Settings) -> np.ndarray:
 def _divided(
     given: Settings, head_dim: int, theta: float, factors: np.ndarray
 ) -> dict[str, Any] | None:
-    """Rope whose frequencies have a divisor each: Llama 3's if they are those, else as they are."""
+    """The scaling with a divisor for each frequency: "llama3" if they match it, else "longrope"."""
     if (factors == 1).all():
         return None
     largest = round(float(factors.max()), 4)
     if np.allclose(factors, llama3_factors(head_dim, theta, largest), rtol=1e-4, atol=0):
         return {"rope_type": "llama3", "factor": largest, **LLAMA3}
-    # LongRoPE is the one kind that lists divisors. With both lists equal and no factor on cos and
-    # sin, nothing of it depends on the length.
+    # LongRoPE is the only kind that lists divisors. With both lists equal and no factor on cos and
+    # sin, it does not depend on the length.
     listed = [float(factor) for factor in factors]
     return {
         "rope_type": "longrope",
@@ -131,10 +131,10 @@ def llama3_factors(
 
 
 def required(factors: np.ndarray | None, tensors: Any) -> np.ndarray | None:
-    """The factors, which the caller must have read if the file has them.
+    """The factors, or None if the file has none.
 
     Raises:
-        UserInputError: It has, and they were not passed.
+        UserInputError: the file has factors, and they were not passed.
     """
     if "rope_freqs.weight" not in tensors:
         return None
@@ -144,10 +144,10 @@ def required(factors: np.ndarray | None, tensors: Any) -> np.ndarray | None:
 
 
 def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray | None:
-    """The values of ``rope_freqs.weight``: float32 [head_dim // 2]; None where rope needs none.
+    """The values of ``rope_freqs.weight``: float32 [head_dim // 2]; None if the scaling needs none.
 
     Raises:
-        UnsupportedModelError: Rope is stretched as no GGUF file can say.
+        UnsupportedModelError: a GGUF file cannot represent the scaling.
     """
     scaling = rope.scaling
     if isinstance(scaling, Llama3RopeScalingParams):
@@ -167,15 +167,15 @@ def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray 
 
 
 def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict[str, Any]:
-    """The metadata that says how rope is stretched, without the prefix of the architecture.
+    """The metadata of RoPE scaling, without the architecture's prefix.
 
     Args:
-        rope: How it is stretched.
-        given: The settings it was read from, of which some change nothing.
-        path: The checkpoint, for messages.
+        rope: the RoPE.
+        given: settings that it was read from.
+        path: path of the checkpoint, for messages.
 
     Raises:
-        UnsupportedModelError: Rope is stretched as no GGUF file can say.
+        UnsupportedModelError: a GGUF file cannot represent the scaling.
     """
     scaling = rope.scaling
     if scaling is None or isinstance(scaling, (Llama3RopeScalingParams, LongRoPEScalingParams)):
@@ -186,7 +186,7 @@ def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict
         raise unsupported("rope scaling of type 'dynamic' in a GGUF file", path)
     if given.get("mscale") or given.get("mscale_all_dim") or not scaling.truncate:
         raise unsupported("yarn with 'mscale' or without 'truncate' in a GGUF file", path)
-    # llama.cpp multiplies by the usual factor whatever the file says.
+    # llama.cpp multiplies by the default factor, whatever the file says.
     if not math.isclose(rope.magnitude, yarn_mscale(scaling.factor), rel_tol=1e-6):
         raise unsupported("yarn with an 'attention_factor' of its own in a GGUF file", path)
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}

@@ -1,6 +1,6 @@
-"""A GGUF file as a checkpoint of Hugging Face's: the tensors by their names there.
+"""The tensors of a GGUF file by the names of Hugging Face's checkpoints.
 
-Nothing is read before it is looked at, and a part of a tensor reads only its own rows.
+They are lazy, and reading a part of a tensor reads only its own rows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..names import hf_names
 from ..sources import Exact, Relaid
 
 DTYPES_KEY = "maxjax.dtypes"
-"""The key that lists what was widened to float32 for the file: "name=BF16", names of Hugging Face."""
+"""Metadata key that lists the tensors widened to float32: "name=BF16", with Hugging Face's names."""
 EXACT_KEY = "maxjax.exact."
-"""Before a name of Hugging Face's: the tensor's values, where those in the file lost bits of them."""
+"""Metadata key prefix, before Hugging Face's name, of exact values where the file's tensor lost bits."""
 NARROW = {"BF16": DType.bfloat16, "F16": DType.float16}
 
 
@@ -28,7 +28,7 @@ def config_of(weights: GGUFWeights) -> dict[str, Any]:
     """The content of a ``config.json`` for the model of a GGUF file.
 
     Raises:
-        UnsupportedModelError, CheckpointFormatError: As for ``hf_config``.
+        UnsupportedModelError, CheckpointFormatError: as for ``hf_config``.
     """
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in _stored(weights).items()}
     freqs = None
@@ -40,11 +40,11 @@ def config_of(weights: GGUFWeights) -> dict[str, Any]:
 def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
     """The tensors of a GGUF file, by the names and in the layouts of Hugging Face's checkpoints.
 
-    Blocks stay packed where the layout only moves rows. Norms and other small tensors that a file
-    of ours holds wider than they were have the type they had.
+    Values stay quantised if the layout only reorders rows. Norms and other small tensors that
+    maxjax widened when it wrote the file get their original dtype.
 
     Raises:
-        UnsupportedModelError, CheckpointMismatchError, CheckpointFormatError: As for ``hf_names``.
+        UnsupportedModelError, CheckpointMismatchError, CheckpointFormatError: as for ``hf_names``.
     """
     stored = _stored(weights)
     architecture = weights.metadata.get("general.architecture", "")
@@ -74,7 +74,7 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
 
 
 def _was(weights: GGUFWeights, key: str, data: WeightData, narrow: DType | None) -> np.ndarray:
-    """A tensor before it was shifted, out of the metadata: its values, or the bits of narrow ones."""
+    """The original of a shifted tensor, from the metadata, which holds values or 16-bit patterns."""
     value, shape = weights.metadata[key], tuple(map(int, data.shape))
     dtype = data.dtype if narrow is None else narrow
     kind = np.dtype(np.uint16) if narrow else dtype.np
@@ -86,7 +86,7 @@ def _was(weights: GGUFWeights, key: str, data: WeightData, narrow: DType | None)
 
 
 def _narrower(weights: GGUFWeights) -> dict[str, DType]:
-    """Which tensors were of a narrower type before the file was written."""
+    """The original dtypes of tensors that were widened when the file was written."""
     given = Settings(weights.metadata, "", weights._path)
     found = {}
     for item in given.items(DTYPES_KEY, str, []):

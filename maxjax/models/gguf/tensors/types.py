@@ -1,4 +1,4 @@
-"""What a tensor of a GGUF file is stored as: float32, blocks, or as it is.
+"""The storage type of a tensor in a GGUF file: float32, quantised blocks, or unchanged.
 
 Source: ``prepare_tensors`` of llama.cpp's converter.
 """
@@ -10,21 +10,22 @@ from collections.abc import Sequence
 
 from ....graph.quantization import QuantizationEncoding
 
-# Kept in float32 by llama.cpp's converter, beside vectors: norms, routers, small tables.
+# Tensors that llama.cpp's converter keeps in float32, besides vectors: norms, routers, small tables.
 _WIDE = re.compile(r".*_norm|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types")
-# The blocks for rows that the wanted ones do not fit.
+# The encoding for rows whose length is not a multiple of the wanted encoding's block size.
 _SMALLER = "Q8_0"
 
 
 def encoding_for(name: str, shape: Sequence[int], wanted: str) -> str | None:
-    """What a tensor of a GGUF file is written as when ``wanted`` blocks are asked for.
+    """The encoding of a tensor in a GGUF file for which ``wanted`` is asked for; None: no encoding.
 
-    Maps and tables of words get them. Rows that are not whole blocks get the smaller ones of Q8_0
-    if they fit. None where none fit, and for what llama.cpp keeps in float32 (:func:`is_wide`).
+    Linear layers and embedding tables get ``wanted``. If their rows do not consist of complete
+    blocks, they get Q8_0, whose blocks are smaller, if that fits, or None. Tensors that llama.cpp
+    keeps in float32 (:func:`is_wide`) also get None.
 
     Args:
-        name: Its name in the file.
-        shape: Counted in values, ``[..., out, in]``.
+        name: name of the tensor in the file.
+        shape: logical shape, in values, ``[..., out, in]``.
         wanted: "Q8_0", "Q4_0", "Q4_K", "Q6_K".
 
     Example:
@@ -44,7 +45,7 @@ def encoding_for(name: str, shape: Sequence[int], wanted: str) -> str | None:
 
 
 def is_wide(name: str, shape: Sequence[int]) -> bool:
-    """Whether llama.cpp keeps a tensor of a GGUF file in float32 whatever the others are.
+    """Whether llama.cpp keeps a tensor of a GGUF file in float32, whatever the file's type.
 
     Example:
         >>> is_wide("blk.0.ffn_gate_inp.weight", (8, 64)), is_wide("output.weight", (64, 64))

@@ -1,7 +1,7 @@
-"""Hugging Face's tensors as those of a GGUF file: names, layouts, types.
+"""Hugging Face's tensors under the names, layouts and types of a GGUF file.
 
-The tables of names.py, read from right to left. Nothing is read before it is looked at; a part of
-a tensor reads only its own rows, and stacked experts come one by one.
+It applies the tables of ``names`` in reverse. Tensors are lazy: reading a part of a tensor reads
+only its own rows, and stacked experts are read one by one.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import encoding_for as encoding_for
 from .types import is_wide
 
-# What old files call otherwise; what some files put in front, or leave out there.
+# Old names of suffixes; prefixes that some files add; prefixes that some files leave out.
 _RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
 _PREFIX = {"bert": "bert."}
 _MISSING = {"gpt2": ("transformer.", ("wte.", "wpe.", "h.", "ln_f."))}
 _DECODER = ("model.", ("embed_tokens.", "layers.", "norm."))
 # Computed from the configuration, not learned.
 _BUFFERS = re.compile(r".*\.inv_freq|.*position_ids|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
-# Learned, and no part of what llama.cpp runs.
+# Learned weights that llama.cpp does not run.
 _HEADS = {"bert": re.compile(r"(bert\.)?pooler\..*|cls\..*")}
 
 
 class GGUFTensors(NamedTuple):
-    """What :func:`gguf_tensors` makes.
+    """The result of :func:`gguf_tensors`.
 
     Attributes:
-        tensors: Name in the GGUF file → tensor, in the order of the file.
-        metadata: Keys of ours for the file: which types were widened, what lost bits.
-        left_out: Names of tensors that are no part of the file.
+        tensors: tensors by name in the GGUF file, in the order of the file.
+        metadata: maxjax's own keys for the file: the widened tensors, and exact values of tensors
+            that lost bits.
+        left_out: names of tensors that are not in the file.
     """
 
     tensors: dict[str, WeightData]
@@ -51,7 +52,7 @@ class GGUFTensors(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a tensor goes: ``layer`` and ``expert`` are -1 if it is of none."""
+    """A tensor's place in the GGUF file; ``layer`` and ``expert`` are -1 if it belongs to none."""
 
     layer: int
     order: int
@@ -65,23 +66,24 @@ def gguf_tensors(
 ) -> GGUFTensors:
     """The tensors of a checkpoint by the names and in the layouts of a GGUF file.
 
-    Blocks stay packed where the layout only moves rows, else they are decoded. Vectors, norms,
-    routers and tables of positions become float32, as llama.cpp wants them; the metadata says
-    which were narrower, so that ``hf_tensors`` gives them back as they were. All other tensors keep
-    their type. Of Gemma's norms GGUF holds 1 + w in float32, where bits of w below 2⁻²⁴ are lost:
-    they are read here, and a norm that has such bits goes into the metadata too. In bfloat16 only
-    values under 2⁻¹⁶ have some. A head that the configuration ties is left out if it is the table of
-    words, value by value.
+    Values stay quantised if the layout only reorders rows, else they are dequantised. Vectors,
+    norms, routers and tables of positions become float32, as llama.cpp requires; the metadata lists
+    the narrower ones, so that ``hf_tensors`` restores them. All other tensors keep their dtype. For
+    Gemma's norms GGUF holds 1 + w in float32, which loses bits of w below 2⁻²⁴. So the norms are
+    read here, and a norm with such bits is stored in the metadata too (in bfloat16 only values
+    under 2⁻¹⁶ have some). A head that the configuration ties is left out if all its values equal
+    the embedding table's.
 
     Args:
-        config: The content of ``config.json``.
-        tensors: Name → tensor, by the names of Hugging Face's checkpoints.
-        path: The checkpoint, for messages.
+        config: content of ``config.json``.
+        tensors: tensors by their names in Hugging Face's checkpoints.
+        path: path of the checkpoint, for messages.
 
     Raises:
-        UnsupportedModelError: The architecture has no table.
-        CheckpointMismatchError: Tensors are not in the table, or are missing; names them.
-        CheckpointFormatError: A setting is missing or wrong, or a shape does not fit its layout.
+        UnsupportedModelError: the architecture has no table.
+        CheckpointMismatchError: tensors are not in the table, or are missing; the message names
+            them.
+        CheckpointFormatError: a setting is missing or wrong, or a shape does not fit its layout.
 
     Example:
         >>> config = {"model_type": "gpt2", "vocab_size": 2, "n_embd": 4, "n_layer": 1, "n_head": 2}
@@ -139,7 +141,7 @@ def gguf_tensors(
 
 
 def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
-    """A vector that is lost in part when it is shifted: its values, or the bits of narrow ones."""
+    """A vector that loses bits when it is shifted: its values, or 16-bit patterns; None if it does not."""
     if data._is_packed or len(data.shape) != 1:
         return None
     values, _ = read_box(data, whole(tuple(map(int, data.shape))))
@@ -155,18 +157,18 @@ def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
 
 
 def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
-    """Hugging Face's name with ``*`` and ``#`` → order in the file, GGUF's name, layout there."""
+    """Hugging Face's name with ``*`` and ``#`` → order in the file, GGUF's name, layout."""
     found = {}
     for order, (key, rules) in enumerate(ARCHITECTURES[architecture].items()):
         for rule in rules:
-            # Experts one by one, and gate and up in one, are of other writers.
+            # Only other writers store experts one by one, or gate and up as one tensor.
             if "#" not in key and rule.layout not in (GATES, UPS):
                 found[rule.name] = (order, key, rule.layout)
     return found
 
 
 def _clean(architecture: str, name: str) -> str:
-    """A tensor's name as the tables have it."""
+    """A tensor's name as it is in the tables."""
     for old, new in _RENAMED.get(architecture, ()):
         name = name.removesuffix(old) + new if name.endswith(old) else name
     prefix, starts = _MISSING.get(architecture, _DECODER)
@@ -178,7 +180,7 @@ def _clean(architecture: str, name: str) -> str:
 def _place(
     known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: FamilyConfig
 ) -> _Place | None:
-    """Where a tensor goes, None if nobody knows."""
+    """A tensor's place in the file; None if its name is unknown."""
     stem, _, suffix = name.rpartition(".")
     numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", stem)]
     marks = iter("*#")
@@ -208,7 +210,7 @@ def _back(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
 
 
 def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
-    """All layers must have the same tensors, and stacks all experts."""
+    """Checks that all layers have the same tensors, and that stacks have all experts."""
     layers: dict[int, set[tuple[str, int]]] = {i: set() for i in range(model.config.num_layers)}
     for place in places:
         if place.layer >= 0:
@@ -237,7 +239,7 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
 def _made(
     tensors: Mapping[str, WeightData], places: Mapping[str, _Place], model: FamilyConfig, path: Any
 ) -> tuple[dict[str, WeightData], list[str]]:
-    """The file's tensors, and what was widened for them."""
+    """The file's tensors, and the names and dtypes of those that were widened."""
     groups: dict[str, list[str]] = {}
     for name in sorted(places, key=lambda name: places[name]):
         groups.setdefault(places[name].name, []).append(name)
@@ -251,7 +253,7 @@ def _made(
             data = tensors[name]
             kind = next((code for code, dtype in NARROW.items() if dtype is data.dtype), None)
             if kind and is_wide(new, tuple(map(int, data.shape))):
-                # Under the name that hf_tensors will give it.
+                # Listed under the name that hf_tensors will use.
                 widened.append(f"{_clean(model.architecture, name)}={kind}")
                 data = data.astype(DType.float32)
             each.append(data)
@@ -289,7 +291,7 @@ def _relaid(
 
 
 def _alike(name: str, names: list[str], each: list[WeightData], path: Any) -> list[WeightData]:
-    """A stack, whose parts must have one type and shape."""
+    """The parts of a stack, checked to have the same dtype and shape."""
     first = each[0]
     for other_name, other in zip(names, each, strict=True):
         same = (other.dtype, other.quantization_encoding, tuple(map(int, other.shape)))

@@ -1,7 +1,7 @@
-"""Byte-pair encoding out of GGUF metadata: GPT-2's and Llama's kinds of tokenizer.
+"""Byte-pair encoding from GGUF metadata: GPT-2's and Llama's kinds of tokenizer.
 
-GPT-2's has its merges in the file and its way of splitting text in a name. Llama's is
-SentencePiece's: a score for each token, out of which the merges are made here.
+For GPT-2's kind the file holds the merges, and names the way of splitting text. Llama's kind is
+SentencePiece's: the file holds a score for each token, from which the merges are computed here.
 
 Sources: ``llm_tokenizer_spm_session`` and ``llama_vocab::impl::load`` in llama.cpp's
 llama-vocab.cpp; ``generate_merges`` of transformers for the order of merges with equal scores.
@@ -17,9 +17,10 @@ from ..metadata import Settings, short
 from .splits import SPLITTINGS, Splitting
 from .tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, WORD, added, vocabulary
 
-# Each way to cut a token in two is looked at: SentencePiece's have 16 characters at most.
+# Maximum characters of a token, since every way to cut it in two is tried. SentencePiece's tokens
+# have 16 at most.
 _LONGEST_PIECE = 512
-# llama.cpp's: these end an answer whatever type a file gives them.
+# llama.cpp's list of tokens that end an answer, whatever type a file gives them.
 ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT>"
     " _<EOT> <|end_of_text|> <end_of_utterance>".split()
@@ -28,11 +29,11 @@ _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
 def byte_level(given: Settings) -> dict[str, Any]:
-    """The content of a ``tokenizer.json`` for GPT-2's kind.
+    """The content of a ``tokenizer.json`` for GPT-2's kind of tokenizer.
 
     Raises:
-        UnsupportedModelError: Text is split in a way that no table here has; names it.
-        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
+        UnsupportedModelError: text is split in an unknown way; the message names it.
+        CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
     """
     tokens = given.items("tokens", str)
     types = _types(given, tokens)
@@ -53,17 +54,17 @@ def byte_level(given: Settings) -> dict[str, Any]:
 
 
 def sentencepiece(given: Settings) -> dict[str, Any]:
-    """The content of a ``tokenizer.json`` for Llama's kind.
+    """The content of a ``tokenizer.json`` for Llama's kind of tokenizer.
 
-    A text gets a space before it, also one that begins with a space, as llama.cpp has it; so does
-    each part of it after a special token.
+    As in llama.cpp, a space is put before a text, even if it begins with one, and before each part
+    of it after a special token.
 
     Raises:
-        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
-        CheckpointLimitError: A token is too long to look at each way to cut it.
+        CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
+        CheckpointLimitError: a token is too long to try every way to cut it.
     """
     tokens = [
-        # A run of spaces that somebody added is found by merges as well.
+        # An added token that is a run of spaces is found by merges as well.
         token.replace(" ", WORD) if token.strip(" ") == "" else token
         for token in given.items("tokens", str)
     ]
@@ -99,7 +100,7 @@ def _decoder(prefix: bool) -> dict[str, Any]:
 
 
 def _splitting(given: Settings) -> Splitting:
-    """The way of splitting that the file names; files of 2023 name none."""
+    """The way of splitting text that the file names; files of 2023 name none."""
     name = given.text("pre", None)
     if name is None:
         is_gpt2 = given.metadata.get("general.architecture") == "gpt2"
@@ -159,7 +160,7 @@ def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) ->
 
 
 def _types(given: Settings, tokens: list[str]) -> list[int]:
-    """The type of each token, normal where the file has no types."""
+    """The type of each token; normal if the file has no types."""
     types = given.items("token_type", int, None)
     if types is None:
         named = {given.count(f"{key}_token_id", None, minimum=0) for key in ("bos", "eos")}
@@ -175,7 +176,7 @@ def _types(given: Settings, tokens: list[str]) -> list[int]:
 
 
 def _filled(tokens: list[str], types: list[int], given: Settings) -> dict[str, int]:
-    """The vocabulary without what the converter put where a table of words has rows left."""
+    """The vocabulary without the tokens that the converter added for unused rows of the embedding table."""
     if not tokens:
         raise given.wrong("tokens", "a token", "none", "is empty", shown=True)
     vocab = vocabulary(tokens, given.path)
@@ -186,7 +187,7 @@ def _filled(tokens: list[str], types: list[int], given: Settings) -> dict[str, i
 
 
 def _id(given: Settings, tokens: list[str], key: str, usual: dict[str, int]) -> int | None:
-    """The number of a special token; None if there is none."""
+    """The id of a special token; None if there is none."""
     found = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
     if found is None and usual.get(key, len(tokens)) < len(tokens):
         return usual[key]
@@ -196,7 +197,7 @@ def _id(given: Settings, tokens: list[str], key: str, usual: dict[str, int]) -> 
 def _around(
     given: Settings, tokens: list[str], adds_bos: bool, usual: dict[str, int]
 ) -> dict[str, Any] | None:
-    """What stands before and after a text."""
+    """The special tokens before and after a text."""
     bos = given.flag("add_bos_token", adds_bos)
     eos = given.flag("add_eos_token", False)
     before = _id(given, tokens, "bos", usual) if bos else None
@@ -231,7 +232,7 @@ def _stored_merges(given: Settings, vocab: dict[str, int]) -> list[tuple[str, st
     """The merges in the file, as pairs of tokens."""
     found = []
     for merge in given.items("merges", str):
-        # The first of a pair may begin with a space, and has at least one character.
+        # The first token of a pair may begin with a space, and has at least one character.
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
@@ -243,7 +244,7 @@ def _stored_merges(given: Settings, vocab: dict[str, int]) -> list[tuple[str, st
 def _scored(
     given: Settings, tokens: list[str], types: list[int], vocab: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the best first, as SentencePiece would join them."""
+    """All pairs of tokens that form a token, in the order in which SentencePiece would join them."""
     scores = _scores(given, tokens)
     joined = {
         token: index
@@ -277,7 +278,7 @@ def _scores(given: Settings, tokens: list[str]) -> list[float]:
     if not all(map(math.isfinite, scores)):
         raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
     if str(given.metadata.get("general.architecture")).startswith("gemma"):
-        # The converter gives what was added, runs of spaces too, a score of its own: Gemma's
-        # merges are in the order of its tokens.
+        # The converter gives added tokens, runs of spaces included, special scores. Gemma's merges
+        # are in the order of its tokens.
         return [-float(index) for index in range(len(tokens))]
     return scores

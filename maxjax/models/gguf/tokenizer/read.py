@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file → the content of a ``tokenizer.json``.
 
-The ``tokenizers`` package then runs it. Each kind has a file of its own: BERT's WordPiece, GPT-2's
-and Llama's byte pairs; here are the chat templates, which are there for all models.
+The ``tokenizers`` package then runs it. ``wordpiece`` and ``bpe`` build BERT's kind and GPT-2's and
+Llama's kinds; chat templates and special tokens, which all kinds have, are read here.
 
 Sources: ``Keys.Tokenizer`` in gguf-py's ``constants.py``, docs/gguf.md of ggml.
 """
@@ -20,9 +20,9 @@ from .wordpiece import PIECE as PIECE
 from .wordpiece import wordpiece
 
 HF_JSON = "tokenizer.huggingface.json"
-"""The key of a whole ``tokenizer.json``, as docs/gguf.md of ggml has it."""
+"""The key of a complete ``tokenizer.json``, as in docs/gguf.md of ggml."""
 
-# tokenizer.ggml.model → what makes the content.
+# tokenizer.ggml.model → the function that builds the content.
 _KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "bert": wordpiece,
     "gpt2": byte_level,
@@ -40,19 +40,19 @@ def tokenizer_json(
 ) -> dict[str, Any]:
     """The content of a ``tokenizer.json`` for the tokenizer in a GGUF file.
 
-    A file that has a whole ``tokenizer.json`` in it gives that. Else the kinds "bert", "gpt2" and
-    "llama" are rebuilt. Whether text becomes lower case, and so loses its accents, only newer files
-    of "bert" say; in others it does unless the vocabulary has upper-case words.
+    A complete ``tokenizer.json`` in the file is returned. Otherwise tokenizers of the kinds "bert",
+    "gpt2" and "llama" are rebuilt. Only newer files of "bert" say whether text is lowercased, and so
+    loses its accents; with others it is, unless the vocabulary has upper-case words.
 
     Args:
-        metadata: The file's key-value pairs, of which those in ``tokenizer.ggml`` are read.
-        path: The file, for messages.
+        metadata: key-value pairs of the file, of which those in ``tokenizer.ggml`` are read.
+        path: path of the file, for messages.
 
     Raises:
-        UnsupportedModelError: The tokenizer is of another kind (``tokenizer.ggml.model``), or
-            splits text in a way that is not known (``tokenizer.ggml.pre``); names it.
-        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
-        CheckpointLimitError: A token is too long.
+        UnsupportedModelError: the tokenizer is of another kind (``tokenizer.ggml.model``), or
+            splits text in an unknown way (``tokenizer.ggml.pre``); the message names it.
+        CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
+        CheckpointLimitError: a token is too long.
 
     Example:
         >>> tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁embed", "ding"]
@@ -81,16 +81,16 @@ def chat_template(
     *,
     path: str | os.PathLike[str] | None = None,
 ) -> str | None:
-    """The Jinja template of a chat, None where the file has none.
+    """The Jinja chat template; None if the file has none.
 
     Args:
-        metadata: The file's key-value pairs.
-        name: One of several, e.g. "tool_use"; by default the one that has no name.
-        path: The file, for messages.
+        metadata: key-value pairs of the file.
+        name: name of one of several templates, e.g. "tool_use"; by default the one without a name.
+        path: path of the file, for messages.
 
     Raises:
-        UserInputError: There is none of that name; lists those that there are.
-        CheckpointFormatError: It is no string.
+        UserInputError: there is no template of that name; the message lists the names.
+        CheckpointFormatError: the template is not a string.
 
     Example:
         >>> templates = {"tokenizer.chat_template": "a", "tokenizer.chat_template.rag": "b"}
@@ -111,10 +111,10 @@ def chat_template(
 def special_tokens(
     metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
 ) -> dict[str, str]:
-    """The special tokens by the names of a ``tokenizer_config.json``: "bos_token" → "<s>".
+    """The special tokens by their names in a ``tokenizer_config.json``: "bos_token" → "<s>".
 
     Raises:
-        CheckpointFormatError: A number is not that of a token.
+        CheckpointFormatError: an id is not that of a token.
 
     Example:
         >>> special_tokens({"tokenizer.ggml.tokens": ["<s>", "a"], "tokenizer.ggml.bos_token_id": 0})
@@ -133,10 +133,10 @@ def special_tokens(
 def end_ids(
     metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
 ) -> tuple[int, ...]:
-    """The tokens that end an answer: the end of a text, of a turn, and what llama.cpp takes for such.
+    """The ids of tokens that end an answer: eos, eot, eom, and those that llama.cpp treats as such.
 
     Raises:
-        CheckpointFormatError: A number is not that of a token.
+        CheckpointFormatError: an id is not that of a token.
 
     Example:
         >>> end_ids({"tokenizer.ggml.tokens": ["</s>", "<|im_end|>"], "tokenizer.ggml.eos_token_id": 0})
@@ -156,7 +156,7 @@ def end_ids(
 
 
 def _kept(metadata: Mapping[str, Any], path: Any) -> dict[str, Any]:
-    """The ``tokenizer.json`` that a file has in it."""
+    """The complete ``tokenizer.json`` in a file's metadata."""
     text = Settings(metadata, path=path).text(HF_JSON)
     where = HF_JSON if path is None else f"{os.fspath(path)}: {HF_JSON}"
     found = load_json(text.encode("utf-8", "surrogateescape"), name=where)

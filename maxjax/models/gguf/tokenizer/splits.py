@@ -1,7 +1,7 @@
-"""How text is split before it becomes tokens: llama.cpp's names → ``tokenizer.json``.
+"""The ways of splitting text before tokenisation: llama.cpp's names ↔ ``tokenizer.json``.
 
-The other way round is pretokenizers. llama.cpp has patterns of its own where its regular
-expressions are poorer; here stand those of the tokenizers that the names were made for.
+llama.cpp replaces some patterns, because its regular expressions can do less; the patterns here are
+those of the original tokenizers.
 
 Source: ``llm_tokenizer_bpe`` and the table of ``tokenizer_pre`` in llama.cpp's llama-vocab.cpp.
 """
@@ -38,7 +38,7 @@ _DEEPSEEK3 = (
     rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _CJK = "[一-龥ࠀ-一가-퟿]+"
-# Letters that have cases, as DeepSeek lists them. Written by number is what an editor may compose.
+# Letters that have cases, as DeepSeek lists them. Letters that an editor may compose are escaped.
 _CASED = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
     "Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭ"
@@ -49,13 +49,14 @@ _CASED = (
 
 @dataclass(frozen=True)
 class Splitting:
-    """What a tokenizer does to a text first, and what it is by default.
+    """The normalisation and splitting of a text, and the defaults of a tokenizer.
 
     Attributes:
-        patterns: Cut after one another, each what the one before left.
-        ignore_merges: Whether a word that is a token is taken as it is.
-        adds_bos: Whether a text begins with a token of its own if the file does not say.
-        composes: Whether accents are joined to their letters (NFC), which llama.cpp leaves out.
+        patterns: regular expressions that split a text one after another, each the pieces that the
+            one before left.
+        ignore_merges: whether a word that is a token is used without merging.
+        adds_bos: whether a bos token is put before a text if the file does not say.
+        composes: whether accents are joined to their letters (NFC), which llama.cpp does not do.
     """
 
     patterns: tuple[str, ...]
@@ -141,10 +142,10 @@ _PATTERNS = {
 
 
 def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) -> str:
-    """The name that llama.cpp has for how a tokenizer of GPT-2's kind splits text.
+    """llama.cpp's name of the way in which a tokenizer of GPT-2's kind splits text.
 
     Raises:
-        UnsupportedModelError: It has none.
+        UnsupportedModelError: llama.cpp has no name for it.
 
     Example:
         >>> pre_name({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}, {}, None)
@@ -177,7 +178,7 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
     """Whether a tokenizer of Llama's kind puts a space before a text.
 
     Raises:
-        UnsupportedModelError: It does something else to texts that llama.cpp does not.
+        UnsupportedModelError: the tokenizer changes texts in a way that llama.cpp does not.
 
     Example:
         >>> space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -207,10 +208,10 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
 
 
 def bert_flags(tokenizer: Mapping[str, Any], path: Any) -> dict[str, bool]:
-    """What is done to a text before BERT's tokens are looked for.
+    """The metadata of BERT's normalizer.
 
     Raises:
-        UnsupportedModelError: It is not what BERT does.
+        UnsupportedModelError: the tokenizer normalises or splits text differently from BERT.
     """
     normalizer, splits = tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")
     usual = isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer"

@@ -15,7 +15,7 @@ WORD = "▁"
 
 
 def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
-    """Token → number; no token may be there twice."""
+    """Token → id; CheckpointFormatError if a token occurs twice."""
     vocab: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if vocab.setdefault(token, i) != i:
@@ -28,7 +28,7 @@ def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
 
 
 def added(index: int, token: str, special: bool) -> dict[str, Any]:
-    """A token that is looked for in the text itself, before anything else is done to it."""
+    """The entry of an added token, which is found in the text before any other step."""
     return {
         "id": index,
         "content": token,

@@ -1,4 +1,4 @@
-"""WordPiece out of GGUF metadata: BERT's tokenizer as the content of a ``tokenizer.json``.
+"""BERT's WordPiece tokenizer: GGUF metadata → the content of a ``tokenizer.json``.
 
 Sources: ``BertModel.set_vocab`` of llama.cpp's converter; for defaults, the WPM vocabulary in
 llama.cpp's reader.
@@ -14,16 +14,16 @@ from ..metadata import Settings
 from .tokens import CONTROL, UNKNOWN, USER, WORD, added, vocabulary
 
 PIECE = "##"
-# Where the special tokens of BERT lie, if the file does not say.
+# BERT's ids of special tokens, used if the file does not give them.
 _DEFAULT_IDS = {"unknown": 100, "bos": 101, "seperator": 102, "padding": 0, "mask": 103}
 _MAXWORD = 100  # BERT's own: a longer word is unknown
 
 
 def wordpiece(given: Settings) -> dict[str, Any]:
-    """The content of a ``tokenizer.json`` for BERT's kind.
+    """The content of a ``tokenizer.json`` for a BERT tokenizer.
 
     Raises:
-        CheckpointFormatError: A key is missing or wrong, or two tokens are the same.
+        CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
     """
     stored = given.items("tokens", str)
     types = _types(given, stored)
@@ -83,7 +83,7 @@ def _spelled(tokens: list[str], types: list[int]) -> list[str]:
 
 
 def _normalizer(given: Settings, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """What is done to a text first. A null for accents means: as for the case."""
+    """The normalizer. A null ``strip_accents`` follows ``lowercase``."""
     lowercase = given.flag("normalizer.lowercase", None)
     if lowercase is None:
         words = (
@@ -102,12 +102,12 @@ def _normalizer(given: Settings, tokens: list[str], types: list[int]) -> dict[st
 
 
 def _is_reserved(token: str) -> bool:
-    """A place that is kept free, such as [unused1] or [PAD7], and no word."""
+    """Whether a token is a reserved place, such as [unused1] or [PAD7], and not a word."""
     return re.fullmatch(r"\[[^\]]*\]", token) is not None
 
 
 def _special(given: Settings, tokens: list[str], key: str) -> int | None:
-    """The id of a special token: as the file says, else where BERT has it; None if not there."""
+    """The id of a special token, from the file or else BERT's own; None if there is none."""
     found = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
     if found is None:
         usual = _DEFAULT_IDS[key]
@@ -117,8 +117,8 @@ def _special(given: Settings, tokens: list[str], key: str) -> int | None:
 
 
 def _template(given: Settings, tokens: list[str]) -> dict[str, Any]:
-    """What stands around a text and between a pair: [CLS] a [SEP] b [SEP]."""
-    # llama.cpp puts both there whatever add_bos_token and its like say.
+    """The template of special tokens around a text or a pair: [CLS] a [SEP] b [SEP]."""
+    # llama.cpp adds both, whatever add_bos_token and add_eos_token say.
     first = _special(given, tokens, "bos")
     if given.has("cls_token_id"):  # files of 2024 and before
         first = given.count("cls_token_id", minimum=0, maximum=len(tokens) - 1)

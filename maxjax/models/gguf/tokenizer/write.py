@@ -1,7 +1,7 @@
 """``tokenizer.json`` → the metadata of a GGUF file: BERT's, GPT-2's and Llama's kinds.
 
-llama.cpp has a way of splitting text in its code for each name in "tokenizer.ggml.pre"; a table
-here says which pattern has which name.
+llama.cpp implements a way of splitting text for each name in "tokenizer.ggml.pre"; the names of the
+patterns are in ``splits``.
 
 Sources: ``get_vocab_base``, ``_set_vocab_llama_hf`` and ``BertModel.set_vocab`` of llama.cpp's
 converter, ``SpecialVocab`` in gguf-py's ``vocab.py``; its llama-vocab.cpp for the patterns.
@@ -35,7 +35,7 @@ def special_ids(
     names: Mapping[str, str],
     path: Any,
 ) -> dict[str, int]:
-    """The numbers of special tokens: as the tokenizer's settings say, else the configuration."""
+    """The ids of special tokens, from the tokenizer's settings or else from the configuration."""
     found = {}
     for name, key in names.items():
         token = settings.get(f"{name}_token")
@@ -56,7 +56,7 @@ def special_ids(
 def added_around(
     tokenizer: Mapping[str, Any], settings: Mapping[str, Any], ids: Mapping[str, Any]
 ) -> dict[str, bool]:
-    """Whether a text gets a token before it and one after it."""
+    """Whether a bos token is put before a text, and an eos token after it."""
     before, after = _around(tokenizer.get("post_processor"))
     found = {"add_bos_token": before, "add_eos_token": after}
     for key in found:
@@ -121,7 +121,7 @@ def wrong(key: str, expected: str, found: Any, path: Any) -> CheckpointFormatErr
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _WORD = "▁"
-# Of a token that no merge makes: after all that one makes.
+# The score of a token that no merge forms: lower than all others.
 _LAST_SCORE = -1e6
 
 
@@ -137,25 +137,26 @@ def gguf_tokenizer_metadata(
 ) -> dict[str, Any]:
     """The metadata of a GGUF file for a tokenizer.
 
-    Where a text has none of the special tokens in it, llama.cpp finds the tokens that the
-    ``tokenizers`` package finds. Scores of Llama's kind are made of the order of merges, which for
-    a vocabulary of SentencePiece's is the order of its scores.
+    For a text without special tokens, llama.cpp returns the same tokens as the ``tokenizers``
+    package. Scores of Llama's kind follow the order of merges, which for a SentencePiece vocabulary
+    is the order of its scores.
 
     Args:
-        tokenizer: The content of ``tokenizer.json``; None if there is none: then the file says so,
+        tokenizer: content of ``tokenizer.json``; None if there is none: then the metadata says so,
             and special tokens are those of ``config``.
-        settings: The content of ``tokenizer_config.json``.
-        config: The content of ``config.json``.
-        vocab_size: The rows of the table of words; places that no token has are filled.
-        chat_template: The content of ``chat_template.jinja``, which counts more than ``settings``.
-        keep_json: Whether the whole ``tokenizer.json`` goes into the file too, as
-            "tokenizer.huggingface.json": then nothing of it is lost.
-        path: The file, for messages.
+        settings: content of ``tokenizer_config.json``.
+        config: content of ``config.json``.
+        vocab_size: number of rows of the embedding table; rows without a token get placeholders.
+        chat_template: content of ``chat_template.jinja``, which takes precedence over ``settings``.
+        keep_json: whether to store the complete ``tokenizer.json`` too, as
+            "tokenizer.huggingface.json", so that nothing of it is lost.
+        path: path of the file, for messages.
 
     Raises:
-        UnsupportedModelError: llama.cpp has no such tokenizer; names what it has not.
-        CheckpointMismatchError: There are more tokens than rows of the table of words.
-        CheckpointFormatError: The file is no tokenizer.
+        UnsupportedModelError: llama.cpp does not have such a tokenizer; the message names the
+            missing part.
+        CheckpointMismatchError: there are more tokens than rows of the embedding table.
+        CheckpointFormatError: the file is not a tokenizer.
 
     Example:
         >>> found = gguf_tokenizer_metadata(None, config={"eos_token_id": [7, 8]})
@@ -227,8 +228,8 @@ class _Tokens:
             )
 
     def _number(self, size: int) -> None:
-        """Fills ``texts`` and ``types``; places without a token get a name of their own."""
-        if size > 4 * len(self.ids) + 100_000:  # no table of words is so much larger
+        """Fills ``texts`` and ``types``; ids without a token get placeholders."""
+        if size > 4 * len(self.ids) + 100_000:  # no embedding table is so much larger
             raise wrong("vocab", f"numbers that fit {len(self.ids)} tokens", size, self.path)
         texts: list[str | None] = [None] * size
         for text, index in self.ids.items():
@@ -264,7 +265,7 @@ class _Tokens:
 
 
 def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
-    """BERT's: GGUF marks where words begin, BERT what goes on."""
+    """BERT's kind: GGUF marks the beginnings of words, BERT the continuations."""
     prefix = typed(tokens.model, "continuing_subword_prefix", str, tokens.path, PIECE)
     if prefix != PIECE:
         raise unsupported(f"pieces of words marked by {short(prefix)} in a GGUF file", tokens.path)
@@ -275,13 +276,13 @@ def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
             texts.append(text)
         else:
             texts.append(text[len(prefix) :] if text.startswith(prefix) else _WORD + text)
-    # What the reader of these files takes for part of the vocabulary must stay apart from it.
+    # Unused tokens are written as control tokens, so that a reader does not take them for words.
     types = np.where(tokens.types == _UNUSED, _CONTROL, tokens.types).astype(np.int32)
     return {"model": "bert", "tokens": texts, "token_type": types} | flags
 
 
 def _byte_level(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
-    """GPT-2's: bytes as letters, and merges."""
+    """GPT-2's kind: bytes as letters, and merges."""
     merges = tokens.merges
     if any(" " in part for pair in merges for part in pair):
         raise unsupported("a merge of tokens with a space in a GGUF file", tokens.path)
@@ -296,7 +297,7 @@ def _byte_level(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]
 
 
 def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
-    """Llama's: spaces as ▁, what no token has as bytes; scores say which pair is joined first."""
+    """Llama's kind: spaces as ▁, bytes for text without tokens, and scores for the order of merges."""
     prefix = space_prefix(tokenizer, tokens.path)
     texts, types = list(tokens.texts), tokens.types.copy()
     unknown = tokens.model.get("unk_token")
