@@ -38,7 +38,7 @@ def header(tensors: Sequence[Outgoing], metadata: Mapping[str, str] | None = Non
 
     Example:
         >>> import numpy as np
-        >>> from .outgoing import outgoing
+        >>> from ..save.outgoing import outgoing
         >>> header([outgoing("w", np.zeros(2, np.int8))])[8:]
         b'{"w":{"dtype":"I8","shape":[2],"data_offsets":[0,2]}}   '
     """
@@ -123,7 +123,7 @@ def shards(
 
     Example:
         >>> import numpy as np
-        >>> from .outgoing import outgoing
+        >>> from ..save.outgoing import outgoing
         >>> tensors = [outgoing(name, np.zeros(3, np.int8)) for name in "abc"]
         >>> [(shard.name, len(shard.tensors)) for shard in shards(tensors, 6)]
         [('model-00001-of-00002.safetensors', 2), ('model-00002-of-00002.safetensors', 1)]
