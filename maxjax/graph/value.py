@@ -49,7 +49,7 @@ def unify(a: Any, b: Any) -> tuple[Any, Any]:
     """Two operands as MAX lets them meet: one dtype, and broadcastable ranks made equal.
 
     Raises:
-        ValueError: An integer tensor meets a float, the dtypes have no common one, or a
+        ValueError: an integer tensor meets a float, the dtypes have no common one, or a
             Python number does not fit in the other's dtype.
     """
     return promoted(*(x.item() if isinstance(x, np.generic) else unwrap(x) for x in (a, b)))
@@ -59,12 +59,12 @@ class TensorValue(Operators):
     """A view of an array, concrete or traced, with the methods MAX's values have.
 
     Args:
-        value: A JAX or NumPy array, or another TensorValue. Use ``ops.constant`` for numbers.
+        value: a JAX or NumPy array, or another TensorValue. Use ``ops.constant`` for numbers.
 
     It is a pytree of one leaf, works in jnp functions and operators, and shows its value.
 
     Raises:
-        TypeError: Anything else.
+        TypeError: anything else.
 
     Example:
         >>> import jax.numpy as jnp
@@ -195,7 +195,7 @@ class TensorValue(Operators):
         """In another shape of as many elements; one size may be -1.
 
         Raises:
-            ValueError: The number of elements differs.
+            ValueError: the number of elements differs.
         """
         array = self._as_array()
         sizes = (
@@ -210,8 +210,8 @@ class TensorValue(Operators):
         """With its axes in another order.
 
         Raises:
-            IndexError: There is no such axis.
-            ValueError: An axis is left out or named twice.
+            IndexError: there is no such axis.
+            ValueError: an axis is left out or named twice.
         """
         rank = self.rank
         if any(not -rank <= axis < rank for axis in dims):
@@ -224,7 +224,7 @@ class TensorValue(Operators):
         """With two axes swapped.
 
         Raises:
-            IndexError: There is no such axis.
+            IndexError: there is no such axis.
         """
         rank = self.rank
         for axis in (first, second):
@@ -245,8 +245,8 @@ class TensorValue(Operators):
         """Without an axis of length 1.
 
         Raises:
-            IndexError: There is no such axis.
-            ValueError: The axis is longer.
+            IndexError: there is no such axis.
+            ValueError: the axis is longer.
         """
         if not -self.rank <= axis < self.rank:
             raise IndexError(f"squeeze({axis}) of a tensor with {self.rank} axes")
@@ -256,8 +256,8 @@ class TensorValue(Operators):
         """With the axes from ``start_dim`` to ``end_dim`` made one.
 
         Raises:
-            IndexError: There is no such axis.
-            ValueError: The first comes after the last.
+            IndexError: there is no such axis.
+            ValueError: the first comes after the last.
         """
         array = self._as_array()
         rank = max(array.ndim, 1)
@@ -273,7 +273,7 @@ class TensorValue(Operators):
         """Itself, with its sizes called so; see ``ops.rebind``.
 
         Raises:
-            ValueError: It has another rank or size.
+            ValueError: it has another rank or size.
         """
         return TensorValue(rebound(self._as_array(), shape, message))
 
