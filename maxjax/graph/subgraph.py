@@ -28,7 +28,7 @@ from .weight.weight import Weight
 
 
 class Subgraph:
-    """A piece of computation that ``ops.call`` runs with one layer's weights or another's.
+    """A computation that ``ops.call`` runs with the weights of different layers.
 
     Attributes:
         name: for people.
@@ -56,12 +56,12 @@ class Subgraph:
     def of_function(
         cls, name: str, function: Callable[..., Any], inputs: Sequence[Any]
     ) -> Subgraph:
-        """Of a function; Weights it closes over are the same in every call."""
+        """A subgraph of a function; Weights it closes over are the same in every call."""
         return cls(name, _Function(function), inputs, (), ())
 
     @property
     def output_types(self) -> list[TensorType]:
-        """A TensorType for each output, as a call here gives them."""
+        """A TensorType for each output of a call."""
         return list(self._types())
 
     def _types(self) -> list[TensorType]:

@@ -36,7 +36,7 @@ class TensorType:
 
     @property
     def shape(self) -> Shape:
-        """The sizes, a new Shape at each reading."""
+        """The sizes, a new Shape at each access."""
         return Shape(self._dims)
 
     @property

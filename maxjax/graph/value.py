@@ -31,7 +31,7 @@ _METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isr
 
 
 def unwrap(x: Any) -> Any:
-    """The array behind a TensorValue; a Dim as a number; anything else unchanged."""
+    """The underlying array of a TensorValue; a Dim as a number; anything else unchanged."""
     if isinstance(x, TensorValue):
         return x._as_array()
     if isinstance(x, Dim):
@@ -41,12 +41,12 @@ def unwrap(x: Any) -> Any:
 
 
 def wraps(*operands: Any) -> bool:
-    """Whether an operation with these gives a TensorValue: one of them is, and not a Weight."""
+    """Whether an operation on these returns a TensorValue: one is a TensorValue and not a Weight."""
     return any(getattr(x, "_wraps", False) for x in operands)
 
 
 def unify(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two operands as MAX lets them meet: one dtype, and broadcastable ranks made equal.
+    """Two operands prepared as in MAX: with one dtype and with equal ranks.
 
     Raises:
         ValueError: an integer tensor meets a float, the dtypes have no common one, or a
@@ -56,7 +56,7 @@ def unify(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 class TensorValue(Operators):
-    """A view of an array, concrete or traced, with the methods MAX's values have.
+    """A view of an array, concrete or traced, with the methods of MAX's values.
 
     Args:
         value: a JAX or NumPy array, or another TensorValue. Use ``ops.constant`` for numbers.
@@ -134,7 +134,7 @@ class TensorValue(Operators):
 
     @property
     def value(self) -> Any:
-        """The array behind."""
+        """The underlying array."""
         return self._as_array()
 
     @property
@@ -144,7 +144,7 @@ class TensorValue(Operators):
 
     @property
     def shape(self) -> Shape:
-        """The sizes of the axes, a new Shape at each reading."""
+        """The sizes of the axes, a new Shape at each access."""
         return Shape([to_dim(size) for size in self._as_array().shape])
 
     @property
@@ -187,12 +187,12 @@ class TensorValue(Operators):
     # -- MAX's methods
 
     def cast(self, dtype: Any) -> TensorValue:
-        """In another element type; floats become integers by cutting off the fraction."""
+        """The tensor in another element type; floats become integers by truncation."""
         dtype = jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
         return TensorValue(self._as_array().astype(dtype))
 
     def reshape(self, shape: Iterable[Any], *more: Any, **options: Any) -> Any:
-        """In another shape of as many elements; one size may be -1.
+        """The tensor in another shape with as many elements; one size may be -1.
 
         Raises:
             ValueError: the number of elements differs.
@@ -207,7 +207,7 @@ class TensorValue(Operators):
             raise ValueError(f"reshape of {_shown(array)} to {tuple(sizes)}: {error}") from error
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
-        """With its axes in another order.
+        """The tensor with its axes in another order.
 
         Raises:
             IndexError: there is no such axis.
@@ -221,7 +221,7 @@ class TensorValue(Operators):
         return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
 
     def transpose(self, first: int, second: int) -> TensorValue:
-        """With two axes swapped.
+        """The tensor with two axes swapped.
 
         Raises:
             IndexError: there is no such axis.
@@ -233,16 +233,16 @@ class TensorValue(Operators):
         return TensorValue(jnp.swapaxes(self._as_array(), first, second))
 
     def broadcast_to(self, shape: Iterable[Any]) -> TensorValue:
-        """Repeated along axes of length 1, and along new axes in front."""
+        """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes."""
         array = self._as_array()
         return TensorValue(jnp.broadcast_to(array, to_sizes(shape, array.shape)))
 
     def unsqueeze(self, axis: int) -> TensorValue:
-        """With a new axis of length 1."""
+        """The tensor with a new axis of length 1."""
         return TensorValue(jnp.expand_dims(self._as_array(), axis))
 
     def squeeze(self, axis: int) -> TensorValue:
-        """Without an axis of length 1.
+        """The tensor without an axis of length 1.
 
         Raises:
             IndexError: there is no such axis.
@@ -253,7 +253,7 @@ class TensorValue(Operators):
         return TensorValue(jnp.squeeze(self._as_array(), axis))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> TensorValue:
-        """With the axes from ``start_dim`` to ``end_dim`` made one.
+        """The tensor with the axes from ``start_dim`` to ``end_dim`` merged.
 
         Raises:
             IndexError: there is no such axis.
@@ -278,7 +278,7 @@ class TensorValue(Operators):
         return TensorValue(rebound(self._as_array(), shape, message))
 
     def to(self, device: Any) -> TensorValue:
-        """On another device. While tracing, placement is the compiler's and nothing happens."""
+        """The tensor on another device. Does nothing while tracing, where the compiler places arrays."""
         array = self._as_array()
         if isinstance(array, Tracer):
             return TensorValue(array)
@@ -335,7 +335,7 @@ class TensorValue(Operators):
     # -- jax.Array's
 
     def astype(self, dtype: Any) -> Any:
-        """In another element type."""
+        """The tensor in another element type."""
         return self._result(self._as_array().astype(DType.of(dtype).np))
 
     def _result(self, array: Any, *others: Any) -> Any:
@@ -407,7 +407,7 @@ def _alike(x: Any, y: Any) -> bool:
 
 
 def _is_exact(x: Any) -> bool:
-    """Whether it is a number that every float dtype takes: a float, or a small integer."""
+    """Whether it is a number that fits every float dtype: a float, or a small integer."""
     return type(x) is float or (type(x) is int and -256 <= x <= 256)
 
 
