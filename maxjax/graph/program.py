@@ -32,7 +32,7 @@ class Binding:
     """The values that a compiled Graph runs with, collected again when one has changed.
 
     Attributes:
-        types: what each was when the Graph was compiled, a ``jax.ShapeDtypeStruct``.
+        types: type of each value at compile time, a ``jax.ShapeDtypeStruct``.
     """
 
     def __init__(self, graph: Graph, registry: Mapping[str, Any] | None):

@@ -98,8 +98,8 @@ def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str
     """What was left to be checked, now that sizes are known.
 
     Args:
-        names: what names that no input has were bound to.
-        sizes: of the inputs' dimensions.
+        names: sizes bound to names that no input has.
+        sizes: sizes of the inputs' dimensions.
 
     Raises:
         ValueError: two sizes that were said to be one differ.

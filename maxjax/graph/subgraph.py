@@ -169,7 +169,7 @@ def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
 
     Raises:
         TypeError: ``graph`` is no subgraph.
-        ValueError: another number of tensors, a tensor or weight of another type, or a
+        ValueError: the number of tensors or the type of a tensor or weight is wrong, or a
             name that is nowhere to be found; the message says which.
     """
     if not isinstance(graph, Subgraph):

@@ -50,7 +50,7 @@ class Scope:
 
     Attributes:
         names: names that no input has → the sizes they were bound to.
-        checks: what is to be checked when the sizes are known.
+        checks: conditions to check when the sizes are known.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
         shapes: shapes of arrays at hand, whose symbolic sizes are known besides the Graph's.
 
     Raises:
-        ValueError: a name that is no dimension here.
+        ValueError: a name is not a dimension here.
     """
     if not isinstance(dim, (str, Dim)):
         return dim if _is_symbolic(dim) else operator.index(dim)

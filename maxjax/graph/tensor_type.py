@@ -19,7 +19,7 @@ class TensorType:
     Args:
         dtype: a DType, or anything one can be made of.
         shape: sizes; a text is a symbolic dimension.
-        device: where it lives.
+        device: device of the tensor.
 
     Example:
         >>> from maxjax.graph import DeviceRef, TensorType

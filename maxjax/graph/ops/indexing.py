@@ -95,7 +95,7 @@ def gather_nd(input: Any, indices: Any, batch_dims: int = 0) -> Any:
     Args:
         indices: ``[..., n]``: the last axis holds the indices of the first ``n`` axes after
             the batch axes.
-        batch_dims: so many leading axes of both belong together.
+        batch_dims: number of leading axes that both share.
 
     Returns:
         ``indices.shape[:-1] + input.shape[batch_dims + n:]``.

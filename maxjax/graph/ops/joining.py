@@ -20,7 +20,7 @@ def concat(original_vals: Iterable[Any], axis: int = 0) -> Any:
 
     Raises:
         IndexError: there is no such axis.
-        ValueError: no tensors, or of different ranks, of different sizes along another
+        ValueError: there are no tensors, or they have different ranks, of different sizes along another
             axis, or of different dtypes; the message names the shapes.
 
     Example:
@@ -44,7 +44,7 @@ def stack(values: Iterable[Any], axis: int = 0) -> Any:
 
     Raises:
         IndexError: the result has no such axis.
-        ValueError: no tensors, or of different shapes or dtypes.
+        ValueError: there are no tensors, or their shapes or dtypes differ.
     """
     arrays = _alike(values, "stack")
     axis = axis_of(axis, arrays[0].ndim + 1, "stack", IndexError)

@@ -146,7 +146,7 @@ def irfft(
         buffer_size_mb: for MAX's GPU library; ignored.
 
     Raises:
-        ValueError: no such axis or normalisation.
+        ValueError: there is no such axis or normalisation.
     """
     x = array(input_tensor)
     if input_is_complex:

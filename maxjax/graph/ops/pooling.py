@@ -88,7 +88,7 @@ def avg_pool2d(
         count_boundary: the padding is counted among what the mean is of.
 
     Raises:
-        ValueError: no image, or one smaller than the kernel.
+        ValueError: the input is not an image, or is smaller than the kernel.
     """
     x = floating(input, "avg_pool2d")
     windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d")
@@ -119,7 +119,7 @@ def max_pool2d(
     """The greatest element of each window of ``[N, H, W, C]``; padding is never the greatest.
 
     Raises:
-        ValueError: no image, or one smaller than the kernel.
+        ValueError: the input is not an image, or is smaller than the kernel.
 
     Example:
         >>> import jax.numpy as jnp

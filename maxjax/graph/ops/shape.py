@@ -127,7 +127,7 @@ def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) 
 
     Args:
         message: in front of the error.
-        layout: of a convolution's filter, in MAX; arrays have none here.
+        layout: layout of a convolution's filter in MAX; ignored here.
 
     Raises:
         ValueError: it has another rank or size.

@@ -81,7 +81,7 @@ class WeightData:
         quantization_encoding: the block format of packed bytes.
 
     Attributes:
-        source: where the data is read from, while it is not read.
+        source: source to read the data from, until it is read.
 
     Example:
         >>> import numpy as np
