@@ -170,7 +170,7 @@ def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
     Raises:
         TypeError: ``graph`` is no subgraph.
         ValueError: the number of tensors or the type of a tensor or weight is wrong, or a
-            name that is nowhere to be found; the message says which.
+            name is not found; the message says which.
     """
     if not isinstance(graph, Subgraph):
         raise TypeError(f"ops.call() takes a subgraph, not {type(graph).__name__}; "

@@ -20,8 +20,8 @@ def concat(original_vals: Iterable[Any], axis: int = 0) -> Any:
 
     Raises:
         IndexError: there is no such axis.
-        ValueError: there are no tensors, or they have different ranks, of different sizes along another
-            axis, or of different dtypes; the message names the shapes.
+        ValueError: there are no tensors, or they differ in rank, in dtype, or in size along another
+            axis; the message names the shapes.
 
     Example:
         >>> import jax.numpy as jnp
