@@ -1,12 +1,12 @@
 """Weights, graphs and placement, under the names of ``max.graph``.
 
-``dim``, ``shape``, ``device`` and ``quantization`` are the words. A :class:`Weight` (``weight/``) is a
+``dim``, ``shape``, ``device`` and ``quantization`` are the vocabulary. A :class:`Weight` (``weight/``) is a
 named value, abstract until it is loaded; ``weights/`` opens checkpoints as trees of names and reads
-them; ``placement/`` decides where the parts of a value lie. ``value`` and ``ops/`` are MAX's
+them; ``placement/`` decides the sharding of weights. ``value`` and ``ops/`` are MAX's
 TensorValue and its operations on JAX arrays; ``graph`` and ``program`` build and run programs;
 ``subgraph`` and ``reroll`` compile equal layers once.
 
-Names are imported when they are first used.
+Names are imported on first use.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

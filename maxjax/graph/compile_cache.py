@@ -1,7 +1,7 @@
-"""Compiled programs kept on disk, so that the next process need not compile them.
+"""The on-disk cache of compiled programs, which saves the next process from compiling them.
 
-This is JAX's persistent compilation cache, switched on unless the user set one up; never by
-an import.
+This is JAX's persistent compilation cache, switched on unless the user configured one, and never at
+import.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOG = logging.getLogger("maxjax")
 VARIABLE = "MAXJAX_COMPILE_CACHE"
 OFF = {"0", "off", "false", "no"}
 DEFAULT = {"", "1", "on", "true", "yes"}
-# Beyond this the entries that were not used for longest are deleted. Not by JAX's own
+# Above this size the least recently used entries are deleted. Not by JAX's own
 # jax_compilation_cache_max_size: it reads the whole directory before each write (18 ms at 500
 # entries, 350 ms at 10000), and one entry left half-written ends all further writes.
 MAX_BYTES = 4 << 30
@@ -63,7 +63,7 @@ _ours: str | None = None
 
 
 def enable() -> str | None:
-    """Has JAX keep what it compiles on disk, unless the user decided about that already.
+    """Lets JAX cache compiled programs on disk, unless the user has already configured that.
 
     Returns the directory in force afterwards, the user's or this library's, or None. Nothing
     is touched where the user set ``jax_compilation_cache_dir``, turned
@@ -140,7 +140,7 @@ def _option(name: str) -> Any:
 
 
 def _obstacle() -> str | None:
-    """Why the cache had better stay off here."""
+    """The reason to leave the cache off in this process, or None."""
     if jax.distributed.is_initialized():
         # Only the first process writes entries. On a disk that it does not share, it would
         # next time skip compilations in which the others wait for it (autotuning on GPUs).
@@ -217,7 +217,7 @@ def _name(line: str) -> str:
 
 
 def _tidy(base: Path) -> None:
-    """Deletes empty entries, and those unused for longest until MAX_BYTES is kept."""
+    """Deletes empty entries, and the least recently used ones beyond MAX_BYTES."""
     entries = []
     for path in base.glob("jax*-jaxlib*/*-cache"):
         try:

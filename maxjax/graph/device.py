@@ -1,6 +1,6 @@
-"""``DeviceRef``: where a weight is said to live, in MAX's words.
+"""``DeviceRef``: the name of a device, as MAX declares it for weights.
 
-A DeviceRef is a name, not a device: recording one places nothing. ``to_jax`` gives the
+A DeviceRef is a name, not a device: recording one moves no data. ``to_jax`` returns the
 ``jax.Device`` it names.
 """
 

@@ -1,6 +1,6 @@
 """``Dim``: one size of a shape, known, named, or computed from names.
 
-A static Dim stands wherever Python, NumPy or JAX want an integer. A computed one is kept as
+A static Dim works wherever Python, NumPy or JAX expect an integer. A computed one is stored as
 a polynomial over names and quotients, so that equal sizes compare equal and print alike.
 """
 
@@ -33,7 +33,7 @@ class Dim:
         (Dim(10), range(0, 2))
     """
 
-    # NumPy scalars on the left then leave the operation to us.
+    # NumPy scalars on the left then defer to this class.
     __array_ufunc__ = None
 
     def __new__(cls, value: DimLike) -> Dim:
@@ -208,7 +208,7 @@ class AlgebraicDim(Dim):
 
 @dataclass(frozen=True)
 class _Quotient:
-    """A division that does not come out: a factor of a term, like a name."""
+    """A division with an unknown result: a factor of a term, like a name."""
 
     numerator: Dim
     denominator: Dim
@@ -249,7 +249,7 @@ def _polynomial(dim: Dim) -> Polynomial:
 
 
 def _normal(polynomial: Polynomial) -> Dim:
-    """The Dim of a polynomial: static or symbolic if it is no more than that."""
+    """The Dim of a polynomial: static or symbolic where possible."""
     terms = [(factors, c) for factors, c in polynomial.items() if c]
     if not terms or terms == [((), terms[0][1])]:
         return StaticDim(terms[0][1] if terms else 0)
@@ -279,7 +279,7 @@ def _multiply(a: Dim, b: Dim) -> Dim:
 
 
 def _divide(a: Dim, b: Dim) -> Dim:
-    """``a / b`` truncated toward zero; common factors are cancelled where nothing is lost."""
+    """``a / b`` truncated toward zero; common factors are cancelled where that is exact."""
     if b == 0:
         raise ZeroDivisionError(f"{a!r} // {b!r}")
     numerator, denominator = _polynomial(a), _polynomial(b)

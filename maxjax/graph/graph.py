@@ -1,8 +1,8 @@
-"""Graph: a computation written down once, as a jaxpr, with its weights by name.
+"""Graph: a computation traced once to a jaxpr, with named weights.
 
 ``Graph(name, forward, input_types)`` and ``with Graph(...) as g:`` both trace plain jnp
-code: ``jax.make_jaxpr`` runs in a greenlet that hands its tracers to the block and takes
-the outputs back at its end. A Weight used meanwhile stands for an argument of the
+code: ``jax.make_jaxpr`` runs in a greenlet that passes its tracers to the block and receives
+the outputs at its end. A Weight used meanwhile becomes an argument of the
 program, whether it has a value or not; ``program.py`` compiles and runs the result.
 """
 
@@ -33,10 +33,10 @@ from .weights.cursor import UnreadWeights
 class _Meta(type):
     @property
     def current(cls) -> Graph:
-        """The innermost Graph being written.
+        """The innermost Graph being built.
 
         Raises:
-            LookupError: There is none.
+            LookupError: there is none.
         """
         if not RUNNING.graphs:
             raise LookupError("No graph found")
@@ -44,7 +44,7 @@ class _Meta(type):
 
 
 class Entry:
-    """A Weight, or the Weights of a stack, in a Graph: the names there, and what stands for it.
+    """A Weight, or the Weights of a stack, in a Graph: its names there, and its stand-in.
 
     The stand-in is a NumPy array without memory (all strides zero); JAX takes it for a
     constant and moves it to the top of the jaxpr, where it is known by its address. It holds
@@ -63,13 +63,13 @@ class Entry:
         leaf = weight.stored.leaf
         self.shape = tuple(map(int, kept.shape)) if leaf is None else tuple(leaf.shape)
         dtype = jax.dtypes.canonicalize_dtype(kept.dtype.np)
-        # Constants without axes become literals in a jaxpr, so there is always one more.
+        # Constants without axes become literals in a jaxpr, so the stand-in has one more axis.
         nothing = np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
         self.stand_in = np.broadcast_to(np.full((), nothing, dtype), (1, *self.shape))
 
     @property
     def address(self) -> int:
-        """What the constant in the jaxpr is known by."""
+        """The address that identifies the constant in the jaxpr."""
         return self.stand_in.ctypes.data
 
     def find(self, name: str) -> Weight | None:
@@ -80,11 +80,11 @@ class Entry:
         return weight if isinstance(weight, Weight) else weight.view(self.names.index(name))
 
     def tracer(self) -> Any:
-        """The weight as a value of the trace now running."""
+        """The weight as a value of the running trace."""
         array = jnp.asarray(self.stand_in).reshape(self.shape)
         place = self.weight.stored.leaf_sharding
         if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
-            # Its type says where it is, and what is made of it goes by that.
+            # Its type has its sharding, which the results follow.
             return jax.sharding.reshard(array, place.with_memory_kind("device"))
         return array
 
@@ -97,20 +97,20 @@ class Graph(metaclass=_Meta):
     """A traced computation with typed inputs, outputs and named weights.
 
     Args:
-        name: For people.
-        forward: A function, or a Module, of one TensorValue per input. Without it the
+        name: descriptive name.
+        forward: function or Module of one TensorValue per input. Without it the
             computation is written in a ``with`` block, which ends with :meth:`output`.
-        input_types: A TensorType for each input. Dimensions may be named: equal names are
-            equal sizes, which must be known when it runs, not before.
-        args, kwargs: Given to ``forward`` after the inputs.
+        input_types: TensorType for each input. Dimensions may be named: equal names are
+            equal sizes, which need to be known only at run time.
+        args, kwargs: further arguments of ``forward``, after the inputs.
 
     Attributes:
-        inputs: A TensorValue for each input.
-        output_types: A TensorType for each output.
-        jaxpr: What was written, as a ``jax.extend.core.ClosedJaxpr``; None before its end.
+        inputs: a TensorValue for each input.
+        output_types: a TensorType for each output.
+        jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until it is finished.
 
     Raises:
-        TypeError: An input type that is no TensorType.
+        TypeError: an input type is not a TensorType.
 
     A Weight or Module may be used in any number of Graphs.
 
@@ -154,12 +154,12 @@ class Graph(metaclass=_Meta):
         self.entries: list[Entry] = []
         self._by_weight: dict[int, Entry] = {}
         self._by_name: dict[str, Entry] = {}
-        # Weights that only a name asked for: nobody can give them a value but a registry.
+        # Weights that were requested by name only: they get values from a registry alone.
         self.orphans: list[Weight] = []
         self._outputs: tuple[Any, ...] | None = None
         self._greenlet: Any = None
         self._sizes = sizes_of(str(p) for kind in self.input_types for p in kind.parameters)
-        # What is found out about sizes while it is written, for the Model to check.
+        # Facts about sizes that the trace assumed, for the Model to check.
         self._scope = Scope()
         self._entered = contextlib.ExitStack()
         if forward is not None:
@@ -177,7 +177,7 @@ class Graph(metaclass=_Meta):
 
     @staticmethod
     def is_writing() -> bool:
-        """Whether any Graph is being written in this thread."""
+        """Whether a Graph is being built in this thread."""
         return bool(RUNNING.graphs)
 
     def __enter__(self) -> Graph:
@@ -215,11 +215,11 @@ class Graph(metaclass=_Meta):
             self._entered.close()
 
     def output(self, *values: Any) -> None:
-        """Says what the graph gives. Once, as the last thing in the block.
+        """Sets the outputs of the graph. Call it once, at the end of the block.
 
         Raises:
-            ValueError: Outside its ``with`` block, or a second time.
-            TypeError: Something that is no tensor.
+            ValueError: the call is outside the ``with`` block, or a second one.
+            TypeError: an output is not a tensor.
         """
         if self._greenlet is None or self._outputs is not None:
             when = (
@@ -245,16 +245,16 @@ class Graph(metaclass=_Meta):
         """The Weight as a value of this graph, under its present name.
 
         Raises:
-            ValueError: Another Weight of that name is in the graph, or it has symbolic
+            ValueError: another Weight of that name is in the graph, or it has symbolic
                 dimensions and no value.
         """
         return TensorValue(weight)
 
     def stand_in(self, weight: Weight | StackedWeight) -> Any:
-        """What stands for a Weight, or the Weights of a stack, in the trace now running.
+        """The value of a Weight, or of the Weights of a stack, in the running trace.
 
         Raises:
-            ValueError: As :meth:`add_weight`.
+            ValueError: as for :meth:`add_weight`.
         """
         entry = self._by_weight.get(id(weight))
         if entry is None:
@@ -280,7 +280,7 @@ class Graph(metaclass=_Meta):
                 )
 
     def placeholder(self, name: str, template: Weight) -> Weight:
-        """The Weight of that name, made here if the graph has none: a subgraph asks for it."""
+        """The Weight of that name, created if the graph has none; subgraphs use it."""
         for entry in self.entries:
             if (known := entry.find(name)) is not None:
                 return known
@@ -298,10 +298,10 @@ class Graph(metaclass=_Meta):
         input_types: Iterable[TensorType] = (),
         **options: Any,
     ) -> Subgraph:
-        """A function to be called by ``ops.call``, traced once.
+        """A function for ``ops.call``, traced once.
 
         Raises:
-            NotImplementedError: Without ``forward``.
+            NotImplementedError: ``forward`` is not given.
         """
         if forward is None:
             raise NotImplementedError("add_subgraph without a function: write it as a function, or use "
@@ -323,10 +323,10 @@ class Graph(metaclass=_Meta):
 class Module:
     """MAX's container of graphs that are compiled together: here each Graph is compiled by itself.
 
-    Not to be confused with ``maxjax.nn.Module``. It stands in annotations only.
+    Not to be confused with ``maxjax.nn.Module``. It is for annotations only.
 
     Raises:
-        NotImplementedError: Made.
+        NotImplementedError: it is instantiated.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -1,7 +1,7 @@
-"""The kind of value that a Weight's operators give in this thread.
+"""The kind of value that a Weight's operators return in this thread.
 
-As in MAX they give TensorValues while a Graph is written, or while a Module runs that was
-called with one; else plain arrays, which plain JAX code wants. What is traced under one kind
+As in MAX they return TensorValues while a Graph is built, or while a Module runs that was
+called with one; otherwise plain arrays, as plain JAX code needs. What is traced under one kind
 is not what the other would have traced (``.mean()`` of a TensorValue keeps its axis), so the
 kind is a part of the treedef of every Module and Weight, and so of the key of every trace.
 """
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 
 class _Kind(threading.local):
     """Attributes:
-    values: Whether Weights give TensorValues.
+    values: whether Weights give TensorValues.
     """
 
-    # Not a ContextVar: each greenlet has its own of those, and a Graph is written by two.
+    # Not a ContextVar: each greenlet has its own, and building a Graph takes two.
     values = False
 
 

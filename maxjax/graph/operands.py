@@ -1,6 +1,6 @@
-"""What may meet in an operation: dtypes, Python's numbers, shapes and indices.
+"""Checks of the operands of an operation: dtypes, Python's numbers, shapes and indices.
 
-MAX refuses at once what JAX lets pass: a number that would wrap or be rounded, an index past
+MAX rejects at once what JAX accepts: a number that would wrap or be rounded, an index past
 the end, which JAX clamps. Compiled code cannot raise, so this is decided from types.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from ..dtype import DType, promote
 from .shape import StaticDim
 
-# Whole numbers up to here are exact in every float of 16 bits or more.
+# Integers up to this one are exact in every float of 16 bits or more.
 _EXACT = 256
 
 
@@ -26,7 +26,7 @@ def promoted(a: Any, b: Any) -> tuple[Any, Any]:
     """Two arrays, or an array and a number, of one dtype and rank, as MAX lets them meet.
 
     Raises:
-        ValueError: An integer tensor meets a float, the dtypes have no common one, or the
+        ValueError: an integer tensor meets a float, the dtypes have no common one, or the
             number does not fit in the other's dtype.
     """
     if not hasattr(a, "dtype"):
@@ -46,7 +46,7 @@ def number(x: Any, dtype: Any) -> Any:
     integer that the float does not hold, and make integers of booleans.
 
     Raises:
-        ValueError: It would not be the same number in that dtype.
+        ValueError: it would not be the same number in that dtype.
     """
     boolean = dtype == jnp.bool_
     if isinstance(x, bool) and not boolean:
@@ -78,10 +78,10 @@ def bounds(dtype: Any) -> tuple[int, int]:
 
 
 def from_numpy(x: np.ndarray) -> jax.Array:
-    """A NumPy array as JAX has it: in 32 bits, unless ``jax_enable_x64`` is set.
+    """A NumPy array in the dtype that JAX uses: 32 bits, unless ``jax_enable_x64`` is set.
 
     Raises:
-        ValueError: It holds integers that do not fit.
+        ValueError: it holds integers that do not fit.
     """
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype != x.dtype and dtype.kind in "iu" and x.size:
@@ -128,10 +128,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check_broadcast(*shapes: tuple[Any, ...]) -> None:
-    """Shapes must broadcast, the shorter ones with axes of length 1 put in front.
+    """Checks that shapes broadcast, with leading axes of length 1 added to the shorter ones.
 
     Raises:
-        ValueError: They do not; the message names them.
+        ValueError: they do not; the message names them.
     """
     if len(set(shapes)) < 2:
         return
@@ -145,10 +145,10 @@ def check_broadcast(*shapes: tuple[Any, ...]) -> None:
 
 
 def check_product(a: Sequence[Any], b: Sequence[Any]) -> None:
-    """The shapes must be those of a product of matrices.
+    """Checks that the shapes fit a matmul.
 
     Raises:
-        ValueError: They do not fit; the message names both.
+        ValueError: they do not fit; the message names both.
     """
     a, b = (tuple(int(n) if isinstance(n, StaticDim) else n for n in shape) for shape in (a, b))
     if not (a and b and same(a[-1], b[-min(len(b), 2)])):
@@ -164,7 +164,7 @@ def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
     """What is known of an index must lie inside the shape. Slices follow NumPy's rules, and may not.
 
     Raises:
-        ValueError: A number outside its axis, more indices than axes, or ``...`` twice.
+        ValueError: a number outside its axis, more indices than axes, or ``...`` twice.
     """
     parts = [part for part in parts if part is not None]
     counts = [_axes(part) for part in parts]
@@ -185,7 +185,7 @@ def check_inside(index: Any, shape: Sequence[Any], axis: int, op: str = "") -> N
     """A number, or NumPy array of them, must lie inside an axis of a known size.
 
     Raises:
-        ValueError: It does not.
+        ValueError: it does not.
     """
     size = shape[axis]
     if not isinstance(size, int):
@@ -205,7 +205,7 @@ def check_inside(index: Any, shape: Sequence[Any], axis: int, op: str = "") -> N
 
 
 def _axes(part: Any) -> int:
-    """How many axes a part of an index uses up."""
+    """The number of axes that a part of an index consumes."""
     if part is Ellipsis or isinstance(part, (bool, np.bool_)):
         return 0
     if getattr(part, "dtype", None) == np.bool_:

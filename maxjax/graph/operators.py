@@ -1,4 +1,4 @@
-"""Python's operators, and some methods, for values that stand for arrays.
+"""Python's operators, and some methods, for values that represent arrays.
 
 Written out, not generated, so that editors and type checkers know them. What an operator
 does is decided in ``value.py``.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Operators:
-    """The operators, in terms of two functions of the class that has them."""
+    """The operators, in terms of two functions that a subclass defines."""
 
     def _as_array(self) -> Any:
         raise NotImplementedError

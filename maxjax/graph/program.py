@@ -29,10 +29,10 @@ from .weights import WeightData
 
 
 class Binding:
-    """The values that a compiled Graph runs with, collected anew when one has changed.
+    """The values that a compiled Graph runs with, collected again when one has changed.
 
     Attributes:
-        types: What each was when the Graph was compiled, a ``jax.ShapeDtypeStruct``.
+        types: type of each value at compile time, a ``jax.ShapeDtypeStruct``.
     """
 
     def __init__(self, graph: Graph, registry: Mapping[str, Any] | None):
@@ -52,7 +52,7 @@ class Binding:
         """Refuses weights, or ``only`` some of them, that have no value.
 
         Raises:
-            ValueError: There is one; it is named.
+            ValueError: there is one; it is named.
         """
         wanted = None if only is None else set(map(id, only))
         for entry, fixed in zip(self._entries, self._fixed, strict=True):
@@ -65,7 +65,7 @@ class Binding:
         """One array for each weight.
 
         Raises:
-            ValueError: A weight has no value, or one that does not go with the program.
+            ValueError: a weight has no value, or one that does not go with the program.
         """
         if self._epoch != EPOCH.values:
             epoch = EPOCH.values
@@ -111,13 +111,13 @@ def _shown(sharding: jax.sharding.Sharding) -> str:
 
 
 def default_device() -> Any:
-    """Where JAX puts what nobody placed."""
+    """The device on which JAX puts uncommitted arrays."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def _placement(entry: Entry, fixed: Any) -> Any:
-    """Where a weight is, or is to be; None where JAX is free to choose."""
+    """The sharding that a weight has or will have; None lets JAX choose."""
     value = whole(entry.weight.stored.leaf) if fixed is None else fixed
     return value.sharding if getattr(value, "committed", False) else _declared(entry)
 
@@ -132,7 +132,7 @@ def _lazy_name(entry: Entry) -> str | None:
 
 
 def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | None) -> Any:
-    """A weight's value in the registry; of a stack, those of its layers; None if it is not there."""
+    """The value of a weight in the registry; for a stack, those of its layers; None if absent."""
     if registry is None or all(registry.get(name) is None for name in entry.names):
         return None
     held = [name for other in graph.entries for name in other.names]
@@ -182,18 +182,18 @@ class Model:
     placeholders runs what is loaded later, on the placement the weights had then.
 
     Args:
-        graph: Finished.
-        registry: Values by name, fixed from now on; other weights must have values of their
-            own. Without one, weights count as they are when it runs.
-        donate: Positions of inputs whose memory the outputs may take over. They cannot be
+        graph: finished Graph.
+        registry: values by name, fixed from now on; other weights must have values of their
+            own. Without it, the program uses the values at the time of a call.
+        donate: positions of inputs whose memory the outputs may reuse. These inputs cannot be
             used after the call.
 
     Attributes:
-        name: The Graph's.
-        input_types, output_types: The Graph's.
+        name: name of the Graph.
+        input_types, output_types: types of the Graph.
 
     Raises:
-        ValueError: The Graph is not finished; the registry has something of another type, or
+        ValueError: the Graph is not finished; the registry has a value of the wrong type, or
             lacks a weight that has no value.
     """
 
@@ -236,15 +236,15 @@ class Model:
         """Runs it.
 
         Args:
-            args: An array for each input: JAX, NumPy, a Buffer, a TensorValue, or anything
-                that speaks DLPack, of exactly its dtype and shape.
+            args: array for each input: JAX, NumPy, a Buffer, a TensorValue, or anything
+                that supports DLPack, of exactly its dtype and shape.
 
         Returns:
             A TensorValue for each output (``.to_numpy()`` as MAX's Buffer has).
 
         Raises:
-            ValueError: Another number of inputs, or one of another type; both are named. A
-                weight has no value, or lies elsewhere than when this was compiled.
+            ValueError: the number or the type of inputs is wrong; or a weight has no value, or
+                another sharding than when this was compiled.
         """
         return [TensorValue(y) for y in self._execute(args)]
 
@@ -277,9 +277,9 @@ class Trees:
     """A Module's call as a function of flat inputs and outputs, for a Graph.
 
     Attributes:
-        types: A TensorType for each leaf of the arguments.
-        inputs, outputs: The treedefs; that of the outputs is known after a trace.
-        counts: How many leaves each argument has.
+        types: a TensorType for each leaf of the arguments.
+        inputs, outputs: the treedefs; that of the outputs is known after a trace.
+        counts: how many leaves each argument has.
     """
 
     def __init__(self, name: str, module: Callable[..., Any], specs: Sequence[Any]):
@@ -297,10 +297,10 @@ class Trees:
 
 
 class Program(Model):
-    """A Model of plain trees of arrays: called as its Module is, it gives what its Module gives.
+    """A Model for plain trees of arrays: it is called as its Module is, and returns the same.
 
     Attributes:
-        in_tree, out_tree: The treedefs of the arguments and of the result.
+        in_tree, out_tree: the treedefs of the arguments and of the result.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class Program(Model):
         """Runs it.
 
         Raises:
-            ValueError: Arguments of another structure or type, or as for ``execute``.
+            ValueError: arguments of another structure or type, or as for ``execute``.
         """
         leaves, tree = jax.tree.flatten(args)
         if tree != self.in_tree:

@@ -1,4 +1,4 @@
-"""``QuantizationEncoding``: the names of packed weight formats, and their blocks.
+"""``QuantizationEncoding``: the names of quantised weight formats, and their blocks.
 
 Data only: how many elements and bytes a block has. The layouts inside a block belong to
 storage, arithmetic on packed values to kernels.
@@ -17,8 +17,8 @@ class BlockParameters:
     """The size of one block of a packed weight.
 
     Attributes:
-        elements_per_block: How many weights a block holds.
-        block_size: How many bytes it takes.
+        elements_per_block: number of weights in a block.
+        block_size: number of bytes of a block.
 
     Example:
         >>> BlockParameters(elements_per_block=32, block_size=18)
@@ -31,14 +31,14 @@ class BlockParameters:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What a checkpoint's configuration says of its quantisation (GPTQ and its like).
+    """The quantisation options in a checkpoint's configuration (GPTQ and similar).
 
     Attributes:
-        quant_method: The method's name, "gptq" say.
-        bits: Width of one quantised value.
-        group_size: How many values share a scale.
-        desc_act: Whether columns were quantised in order of decreasing activation.
-        sym: Whether the range is symmetric about zero.
+        quant_method: name of the method, such as "gptq".
+        bits: width of one quantised value in bits.
+        group_size: number of values that share a scale.
+        desc_act: whether columns were quantised in order of decreasing activation.
+        sym: whether the range is symmetric about zero.
 
     Example:
         >>> QuantizationConfig("gptq", bits=4, group_size=128).sym
@@ -95,7 +95,7 @@ class QuantizationEncoding(enum.Enum):
         """The shape in bytes of weights of a shape: the last axis is cut into blocks.
 
         Raises:
-            ValueError: The last axis is not whole blocks.
+            ValueError: the last axis is not whole blocks.
             KeyError: GPTQ, which has no fixed block.
 
         Example:

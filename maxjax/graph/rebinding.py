@@ -1,8 +1,8 @@
-"""Rebinding: another name, number or expression for the sizes of a tensor.
+"""Rebinding: gives the sizes of a tensor another name, number or expression.
 
-XLA has to be told that two symbolic sizes are one: the array is padded by their difference,
-which is 0 when the program runs and no operation at all. That it is 0 is checked where sizes
-become known: by the Model that runs the Graph, each time.
+XLA must be told that two symbolic sizes are equal: the array is padded by their difference,
+which is 0 at run time and then costs nothing. The Model that runs the Graph checks at each call
+that it is 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Ar
     with any size.
 
     Raises:
-        ValueError: The rank or a size is another, or would have to be checked where no Graph
+        ValueError: the rank or a size is another, or would have to be checked where no Graph
             does.
     """
     wanted, title = Shape(shape), message or "rebind"
@@ -77,7 +77,7 @@ def beside(parts: Sequence[Any], key: Sequence[Any], shape: Sequence[Any]) -> li
     """The sizes that a result should have, where an index says one beside a slice.
 
     Raises:
-        ValueError: There is an index tensor as well, which moves axes.
+        ValueError: there is an index tensor as well, which moves axes.
     """
     if any(getattr(part, "ndim", 0) for part in key):
         raise ValueError("an index with (slice, size) takes numbers and slices besides, no tensors")
@@ -98,11 +98,11 @@ def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str
     """What was left to be checked, now that sizes are known.
 
     Args:
-        names: What names that no input has were bound to.
-        sizes: Of the inputs' dimensions.
+        names: sizes bound to names that no input has.
+        sizes: sizes of the inputs' dimensions.
 
     Raises:
-        ValueError: Two sizes that were said to be one differ.
+        ValueError: two sizes that were said to be one differ.
     """
     known = dict(sizes)
     for name, size in names.items():

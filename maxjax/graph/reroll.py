@@ -1,8 +1,8 @@
-"""Loop rerolling: calls of one jitted layer in a row become one ``lax.scan``.
+"""Loop rerolling: consecutive calls of one jitted layer become one ``lax.scan``.
 
 A loop over the layers of a model is unrolled when it is traced: its jaxpr holds one call for
-each, and XLA takes as much longer to compile it. Where the calls differ in nothing but a layer
-index, which picks the layer's weights out of stacked ones, :func:`reroll` writes the loop again.
+each, and compile time grows accordingly. If the calls differ only in a layer index, which selects
+the layer's weights from stacked ones, :func:`reroll` restores the loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_jit(equation: Any) -> bool:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether it is a number written down, and no variable."""
+    """Whether it is a literal, not a variable."""
     return hasattr(atom, "val")
 
 
@@ -50,8 +50,8 @@ def reroll(closed: Any, name: str = "_call_at") -> Any:
     feeds one of them is moved before the loop or after it.
 
     Args:
-        closed: A ``jax.extend.core.ClosedJaxpr``.
-        name: What the jitted function is called.
+        closed: a ``jax.extend.core.ClosedJaxpr``.
+        name: name of the jitted function.
 
     Returns:
         A ClosedJaxpr of the same inputs, outputs and constants; ``closed`` if it has no run.
@@ -79,7 +79,7 @@ def reroll(closed: Any, name: str = "_call_at") -> Any:
 
 
 class _Run:
-    """Calls one after the other, and what is fed by them."""
+    """Consecutive calls, and the equations that depend on them."""
 
     def __init__(self, place: int, call: Any):
         self.calls, self.places = [call], [place]

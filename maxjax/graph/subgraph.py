@@ -28,12 +28,12 @@ from .weight.weight import Weight
 
 
 class Subgraph:
-    """A piece of computation that ``ops.call`` runs with one layer's weights or another's.
+    """A computation that ``ops.call`` runs with the weights of different layers.
 
     Attributes:
-        name: For people.
-        input_types: A TensorType for each leaf of the inputs.
-        placeholders: Names of the weights that each call looks up, without the prefix.
+        name: for people.
+        input_types: a TensorType for each leaf of the inputs.
+        placeholders: names of the weights that each call looks up, without the prefix.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Subgraph:
     def of_function(
         cls, name: str, function: Callable[..., Any], inputs: Sequence[Any]
     ) -> Subgraph:
-        """Of a function; Weights it closes over are the same in every call."""
+        """A subgraph of a function; Weights it closes over are the same in every call."""
         return cls(name, _Function(function), inputs, (), ())
 
     @property
     def output_types(self) -> list[TensorType]:
-        """A TensorType for each output, as a call here gives them."""
+        """A TensorType for each output of a call."""
         return list(self._types())
 
     def _types(self) -> list[TensorType]:
@@ -158,9 +158,9 @@ def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
     """Runs a subgraph with the weights whose names start with ``prefix``.
 
     Args:
-        graph: From ``Module.build_subgraph`` or ``Graph.add_subgraph``.
-        args: Tensors, or trees of them; their leaves go to the inputs in order.
-        prefix: Put before the name of each weight the subgraph looks up. The names are
+        graph: from ``Module.build_subgraph`` or ``Graph.add_subgraph``.
+        args: tensors, or trees of them; their leaves go to the inputs in order.
+        prefix: put before the name of each weight the subgraph looks up. The names are
             those of the innermost running Module that has them all, else of an outer one,
             else of the Graph being written.
 
@@ -169,8 +169,8 @@ def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
 
     Raises:
         TypeError: ``graph`` is no subgraph.
-        ValueError: Another number of tensors, a tensor or weight of another type, or a
-            name that is nowhere to be found; the message says which.
+        ValueError: the number of tensors or the type of a tensor or weight is wrong, or a
+            name is not found; the message says which.
     """
     if not isinstance(graph, Subgraph):
         raise TypeError(f"ops.call() takes a subgraph, not {type(graph).__name__}; "
@@ -235,7 +235,7 @@ def type_of_input(name: str, leaf: Any) -> TensorType:
     """The type of an input given as a TensorType, a placeholder or a tensor.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: it is something else.
     """
     if isinstance(leaf, TensorType):
         return leaf

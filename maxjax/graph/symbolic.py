@@ -34,9 +34,9 @@ class Check(NamedTuple):
     """Two sizes that have to be equal when a program runs.
 
     Attributes:
-        have, want: As arithmetic over names.
-        axis: Of which axis they are.
-        title: What begins the message.
+        have, want: as arithmetic over names.
+        axis: of which axis they are.
+        title: what begins the message.
     """
 
     have: str
@@ -49,8 +49,8 @@ class Scope:
     """What is found out about sizes while something is traced.
 
     Attributes:
-        names: Names that no input has → the sizes they were bound to.
-        checks: What is to be checked when the sizes are known.
+        names: names that no input has → the sizes they were bound to.
+        checks: conditions to check when the sizes are known.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def naming(sizes: Mapping[str, Any], scope: Scope | None = None) -> Iterator[Non
     """Makes symbolic sizes known by name, besides those that are already.
 
     Args:
-        scope: Who checks what is found out about them; an outer one goes on without it.
+        scope: who checks what is found out about them; an outer one goes on without it.
     """
     before, outer = _KNOWN.sizes, _KNOWN.scope
     _KNOWN.sizes = {**before, **sizes}
@@ -131,10 +131,10 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
     """A Dim, name or number as a size an array may have.
 
     Args:
-        shapes: Shapes of arrays at hand, whose symbolic sizes are known besides the Graph's.
+        shapes: shapes of arrays at hand, whose symbolic sizes are known besides the Graph's.
 
     Raises:
-        ValueError: A name that is no dimension here.
+        ValueError: a name is not a dimension here.
     """
     if not isinstance(dim, (str, Dim)):
         return dim if _is_symbolic(dim) else operator.index(dim)

@@ -17,9 +17,9 @@ class TensorType:
     """Element type, shape and device of a tensor. Hashable, compared by content.
 
     Args:
-        dtype: A DType, or anything one can be made of.
-        shape: Sizes; a text is a symbolic dimension.
-        device: Where it lives.
+        dtype: a DType, or anything one can be made of.
+        shape: sizes; a text is a symbolic dimension.
+        device: device of the tensor.
 
     Example:
         >>> from maxjax.graph import DeviceRef, TensorType
@@ -36,7 +36,7 @@ class TensorType:
 
     @property
     def shape(self) -> Shape:
-        """The sizes, a new Shape at each reading."""
+        """The sizes, a new Shape at each access."""
         return Shape(self._dims)
 
     @property
@@ -53,7 +53,7 @@ class TensorType:
         """The product of the sizes.
 
         Raises:
-            TypeError: A size is symbolic.
+            TypeError: a size is symbolic.
         """
         product = 1
         for dim in self._dims:

@@ -31,7 +31,7 @@ _METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isr
 
 
 def unwrap(x: Any) -> Any:
-    """The array behind a TensorValue; a Dim as a number; anything else unchanged."""
+    """The underlying array of a TensorValue; a Dim as a number; anything else unchanged."""
     if isinstance(x, TensorValue):
         return x._as_array()
     if isinstance(x, Dim):
@@ -41,30 +41,30 @@ def unwrap(x: Any) -> Any:
 
 
 def wraps(*operands: Any) -> bool:
-    """Whether an operation with these gives a TensorValue: one of them is, and not a Weight."""
+    """Whether an operation on these returns a TensorValue: one is a TensorValue and not a Weight."""
     return any(getattr(x, "_wraps", False) for x in operands)
 
 
 def unify(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two operands as MAX lets them meet: one dtype, and broadcastable ranks made equal.
+    """Two operands prepared as in MAX: with one dtype and with equal ranks.
 
     Raises:
-        ValueError: An integer tensor meets a float, the dtypes have no common one, or a
+        ValueError: an integer tensor meets a float, the dtypes have no common one, or a
             Python number does not fit in the other's dtype.
     """
     return promoted(*(x.item() if isinstance(x, np.generic) else unwrap(x) for x in (a, b)))
 
 
 class TensorValue(Operators):
-    """A view of an array, concrete or traced, with the methods MAX's values have.
+    """A view of an array, concrete or traced, with the methods of MAX's values.
 
     Args:
-        value: A JAX or NumPy array, or another TensorValue. Use ``ops.constant`` for numbers.
+        value: a JAX or NumPy array, or another TensorValue. Use ``ops.constant`` for numbers.
 
     It is a pytree of one leaf, works in jnp functions and operators, and shows its value.
 
     Raises:
-        TypeError: Anything else.
+        TypeError: anything else.
 
     Example:
         >>> import jax.numpy as jnp
@@ -134,7 +134,7 @@ class TensorValue(Operators):
 
     @property
     def value(self) -> Any:
-        """The array behind."""
+        """The underlying array."""
         return self._as_array()
 
     @property
@@ -144,7 +144,7 @@ class TensorValue(Operators):
 
     @property
     def shape(self) -> Shape:
-        """The sizes of the axes, a new Shape at each reading."""
+        """The sizes of the axes, a new Shape at each access."""
         return Shape([to_dim(size) for size in self._as_array().shape])
 
     @property
@@ -187,15 +187,15 @@ class TensorValue(Operators):
     # -- MAX's methods
 
     def cast(self, dtype: Any) -> TensorValue:
-        """In another element type; floats become integers by cutting off the fraction."""
+        """The tensor in another element type; floats become integers by truncation."""
         dtype = jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
         return TensorValue(self._as_array().astype(dtype))
 
     def reshape(self, shape: Iterable[Any], *more: Any, **options: Any) -> Any:
-        """In another shape of as many elements; one size may be -1.
+        """The tensor in another shape with as many elements; one size may be -1.
 
         Raises:
-            ValueError: The number of elements differs.
+            ValueError: the number of elements differs.
         """
         array = self._as_array()
         sizes = (
@@ -207,11 +207,11 @@ class TensorValue(Operators):
             raise ValueError(f"reshape of {_shown(array)} to {tuple(sizes)}: {error}") from error
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
-        """With its axes in another order.
+        """The tensor with its axes in another order.
 
         Raises:
-            IndexError: There is no such axis.
-            ValueError: An axis is left out or named twice.
+            IndexError: there is no such axis.
+            ValueError: an axis is left out or named twice.
         """
         rank = self.rank
         if any(not -rank <= axis < rank for axis in dims):
@@ -221,10 +221,10 @@ class TensorValue(Operators):
         return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
 
     def transpose(self, first: int, second: int) -> TensorValue:
-        """With two axes swapped.
+        """The tensor with two axes swapped.
 
         Raises:
-            IndexError: There is no such axis.
+            IndexError: there is no such axis.
         """
         rank = self.rank
         for axis in (first, second):
@@ -233,31 +233,31 @@ class TensorValue(Operators):
         return TensorValue(jnp.swapaxes(self._as_array(), first, second))
 
     def broadcast_to(self, shape: Iterable[Any]) -> TensorValue:
-        """Repeated along axes of length 1, and along new axes in front."""
+        """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes."""
         array = self._as_array()
         return TensorValue(jnp.broadcast_to(array, to_sizes(shape, array.shape)))
 
     def unsqueeze(self, axis: int) -> TensorValue:
-        """With a new axis of length 1."""
+        """The tensor with a new axis of length 1."""
         return TensorValue(jnp.expand_dims(self._as_array(), axis))
 
     def squeeze(self, axis: int) -> TensorValue:
-        """Without an axis of length 1.
+        """The tensor without an axis of length 1.
 
         Raises:
-            IndexError: There is no such axis.
-            ValueError: The axis is longer.
+            IndexError: there is no such axis.
+            ValueError: the axis is longer.
         """
         if not -self.rank <= axis < self.rank:
             raise IndexError(f"squeeze({axis}) of a tensor with {self.rank} axes")
         return TensorValue(jnp.squeeze(self._as_array(), axis))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> TensorValue:
-        """With the axes from ``start_dim`` to ``end_dim`` made one.
+        """The tensor with the axes from ``start_dim`` to ``end_dim`` merged.
 
         Raises:
-            IndexError: There is no such axis.
-            ValueError: The first comes after the last.
+            IndexError: there is no such axis.
+            ValueError: the first comes after the last.
         """
         array = self._as_array()
         rank = max(array.ndim, 1)
@@ -273,12 +273,12 @@ class TensorValue(Operators):
         """Itself, with its sizes called so; see ``ops.rebind``.
 
         Raises:
-            ValueError: It has another rank or size.
+            ValueError: it has another rank or size.
         """
         return TensorValue(rebound(self._as_array(), shape, message))
 
     def to(self, device: Any) -> TensorValue:
-        """On another device. While tracing, placement is the compiler's and nothing happens."""
+        """The tensor on another device. Does nothing while tracing, where the compiler places arrays."""
         array = self._as_array()
         if isinstance(array, Tracer):
             return TensorValue(array)
@@ -335,7 +335,7 @@ class TensorValue(Operators):
     # -- jax.Array's
 
     def astype(self, dtype: Any) -> Any:
-        """In another element type."""
+        """The tensor in another element type."""
         return self._result(self._as_array().astype(DType.of(dtype).np))
 
     def _result(self, array: Any, *others: Any) -> Any:
@@ -407,7 +407,7 @@ def _alike(x: Any, y: Any) -> bool:
 
 
 def _is_exact(x: Any) -> bool:
-    """Whether it is a number that every float dtype takes: a float, or a small integer."""
+    """Whether it is a number that fits every float dtype: a float, or a small integer."""
     return type(x) is float or (type(x) is int and -256 <= x <= 256)
 
 

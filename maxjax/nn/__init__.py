@@ -1,13 +1,13 @@
-"""Layers: the container calculus and the layers models are made of, under MAX's names.
+"""Layers: Module and its containers, and the layers that models are made of, under MAX's names.
 
-Names are imported when they are first used.
+Names are imported on first use.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ..lazy import attributes as _attributes
 
-# At once: a file has the same name, and would take its place.
+# Imported eagerly: the submodule ``clamp`` would otherwise shadow the function.
 from .clamp import clamp as clamp
 from .init import init as init
 from .init import merge as merge

@@ -1,7 +1,6 @@
-"""Activation functions by the names configurations use.
+"""Activation functions by the names that model configurations use.
 
-A table, so that a layer can keep the *name* (plain data in its treedef) and look the
-function up when it runs.
+A layer keeps only the *name* (plain data in its treedef) and looks the function up when it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Activation = Callable[[Any], jax.Array]
 
 
 def _in_float32(function: Activation) -> Activation:
-    """16-bit floats go through float32 and are rounded once, as they are in torch."""
+    """Computes 16-bit floats in float32 and rounds the result once, as torch does."""
 
     @wraps(function)
     def wide(x: Any) -> jax.Array:
@@ -36,7 +35,7 @@ def _in_float32(function: Activation) -> Activation:
 @_in_float32
 def gelu(x: Any) -> jax.Array:
     """The exact GELU, ``x · Φ(x)`` with the normal distribution function Φ."""
-    # Of erf, as in torch: jax.nn.gelu takes erfc, three times slower on a CPU.
+    # With erf, as in torch: jax.nn.gelu uses erfc, which is three times slower on a CPU.
     return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
@@ -102,7 +101,7 @@ def linear(x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-# Hugging Face's names first in each line, MAX's among them.
+# Each line starts with Hugging Face's names; MAX's are among them.
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": gelu, "gelu_python": gelu,
     "gelu_new": gelu_tanh, "gelu_tanh": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh,
@@ -118,7 +117,7 @@ def activation(name: str) -> Activation:
     """The activation function of that name.
 
     Raises:
-        ValueError: There is none; the message names it and those there are.
+        ValueError: there is no such function; the message lists the known names.
 
     Example:
         >>> print(activation("relu")(jnp.array([-1.0, 2.0])))
@@ -137,10 +136,12 @@ def activation(name: str) -> Activation:
 
 
 def activation_function_from_name(name: str) -> Callable[[Any], Any]:
-    """As :func:`activation`, under MAX's name and for MAX's values: of a TensorValue it gives one.
+    """The activation function of that name; given a TensorValue, it returns a TensorValue.
+
+    :func:`activation` under MAX's name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: there is no function of that name.
 
     Example:
         >>> from maxjax.graph import TensorValue

@@ -1,4 +1,4 @@
-"""Clamp: a tensor cut off at bounds."""
+"""``clamp``: limits the elements of a tensor to a range."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..graph import ops
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """Each element, or the bound it is beyond; None is no bound.
+    """``x`` with each element limited to ``[min, max]``; None means no bound.
 
     Raises:
-        ValueError: A bound does not fit in the tensor's dtype.
+        ValueError: a bound does not fit in the tensor's dtype.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,9 +1,9 @@
-"""Conv1D, Conv2d and Conv3D: one convolution over one, two or three axes of places.
+"""Conv1D, Conv2d and Conv3D: convolutions over one, two or three spatial axes.
 
-Layouts: N examples, C channels, O channels of the result, places as they are. With
-``permute`` they are PyTorch's: input ``[N, C, *places]``, weight ``[O, C / groups, *kernel]``.
+Shapes: batch N, C input channels, O output channels; ``*places`` are the spatial axes. With
+``permute`` the layouts are PyTorch's: input ``[N, C, *places]``, weight ``[O, C / groups, *kernel]``.
 Without: input ``[N, *places, C]``, weight ``[*kernel, C / groups, O]``. As everywhere in deep
-learning the kernel is not mirrored (a cross-correlation).
+learning, the kernel is not flipped (a cross-correlation).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Sizes = int | Sequence[int]
 
 
 class _Conv(Module):
-    """What the three have in common; ``kernel`` tells over how many axes."""
+    """What the three classes share; the length of ``kernel`` is the number of spatial axes."""
 
     def _build(self, kernel: tuple[int, ...], in_channels: int, out_channels: int, dtype: Any,
                stride: Sizes, padding: Sizes, dilation: Sizes, num_groups: int,
@@ -51,7 +51,7 @@ class _Conv(Module):
         """``[N, *places, C]``, or ``[N, C, *places]`` with ``permute`` → the same with O channels.
 
         Raises:
-            ValueError: Another number of axes or channels.
+            ValueError: ``x`` has the wrong number of axes or channels.
         """
         array, axes = unwrap(x), len(self.stride)
         places, channels = _PLACES[-axes:], 1 if self.permute else -1
@@ -69,7 +69,7 @@ class _Conv(Module):
         return TensorValue(y) if wraps(x) else y
 
     def initializer(self, name: str) -> Any:
-        """Weights normal with variance 1/(inputs of one output), bias zero."""
+        """Normal weights with variance 1/fan-in; a zero bias."""
         return fan_in_normal(name, *((1, 0) if self.permute else (-2, -1)))
 
 
@@ -77,20 +77,20 @@ class Conv1D(_Conv):
     """A convolution over one axis: ``[N, L, C]``, or ``[N, C, L]`` with ``permute``.
 
     Args (in MAX's order):
-        kernel_size: Its length.
-        in_channels, out_channels: C and O.
-        dtype: Of weight and bias.
-        stride: Places from one output to the next.
-        padding: Zeros put before and after: one number or a pair.
-        dilation: Places between neighbours in the kernel.
-        num_groups: Of how many groups of channels each sees only itself.
-        device: Where the weights are declared to live.
-        has_bias: Whether there is one.
-        permute: The layout, see the module.
-        name: Put before the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
+        kernel_size: length of the kernel.
+        in_channels, out_channels: numbers C and O of channels.
+        dtype: dtype of weight and bias.
+        stride: distance in the input between neighbouring outputs.
+        padding: number of zeros before and after the input: one number or a pair.
+        dilation: distance in the input between neighbouring kernel elements.
+        num_groups: number of groups of channels; each group is convolved by itself.
+        device: device that the weights are declared on.
+        has_bias: whether there is a bias.
+        permute: whether layouts are PyTorch's; see the module's docstring.
+        name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
 
     Attributes:
-        filter: The Weight named ``weight``, ``[kernel, C / groups, O]`` or ``[O, C / groups, kernel]``.
+        filter: Weight named ``weight``, ``[kernel, C / groups, O]`` or ``[O, C / groups, kernel]``.
         bias: Weight ``[O]``, or None.
 
     Example:
@@ -124,8 +124,8 @@ class Conv1D(_Conv):
 class Conv2d(_Conv):
     """A convolution over two axes: ``[N, H, W, C]``, or ``[N, C, H, W]`` with ``permute``.
 
-    As Conv1D, with one number or a pair (height, width) for each size; ``padding`` may be
-    (top, bottom, left, right) too.
+    Arguments as in Conv1D, with one number or a pair (height, width) for each size; ``padding`` may
+    also be (top, bottom, left, right).
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Conv2d(_Conv):
 class Conv3D(_Conv):
     """A convolution over three axes: ``[N, D, H, W, C]``, or ``[N, C, D, H, W]`` with ``permute``.
 
-    As Conv1D, with the kernel's ``depth``, ``height`` and ``width`` first, and one number or
-    three for each size; ``padding`` may be six, before and after on each axis, too.
+    Arguments as in Conv1D, with the kernel's ``depth``, ``height`` and ``width`` first, and one or
+    three numbers for each size; ``padding`` may also be six numbers, before and after on each axis.
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class Conv3D(_Conv):
 
 
 def sizes(value: Sizes, axes: int, what: str) -> tuple[int, ...]:
-    """One number for each axis, of one for all or of as many.
+    """One number for each axis, from one number for all axes or one for each.
 
     Raises:
-        ValueError: Another count.
+        ValueError: the count of numbers is neither 1 nor ``axes``.
     """
     numbers = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(numbers) != axes:
@@ -191,14 +191,14 @@ def sizes(value: Sizes, axes: int, what: str) -> tuple[int, ...]:
 
 
 def paddings(value: Sizes, axes: int) -> tuple[tuple[int, int], ...]:
-    """(before, after) for each axis, of one number, one for each axis, or all of them."""
+    """(before, after) for each axis, from one number, one for each axis, or two for each axis."""
     if not isinstance(value, int) and len(value) == 2 * axes:
         return tuple((int(value[2 * i]), int(value[2 * i + 1])) for i in range(axes))
     return tuple((n, n) for n in sizes(value, axes, "padding"))
 
 
 def same_width(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in the wider of their float types: a convolution takes no two."""
+    """Both arrays in the wider of their float types: a convolution needs equal dtypes."""
     if x.dtype == w.dtype:
         return x, w
     dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
@@ -206,7 +206,7 @@ def same_width(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def plus_bias(y: jax.Array, bias: Any, axis: int) -> jax.Array:
-    """``y + bias`` over the axis of channels, in the dtype of ``y``."""
+    """``y + bias`` along the channel axis, in the dtype of ``y``."""
     if bias is None:
         return y
     shape = [1] * y.ndim
@@ -215,7 +215,7 @@ def plus_bias(y: jax.Array, bias: Any, axis: int) -> jax.Array:
 
 
 def fan_in_normal(name: str, in_axis: int, out_axis: int) -> Any:
-    """How a kernel or a bias of that local name is filled."""
+    """The initializer of the kernel or bias with that local name."""
     if name.endswith("bias"):
         return jax.nn.initializers.zeros
     return jax.nn.initializers.lecun_normal(in_axis=in_axis, out_axis=out_axis)

@@ -1,4 +1,4 @@
-"""ConvTranspose1d: the transpose of a convolution over one axis, which makes it longer."""
+"""ConvTranspose1d: a transposed convolution over one spatial axis, which upsamples it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .layer import Module
 class ConvTranspose1d(Module):
     """``[N, L, C]`` → ``[N, L', O]``; ``[N, C, L]`` → ``[N, O, L']`` with ``permute``.
 
-    L' = (L - 1) · stride + dilation · (kernel - 1) + 1 + output_padding - the padding.
+    L' = (L - 1) · stride + dilation · (kernel - 1) + 1 + output_padding - the sum of both paddings.
 
     Args (in MAX's order):
-        length: Of the kernel.
-        in_channels, out_channels: C and O.
-        dtype: Of weight and bias.
-        stride: Places in the result from one input to the next.
-        padding: Places cut off before and after.
-        dilation: Places between neighbours in the kernel.
-        output_padding: Places not cut off after.
-        device: Where the weights are declared to live.
-        has_bias: Whether there is one.
-        permute: PyTorch's layout, for the weight too.
-        name: Put before the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
+        length: length of the kernel.
+        in_channels, out_channels: numbers C and O of channels.
+        dtype: dtype of weight and bias.
+        stride: distance in the result between neighbouring inputs.
+        padding: number of places cut off before and after the result.
+        dilation: distance in the result between neighbouring kernel elements.
+        output_padding: number of places added at the end of the result.
+        device: device that the weights are declared on.
+        has_bias: whether there is a bias.
+        permute: whether layouts, the weight's too, are PyTorch's.
+        name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
 
-    For the sizes MAX takes pairs besides, (before, after) twice for ``padding``, as of an
-    image of height 1; what they say of the height must change nothing.
+    As in MAX, a size may also be a pair (height, width) for an image of height 1, and ``padding`` four
+    numbers; the values for the height must be neutral.
 
     Attributes:
         weight: Weight ``[kernel, O, C]``, or ``[C, O, kernel]`` with ``permute``.
@@ -81,7 +81,7 @@ class ConvTranspose1d(Module):
         """``[N, L, C]``, or ``[N, C, L]`` with ``permute``.
 
         Raises:
-            ValueError: Another number of axes or channels.
+            ValueError: ``x`` has the wrong number of axes or channels.
         """
         array, channels = unwrap(x), 1 if self.permute else -1
         ends = "NCL" if self.permute else "NLC"
@@ -89,7 +89,7 @@ class ConvTranspose1d(Module):
             layout = ", ".join(str(self.in_channels) if axis == "C" else axis for axis in ends)
             raise ValueError(f"ConvTranspose1d takes [{layout}], not {array.shape}")
         array, kernel = same_width(array, unwrap(self.weight))
-        # A convolution of the input with zeros between, by the mirrored kernel.
+        # A convolution of the input, with zeros inserted between its elements, by the flipped kernel.
         kernel = jnp.flip(kernel, axis=2 if self.permute else 0)
         reach = self.dilation * (self.kernel_length - 1)
         before, after = self.padding
@@ -102,12 +102,12 @@ class ConvTranspose1d(Module):
         return TensorValue(y) if wraps(x) else y
 
     def initializer(self, name: str) -> Any:
-        """Weights normal with variance 1/(inputs · kernel), bias zero."""
+        """Normal weights with variance 1/(input channels · kernel length); a zero bias."""
         return fan_in_normal(name, *((0, 1) if self.permute else (-1, -2)))
 
 
 def _of_width(value: int | tuple[int, int], neutral: int) -> int:
-    """The number for the width, of it alone or of (height, width)."""
+    """The number for the width, from that number or from (height, width)."""
     if isinstance(value, int):
         return value
     if len(value) != 2 or value[0] != neutral:

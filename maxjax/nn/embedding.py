@@ -1,4 +1,4 @@
-"""Embedding: rows of a table."""
+"""Embedding: looks up rows of an embedding table by token id."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _NORMAL = jax.nn.initializers.normal(0.02)
 
 
 class Embedding(Module):
-    """Looks rows up by number. Arguments in MAX's order.
+    """An embedding table, whose rows are looked up by index. Arguments in MAX's order.
 
     Args:
-        vocab_size: Rows of the table.
-        hidden_dim: Their length.
-        dtype: Of the table.
-        device: Where it is declared to live.
-        quantization_encoding: Block format of the table. It is uint8 then, ``[vocab_size, bytes]``,
-            and rows are looked up as float32.
-        name: The weight's name instead of ``"weight"`` (MAX takes it as it is).
+        vocab_size: number of rows of the table.
+        hidden_dim: length of a row.
+        dtype: dtype of the table.
+        device: device that the table is declared on.
+        quantization_encoding: block format of a quantised table, or None. The table is then uint8
+            ``[vocab_size, bytes]``, and looked-up rows are float32.
+        name: name of the weight instead of ``"weight"``, used unchanged as in MAX.
 
     Attributes:
         weight: Weight ``[vocab_size, hidden_dim]``.
@@ -67,7 +67,7 @@ class Embedding(Module):
         """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table.
 
         A TensorValue gives a TensorValue.
-        An index of -1 is the last row, as in NumPy. One outside the table gives a row of
+        An index of -1 is the last row, as in NumPy. An index outside the table gives a row of
         NaN: compiled code cannot raise, and a wrong row would go unnoticed.
 
         Raises:
@@ -80,13 +80,13 @@ class Embedding(Module):
         return TensorValue(y) if wraps(indices) else y
 
     def sharding_rules(self) -> dict[str, Any]:
-        """By rows, which are the vocabulary; by columns where it does not divide."""
+        """Splits rows (the vocabulary), or columns where the rows do not divide evenly."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         return {"weight": Split(rows, instead=columns)}
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """The table's."""
+        """The sharding strategy of the table."""
         return self.weight.sharding_strategy
 
     @sharding_strategy.setter
@@ -94,10 +94,10 @@ class Embedding(Module):
         self.weight.sharding_strategy = strategy
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
-        """One Embedding for each device, of the shards of the table.
+        """Returns one Embedding for each device, each with its shard of the table.
 
         Raises:
-            ValueError: There is no strategy.
+            ValueError: ``sharding_strategy`` is not set.
         """
         return sharded(self, devices)
 
@@ -110,8 +110,8 @@ class VocabParallelEmbedding(Embedding):
     """An Embedding whose rows are split over the devices. Arguments in MAX's order.
 
     Args:
-        vocab_size, hidden_dim, dtype, quantization_encoding, name: As of Embedding.
-        devices: Where the table is declared to live: the first of them.
+        vocab_size, hidden_dim, dtype, quantization_encoding, name: as in Embedding.
+        devices: devices; the table is declared on the first.
 
     Example:
         >>> table = VocabParallelEmbedding(6, 4, "float32", [DeviceRef.CPU()])

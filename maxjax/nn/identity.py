@@ -1,4 +1,4 @@
-"""Identity: a layer that does nothing, where one is expected."""
+"""Identity: a layer that returns its input, for places where a layer is expected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .layer import Module
 
 
 class Identity(Module):
-    """Gives its argument back. No weights.
+    """Returns its argument; it has no weights.
 
     Example:
         >>> Identity()(3)

@@ -1,4 +1,4 @@
-"""Filling a lazy Module with random values, and splitting what is trained from the rest."""
+"""``init`` fills a lazy Module with random values; ``partition`` splits off what is trained."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ M = TypeVar("M", bound=Module)
 def init(
     model: M, key: jax.Array, *, initializer: Callable[[str], Initializer | None] | None = None
 ) -> M:
-    """Gives every weight that has no value one, in a single compiled program.
+    """Gives a random value to every weight that has none, in a single compiled program.
 
-    Each weight is born on the sharding it was placed on (``Module.to``), drawn from a key
-    made of ``key`` and its name: adding a layer does not change the others' values.
+    Each weight is created with the sharding that ``Module.to`` gave it. Its key is derived from
+    ``key`` and its name, so adding a layer does not change the others' values.
 
     Args:
-        model: Changed in place and returned. Weights that have a value keep it.
-        key: From ``jax.random.key``.
-        initializer: For a weight's full name, a function of (key, shape, dtype) such as
-            those of ``jax.nn.initializers``, or None for the layer's own choice
-            (``Module.initializer``): matrices by their fan-in, norms one, biases zero.
+        model: Module that is changed in place and returned. Weights that have a value keep it.
+        key: random key from ``jax.random.key``.
+        initializer: function from a weight's full name to an initializer (key, shape, dtype), as in
+            ``jax.nn.initializers``, or to None for the layer's own choice
+            (``Module.initializer``): matrices scaled by their fan-in, norms one, biases zero.
 
     Raises:
-        ValueError: A lazy weight has symbolic dimensions.
-        TypeError: A lazy weight's integer type has no initializer.
+        ValueError: a lazy weight has symbolic dimensions.
+        TypeError: a lazy weight's integer type has no initializer.
 
     Example:
         >>> import jax
@@ -84,7 +84,7 @@ def init(
 
 
 class _Draw(NamedTuple):
-    """What is drawn by one initializer at once: one weight, or those of layers of a stack."""
+    """What one call of an initializer draws: one weight, or the weights of several layers of a stack."""
 
     fill: Initializer
     leaf: jax.ShapeDtypeStruct
@@ -97,7 +97,7 @@ class _Draw(NamedTuple):
         return stored.leaf_sharding if stored.home is None else stored.home[0].leaf_sharding
 
     def values(self, key: jax.Array) -> jax.Array:
-        """``[n, ...]`` for a stack: the very values each weight would have on its own."""
+        """The drawn values, ``[n, ...]`` for a stack: exactly those each weight would have on its own."""
 
         def one(code: Any) -> jax.Array:
             weight = self.weights[0]
@@ -119,7 +119,7 @@ class _Draw(NamedTuple):
             places = [weight.stored.home[1] for weight in self.weights]
             if places == list(range(home[0].span.count)):
                 home[0].put(values)
-            else:  # a tied weight comes where its owner is, or some have values
+            else:  # the draw covers only part of a stack: a weight is tied, or some have values
                 home[0].put_many(dict(zip(places, values, strict=True)))
         for name, weight in zip(self.names, self.weights, strict=True):
             weight.stored.source = None
@@ -127,7 +127,7 @@ class _Draw(NamedTuple):
 
 
 def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module | None]]]:
-    """Every weight below with its full name and the layer that owns it, if one does."""
+    """Every weight of the model with its full name and the layer that owns it, if any."""
     weights = model.raw_state_dict()
     owner = {}
     for _, module in model.named_modules():
@@ -166,13 +166,13 @@ def partition(
     """Splits a Module into the weights to differentiate and the rest.
 
     Args:
-        trainable: Name patterns as of the shell (``"layers.*.bias"``), or a function of
-            (full name, value); None takes every weight of a floating type. The weights of a
-            LayerStack are one value; a function gets ``"layers.*.bias"`` as its name.
+        trainable: name patterns as in a shell (``"layers.*.bias"``), or a function of
+            (full name, value); None selects every weight of a floating type. The weights of a
+            LayerStack are one value, whose name is ``"layers.*.bias"``.
 
     Returns:
-        Two Modules of the same kind, each with None where the other has the value:
-        ``merge`` puts them together. Nothing is copied.
+        Two Modules of the same class, each with None where the other has the value;
+        ``merge`` combines them. Nothing is copied.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -210,7 +210,7 @@ def partition(
 
 
 def _names(model: Module) -> dict[str, list[str]]:
-    """For each leaf of the pytree, by its own name, those in a state dict."""
+    """For the name of each pytree leaf, the names it has in a state dict."""
     definition, holders = model._mx_definition()
     return {
         name: [holder.span.name(name, i) for i in range(holder.span.count)]
@@ -221,10 +221,10 @@ def _names(model: Module) -> dict[str, list[str]]:
 
 
 def merge(first: M, second: M) -> M:
-    """Puts together what :func:`partition` split.
+    """Combines the two Modules that :func:`partition` returned.
 
     Raises:
-        ValueError: Both halves, or neither, have a value for the same weight.
+        ValueError: both halves, or neither, have a value for the same weight.
     """
 
     def pick(path: Any, a: Any, b: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Linear: ``x @ weight.T + bias``; and the layers made of it: the head, the MLP."""
+"""Linear, ``x @ weight.T + bias``, and the layers made of it: ColumnParallelLinear and MLP."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from .activation import activation
 from .layer import Module, hooks
 from .layer.sharded import sharded, tensor_parallel
 
-# Over the last axis, which is the fan-in of a weight [out, in].
+# A weight is [out, in]: its last axis is the fan-in.
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
 
 
 class Linear(Module):
-    """A linear map of the last axis. Arguments in MAX's order.
+    """A linear layer over the last axis. Arguments in MAX's order.
 
     Args:
-        in_dim, out_dim: Length of the last axis before and after.
-        dtype: Of weight and bias.
-        device: Where the weights are declared to live.
-        has_bias: Whether to add one.
-        quantization_encoding: Block format of the weight. It is uint8 then, ``[out_dim, bytes]``,
-            and the bias is float32 unless ``dtype`` is a float.
-        quant_config: Not supported yet.
-        name: Put before the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
-        clip_weight: Use the weight (not the bias) clipped to ``±clip_weight``.
-        is_sharding: Make no weights; whoever shards this layer assigns them.
+        in_dim, out_dim: length of the last axis of the input and of the result.
+        dtype: dtype of weight and bias.
+        device: device that the weights are declared on.
+        has_bias: whether to add a bias.
+        quantization_encoding: block format of a quantised weight, or None. The weight is then uint8
+            ``[out_dim, bytes]``, and the bias is float32 unless ``dtype`` is a float.
+        quant_config: not supported yet.
+        name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
+        clip_weight: bound that the weight (not the bias) is clipped to, ``±clip_weight``.
+        is_sharding: whether to create no weights; whoever shards this layer assigns them.
 
     Attributes:
         weight: Weight ``[out_dim, in_dim]``.
         bias: Weight ``[out_dim]``, or None.
 
-    The result has the wider of the two float types of ``x`` and ``weight``; a bias of
-    another width is added in float32 and the sum rounded once.
+    The result has the wider float type of ``x`` and ``weight``; a bias of another width is
+    added in float32, and the sum is rounded once.
 
     Example:
         >>> layer = Linear(3, 2, "float32", DeviceRef.CPU(), has_bias=True)
@@ -89,7 +89,7 @@ class Linear(Module):
         """``[..., in_dim]`` → ``[..., out_dim]``, a TensorValue for a TensorValue.
 
         Raises:
-            ValueError: The last axis of ``x`` is not ``in_dim`` long.
+            ValueError: the last axis of ``x`` is not ``in_dim`` long.
         """
         weight: Any = self.weight
         if self.clip_weight is not None:
@@ -102,7 +102,7 @@ class Linear(Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """The weight's. Set, it is the bias's too where that is split with the rows."""
+        """The strategy of the weight; setting it also sets that of the bias."""
         return self.weight.sharding_strategy
 
     @sharding_strategy.setter
@@ -112,12 +112,12 @@ class Linear(Module):
             self.bias.sharding_strategy = bias_strategy(strategy)
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
-        """One Linear for each device, of the shards of its weights.
+        """Returns one Linear for each device, each with its shards of the weights.
 
-        Split by columns, only the first has the bias: their results are to be summed.
+        With a split by columns the results must be summed, so only the first Linear has the bias.
 
         Raises:
-            ValueError: There is no strategy.
+            ValueError: ``sharding_strategy`` is not set.
 
         Example:
             >>> from maxjax.graph import ShardingStrategy
@@ -134,24 +134,24 @@ class Linear(Module):
         return found
 
     def initializer(self, name: str) -> Any:
-        """Weights normal with variance 1/in_dim, bias zero."""
+        """Normal weights with variance 1/in_dim; a zero bias."""
         return jax.nn.initializers.zeros if name.endswith("bias") else _LECUN_NORMAL
 
 
 def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
-    """The results of several layers for one input; plain Linears go over it together.
+    """The results of several layers for one input; plain Linears run as one operation.
 
-    One pass over their weights saves what it takes to start one, and nothing has to be
-    laid side by side for it: weights, names and shardings stay each Linear's own.
+    A single operation saves the cost of starting several, and needs no concatenated copy of the
+    weights: each Linear keeps its own weights, names and shardings.
 
     Args:
-        layers: Linears, or whatever takes ``x``.
+        layers: Linears, or other callables that take ``x``.
         x: ``[..., in_dim]``, a TensorValue or an array.
 
     Returns:
-        ``[..., out_dim]`` each, as arrays.
+        One array ``[..., out_dim]`` for each layer.
     """
-    # A hook is to see every call.
+    # A hook must see every call.
     if hooks.token() or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
         return [unwrap(layer(x)) for layer in layers]
     results = matmul(unwrap(x), [layer.weight for layer in layers])
@@ -170,7 +170,7 @@ def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:
 def linear_rules(
     path: str, strategy: ShardingStrategy, over: Sequence[str] = TENSOR
 ) -> dict[str, Any]:
-    """Sharding rules of the Linear at an attribute path, split by ``strategy``."""
+    """The sharding rules that split the Linear at an attribute path by ``strategy``."""
     return {
         f"{path}.weight": Split(strategy, tuple(over)),
         f"{path}.bias": Split(bias_strategy(strategy), tuple(over)),
@@ -178,7 +178,7 @@ def linear_rules(
 
 
 def add_bias(y: jax.Array, bias: Any) -> jax.Array:
-    """``y + bias`` over the last axis, in the dtype of ``y``."""
+    """``y + bias`` along the last axis, in the dtype of ``y``."""
     bias = jnp.asarray(bias)
     bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
     if bias.dtype == y.dtype:
@@ -191,12 +191,11 @@ class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split over the devices: the head of a language model.
 
     Args (in MAX's order):
-        in_dim, out_dim: Length of the last axis before and after.
-        dtype: Of weight and bias.
-        devices: Where the weights are declared to live: the first of them.
-        tied_weight: A weight of another layer to use instead of one of its own, as of the
-            Embedding.
-        kwargs: As of Linear.
+        in_dim, out_dim: length of the last axis of the input and of the result.
+        dtype: dtype of weight and bias.
+        devices: devices; the weights are declared on the first.
+        tied_weight: weight of another layer, such as the Embedding, to use instead of an own one.
+        kwargs: further arguments of Linear.
 
     Example:
         >>> import maxjax
@@ -220,7 +219,7 @@ class ColumnParallelLinear(Linear):
             self.set_shared_weight("weight", tied_weight)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """By rows, or by columns where they do not divide."""
+        """Splits rows, or columns where the rows do not divide evenly."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         return {"weight": Split(rows, instead=columns), "bias": rows}
 
@@ -229,22 +228,22 @@ class MLP(Module):
     """``down_proj(activation(gate_proj(x)) · up_proj(x))`` (N. Shazeer, arXiv:2002.05202).
 
     Args (in MAX's order):
-        dtype: Of the weights.
-        quantization_encoding: Block format of weights of packed bytes.
-        hidden_dim: Length of the last axis before and after.
-        feed_forward_length: Its length between.
-        devices: Where the weights are declared to live: the first of them.
-        linear_cls: Makes the three maps: Linear, or whatever takes its keyword arguments.
-        has_bias: Whether each map has a bias.
-        activation_function: Its name; ``nn.activation`` has the list.
-        quant_config: Not supported yet.
-        swiglu_limit: If positive, gates are cut off above it and the rest at ±it.
+        dtype: dtype of the weights.
+        quantization_encoding: block format of quantised weights, or None.
+        hidden_dim: length of the last axis of the input and of the result.
+        feed_forward_length: length of the last axis between the layers.
+        devices: devices; the weights are declared on the first.
+        linear_cls: constructor of the three linear layers: Linear, or a callable with its keyword arguments.
+        has_bias: whether each linear layer has a bias.
+        activation_function: name of the activation function, as ``nn.activation`` takes it.
+        quant_config: not supported yet.
+        swiglu_limit: if positive, gates are clipped to at most this limit, and ``up_proj(x)`` to ±limit.
 
     Attributes:
-        gate_proj, down_proj, up_proj: The maps; registered in this order, as in MAX.
+        gate_proj, down_proj, up_proj: linear layers, registered in this order, as in MAX.
 
     Raises:
-        ValueError: There is no activation function of that name; the message names it.
+        ValueError: there is no activation function of that name.
 
     Example:
         >>> mlp = MLP("float32", None, 3, 8, [DeviceRef.CPU()])
@@ -284,15 +283,15 @@ class MLP(Module):
         self.up_proj = linear(hidden_dim, feed_forward_length)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Gate and up by rows, down by columns: one sum over the devices at the end."""
+        """Splits gate and up by rows and down by columns, so that devices sum once, at the end."""
         return mlp_rules("", TENSOR)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """How it is split: tensor_parallel or replicate; None: nothing was said.
+        """How the MLP is split: tensor_parallel or replicate; None if it was not set.
 
         Raises:
-            ValueError: Setting any other.
+            ValueError: another strategy is assigned.
         """
         down = self.down_proj.sharding_strategy
         if down is None or down.is_replicate:
@@ -306,22 +305,22 @@ class MLP(Module):
         self.down_proj.sharding_strategy = columns
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
-        """One MLP for each device, of the shards of its weights; their results are to be summed.
+        """Returns one MLP for each device, with its shards of the weights; the results must be summed.
 
         Raises:
-            ValueError: There is no strategy.
+            ValueError: ``sharding_strategy`` is not set.
         """
         return sharded(self, devices)
 
     def __call__(self, x: Any) -> Any:
-        """``[..., hidden_dim]`` → the same shape, a TensorValue for a TensorValue."""
+        """``[..., hidden_dim]`` → the same shape; a TensorValue for a TensorValue."""
         gate, up = linears([self.gate_proj, self.up_proj], x)  # [..., feed_forward_length]
         h = gated(gate, up, self.activation_function, self.swiglu_limit)
         return self.down_proj(TensorValue(h) if wraps(x) else h)
 
 
 def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
-    """Sharding rules of the MLP below an attribute path, over some kinds of mesh axes."""
+    """The sharding rules of the MLP at an attribute path, over some kinds of mesh axes."""
     rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
     return (
         linear_rules(f"{path}gate_proj", rows, over)
@@ -331,7 +330,7 @@ def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
 
 
 def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:
-    """``activation(gate) · up``, both cut off at ``limit`` where it is positive."""
+    """``activation(gate) · up``, both clipped to ``limit`` where it is positive."""
     if limit > 0:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return activation(activation_function)(gate) * up

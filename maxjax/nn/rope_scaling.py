@@ -1,7 +1,7 @@
-"""How fast each pair of features turns: RoPE's frequencies and the ways to stretch them.
+"""RoPE's frequencies (the rotation of each pair of features per position), and ways to scale them.
 
-Plain NumPy in float64, rounded to float32 once; the tables are as those of Hugging Face's
-configurations.
+Computed with NumPy in float64 and rounded to float32 once; the parameters are those of Hugging
+Face's configurations.
 
 Sources: RoFormer (arXiv:2104.09864), position interpolation (arXiv:2306.15595), YaRN
 (arXiv:2309.00071), LongRoPE (arXiv:2402.13753), Llama 3 (arXiv:2407.21783).
@@ -19,18 +19,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LinearScalingParams:
-    """Positions divided by ``factor``."""
+    """Divides all positions by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class DynamicScalingParams:
-    """Theta grown with the length of the sequence ("dynamic NTK"); MAX has no such thing.
+    """Lets theta grow with the length of the sequence ("dynamic NTK"). MAX has no such variant.
 
     Attributes:
-        factor: How strongly.
-        max_position_embeddings: The length up to which nothing changes.
+        factor: strength of the growth.
+        max_position_embeddings: length up to which theta stays the same.
     """
 
     factor: float
@@ -39,13 +39,13 @@ class DynamicScalingParams:
 
 @dataclass(frozen=True)
 class Llama3RopeScalingParams:
-    """Slow pairs divided by ``factor``, fast ones left, those between blended.
+    """Divides slow frequencies by ``factor``, keeps fast ones, and blends those between.
 
     Attributes:
-        factor: Divides the frequency of slow pairs.
-        low_freq_factor, high_freq_factor: Turns over ``orig_max_position`` up to which a
-            pair is slow, and from which it is fast.
-        orig_max_position: The context length the model was first trained with.
+        factor: divisor of the frequencies of slow pairs.
+        low_freq_factor, high_freq_factor: number of turns over ``orig_max_position`` up to which
+            a pair is slow, and from which it is fast.
+        orig_max_position: context length of the original training.
     """
 
     factor: float
@@ -56,14 +56,14 @@ class Llama3RopeScalingParams:
 
 @dataclass(frozen=True)
 class YarnScalingParams:
-    """YaRN: as Llama 3's, over the number of the pair, and with sharper attention.
+    """YaRN: blends as Llama 3 does, but by the index of the pair, and sharpens attention.
 
     Attributes:
-        factor: Divides the frequency of slow pairs.
-        beta_fast, beta_slow: Turns over ``original_max_position_embeddings`` from which a
-            pair is fast, and up to which it is slow.
-        original_max_position_embeddings: The context length first trained with.
-        truncate: Whether the pairs found for the betas are rounded to whole numbers.
+        factor: divisor of the frequencies of slow pairs.
+        beta_fast, beta_slow: number of turns over ``original_max_position_embeddings`` from which
+            a pair is fast, and up to which it is slow.
+        original_max_position_embeddings: context length of the original training.
+        truncate: whether the pair indices found for the betas are rounded to integers.
     """
 
     factor: float
@@ -75,11 +75,11 @@ class YarnScalingParams:
 
 @dataclass(frozen=True)
 class DeepseekYarnRopeScalingParams:
-    """YaRN as DeepSeek has it.
+    """YaRN in the variant of DeepSeek.
 
     Attributes:
-        scaling_factor, original_max_position_embeddings, beta_fast, beta_slow: As YaRN's.
-        mscale, mscale_all_dim: Weights of log(scaling_factor) in the size of cos and sin:
+        scaling_factor, original_max_position_embeddings, beta_fast, beta_slow: as in YaRN.
+        mscale, mscale_all_dim: coefficients of log(scaling_factor) in the factor of cos and sin:
             (0.1 · mscale · log + 1) / (0.1 · mscale_all_dim · log + 1).
     """
 
@@ -93,12 +93,12 @@ class DeepseekYarnRopeScalingParams:
 
 @dataclass(frozen=True)
 class LongRoPEScalingParams:
-    """A divisor for each pair, found by search: one list for short texts, one for long ones.
+    """A divisor for each pair, found by search: one list for short and one for long sequences.
 
     Attributes:
-        short_factor, long_factor: The divisors, one for each pair.
-        original_max_position: The length up to which a text is short.
-        max_position_embeddings: The length the model was stretched to.
+        short_factor, long_factor: divisors, one for each pair.
+        original_max_position: length up to which a sequence is short.
+        max_position_embeddings: context length that the model was extended to.
     """
 
     short_factor: Sequence[float]
@@ -112,17 +112,17 @@ class LongRoPEScalingParams:
 
 
 def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -> np.ndarray:
-    """Radians per position of each pair of features, ``[dim // 2]`` in float32.
+    """The frequency of each pair of features in radians per position, ``[dim // 2]`` in float32.
 
     Args:
-        dim: Number of features turned; even.
-        theta: Pair i turns by ``theta^(-2i / dim)`` per position.
-        scaling: One of this module's ``…Params``, or None.
-        length: Of the sequence, for the two variants that depend on it: dynamic, LongRoPE.
+        dim: number of rotated features; even.
+        theta: base of the frequencies: pair i turns by ``theta^(-2i / dim)`` per position.
+        scaling: one of this module's ``…Params``, or None.
+        length: length of the sequence, on which the variants dynamic and LongRoPE depend.
 
     Raises:
-        ValueError: ``dim`` is odd, or LongRoPE's lists are not as long as there are pairs.
-        TypeError: Unknown ``scaling``.
+        ValueError: ``dim`` is odd, or LongRoPE's lists do not have one number for each pair.
+        TypeError: ``scaling`` is of an unknown class.
 
     Example:
         >>> inv_freqs(4, 100.0), inv_freqs(4, 100.0, LinearScalingParams(2.0))
@@ -130,7 +130,7 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
     """
     if dim % 2:
         raise ValueError(f"RoPE turns pairs of features: it needs an even number, not {dim}")
-    # A Module keeps a frozen subclass of what it is given, so the exact type will not do.
+    # A Module keeps a frozen subclass of what it is given, so a look-up by exact type would fail.
     variant = next((fn for kind, fn in _VARIANTS.items() if isinstance(scaling, kind)), None)
     if variant is None:
         known = ", ".join(kind.__name__ for kind in _VARIANTS if kind is not type(None))
@@ -141,7 +141,7 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
 
 
 def attention_factor(scaling: Any) -> float:
-    """What cos and sin are multiplied by (in Hugging Face's models; 1 for most variants).
+    """The factor of cos and sin in Hugging Face's models; 1 for most variants.
 
     Example:
         >>> attention_factor(LongRoPEScalingParams([1.0], [2.0], 4, 16)) ** 2
@@ -161,7 +161,7 @@ def attention_factor(scaling: Any) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """``0.1 · mscale · log(factor) + 1``: YaRN's correction for longer sums of attention."""
+    """``0.1 · mscale · log(factor) + 1``: YaRN's correction of attention scores for longer sequences."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -200,7 +200,9 @@ def _yarn(
     factor = scaling.scaling_factor if deepseek else scaling.factor
     original = scaling.original_max_position_embeddings
 
-    def pair(turns: float) -> float:  # the pair that makes so many turns over the original length
+    def pair(
+        turns: float,
+    ) -> float:  # index of the pair with that many turns over the original length
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)

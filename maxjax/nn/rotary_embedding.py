@@ -1,11 +1,10 @@
 """Rotary position embedding (J. Su et al., RoFormer, arXiv:2104.09864).
 
-Features are taken in pairs and each pair is turned by an angle that grows with the
-position, so that a product of a query and a key depends on their distance alone. No
-weights, and no table in compiled programs: cos and sin of the positions at hand are
-computed where they are used.
+Each pair of features is rotated by an angle proportional to the position, so that the dot product
+of a query and a key depends only on their distance. There are no weights, and compiled programs
+hold no table: cos and sin are computed for the positions at hand.
 
-Shapes: B sequences, T tokens, H heads of D features.
+Shapes: batch B, T tokens, H heads, head dimension D.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from .rope_scaling import YarnScalingParams as YarnScalingParams
 
 
 def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
-    """Turns each pair of features of ``x`` by the angle of ``cos`` and ``sin``.
+    """Rotates each pair of features of ``x`` by the angle of ``cos`` and ``sin``.
 
     Args:
         x: ``[..., T, H, D]``.
         cos, sin: ``[T, D/2]`` or ``[..., T, D/2]``: the same for all heads.
-        interleaved: Pairs are neighbours (0,1), (2,3), … (MAX's default, Meta's files).
-            Otherwise feature i goes with i + D/2 (Hugging Face's files).
+        interleaved: whether pairs are neighbours (0,1), (2,3), … (MAX's default, Meta's files).
+            Otherwise feature i is paired with i + D/2 (Hugging Face's files).
 
     Returns:
-        As ``x``, computed in float32 and rounded once.
+        An array of the shape and dtype of ``x``, computed in float32 and rounded once.
 
     Raises:
         ValueError: ``D`` is not twice the number of angles.
@@ -50,7 +49,7 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
             f"rope over {2 * half} features takes [..., tokens, heads, {2 * half}], not {x.shape}"
         )
     wide = x.astype(jnp.float32)
-    # One axis for the heads, then leading ones, so that nothing is broadcast unasked.
+    # An axis for the heads and leading axes of length 1 make the broadcast explicit.
     cos, sin = (a.reshape((1,) * (x.ndim - a.ndim - 1) + (*a.shape[:-1], 1, half))
                 for a in (cos.astype(jnp.float32), sin.astype(jnp.float32)))  # fmt: skip
     if interleaved:
@@ -64,17 +63,17 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
 
 
 class RotaryEmbedding(Module):
-    """Turns queries or keys by their positions. Arguments in MAX's order; no weights.
+    """Rotates queries or keys by their positions; has no weights. Arguments in MAX's order.
 
     Args:
-        dim: Features of all heads together (MAX's ``dim``).
-        n_heads: ``dim // n_heads`` is the width of a head unless ``head_dim`` tells it.
-        theta: Base of the frequencies (10 000 in RoFormer).
-        max_seq_len: Half the rows of MAX's table, beyond which a call with known
-            positions is refused.
-        head_dim: Features of a head, all of which are turned.
-        _freqs_cis: MAX's ready-made table; not taken.
-        interleaved: How features are paired, see :func:`rotate`.
+        dim: number of features of all heads together (MAX's ``dim``).
+        n_heads: number of heads; ``head_dim`` defaults to ``dim // n_heads``.
+        theta: base of the frequencies (10 000 in RoFormer).
+        max_seq_len: half the number of rows of MAX's table; known positions beyond the table
+            are refused.
+        head_dim: number of features of a head, all of which are rotated.
+        _freqs_cis: MAX's precomputed table; not supported.
+        interleaved: how features are paired; see :func:`rotate`.
 
     Example:
         >>> rope = RotaryEmbedding(dim=4, n_heads=1, theta=100.0, max_seq_len=8)
@@ -112,12 +111,12 @@ class RotaryEmbedding(Module):
 
     @property
     def _width(self) -> int:
-        """How many features are turned."""
+        """The number of rotated features."""
         return self.head_dim
 
     @property
     def _rows(self) -> int:
-        """The length of MAX's table."""
+        """The number of rows of MAX's table."""
         return 2 * self.max_seq_len
 
     def _angles(self, positions: jax.Array) -> jax.Array:
@@ -133,7 +132,7 @@ class RotaryEmbedding(Module):
         return jnp.cos(angles) * size, jnp.sin(angles) * size
 
     def _magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return 1.0
 
     def freqs_cis_base(self) -> TensorValue:
@@ -142,12 +141,12 @@ class RotaryEmbedding(Module):
 
     @property
     def freqs_cis(self) -> TensorValue:
-        """The table with cos and sin of a pair as neighbours, ``[rows, D]``; made at each reading."""
+        """The table with cos and sin of a pair as neighbours, ``[rows, D]``; computed at each access."""
         table = self.freqs_cis_base()
         return TensorValue(table.value.reshape(table.value.shape[0], -1))
 
     def compute_scale(self, user_scale: float | None = None) -> float:
-        """What attention scores are multiplied by: ``user_scale``, or 1/√head_dim."""
+        """The factor of attention scores: ``user_scale``, or 1/√head_dim."""
         return 1 / math.sqrt(self.head_dim) if user_scale is None else user_scale
 
     def __call__(
@@ -156,12 +155,12 @@ class RotaryEmbedding(Module):
         """``[..., T, H, D]`` → the same shape and dtype (and kind: array or TensorValue).
 
         Args:
-            start_pos: Position of the first token, a number or a scalar; 0 by default.
-            seq_len: T, which MAX cannot always see; not needed here.
-            positions: Of each token instead: integers ``[T]`` or ``[B, T]``.
+            start_pos: position of the first token, a number or a scalar; 0 by default.
+            seq_len: number T of tokens, for MAX's sake; not needed here.
+            positions: position of each token, instead of ``start_pos``: integers ``[T]`` or ``[B, T]``.
 
         Raises:
-            ValueError: Another number of features; known positions beyond the table.
+            ValueError: the number of features is wrong, or known positions are beyond the table.
         """
         array = unwrap(x)
         if array.ndim < 3:
@@ -182,7 +181,7 @@ class RotaryEmbedding(Module):
 
 
 class _Scaled(RotaryEmbedding):
-    """With MAX's last argument, ``scaling_params``; None leaves the frequencies as they are."""
+    """RotaryEmbedding with MAX's last argument, ``scaling_params``; None means no scaling."""
 
     def __init__(
         self,
@@ -205,17 +204,17 @@ class Llama3RotaryEmbedding(_Scaled):
 
 
 class DynamicRotaryEmbedding(_Scaled):
-    """RoPE without a longest sequence.
+    """RoPE without a limit on the length of sequences.
 
-    MAX's grows its table as positions come; here there is none to grow. With
-    ``DynamicScalingParams``, which MAX does not have, theta grows with the longest
-    position of a call: Hugging Face's "dynamic".
+    MAX's class grows its table with the positions; here there is no table to grow. With
+    ``DynamicScalingParams``, which MAX does not have, theta grows with the largest
+    position of a call, as in Hugging Face's "dynamic".
     """
 
     _bounded = False
 
     def maybe_update_freqs(self, position_ids: Any) -> None:
-        """Nothing: MAX's code calls this before it asks for the table."""
+        """Does nothing; MAX's code calls this before it reads the table."""
 
     def _angles(self, positions: jax.Array) -> jax.Array:
         scaling, width = self.scaling_params, self._width
@@ -231,7 +230,7 @@ class DynamicRotaryEmbedding(_Scaled):
 
 
 class YarnRotaryEmbedding(_Scaled):
-    """RoPE with ``YarnScalingParams``: cos and sin are 0.1 · log(factor) + 1 in size."""
+    """RoPE with ``YarnScalingParams``: cos and sin are multiplied by 0.1 · log(factor) + 1."""
 
     @property
     def _rows(self) -> int:
@@ -242,10 +241,10 @@ class YarnRotaryEmbedding(_Scaled):
 
 
 class DeepseekYarnRotaryEmbedding(YarnRotaryEmbedding):
-    """RoPE with ``DeepseekYarnRopeScalingParams`` over all ``dim`` features, as MAX has it.
+    """RoPE with ``DeepseekYarnRopeScalingParams`` over all ``dim`` features, as in MAX.
 
     Raises:
-        ValueError: No ``scaling_params``.
+        ValueError: ``scaling_params`` is not given.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -267,10 +266,10 @@ class DeepseekYarnRotaryEmbedding(YarnRotaryEmbedding):
 class LongRoPERotaryEmbedding(_Scaled):
     """RoPE with ``LongRoPEScalingParams``.
 
-    As in MAX, positions below ``original_max_position`` turn by the short factors and those
-    above by the long ones, and the correction for length is one factor of the attention's
-    scale. Hugging Face turns a whole text by one list or the other, and has the factor
-    in cos and sin, so in the scores squared: ``rope_scaling`` has both by themselves.
+    As in MAX, positions below ``original_max_position`` use the short factors and later ones the
+    long factors, and the correction for length is a factor of the attention scale. Hugging Face
+    uses one list for the whole sequence, and multiplies cos and sin by the factor, so that scores
+    have its square; ``rope_scaling`` provides both parts.
     """
 
     def _angles(self, positions: jax.Array) -> jax.Array:
@@ -287,13 +286,13 @@ class LongRoPERotaryEmbedding(_Scaled):
         return jnp.where(positions[..., None] < scaling.original_max_position, short, long)
 
     def compute_scale(self, user_scale: float | None = None) -> float:
-        """``user_scale`` as it is, or the default times the correction for length."""
+        """``user_scale`` unchanged, or the default scale times the correction for length."""
         if user_scale is not None:
             return user_scale
         return super().compute_scale() * rope_scaling.attention_factor(self.scaling_params)
 
 
 def _outer(positions: jax.Array, freqs: Any) -> jax.Array:
-    """``[...]`` and ``[n]`` → ``[..., n]``."""
+    """The outer product: ``[...]`` and ``[n]`` → ``[..., n]``."""
     freqs = jnp.asarray(freqs).reshape((1,) * positions.ndim + (-1,))
     return positions[..., None] * freqs

@@ -1,3 +1,3 @@
-"""MAX's path of Sequential."""
+"""Re-export of Sequential under MAX's path."""
 
 from .layer import Sequential as Sequential

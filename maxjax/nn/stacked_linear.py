@@ -1,4 +1,4 @@
-"""StackedLinear: several linear maps of one input, their outputs side by side."""
+"""StackedLinear: several linear layers of one input, with concatenated outputs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .linear import Linear, add_bias, linears
 
 
 class StackedLinear(Module):
-    """Linear maps of one input, concatenated. Arguments in MAX's order.
+    """Linear layers of one input, with concatenated outputs. Arguments in MAX's order.
 
     Args:
-        in_dim: Length of the last axis before.
-        out_dims: Lengths after, one for each map.
-        names: Their names: the attributes under which the maps, or their parts, are known.
-        dtype: Of weights and biases.
-        device: Where they are declared to live.
-        stacked: Have one weight for all maps, as some checkpoints do, under the name this
-            layer is held by. Otherwise each map is a child, and the children's weights leave
-            this layer's name out: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
-        has_bias: Whether each map has one.
-        linear_cls: Makes the children: Linear, or whatever takes its keyword arguments.
-        quant_config: Not supported yet.
-        clip_weight: Use the weights (not the biases) clipped to ``±clip_weight``.
+        in_dim: length of the last axis of the input.
+        out_dims: length of the last axis of the result, for each linear layer.
+        names: attribute names of the linear layers.
+        dtype: dtype of weights and biases.
+        device: device that the weights are declared on.
+        stacked: whether there is one weight for all, as in some checkpoints, under this layer's
+            name. Otherwise each linear layer is a child, and the names of the children's weights
+            leave this layer's name out: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
+        has_bias: whether each linear layer has a bias.
+        linear_cls: constructor of the children: Linear, or a callable with its keyword arguments.
+        quant_config: not supported yet.
+        clip_weight: bound that the weights (not the biases) are clipped to, ``±clip_weight``.
 
     Attributes:
         weight, bias: Weights ``[sum(out_dims), in_dim]`` and ``[sum(out_dims)]`` if ``stacked``.
 
     Raises:
-        ValueError: As many names as lengths are wanted, all different.
+        ValueError: there are not as many names as lengths, or names repeat.
 
     Example:
         >>> qk = StackedLinear(3, [4, 2], ["q_proj", "k_proj"], "float32", DeviceRef.CPU())
@@ -89,7 +89,7 @@ class StackedLinear(Module):
 
     @property
     def stacked_weight(self) -> TensorValue:
-        """All weights, ``[sum(out_dims), in_dim]``, clipped if they are to be."""
+        """All weights, ``[sum(out_dims), in_dim]``, clipped if ``clip_weight`` is set."""
         weights = [self.weight] if self.stacked else [getattr(self, n).weight for n in self.names]
         array = explicit.concatenate([unwrap(w) for w in weights], 0)
         if self.clip_weight is not None:
@@ -105,20 +105,20 @@ class StackedLinear(Module):
         return TensorValue(explicit.concatenate([unwrap(b) for b in biases], 0))
 
     def __call__(self, x: Any) -> Any:
-        """``[..., in_dim]`` → ``[..., sum(out_dims)]``, the maps in the order of their names."""
+        """``[..., in_dim]`` → ``[..., sum(out_dims)]``, in the order of the names."""
         apart = not self.stacked or self.weight.stored.layout is not None
         y = explicit.concatenate(self.apart(x), -1) if apart else self._product(x)
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:
-        """What a call gives, as the maps' own results: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
+        """The result of each linear layer by itself: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
         if self.stacked:
             layout = self.weight.stored.layout
             return self.split(self._product(x)) if layout is None else self._by_device(x, layout)
         return linears([getattr(self, name) for name in self.names], x)
 
     def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
-        """Of weights with rows in the order of the devices: nothing moves between them."""
+        """The results for weights stored device-major: no data moves between devices."""
         stored = self.weight.stored.used()  # [n, r, in_dim]
         n, r, _ = stored.shape
         if self.clip_weight is not None:
@@ -136,6 +136,6 @@ class StackedLinear(Module):
         return y if self.bias is None else add_bias(y, self.bias)
 
     def split(self, y: Any) -> list[jax.Array]:
-        """The result of a call as the maps' own results, ``[..., out_dim]`` each."""
+        """The result of a call split into those of the linear layers, ``[..., out_dim]`` each."""
         ends = [sum(self.out_dims[: i + 1]) for i in range(len(self.out_dims) - 1)]
         return jnp.split(unwrap(y), ends, axis=-1)

@@ -1,4 +1,4 @@
-"""The names of ``max.graph.ops`` that there are none of here, and why."""
+"""The names of ``max.graph.ops`` that maxjax does not have, and why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def missing(name: str) -> NoReturn:
 
     Raises:
         NotImplementedError: MAX has an op of that name.
-        AttributeError: Nor has MAX.
+        AttributeError: nor has MAX.
     """
     if name in REASONS:
         raise NotImplementedError(f"ops.{name} is MAX's, and maxjax has none: {REASONS[name]}")

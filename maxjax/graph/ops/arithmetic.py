@@ -19,7 +19,7 @@ def add(lhs: Any, rhs: Any) -> Any:
     """``lhs + rhs``.
 
     Raises:
-        ValueError: An integer tensor meets a float, a number does not fit in the other's
+        ValueError: an integer tensor meets a float, a number does not fit in the other's
             dtype, or the shapes do not broadcast (here and in all that follow).
 
     Example:
@@ -99,23 +99,23 @@ def greater_equal(lhs: Any, rhs: Any) -> Any:
 
 @lift
 def logical_and(lhs: Any, rhs: Any) -> Any:
-    """Both; of booleans only.
+    """Logical and; of booleans only.
 
     Raises:
-        ValueError: An operand is not of booleans (here and in the next two).
+        ValueError: an operand is not of booleans (here and in the next two).
     """
     return jnp.logical_and(*meet(boolean(lhs, "logical_and"), boolean(rhs, "logical_and")))
 
 
 @lift
 def logical_or(lhs: Any, rhs: Any) -> Any:
-    """One or both; of booleans only."""
+    """Logical or; of booleans only."""
     return jnp.logical_or(*meet(boolean(lhs, "logical_or"), boolean(rhs, "logical_or")))
 
 
 @lift
 def logical_xor(lhs: Any, rhs: Any) -> Any:
-    """One and not both; of booleans only."""
+    """Logical exclusive or; of booleans only."""
     return jnp.logical_xor(*meet(boolean(lhs, "logical_xor"), boolean(rhs, "logical_xor")))
 
 
@@ -124,7 +124,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     """``x`` where the condition holds and ``y`` elsewhere; the three broadcast.
 
     Raises:
-        ValueError: The condition is not of booleans, ``x`` and ``y`` have no common dtype,
+        ValueError: the condition is not of booleans, ``x`` and ``y`` have no common dtype,
             or the shapes do not broadcast.
 
     Example:

@@ -1,4 +1,4 @@
-"""Ops about the run of a program: branches, loops, printing, placement.
+"""Ops that control a program: branches, loops, printing, devices.
 
 Where the condition is known the branch or loop is plain Python; while tracing it is
 ``jax.lax.cond`` or ``jax.lax.while_loop``. The functions get and give TensorValues.
@@ -25,17 +25,17 @@ def cond(
     then_fn: Callable[[], Any],
     else_fn: Callable[[], Any],
 ) -> list[TensorValue]:
-    """What ``then_fn`` gives if the predicate holds, else what ``else_fn`` gives.
+    """The result of ``then_fn`` if the predicate holds, otherwise of ``else_fn``.
 
     Args:
-        pred: One boolean.
-        out_types: The types of the results; None for functions that give nothing.
-        then_fn, else_fn: Called without arguments; give a tensor, several, or None. While
+        pred: one boolean.
+        out_types: the types of the results; None for functions that give nothing.
+        then_fn, else_fn: called without arguments; give a tensor, several, or None. While
             tracing both are traced.
 
     Raises:
-        ValueError: The predicate is not one boolean.
-        TypeError: A function gives other types than ``out_types``.
+        ValueError: the predicate is not one boolean.
+        TypeError: a function gives other types than ``out_types``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,15 +64,15 @@ def while_loop(
     """Calls ``body`` on its own results, from ``initial_values`` on, as long as ``predicate`` holds.
 
     Args:
-        initial_values: A tensor, or several.
-        predicate: Gets the values and gives one boolean.
-        body: Gets the values and gives as many, of the same types.
+        initial_values: a tensor, or several.
+        predicate: gets the values and gives one boolean.
+        body: gets the values and gives as many, of the same types.
 
     While tracing it has no reverse-mode gradient, as no loop of unknown length has in JAX.
 
     Raises:
-        ValueError: No initial value, or the predicate gives something else.
-        TypeError: The body gives other types than it got.
+        ValueError: no initial value, or the predicate gives something else.
+        TypeError: the body gives other types than it got.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,10 +141,10 @@ def print(value: Any, label: str = "debug_tensor") -> None:
 
 
 def transfer_to(x: Any, device: Any) -> Any:
-    """On another device. While tracing, placement is the compiler's and nothing happens.
+    """The tensor on another device. Does nothing while tracing, where the compiler places arrays.
 
     Raises:
-        RuntimeError: There is no such device.
+        RuntimeError: there is no such device.
     """
     moved = TensorValue(array(x)).to(device)
     return moved if isinstance(x, TensorValue) else moved.value
@@ -154,7 +154,7 @@ def assert_same_device(*values: Any, **named_values: Any) -> None:
     """Does nothing if the tensors are on one device.
 
     Raises:
-        ValueError: They are not; the message says which is where.
+        ValueError: they are not; the message says which is where.
     """
     tensors = {str(i): x for i, x in enumerate(values)} | named_values
     devices = {name: TensorValue(array(x)).device for name, x in tensors.items()}

@@ -57,13 +57,13 @@ def conv2d(
     Args:
         x: ``[N, H, W, C]``.
         filter: ``[R, S, C / groups, F]``.
-        padding: Zeros put before and after H, before and after W.
-        groups: The channels are split into so many, each with its own filters.
+        padding: zeros put before and after H, before and after W.
+        groups: the channels are split into so many, each with its own filters.
         bias: ``[F]``, or None.
-        input_layout, filter_layout: Other orders of the axes; the result has the input's.
+        input_layout, filter_layout: other orders of the axes; the result has the input's.
 
     Raises:
-        ValueError: Another number of axes, channels that do not fit (the message names
+        ValueError: another number of axes, channels that do not fit (the message names
             both shapes), or a layout there is not.
 
     Example:
@@ -142,14 +142,14 @@ def conv2d_transpose(
         filter: ``[R, S, F, C]``: the filter of the convolution it transposes, whose
             channels are our filters; torch's ``[C, F, R, S]`` is the layout CFRS, which says
             so, or FCRS in the names of that convolution.
-        padding: Taken off the result before and after H, before and after W.
-        output_paddings: Added to the result at the end of H and W.
+        padding: taken off the result before and after H, before and after W.
+        output_paddings: added to the result at the end of H and W.
 
     Returns:
         ``[N, (H-1)·stride - padding + dilation·(R-1) + output_padding + 1, …, F]``.
 
     Raises:
-        ValueError: As ``conv2d``.
+        ValueError: as ``conv2d``.
     """
     x, w = _operands(x, filter, 2)
     image, kernel = _letters(_IMAGES, input_layout, 2), _letters(_FILTERS, filter_layout, 2)

@@ -1,4 +1,4 @@
-"""Ops that make tensors of no other: constants, ranges, windows.
+"""Ops that create tensors: constants, ranges, windows.
 
 They give TensorValues always. A ``device`` is accepted as MAX wants one and commits
 nothing, so that the result goes with tensors on any device.
@@ -27,12 +27,12 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
     """A tensor of known elements.
 
     Args:
-        value: A number or nested lists of them, with ``dtype`` and ``device``; or an array,
+        value: a number or nested lists of them, with ``dtype`` and ``device``; or an array,
             which is copied.
 
     Raises:
-        TypeError: A number or list without dtype or device.
-        ValueError: Lists of different lengths, a number that the dtype cannot hold, or
+        TypeError: a number or list without dtype or device.
+        ValueError: lists of different lengths, a number that the dtype cannot hold, or
             an array of another dtype.
 
     Example:
@@ -68,7 +68,7 @@ def _exact(array: np.ndarray, dtype: Any, op: str, shown: Any) -> np.ndarray:
     """Numbers in a dtype: those of floats are rounded, others must be what they are.
 
     Raises:
-        ValueError: One is too large for the dtype, or none of its kind.
+        ValueError: one is too large for the dtype, or none of its kind.
     """
     target = canonical(dtype)
     if array.size and not is_float(target):
@@ -93,11 +93,11 @@ def range(
     """``start``, ``start + step``, … up to and without ``stop``: ``⌈(stop - start) / step⌉`` numbers.
 
     Args:
-        start, stop, step: Numbers, Dims, or tensors of one number.
-        out_dim: How many there are; needed with tensors.
+        start, stop, step: numbers, Dims, or tensors of one number.
+        out_dim: how many there are; needed with tensors.
 
     Raises:
-        ValueError: A step of 0, tensors without ``out_dim``, or numbers that the dtype does
+        ValueError: a step of 0, tensors without ``out_dim``, or numbers that the dtype does
             not hold.
 
     Example:
@@ -143,13 +143,13 @@ def hann_window(
     """``sin²(π n / N)`` for ``n`` from 0: the window of raised cosine.
 
     Args:
-        window_length: How many.
+        window_length: how many.
         periodic: ``N`` is the length, for spectra; otherwise the length less one, and the
             window is symmetric.
 
     Raises:
-        ValueError: A negative length.
-        TypeError: A length that is no integer.
+        ValueError: a negative length.
+        TypeError: a length that is no integer.
     """
     length = operator.index(window_length)
     if length < 0:

@@ -32,7 +32,7 @@ def exp(x: Any) -> Any:
     """e to the power x.
 
     Raises:
-        ValueError: A tensor of integers (here and in all that follow, but for the last three
+        ValueError: a tensor of integers (here and in all that follow, but for the last three
             of the roundings and tests: ``relu``, ``is_nan``, ``is_inf``).
     """
     return jnp.exp(floating(x, "exp"))
@@ -100,53 +100,53 @@ def erf(x: Any) -> Any:
 
 @lift
 def floor(x: Any) -> Any:
-    """The next whole number below, as a float."""
+    """The floor: the largest integer not above x, as a float."""
     return jnp.floor(floating(x, "floor"))
 
 
 @lift
 def ceil(x: Any) -> Any:
-    """The next whole number above, as a float."""
+    """The ceiling: the smallest integer not below x, as a float."""
     return jnp.ceil(floating(x, "ceil"))
 
 
 @lift
 def round(x: Any) -> Any:
-    """The nearest whole number, as a float; halves go to the even one."""
+    """The nearest integer, as a float; halves round to even."""
     return jnp.round(floating(x, "round"))
 
 
 @lift
 def trunc(x: Any) -> Any:
-    """Without the fraction, as a float."""
+    """The value truncated toward zero, as a float."""
     return jnp.trunc(floating(x, "trunc"))
 
 
 @lift
 def is_nan(x: Any) -> Any:
-    """Whether it is no number, as booleans."""
+    """Whether each element is NaN, as booleans."""
     return jnp.isnan(array(x))
 
 
 @lift
 def is_inf(x: Any) -> Any:
-    """Whether it is infinite, of either sign, as booleans."""
+    """Whether each element is infinite, of either sign, as booleans."""
     return jnp.isinf(array(x))
 
 
 @lift
 def logical_not(x: Any) -> Any:
-    """The opposite; of booleans only.
+    """Logical not; of booleans only.
 
     Raises:
-        ValueError: The tensor is not of booleans.
+        ValueError: the tensor is not of booleans.
     """
     return jnp.logical_not(boolean(x, "logical_not"))
 
 
 @lift
 def cast(x: Any, dtype: Any) -> Any:
-    """In another element type; floats become integers by cutting off the fraction.
+    """The tensor in another element type; floats become integers by truncation.
 
     64-bit types are 32-bit ones unless ``jax_enable_x64`` is set.
 
@@ -185,7 +185,7 @@ def silu(x: Any) -> Any:
     return rounded(jax.nn.silu(wide(x)), x.dtype)
 
 
-# Of erf, as in torch: jax.nn.gelu takes erfc, three times slower on a CPU.
+# With erf, as in torch: jax.nn.gelu uses erfc, which is three times slower on a CPU.
 _GELU: dict[str, Callable[[jax.Array], jax.Array]] = {
     "none": lambda x: 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5))),
     "tanh": lambda x: jax.nn.gelu(x, approximate=True),
@@ -201,7 +201,7 @@ def gelu(x: Any, approximate: str = "none") -> Any:
         approximate: "none" (by erf), "tanh", or "quick": ``x · sigmoid(1.702 x)``.
 
     Raises:
-        ValueError: Another approximation.
+        ValueError: the approximation is unknown.
     """
     if approximate not in _GELU:
         known = ", ".join(map(repr, _GELU))

@@ -72,8 +72,8 @@ def gather(input: Any, indices: Any, axis: int) -> Any:
         ``input.shape[:axis] + indices.shape + input.shape[axis + 1:]``.
 
     Raises:
-        IndexError: There is no such axis.
-        ValueError: The indices are no integers, or known and outside the axis of a
+        IndexError: there is no such axis.
+        ValueError: the indices are no integers, or known and outside the axis of a
             TensorValue (here and in all that follow).
 
     Example:
@@ -95,13 +95,13 @@ def gather_nd(input: Any, indices: Any, batch_dims: int = 0) -> Any:
     Args:
         indices: ``[..., n]``: the last axis holds the indices of the first ``n`` axes after
             the batch axes.
-        batch_dims: So many leading axes of both belong together.
+        batch_dims: number of leading axes that both share.
 
     Returns:
         ``indices.shape[:-1] + input.shape[batch_dims + n:]``.
 
     Raises:
-        ValueError: More indices than axes, different batch axes, or no integers.
+        ValueError: more indices than axes, different batch axes, or no integers.
     """
     x, places = array(input), integers(indices, "gather_nd")
     if places.ndim <= batch_dims or batch_dims + places.shape[-1] > x.ndim:
@@ -171,7 +171,7 @@ def scatter(input: Any, updates: Any, indices: Any, axis: int = -1) -> Any:
     may win.
 
     Raises:
-        ValueError: No such axis, no integers, another dtype than the input's, or updates
+        ValueError: no such axis, no integers, another dtype than the input's, or updates
             and indices of different shapes.
 
     Example:
@@ -232,7 +232,7 @@ def scatter_nd(input: Any, updates: Any, indices: Any) -> Any:
         updates: ``indices.shape[:-1] + input.shape[n:]``.
 
     Raises:
-        ValueError: Another shape or dtype of the updates, more indices than axes, or no
+        ValueError: another shape or dtype of the updates, more indices than axes, or no
             integers.
     """
     return _scatter_nd(input, updates, indices, "scatter_nd", "set")
@@ -274,12 +274,12 @@ def masked_scatter(input: Any, mask: Any, updates: Any, out_dim: Any = None) -> 
     """``input`` with the updates, in order, where the mask holds.
 
     Args:
-        mask: Booleans; broadcasts to the input's shape.
-        updates: Read in row-major order; at least as many as the mask has places.
+        mask: booleans; broadcasts to the input's shape.
+        updates: read in row-major order; at least as many as the mask has places.
         out_dim: MAX's name for how many those are; not needed here.
 
     Raises:
-        ValueError: The mask is not of booleans or does not broadcast, or the updates have
+        ValueError: the mask is not of booleans or does not broadcast, or the updates have
             another dtype than the input.
     """
     x, new = array(input), array(updates)
@@ -298,7 +298,7 @@ def nonzero(x: Any, out_dim: Any = None) -> Any:
     a number, and the rows beyond are -1.
 
     Raises:
-        ValueError: While tracing without a number.
+        ValueError: while tracing without a number.
     """
     x = array(x)
     size = _known_size(out_dim)

@@ -50,15 +50,15 @@ _ROUNDINGS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 def resize(
     input: Any, shape: Iterable[Any], interpolation: InterpolationMode = InterpolationMode.BILINEAR
 ) -> Any:
-    """An image ``[N, C, H, W]`` in another size.
+    """Resizes an image ``[N, C, H, W]``.
 
     Args:
-        shape: All four sizes of the result.
-        interpolation: Nearest, bilinear or bicubic, with the centres of elements at halves
+        shape: all four sizes of the result.
+        interpolation: nearest, bilinear or bicubic, with the centres of elements at halves
             (torch's ``align_corners=False``, no antialiasing).
 
     Raises:
-        ValueError: Not four axes, or not four sizes.
+        ValueError: not four axes, or not four sizes.
     """
     x, sizes = array(input), list(shape)
     if x.ndim != 4 or len(sizes) != 4:
@@ -73,13 +73,13 @@ def resize_nearest(
     """A tensor in another size, of elements next to each place.
 
     Args:
-        size: A size for each axis.
+        size: a size for each axis.
         coordinate_transform_mode: 0 half-pixel centres, 1 aligned corners, 2 asymmetric,
             3 as 0 but for axes of length 1.
         round_mode: 0 halves down, 1 halves up, 2 floor, 3 ceil.
 
     Raises:
-        ValueError: Not a size for each axis, or no such mode.
+        ValueError: not a size for each axis, or no such mode.
     """
 
     def along(x: jax.Array, axis: int, new: int) -> jax.Array:
@@ -98,12 +98,12 @@ def resize_linear(
     """A tensor in another size, linear between elements.
 
     Args:
-        size: A size for each axis.
-        coordinate_transform_mode: As for ``resize_nearest``.
-        antialias: An axis made shorter is averaged over what one new element covers.
+        size: a size for each axis.
+        coordinate_transform_mode: as for ``resize_nearest``.
+        antialias: an axis made shorter is averaged over what one new element covers.
 
     Raises:
-        ValueError: Not a size for each axis, or no such mode.
+        ValueError: not a size for each axis, or no such mode.
 
     Example:
         >>> import jax.numpy as jnp
@@ -137,7 +137,7 @@ def resize_bicubic(input: Any, size: Iterable[Any]) -> Any:
     (R. Keys, IEEE Trans. ASSP 29 (1981) 1153).
 
     Raises:
-        ValueError: Not a size for each axis.
+        ValueError: not a size for each axis.
     """
 
     def along(x: jax.Array, axis: int, new: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Ops that put tensors together, take them apart, and repeat them."""
+"""Ops that join, split and repeat tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .lift import array, axis_of, integers, lift, meet, same
 
 @lift
 def concat(original_vals: Iterable[Any], axis: int = 0) -> Any:
-    """Tensors one after the other along an axis they have.
+    """Concatenates tensors along an existing axis.
 
     Raises:
-        IndexError: There is no such axis.
-        ValueError: No tensors, or of different ranks, of different sizes along another
-            axis, or of different dtypes; the message names the shapes.
+        IndexError: there is no such axis.
+        ValueError: there are no tensors, or they differ in rank, in dtype, or in size along another
+            axis; the message names the shapes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -40,11 +40,11 @@ def concat(original_vals: Iterable[Any], axis: int = 0) -> Any:
 
 @lift
 def stack(values: Iterable[Any], axis: int = 0) -> Any:
-    """Tensors of one shape one after the other along a new axis.
+    """Stacks tensors of one shape along a new axis.
 
     Raises:
-        IndexError: The result has no such axis.
-        ValueError: No tensors, or of different shapes or dtypes.
+        IndexError: the result has no such axis.
+        ValueError: there are no tensors, or their shapes or dtypes differ.
     """
     arrays = _alike(values, "stack")
     axis = axis_of(axis, arrays[0].ndim + 1, "stack", IndexError)
@@ -55,7 +55,7 @@ def stack(values: Iterable[Any], axis: int = 0) -> Any:
 
 
 def _alike(values: Iterable[Any], op: str) -> list[jax.Array]:
-    """At least one array, of one rank and dtype."""
+    """Checks that there is at least one array, and that all have one rank and dtype."""
     arrays = [array(x) for x in values]
     if not arrays:
         raise ValueError(f"{op} takes at least one tensor")
@@ -76,8 +76,8 @@ def split(x: Any, split_sizes: Sequence[Any], axis: int = 0) -> Any:
     """A list of pieces of the given lengths, which together are the axis.
 
     Raises:
-        IndexError: There is no such axis.
-        ValueError: A length is negative, or they do not add up to the axis.
+        IndexError: there is no such axis.
+        ValueError: a length is negative, or they do not add up to the axis.
 
     Example:
         >>> import jax.numpy as jnp
@@ -99,11 +99,11 @@ def split(x: Any, split_sizes: Sequence[Any], axis: int = 0) -> Any:
 
 @lift
 def chunk(x: Any, chunks: int, axis: int = 0) -> Any:
-    """A list of so many pieces of equal length.
+    """Splits a tensor into a list of so many pieces of equal length.
 
     Raises:
-        IndexError: There is no such axis.
-        ValueError: The axis does not divide into so many.
+        IndexError: there is no such axis.
+        ValueError: the axis does not divide into so many.
     """
     x = array(x)
     axis = axis_of(axis, x.ndim, "chunk", IndexError)
@@ -122,10 +122,10 @@ def _pieces(x: jax.Array, sizes: Sequence[Any], axis: int) -> list[jax.Array]:
 
 @lift
 def tile(x: Any, repeats: Iterable[Any]) -> Any:
-    """The whole tensor, so many times along each axis.
+    """Repeats the whole tensor so many times along each axis.
 
     Raises:
-        ValueError: Not one number for each axis, or one below 1.
+        ValueError: not one number for each axis, or one below 1.
     """
     x = array(x)
     counts = to_sizes(repeats, x.shape)
@@ -141,11 +141,11 @@ def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: An
     """Each element along an axis so many times in a row; without an axis, of the flat tensor.
 
     Args:
-        repeats: A number, or a tensor of one for each element along the axis.
-        out_dim: Length of the result's axis; needed with a tensor.
+        repeats: a number, or a tensor of one for each element along the axis.
+        out_dim: length of the result's axis; needed with a tensor.
 
     Raises:
-        ValueError: No such axis, a number below 1, or a tensor without ``out_dim``.
+        ValueError: no such axis, a number below 1, or a tensor without ``out_dim``.
     """
     x = array(x)
     if axis is None:
@@ -183,15 +183,15 @@ def pad(
     mode: Literal["constant", "reflect", "edge"] = "constant",
     value: Any = 0,
 ) -> Any:
-    """Made longer at the ends of its axes.
+    """Pads the tensor at the ends of its axes.
 
     Args:
         paddings: ``[before_0, after_0, before_1, after_1, …]``, two for each axis.
-        mode: What is put there: ``value``, the mirror image without the outermost
+        mode: what is put there: ``value``, the mirror image without the outermost
             element, or the outermost element.
 
     Raises:
-        ValueError: A negative or missing number, or another mode.
+        ValueError: a negative or missing number, or another mode.
 
     Example:
         >>> import jax.numpy as jnp
@@ -220,7 +220,7 @@ def slice_tensor(x: Any, indices: Sequence[Any]) -> Any:
     A slice may come with the length it should have, ``(slice, length)``.
 
     Raises:
-        ValueError: Outside the tensor, more indices than axes, a step below 1, or an index
+        ValueError: outside the tensor, more indices than axes, a step below 1, or an index
             tensor that is no scalar. (NumPy's rules, which do not mind, are those of ``x[…]``.)
     """
     x, indices = array(x), list(indices) if isinstance(indices, (list, tuple)) else [indices]

@@ -94,7 +94,7 @@ def floating(x: Any, op: str) -> jax.Array:
     """The operand of an op that is there for floats only.
 
     Raises:
-        ValueError: A tensor of integers or booleans.
+        ValueError: a tensor of integers or booleans.
     """
     if isinstance(x, (int, float)):
         return jnp.asarray(float(x))
@@ -108,7 +108,7 @@ def boolean(x: Any, op: str) -> jax.Array:
     """The operand of an op that is there for truth values only.
 
     Raises:
-        ValueError: A tensor of another dtype.
+        ValueError: a tensor of another dtype.
     """
     x = array(x)
     if x.dtype != jnp.bool_:
@@ -122,7 +122,7 @@ def integers(x: Any, op: str) -> jax.Array:
     """The indices of an op.
 
     Raises:
-        ValueError: They are no integers.
+        ValueError: they are no integers.
     """
     x = array(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -134,7 +134,7 @@ def meet(a: Any, b: Any) -> tuple[Any, Any]:
     """Two operands of one dtype and of shapes that broadcast; a number that fits stays a number.
 
     Raises:
-        ValueError: An integer tensor meets a float, a number does not fit in the other's
+        ValueError: an integer tensor meets a float, a number does not fit in the other's
             dtype, or the shapes do not broadcast.
     """
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
@@ -148,7 +148,7 @@ def axis_of(axis: int, rank: int, op: str, error: type[Exception] = ValueError) 
     """An axis counted from the front.
 
     Raises:
-        ValueError: There is none of that number (or another class, where MAX raises that).
+        ValueError: there is none of that number (or another class, where MAX raises that).
     """
     if not isinstance(axis, (int, np.integer)):
         raise TypeError(f"{op}: the axis is an integer, not {axis!r}")

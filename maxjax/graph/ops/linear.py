@@ -1,4 +1,4 @@
-"""Products of matrices and vectors, the parts of a matrix, and the inverse FFT.
+"""Matmul, outer product, parts of a matrix, and the inverse FFT.
 
 ``ops.matmul(x, w.T)`` of a Weight is the fast product of a layer, as ``x @ w.T`` is.
 """
@@ -25,7 +25,7 @@ def matmul(lhs: Any, rhs: Any) -> Any:
     16-bit floats are multiplied with float32 accumulation and rounded once.
 
     Raises:
-        ValueError: The sizes do not fit (the message names both shapes), or an integer
+        ValueError: the sizes do not fit (the message names both shapes), or an integer
             tensor meets a float.
 
     Example:
@@ -65,7 +65,7 @@ def outer(lhs: Any, rhs: Any) -> Any:
     """``out[i, j] = lhs[i] · rhs[j]`` for tensors of one axis.
 
     Raises:
-        ValueError: Another number of axes.
+        ValueError: the number of axes is wrong.
     """
     a, b = array(lhs), array(rhs)
     if (a.ndim, b.ndim) != (1, 1):
@@ -80,12 +80,12 @@ def band_part(
     """The matrices in the last two axes, zero but for a band round the diagonal.
 
     Args:
-        num_lower: How many diagonals below the main one belong to the band; None or -1: all.
-        num_upper: How many above.
-        exclude: The band itself becomes zero, and the rest stays.
+        num_lower: how many diagonals below the main one belong to the band; None or -1: all.
+        num_upper: how many above.
+        exclude: the band itself becomes zero, and the rest stays.
 
     Raises:
-        ValueError: Fewer than two axes, or a negative number.
+        ValueError: fewer than two axes, or a negative number.
 
     Example:
         >>> import jax.numpy as jnp
@@ -117,7 +117,7 @@ def as_interleaved_complex(x: Any) -> Any:
     """Pairs of the last axis, real and imaginary, as an axis of their own: ``[..., n/2, 2]``.
 
     Raises:
-        ValueError: The last axis has an odd length.
+        ValueError: the last axis has an odd length.
     """
     x = array(x)
     if not x.ndim or not same(x.shape[-1] % 2, 0):
@@ -139,14 +139,14 @@ def irfft(
     """The inverse Fourier transform along an axis, of a spectrum that belongs to real values.
 
     Args:
-        input_tensor: The first half of the spectrum: complex, or its real part, or, with
+        input_tensor: the first half of the spectrum: complex, or its real part, or, with
             ``input_is_complex``, pairs of real and imaginary part in a last axis of 2.
-        n: Length of the result; by default ``2 · (length - 1)``.
+        n: length of the result; by default ``2 · (length - 1)``.
         normalization: "backward" (divides by ``n``), "ortho" (by ``√n``) or "forward" (not).
-        buffer_size_mb: For MAX's GPU library; ignored.
+        buffer_size_mb: for MAX's GPU library; ignored.
 
     Raises:
-        ValueError: No such axis or normalisation.
+        ValueError: there is no such axis or normalisation.
     """
     x = array(input_tensor)
     if input_is_complex:

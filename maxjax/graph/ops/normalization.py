@@ -1,4 +1,4 @@
-"""The norms as ops: of weights that are given. The sums are taken in float32.
+"""Normalisation ops, which take their weights as arguments. The sums are taken in float32.
 
 The result has the dtype of the input, whatever that of the weights.
 """
@@ -19,10 +19,10 @@ def layer_norm(input: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
     """``(x - mean) / √(variance + epsilon) · gamma + beta`` over the last axis.
 
     Args:
-        gamma, beta: As long as the last axis.
+        gamma, beta: as long as the last axis.
 
     Raises:
-        ValueError: They have another length; the message names both.
+        ValueError: they have another length; the message names both.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,12 +47,12 @@ def rms_norm(
     """``x / √(mean(x²) + epsilon) · (weight + weight_offset)`` over the last axis.
 
     Args:
-        weight: As long as the last axis.
-        multiply_before_cast: Multiply by the weight in float32, then round to the dtype of
+        weight: as long as the last axis.
+        multiply_before_cast: multiply by the weight in float32, then round to the dtype of
             the input. Otherwise round first and multiply in the narrow dtype (Llama).
 
     Raises:
-        ValueError: The weight has another length.
+        ValueError: the weight has another length.
     """
     x = floating(input, "rms_norm")
     scale = _row(weight, x, "the weight")
@@ -70,10 +70,10 @@ def group_norm(input: Any, gamma: Any, beta: Any, num_groups: int, epsilon: floa
     Args:
         input: ``[N, C, ...]``.
         gamma, beta: ``[C]``.
-        num_groups: Divides ``C``.
+        num_groups: divides ``C``.
 
     Raises:
-        ValueError: It does not, or gamma or beta is no ``[C]``.
+        ValueError: it does not, or gamma or beta is no ``[C]``.
     """
     x = floating(input, "group_norm")
     channels = x.shape[1] if x.ndim > 1 else 0

@@ -1,4 +1,4 @@
-"""Ops that sort along an axis. Among equals the one that comes first stays first."""
+"""Ops that sort along an axis. Sorting is stable."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .lift import array, axis_of, canonical, lift
 
 @lift
 def top_k(input: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
-    """The ``k`` greatest along an axis, in falling order, and where they were.
+    """The ``k`` greatest elements along an axis, in descending order, and their indices.
 
     Raises:
-        ValueError: There is no such axis, or it is shorter than ``k``, or ``k`` is negative.
+        ValueError: there is no such axis, or it is shorter than ``k``, or ``k`` is negative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -34,10 +34,10 @@ def top_k(input: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
 
 @lift
 def bottom_k(input: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
-    """The ``k`` least along an axis, in rising order, and where they were.
+    """The ``k`` least elements along an axis, in ascending order, and their indices.
 
     Raises:
-        ValueError: There is no such axis, or it is shorter than ``k``, or ``k`` is negative.
+        ValueError: there is no such axis, or it is shorter than ``k``, or ``k`` is negative.
     """
     x = array(input)
     axis = _check(x, k, axis, "bottom_k")
@@ -58,7 +58,7 @@ def argsort(x: Any, ascending: bool = True) -> Any:
     """The indices that sort a tensor of one axis.
 
     Raises:
-        ValueError: It has another number of axes.
+        ValueError: it has another number of axes.
     """
     x = array(x)
     if x.ndim != 1:

@@ -1,4 +1,4 @@
-"""Ops on packed blocks: what ``max.graph.ops`` calls dequantize and qmatmul."""
+"""Ops on quantised weights: dequantize and qmatmul of ``max.graph.ops``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..value import TensorValue, unwrap, wraps
 
 
 def dequantize(encoding: QuantizationEncoding, quantized: Any) -> Any:
-    """The weights that packed blocks hold.
+    """Dequantises the blocks of a quantised weight.
 
     Args:
-        encoding: Which blocks.
+        encoding: which blocks.
         quantized: uint8 ``[..., n * encoding.block_size]``.
 
     Returns:
         float32 ``[..., n * encoding.elements_per_block]``.
 
     Raises:
-        ValueError: The last axis is not whole blocks, or the type is not uint8.
+        ValueError: the last axis is not whole blocks, or the type is not uint8.
         NotImplementedError: GPTQ, which has no blocks of its own.
 
     Example:
@@ -38,22 +38,22 @@ def dequantize(encoding: QuantizationEncoding, quantized: Any) -> Any:
 
 
 def qmatmul(encoding: QuantizationEncoding, config: Any, lhs: Any, *rhs: Any) -> Any:
-    """``lhs @ w.T`` for a weight of packed blocks.
+    """``lhs @ w.T`` for a quantised weight.
 
     The weight is decoded, and activations stay as they are (MAX rounds them to 8 bits, which
     loses about one percent).
 
     Args:
-        encoding: Which blocks.
+        encoding: which blocks.
         config: None. GPTQ has one, and is not supported.
-        lhs: Activations ``[..., in]``.
-        rhs: One weight, uint8 ``[out, in / encoding.elements_per_block * encoding.block_size]``.
+        lhs: activations ``[..., in]``.
+        rhs: one weight, uint8 ``[out, in / encoding.elements_per_block * encoding.block_size]``.
 
     Returns:
         ``[..., out]`` in the dtype of ``lhs``.
 
     Raises:
-        ValueError: Shapes that do not fit.
+        ValueError: shapes that do not fit.
         NotImplementedError: GPTQ, a config, or more arrays than one weight.
 
     Example:

@@ -83,12 +83,12 @@ def avg_pool2d(
     """The mean of each window of ``[N, H, W, C]``.
 
     Args:
-        padding: Zeros on both sides of H, of W.
-        ceil_mode: A last window that is not whole counts too.
-        count_boundary: The padding is counted among what the mean is of.
+        padding: zeros on both sides of H, of W.
+        ceil_mode: a last window that is not whole counts too.
+        count_boundary: the padding is counted among what the mean is of.
 
     Raises:
-        ValueError: No image, or one smaller than the kernel.
+        ValueError: the input is not an image, or is smaller than the kernel.
     """
     x = floating(input, "avg_pool2d")
     windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d")
@@ -119,7 +119,7 @@ def max_pool2d(
     """The greatest element of each window of ``[N, H, W, C]``; padding is never the greatest.
 
     Raises:
-        ValueError: No image, or one smaller than the kernel.
+        ValueError: the input is not an image, or is smaller than the kernel.
 
     Example:
         >>> import jax.numpy as jnp
@@ -148,14 +148,14 @@ def fold(
     dilation: int | tuple[int, int] = 1,
     padding: int | tuple[int, int] = 0,
 ) -> Any:
-    """An image out of its windows; where they overlap they are added.
+    """Builds an image from its windows, adding them where they overlap.
 
     Args:
         input: ``[N, C · kernel_h · kernel_w, L]`` for ``L`` windows in row-major order.
         output_size: ``(H, W)`` of the result ``[N, C, H, W]``.
 
     Raises:
-        ValueError: The sizes do not fit.
+        ValueError: the sizes do not fit.
     """
     x = array(input)
     kernel = to_sizes(pair(kernel_size, 2, "kernel_size"))

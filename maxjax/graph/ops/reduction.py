@@ -18,7 +18,7 @@ def sum(x: Any, axis: int = -1) -> Any:
     """The sum along an axis, which stays with length 1.
 
     Raises:
-        ValueError: There is no such axis (here and in all that follow), or the tensor is
+        ValueError: there is no such axis (here and in all that follow), or the tensor is
             of booleans.
 
     Example:
@@ -53,7 +53,7 @@ def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     """With two tensors the greater element by element, with one the greatest along an axis.
 
     Raises:
-        ValueError: Two tensors and an axis.
+        ValueError: two tensors and an axis.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,7 +70,7 @@ def min(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     """With two tensors the lesser element by element, with one the least along an axis.
 
     Raises:
-        ValueError: Two tensors and an axis.
+        ValueError: two tensors and an axis.
     """
     return _extreme(jnp.minimum, jnp.min, "min", x, y, axis)
 
@@ -86,7 +86,7 @@ def _extreme(two: Any, reduce: Any, op: str, x: Any, y: Any, axis: int | None) -
 
 @lift
 def argmax(x: Any, axis: int = -1) -> Any:
-    """Where the greatest is along an axis, which stays with length 1; the first of equals.
+    """The index of the greatest element along an axis, which stays with length 1; the first of equals.
 
     int64, or int32 without ``jax_enable_x64``.
     """
@@ -96,18 +96,18 @@ def argmax(x: Any, axis: int = -1) -> Any:
 
 @lift
 def argmin(x: Any, axis: int = -1) -> Any:
-    """Where the least is along an axis, which stays with length 1; the first of equals."""
+    """The index of the least element along an axis, which stays with length 1; the first of equals."""
     x = array(x)
     return jnp.argmin(x, axis_of(axis, x.ndim, "argmin"), keepdims=True)
 
 
 @lift
 def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = False) -> Any:
-    """The sums of all elements up to each along an axis.
+    """The cumulative sum along an axis.
 
     Args:
-        exclusive: Without the element itself: the first sum is 0.
-        reverse: From the end.
+        exclusive: without the element itself: the first sum is 0.
+        reverse: from the end.
 
     Example:
         >>> import jax.numpy as jnp

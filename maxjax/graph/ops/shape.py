@@ -1,4 +1,4 @@
-"""Ops that change a tensor's shape and none of its elements.
+"""Ops that change the shape of a tensor but not its elements.
 
 Sizes may be numbers, Dims, or the names of symbolic dimensions.
 """
@@ -18,10 +18,10 @@ from .lift import array, axis_of, canonical, lift, maker, same
 
 @lift
 def reshape(x: Any, shape: Iterable[Any]) -> Any:
-    """In another shape of as many elements; one size may be -1, which is then computed.
+    """The tensor in another shape with as many elements; one size may be -1, which is then computed.
 
     Raises:
-        ValueError: Two sizes are -1, or the number of elements is another.
+        ValueError: two sizes are -1, or the number of elements is another.
 
     Example:
         >>> import jax.numpy as jnp
@@ -44,11 +44,11 @@ def reshape(x: Any, shape: Iterable[Any]) -> Any:
 
 @lift
 def permute(x: Any, dims: Sequence[int]) -> Any:
-    """With its axes in another order: axis ``i`` of the result is axis ``dims[i]``.
+    """The tensor with its axes in another order: axis ``i`` of the result is axis ``dims[i]``.
 
     Raises:
-        IndexError: There is no such axis.
-        ValueError: An axis is named twice or not at all.
+        IndexError: there is no such axis.
+        ValueError: an axis is named twice or not at all.
     """
     x, dims = array(x), list(dims)
     if len(dims) != x.ndim:
@@ -61,10 +61,10 @@ def permute(x: Any, dims: Sequence[int]) -> Any:
 
 @lift
 def transpose(x: Any, axis_1: int, axis_2: int) -> Any:
-    """With two axes swapped.
+    """The tensor with two axes swapped.
 
     Raises:
-        IndexError: There is no such axis.
+        IndexError: there is no such axis.
     """
     x = array(x)
     axes = [axis_of(axis, x.ndim, "transpose", IndexError) for axis in (axis_1, axis_2)]
@@ -73,10 +73,10 @@ def transpose(x: Any, axis_1: int, axis_2: int) -> Any:
 
 @lift
 def unsqueeze(x: Any, axis: int) -> Any:
-    """With a new axis of length 1, which then is ``axis``.
+    """The tensor with a new axis of length 1, which then is ``axis``.
 
     Raises:
-        ValueError: The result would have no such axis.
+        ValueError: the result would have no such axis.
     """
     x = array(x)
     return jnp.expand_dims(x, axis_of(axis, x.ndim + 1, "unsqueeze"))
@@ -84,11 +84,11 @@ def unsqueeze(x: Any, axis: int) -> Any:
 
 @lift
 def squeeze(x: Any, axis: int) -> Any:
-    """Without an axis of length 1.
+    """The tensor without an axis of length 1.
 
     Raises:
-        IndexError: There is no such axis.
-        ValueError: It is longer.
+        IndexError: there is no such axis.
+        ValueError: it is longer.
     """
     x = array(x)
     axis = axis_of(axis, x.ndim, "squeeze", IndexError)
@@ -99,13 +99,13 @@ def squeeze(x: Any, axis: int) -> Any:
 
 @lift
 def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = None) -> Any:
-    """Repeated along axes of length 1, and along new axes in front.
+    """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes.
 
     Args:
-        out_dims: The sizes, where ``shape`` is a tensor that holds them.
+        out_dims: the sizes, where ``shape`` is a tensor that holds them.
 
     Raises:
-        ValueError: An axis longer than 1 would have to change.
+        ValueError: an axis longer than 1 would have to change.
     """
     x = array(x)
     sizes = to_sizes(shape if out_dims is None else out_dims, x.shape)
@@ -126,11 +126,11 @@ def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) 
     yet means this size from now on; outside of a Graph it goes with any size.
 
     Args:
-        message: In front of the error.
-        layout: Of a convolution's filter, in MAX; arrays have none here.
+        message: in front of the error.
+        layout: layout of a convolution's filter in MAX; ignored here.
 
     Raises:
-        ValueError: It has another rank or size.
+        ValueError: it has another rank or size.
 
     Example:
         >>> import numpy as np
@@ -152,11 +152,11 @@ def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) 
 
 @lift
 def flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """With the axes from ``start_dim`` to ``end_dim``, both included, made one.
+    """The tensor with the axes from ``start_dim`` to ``end_dim``, both included, merged.
 
     Raises:
-        IndexError: There is no such axis.
-        ValueError: The first comes after the last.
+        IndexError: there is no such axis.
+        ValueError: the first comes after the last.
     """
     x = array(x)
     rank = max(x.ndim, 1)

@@ -1,4 +1,4 @@
-"""Arrays of placed weights: put where they belong, and seen as operations are to see them."""
+"""Arrays of sharded weights: putting them on devices, and preparing them for operations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .specs import axis_of, held_bytes, names_in, spec_of, split_over
 
 
 def put(array: Any, sharding: Any, name: str = "") -> Any:
-    """The array, of the host or of devices, on a Sharding; None leaves the place to JAX.
+    """Puts an array, from the host or from devices, on a Sharding; None lets JAX choose.
 
     Raises:
-        OutOfMemoryError: A device cannot hold its part; weight and bytes are named.
+        OutOfMemoryError: a device cannot hold its part; the message names weight and bytes.
     """
     if isinstance(array, Tracer):
         return array
@@ -29,10 +29,10 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
         if getattr(sharding, "is_fully_addressable", True):
             held = getattr(array, "sharding", None)
             if held is not None and held.memory_kind != getattr(sharding, "memory_kind", None):
-                # From one kind of memory to another JAX moves only what stays on its devices.
+                # Between kinds of memory, JAX moves arrays only on the same devices.
                 array = jax.device_put(array, held.with_memory_kind("device"))
             return jax.device_put(array, sharding)
-        # Of several processes each gives what its own devices hold: nothing is compared or sent.
+        # Each of several processes provides the parts of its own devices: nothing is compared or sent.
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
     except jax.errors.JaxRuntimeError as error:
@@ -42,11 +42,11 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
 def relaid(
     array: Any, sharding: Any, before: DeviceMajor | None, after: DeviceMajor | None, name: str
 ) -> Any:
-    """A stored value, stored in another layout on another Sharding (of the logical value)."""
+    """A stored value, converted to another layout and another Sharding (of the logical value)."""
     if before == after:
         where = sharding if after is None else after.sharding(sharding)
         return put(array, where, name)
-    # Between explicitly placed arrays of two meshes only the host can mediate.
+    # Arrays with Explicit axes can move between two meshes only by way of the host.
     logical = np.asarray(array) if array.is_fully_addressable else array
     logical = logical if before is None else before.restore(logical)
     if after is None:
@@ -57,7 +57,7 @@ def relaid(
 def out_of_memory(
     error: Exception, name: str, shape: Sequence[int], dtype: Any, sharding: Any
 ) -> Exception:
-    """What to raise for an error of XLA: OutOfMemoryError if it is one, else the error itself."""
+    """The exception to raise for an error of XLA: OutOfMemoryError if it is one, else the error itself."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         return error
     itemsize = jax.numpy.dtype(dtype).itemsize
@@ -75,14 +75,14 @@ def out_of_memory(
 
 
 def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
-    """A weight's array as operations are to see it: whole, and in the devices' own memory.
+    """A weight's array in the form that operations need: gathered, and in device memory.
 
-    Inside ``shard_map`` a weight is only its part: it is gathered. One that is split over
-    ``fsdp``, which the batch is split over too, is gathered where it is used. One that lies
-    in the host's memory comes to the devices.
+    Inside ``shard_map`` an array is only the part of one device, so it is gathered. A weight that
+    is split over ``fsdp``, as the batch is, is gathered at its use. A weight in host memory is
+    copied to the devices.
 
     Args:
-        dims: The whole's sizes, if they are known.
+        dims: sizes of the whole array, if they are known.
     """
     if sharding.memory_kind not in (None, "device"):
         array = _on_device(array, sharding)
@@ -98,7 +98,7 @@ def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
 
 
 def stays(array: Any, dims: Sequence[int] | None, sharding: Any) -> bool:
-    """Whether operations can use a weight where it lies: :func:`as_used` would not move it."""
+    """Whether operations can use a weight in place: :func:`as_used` would not move it."""
     if sharding.memory_kind not in (None, "device"):
         return False
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
@@ -116,9 +116,9 @@ def _on_device(array: Any, sharding: Any) -> Any:
 
 
 def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
-    """The array split as its sharding says, but not over ``fsdp``.
+    """The array with its sharding, except that it is gathered over ``fsdp``.
 
-    The first constraint is for what comes back: XLA is free to split gradients in any way.
+    The first constraint is for gradients, which XLA could otherwise split in any way.
     """
     mesh = _as_it_is_here(sharding.mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -144,7 +144,7 @@ def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
 
 
 def _as_it_is_here(mesh: Any) -> Any:
-    """The mesh of the code being traced, if it is this one: its axes may be of another type there."""
+    """The mesh of the code being traced, if it is this one: its axis types may differ there."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.axis_names == mesh.axis_names else mesh
 
@@ -156,9 +156,9 @@ def is_manual(axis: str) -> bool:
 
 
 def last_axis_whole(array: jax.Array, weight: Any, axis: int = -1) -> jax.Array:
-    """``array`` with its last axis on every device, where an axis of ``weight`` is split.
+    """``array`` with its last axis replicated, if an axis of ``weight`` is split.
 
-    Otherwise XLA might split it too, and everything that comes of it.
+    Otherwise XLA might split that axis, and all results that depend on it.
     """
     names = split_over(weight, axis % len(weight.shape))
     if not names or not isinstance(array, Tracer) or any(map(is_manual, names)):
@@ -174,7 +174,7 @@ def last_axis_whole(array: jax.Array, weight: Any, axis: int = -1) -> jax.Array:
 def on_mesh(
     f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: PartitionSpec
 ) -> Callable[..., Any]:
-    """``jax.shard_map`` of arrays that lie in any way on the mesh, or nowhere in particular."""
+    """``jax.shard_map`` for arrays of any sharding on the mesh, or uncommitted ones."""
     mesh = _as_it_is_here(mesh)
     explicit = AxisType.Explicit in mesh.axis_types
     mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)

@@ -1,8 +1,8 @@
-"""DeviceMajor: the rows of a weight as its devices have them, one device after the other.
+"""DeviceMajor: a layout that stores the rows of a weight device by device.
 
-Queries, keys and values one below the other, or gates above ups, are split inside an axis,
-which no PartitionSpec can say. A layer that can work with it (``StackedLinear``) has such a
-weight stored as ``[n, rows / n, ...]``, split over n; everything else sees logical order.
+Concatenated queries, keys and values, or gates and ups, are each split by themselves, which no
+PartitionSpec can express. A layer that supports it (``StackedLinear``) stores such a weight as
+``[n, rows / n, ...]``, split over n; everything else sees logical order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 @dataclass(frozen=True)
 class DeviceMajor:
-    """How rows are stored.
+    """The order in which the rows of a weight are stored.
 
     Attributes:
-        n: How many devices they are split over.
-        segments: Lengths of the parts of the axis that are each split by themselves; n divides
+        n: number of devices that the rows are split over.
+        segments: lengths of the parts of the axis that are each split by themselves; n divides
             all of them.
 
     Example:
@@ -40,7 +40,7 @@ class DeviceMajor:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """How long each segment is on one device."""
+        """The length of each segment on one device."""
         return tuple(length // self.n for length in self.segments)
 
     def shape(self, logical: Sequence[int]) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class DeviceMajor:
         return (self.n, logical[0] // self.n, *logical[1:])
 
     def arrange(self, array: Any) -> Any:
-        """From logical order to the stored one."""
+        """Converts from logical to stored order."""
         xp = np if isinstance(array, np.ndarray) else jnp
         ends = list(accumulate(self.segments))[:-1]
         parts = xp.split(array, ends)
@@ -56,7 +56,7 @@ class DeviceMajor:
         return xp.concatenate([part.reshape(self.n, -1, *rest) for part in parts], axis=1)
 
     def restore(self, array: Any) -> Any:
-        """From the stored order to the logical one."""
+        """Converts from stored to logical order."""
         xp = np if isinstance(array, np.ndarray) else jnp
         rest = array.shape[2:]
         parts = xp.split(array, list(accumulate(self.own))[:-1], axis=1)
@@ -64,7 +64,7 @@ class DeviceMajor:
                                for part, length in zip(parts, self.segments, strict=True)])  # fmt: skip
 
     def rows(self, device: int) -> list[tuple[int, int]]:
-        """The logical rows that one device has, in its order."""
+        """The ranges of logical rows on one device, in its order."""
         starts = [0, *accumulate(self.segments)]
         return [(start + device * own, start + (device + 1) * own)
                 for start, own in zip(starts, self.own, strict=False)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Meshes: devices in a grid whose axes have names that strategies know."""
+"""Meshes: grids of devices whose axes have the names that strategies use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 from ...errors import UserInputError
 
-# What an axis is called elsewhere → its name here.
+# Names of axes in other libraries → names in maxjax.
 ALIASES = {
     "dp": "data", "batch": "data", "tp": "model", "tensor": "model", "mp": "model",
     "ep": "expert", "sp": "seq", "cp": "seq", "context": "seq",
@@ -19,7 +19,7 @@ AXES = ("data", "fsdp", "expert", "seq", "model")
 
 
 def axis_name(name: str) -> str:
-    """The name of a mesh axis in maxjax's terms.
+    """The name in maxjax of a mesh axis.
 
     Example:
         >>> axis_name("tp"), axis_name("data"), axis_name("mine")
@@ -34,18 +34,18 @@ def make_mesh(
     axis_types: Any = jax.sharding.AxisType.Auto,
     **sizes: int,
 ) -> jax.sharding.Mesh:
-    """A mesh of devices by the sizes of its axes: ``make_mesh(data=2, model=4)``.
+    """A mesh of devices, given the sizes of its axes: ``make_mesh(data=2, model=4)``.
 
     Args:
-        devices: Which; by default the first of JAX's, as many as the sizes need.
-        axis_types: ``jax.sharding.AxisType`` of all axes, or one for each.
-        sizes: How many devices along each axis; one may be -1, for all that are left. The
+        devices: devices; by default the first of ``jax.devices()``, as many as the sizes need.
+        axis_types: types ``jax.sharding.AxisType`` of all axes, or one for each.
+        sizes: number of devices along each axis; one may be -1, for all remaining devices. The
             usual names are data, fsdp, expert, seq and model; dp, tp, ep and sp are
-            understood.
+            accepted too.
 
     Raises:
-        UserInputError: No axis, a size that is not positive, two axes of one name, or more
-            devices than there are.
+        UserInputError: there is no axis, a size is not positive, two axes have the same name, or
+            there are too few devices.
 
     Example:
         >>> import maxjax

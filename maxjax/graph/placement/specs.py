@@ -1,9 +1,9 @@
-"""Placement: from what is wished for a weight, and a mesh, to a PartitionSpec.
+"""Placement: turns the requested split of a weight and a mesh into a PartitionSpec.
 
-Axes of the mesh alone decide which kinds of parallelism there are. Strategies of tensors
-split over ``model``, those of experts over ``expert`` and ``model``, ``fsdp`` splits the
-largest axis left, and ``data`` and ``seq`` split no weight. What does not divide is whole
-on every device, and the reason is kept.
+Only the axes of the mesh decide which kinds of parallelism are used. Strategies of tensors
+split over ``model``, those of experts over ``expert`` and ``model``; ``fsdp`` splits the
+largest remaining axis; ``data`` and ``seq`` split no weight. Axes that do not divide evenly are
+replicated, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Split(NamedTuple):
     """A strategy and the kinds of mesh axes that it splits over.
 
     Attributes:
-        strategy: How the weight is split; ``num_devices`` is not looked at.
-        over: Kinds of axes, of which those the mesh has are taken together.
-        instead: What to try where the sizes do not divide.
-        by_device: Whether the layer works with rows in the order of the devices
+        strategy: how the weight is split; ``num_devices`` is ignored.
+        over: kinds of axes; those that the mesh has are combined.
+        instead: alternative to try if the sizes do not divide evenly.
+        by_device: whether the layer supports rows in device-major order
             (:class:`DeviceMajor`); the strategy is then ``segmented`` on axis 0.
     """
 
@@ -41,12 +41,12 @@ class Split(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a weight goes, and why.
+    """The placement of a weight, and its reason.
 
     Attributes:
-        spec: For each axis of the weight, the axes of the mesh that it is split over.
-        why: One phrase for people.
-        layout: How the rows are stored, where not in their own order.
+        spec: for each axis of the weight, the axes of the mesh that it is split over.
+        why: reason as one readable phrase.
+        layout: order of the stored rows, if it is not the logical one.
     """
 
     spec: PartitionSpec
@@ -55,7 +55,7 @@ class Placed(NamedTuple):
 
 
 def axis_of(mesh: Any, kind: str) -> str | None:
-    """The mesh's own name for a kind of axis, if it has one: ``model`` may be called ``tp``.
+    """The mesh's name for a kind of axis, or None: ``model`` may be called ``tp``.
 
     Example:
         >>> import maxjax
@@ -68,10 +68,10 @@ def axis_of(mesh: Any, kind: str) -> str | None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuses a mesh of which nothing is known.
+    """Checks that a mesh has a known axis.
 
     Raises:
-        UserInputError: None of its axes is one that a strategy splits over, or data or seq.
+        UserInputError: no axis is one that a strategy splits over, or data or seq.
     """
     if not any(axis_of(mesh, kind) for kind in AXES):
         raise UserInputError(
@@ -81,20 +81,20 @@ def check_mesh(mesh: Any) -> None:
 
 
 def place(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int = 1) -> Placed:
-    """Where a weight goes on a mesh.
+    """The placement of a weight on a mesh.
 
     Args:
-        name: Of the weight, for messages.
-        shape: Its sizes, those of packed weights counted in weights.
-        block: So many values of the last axis stay together: the block of packed weights.
-        wish: A ShardingStrategy, a :class:`Split`, a PartitionSpec to be taken as it is, or
-            None: nothing is known of it.
-        mesh: A ``jax.sharding.Mesh``, or an AbstractMesh.
+        name: name of the weight, for messages.
+        shape: sizes of the weight; for quantised weights counted in weights.
+        block: number of values of the last axis that stay together: the quantisation block.
+        wish: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
+            unchanged, or None for no request.
+        mesh: a ``jax.sharding.Mesh``, or an AbstractMesh.
 
     Raises:
-        UserInputError: The strategy or the spec does not fit the weight's rank; a spec names
-            an axis the mesh lacks, or one that does not divide the size.
-        NotImplementedError: The strategy is a function, of which only it knows the ranges.
+        UserInputError: the strategy or the spec does not fit the weight's rank; a spec names
+            an axis that the mesh lacks, or one that does not divide the size.
+        NotImplementedError: the strategy is a function, whose ranges are unknown.
 
     Example:
         >>> import jax, maxjax
@@ -111,7 +111,7 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int = 1)
         )
     if isinstance(wish, PartitionSpec) or type(wish) is tuple:
         return Placed(_given(name, shape, wish, mesh, block), "as given")
-    # What each axis is divided into at the most.
+    # The largest number of parts of each axis.
     counts = [*shape[:-1], shape[-1] // block] if shape else []
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
@@ -135,7 +135,7 @@ def _tensor(
     mesh: Any,
     entries: list[tuple[str, ...]],
 ) -> str:
-    """Enters what a strategy splits; why, or why not."""
+    """Enters the axes that a strategy splits; returns why it does or does not split."""
     axes = [axis_of(mesh, kind) for kind in split.over]
     over = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
     if not over:
@@ -159,7 +159,7 @@ def _tensor(
 
 
 def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajor | None:
-    """How the rows of a weight are stored that is split inside of them."""
+    """The layout of a weight whose segments of rows are each split."""
     if split is None or not split.by_device or not entries[0]:
         return None
     rule = split.strategy.shard
@@ -173,7 +173,7 @@ def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajo
 def _divided(
     name: str, shape: Sequence[int], strategy: ShardingStrategy, n: int
 ) -> tuple[int, int, str] | None:
-    """The axis that is split, how many parts it falls into and what they are; None for no axis."""
+    """The axis that is split, its number of units and their name; None for no axis."""
     rule = strategy.shard
     if isinstance(rule, ByModule):
         raise UserInputError(
@@ -206,7 +206,7 @@ def _divided(
 def _fully(
     shape: Sequence[int], counts: Sequence[int], fsdp: str, n: int, entries: list[tuple[str, ...]]
 ) -> str:
-    """Enters the largest axis left; vectors stay whole, a gather would cost more than they do."""
+    """Enters the largest remaining axis; vectors are replicated, as a gather would cost more."""
     if len(shape) < 2:
         return ""
     free = [axis for axis in range(len(shape)) if not entries[axis] and counts[axis] % n == 0]
@@ -222,7 +222,7 @@ def spec_of(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int) -> PartitionSpec:
-    """A spec somebody wrote, in the mesh's own names."""
+    """A spec of the caller, in the names of the mesh."""
     if len(wish) > len(shape):
         raise UserInputError(
             f"weight '{name}' of shape {tuple(shape)} has fewer axes than its spec {tuple(wish)}"
@@ -262,7 +262,7 @@ def names_in(entry: Any) -> tuple[str, ...]:
 
 
 def by_pattern(rules: Mapping[str, Any], name: str) -> tuple[bool, Any]:
-    """Whether a table has a pattern for the name, ``*`` for anything, and what the first says.
+    """Whether a pattern matches the name (``*`` matches anything), and the value of the first match.
 
     Example:
         >>> by_pattern({"*.q_proj.weight": 1, "*": 2}, "layers.0.q_proj.weight")
@@ -275,7 +275,7 @@ def by_pattern(rules: Mapping[str, Any], name: str) -> tuple[bool, Any]:
 
 
 def parts(weight: Any, axis: int) -> int:
-    """How many parts an axis of a Weight is split into where it is placed.
+    """The number of parts that an axis of a Weight is split into.
 
     Example:
         >>> from maxjax.graph import DeviceRef, Weight
@@ -287,7 +287,7 @@ def parts(weight: Any, axis: int) -> int:
 
 
 def split_over(weight: Any, axis: int) -> tuple[str, ...]:
-    """The axes of the mesh that an axis of a placed Weight is split over."""
+    """The mesh axes that an axis of a Weight is split over."""
     where = getattr(weight, "sharding", None)
     if not isinstance(where, NamedSharding) or axis >= len(where.spec):
         return ()
@@ -295,7 +295,7 @@ def split_over(weight: Any, axis: int) -> tuple[str, ...]:
 
 
 def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -> tuple[str, ...]:
-    """The axes of a mesh that ``count`` rows of a batch are split over: those that divide them.
+    """The mesh axes that ``count`` rows of a batch are split over: those that divide them evenly.
 
     Example:
         >>> import jax
@@ -312,12 +312,12 @@ def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -
 
 
 def held_bytes(sharding: Any, shape: Sequence[int], itemsize: int) -> int:
-    """What one device holds of an array."""
+    """The number of bytes of an array on one device."""
     part = shape if sharding is None else sharding.shard_shape(tuple(shape))
     return math.prod(part) * itemsize
 
 
 def mesh_of(shardings: Sequence[Any]) -> Any:
-    """The mesh that weights were placed on, if they were."""
+    """The mesh of the weights, or None if they are not on a mesh."""
     found = (s.mesh for s in shardings if isinstance(s, NamedSharding))
     return next(found, None)

@@ -1,8 +1,7 @@
 """ShardingStrategy: how a weight is split over devices, as data.
 
-A strategy cuts one axis: for each device it names ranges of that axis, which are put
-together. Strategies made by the constructors below are frozen and equal when they say
-the same.
+A strategy splits one axis: for each device it gives ranges of that axis, which are
+concatenated. Strategies from the constructors of ShardingStrategy are frozen and compare by content.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Range = tuple[int, int]
 
 
 def even_range(size: int, i: int, n: int) -> Range:
-    """The part of ``size`` that device ``i`` of ``n`` gets; the first ``size % n`` get one more.
+    """The part of ``size`` for device ``i`` of ``n``; the first ``size % n`` devices get one more.
 
     Example:
         >>> [even_range(7, i, 3) for i in range(3)]
@@ -34,11 +33,11 @@ def even_range(size: int, i: int, n: int) -> Range:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of an axis that is split by itself: in units of ``size / num_heads``, if any.
+    """A part of an axis that is split by itself, between heads if ``num_heads`` is given.
 
     Attributes:
-        size: How long it is.
-        num_heads: Into how many equal heads it falls, which stay whole; None: single elements.
+        size: length of the part.
+        num_heads: number of equal heads, which are not split; None: split between elements.
 
     Example:
         >>> Segment.even(5).shard_range(0, 2), Segment.head_aware(3, 4).shard_range(1, 2)
@@ -50,16 +49,16 @@ class Segment:
 
     @classmethod
     def even(cls, size: int) -> Segment:
-        """Split as evenly as it goes."""
+        """A segment that is split as evenly as possible."""
         return cls(size)
 
     @classmethod
     def head_aware(cls, num_heads: int, head_dim: int) -> Segment:
-        """Split between heads."""
+        """A segment that is split between heads."""
         return cls(num_heads * head_dim, num_heads)
 
     def shard_range(self, i: int, n: int) -> Range:
-        """What device ``i`` of ``n`` gets, counted from the segment's start."""
+        """The range for device ``i`` of ``n``, relative to the segment's start."""
         if self.num_heads is None:
             return even_range(self.size, i, n)
         width = self.size // self.num_heads
@@ -68,7 +67,7 @@ class Segment:
 
 
 class _Ranges:
-    """What makes the ranges of an axis a callable of (weight, device, devices)."""
+    """The base of rules: turns ranges of an axis into a callable of (weight, device, devices)."""
 
     axis: int | None
 
@@ -76,10 +75,10 @@ class _Ranges:
         raise NotImplementedError
 
     def units(self, extent: int) -> int:
-        """How many equal parts may go to different devices: a mesh axis has to divide it."""
+        """The number of equal parts that can be distributed; a mesh axis must divide it."""
         return extent
 
-    # What the units are, for people.
+    # Name of the units, for messages.
     unit: Any = "values"
 
     def __call__(self, weight: Any, i: int, n: int) -> Any:
@@ -105,14 +104,14 @@ def _axis_of(weight: Any, axis: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Whole(_Ranges):
-    """Every device gets everything."""
+    """Replicates the weight on every device."""
 
     axis = None
 
 
 @dataclass(frozen=True)
 class ByModule(_Ranges):
-    """A word for Modules, which give each of their weights a strategy of its own."""
+    """A marker for Modules, which give each of their weights its own strategy."""
 
     kind: str
     axis = None
@@ -125,7 +124,7 @@ class ByModule(_Ranges):
 
 @dataclass(frozen=True)
 class Evenly(_Ranges):
-    """One axis, split as evenly as it goes."""
+    """Splits one axis as evenly as possible."""
 
     axis: int
     name: str = "axiswise"
@@ -136,7 +135,7 @@ class Evenly(_Ranges):
 
 @dataclass(frozen=True)
 class StackedQkv(_Ranges):
-    """Queries, keys and values one below the other, each split between heads."""
+    """Splits concatenated queries, keys and values, each between heads."""
 
     num_heads: int
     head_dim: int
@@ -160,7 +159,7 @@ class StackedQkv(_Ranges):
 
 @dataclass(frozen=True)
 class HeadAware(_Ranges):
-    """Columns that belong to heads; of packed weights (FP4, FP6) as many fewer."""
+    """Splits columns between heads; quantised weights (FP4, FP6) have correspondingly fewer columns."""
 
     num_heads: int
     head_dim: int
@@ -185,7 +184,7 @@ class HeadAware(_Ranges):
 
 @dataclass(frozen=True)
 class GateUp(_Ranges):
-    """Two halves of one axis, each split evenly."""
+    """Splits each of two halves of one axis evenly."""
 
     axis: int
     unit = "values in each half"
@@ -203,7 +202,7 @@ class GateUp(_Ranges):
 
 @dataclass(frozen=True)
 class Segmented(_Ranges):
-    """Segments one after the other, each split by its own rule."""
+    """Splits consecutive segments of one axis, each by its own rule."""
 
     axis: int
     segments: tuple[Segment, ...]
@@ -213,7 +212,7 @@ class Segmented(_Ranges):
 
     @property
     def unit(self) -> str:
-        """What a device gets a whole number of."""
+        """The name of the units, which are not split."""
         heads = all(segment.num_heads for segment in self.segments)
         return "heads" if heads else "parts that all segments fall into"
 
@@ -233,12 +232,12 @@ class Segmented(_Ranges):
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """How a weight is split: over how many devices, and by what rule.
+    """How a weight is split: the number of devices and the rule.
 
     Args:
-        num_devices: The number of parts ``Weight.shard`` makes. On a mesh the axis decides.
-        shard: ``f(weight, i, num_devices)``: what device ``i`` gets. The constructors below
-            give rules that are data; any function works for ``Weight.shard``.
+        num_devices: number of parts that ``Weight.shard`` makes. On a mesh the axis decides.
+        shard: rule ``f(weight, i, num_devices)`` that returns the part of device ``i``. The
+            constructors use rules that are data; ``Weight.shard`` accepts any function.
 
     Example:
         >>> from maxjax.graph import ShardingStrategy
@@ -255,11 +254,11 @@ class ShardingStrategy:
     shard: Callable[[Any, int, int], Any]
 
     def __call__(self, weight: Any, i: int) -> Any:
-        """What device ``i`` gets.
+        """The part of device ``i``.
 
         Raises:
-            ValueError: There is no such device.
-            IndexError, TypeError: The rule does not fit the weight's shape.
+            ValueError: there is no such device.
+            IndexError, TypeError: the rule does not fit the weight's shape.
         """
         if not 0 <= i < self.num_devices:
             raise ValueError(
@@ -268,10 +267,10 @@ class ShardingStrategy:
         return self.shard(weight, i, self.num_devices)
 
     def check_devices(self, count: int, what: str) -> None:
-        """There must be at most as many devices as parts; fewer take the first parts.
+        """Checks that there are at most as many devices as parts; fewer take the first parts.
 
         Raises:
-            ValueError: There are more; the message has both numbers.
+            ValueError: there are more; the message has both numbers.
         """
         if count > self.num_devices:
             raise ValueError(
@@ -283,56 +282,56 @@ class ShardingStrategy:
 
     @classmethod
     def rowwise(cls, num_devices: int) -> ShardingStrategy:
-        """Rows: the output features of a Linear's weight."""
+        """Splits rows: the output features of a Linear's weight."""
         return cls(num_devices, Evenly(0, "rowwise"))
 
     @classmethod
     def columnwise(cls, num_devices: int) -> ShardingStrategy:
-        """Columns: the input features of a Linear's weight."""
+        """Splits columns: the input features of a Linear's weight."""
         return cls(num_devices, Evenly(1, "columnwise"))
 
     @classmethod
     def axiswise(cls, axis: int, num_devices: int) -> ShardingStrategy:
-        """Any one axis, counted from the end if negative."""
+        """Splits one axis, counted from the end if negative."""
         return cls(num_devices, Evenly(axis))
 
     @classmethod
     def replicate(cls, num_devices: int) -> ShardingStrategy:
-        """Everything on each device."""
+        """Replicates the weight on each device."""
         return cls(num_devices, Whole())
 
     @classmethod
     def stacked_qkv(cls, num_devices: int, num_heads: int, head_dim: int) -> ShardingStrategy:
-        """Rows of queries, keys and values one below the other, split between heads."""
+        """Splits the rows of concatenated queries, keys and values between heads."""
         return cls(num_devices, StackedQkv(num_heads, head_dim))
 
     @classmethod
     def head_aware_columnwise(
         cls, num_devices: int, num_heads: int, head_dim: int
     ) -> ShardingStrategy:
-        """Columns, split between heads: the output projection of attention."""
+        """Splits columns between heads, for the output projection of attention."""
         return cls(num_devices, HeadAware(num_heads, head_dim))
 
     @classmethod
     def gate_up(cls, num_devices: int, axis: int = 2) -> ShardingStrategy:
-        """Gate and up projections side by side on one axis: each half split evenly."""
+        """Splits gate and up projections that are concatenated on one axis, each half evenly."""
         return cls(num_devices, GateUp(axis))
 
     @classmethod
     def segmented(
         cls, num_devices: int, axis: int, segments: Iterable[Segment]
     ) -> ShardingStrategy:
-        """Segments of one axis, each split by its own rule."""
+        """Splits segments of one axis, each by its own rule."""
         return cls(num_devices, Segmented(axis, tuple(segments)))
 
     @classmethod
     def tensor_parallel(cls, num_devices: int) -> ShardingStrategy:
-        """For a whole layer: each of its weights is split as tensor parallelism wants it."""
+        """Splits each weight of a whole layer as tensor parallelism requires."""
         return cls(num_devices, ByModule("tensor_parallel"))
 
     @classmethod
     def expert_parallel(cls, num_devices: int) -> ShardingStrategy:
-        """For a layer of experts: each device has some of them."""
+        """Gives each device some of the experts of a layer."""
         return cls(num_devices, ByModule("expert_parallel"))
 
     # -- what it is
@@ -389,17 +388,17 @@ class ShardingStrategy:
 
     @property
     def sharded_axis(self) -> int | None:
-        """The axis that is split; None where none is, or where only a function knows."""
+        """The axis that is split; None if none is, or if the rule is a function."""
         return getattr(self.shard, "axis", None)
 
 
 @runtime_checkable
 class Shardable(Protocol):
-    """What has a strategy and can be split: a Weight, a layer."""
+    """The protocol of objects that have a strategy and can be split: Weights and layers."""
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """How it is split."""
+        """How the object is split."""
         ...
 
     def shard(self, devices: Any) -> Sequence[Any]:
@@ -408,12 +407,12 @@ class Shardable(Protocol):
 
 
 def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> tuple[int, ...]:
-    """The shape of what device ``i`` gets of a weight of this shape; no values are needed.
+    """The shape of the part for device ``i`` of a weight of this shape; no values are needed.
 
     Raises:
-        IndexError: The weight has no such axis.
-        ValueError: The axis cannot be split in this way.
-        NotImplementedError: The strategy is for whole layers.
+        IndexError: the weight has no such axis.
+        ValueError: the axis cannot be split in this way.
+        NotImplementedError: the strategy is for whole layers.
     """
     return tuple(
         jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(shape, jnp.float32)).shape

@@ -1,8 +1,8 @@
-"""Weight: a named value of a model, abstract until it is loaded. At MAX's path.
+"""Weight: a named tensor of a model, abstract until it is loaded.
 
-``weight`` is the class, and the part of one device as a view; ``stored`` is what it holds, for what
-loads, places and saves; ``transpose`` is what ``w.T`` gives; ``stacked`` holds the weights of equal
-layers as one array; ``running`` knows what runs in a thread.
+``weight`` has the class, and Shard, a view of a part; ``stored`` is the interface for code that
+loads, places and saves weights; ``transpose`` is the result of ``w.T``; ``stacked`` holds the weights
+of equal layers as one array; ``running`` tracks the running Modules and Graphs of a thread.
 """
 
 from ..placement.strategy import Segment as Segment

@@ -1,9 +1,8 @@
-"""What runs in this thread: the Modules that are called, and the Graphs that are written.
+"""The Modules being called and the Graphs being built in this thread.
 
-The one place where floors above leave what floors below ask for: a Weight asks here what it is
-called and what stands for it in a Graph, a subgraph asks for the Weights of some names. Modules and
-Graphs put themselves on the stacks while they run and take themselves off; nothing is registered
-when a file is imported.
+Weights and subgraphs, which cannot import Module or Graph, look names and tracers up here: a Weight
+its full name and its tracer in a Graph, a subgraph the Weights of some names. Modules and Graphs
+push themselves on the stacks while they run; nothing is registered at import.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from .epoch import EPOCH
 
 
 class Running(threading.local):
-    """What runs in this thread.
+    """The running Modules and Graphs of this thread.
 
     Attributes:
-        modules: The Modules whose ``__call__`` is running, outermost first. Each makes the names
-            below it when it is asked (``nn/layer/call_stack.py``).
-        graphs: The Graphs being written, innermost last.
-        traced: Whether the outermost of them was called under a trace.
-        known: id(Module) → names below one of the Modules, made when they are asked for.
+        modules: Modules whose ``__call__`` is running, outermost first. Each computes the names
+            below it on demand (``nn/layer/call_stack.py``).
+        graphs: graphs being built, innermost last.
+        traced: whether the outermost Module was called under a trace.
+        known: map from id(Module) to the names below that Module, computed on demand.
     """
 
     def __init__(self) -> None:
@@ -32,25 +31,25 @@ class Running(threading.local):
         self.known: dict[int, Any] = {}
 
     def names_below(self, module: Any) -> Any:
-        """The names below a Module that runs; made anew when a structure has changed."""
+        """The names below a running Module, recomputed when a structure has changed."""
         known = self.known.get(id(module))
         if known is None or known.structure != EPOCH.structure:
             known = self.known[id(module)] = module._mx_names_below()
         return known
 
     def name_of(self, weight: Any) -> str | None:
-        """The full name of a Weight below the outermost Module that runs."""
+        """The full name of a Weight below the outermost running Module."""
         return self.names_below(self.modules[0]).names.get(id(weight)) if self.modules else None
 
     def is_below(self, stack: Any) -> bool:
-        """Whether a StackedWeight is below the outermost Module that runs."""
+        """Whether a StackedWeight is below the outermost running Module."""
         return bool(self.modules) and id(stack) in self.names_below(self.modules[0]).stacks
 
     def find(self, names: list[str], templates: list[Any]) -> list[Any] | None:
-        """The Weights of these names, given one like each.
+        """The Weights of these names; ``templates`` has a similar Weight for each.
 
-        They are those of the innermost running Module that has them all, else of the Graph being
-        written, which makes those it has none of; None where there is neither.
+        They come from the innermost running Module that has them all, otherwise from the Graph being
+        built, which creates those that it lacks; None if there is neither.
         """
         for module in reversed(self.modules):
             known = self.names_below(module).weights

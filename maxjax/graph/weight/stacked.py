@@ -1,7 +1,7 @@
 """StackedWeight: the weights of one name in n equal layers, as one array.
 
-The n Weights stay what a user sees: views, each of its slice. ``nn.LayerStack`` makes
-them, and has one pytree leaf for all n.
+Users still see n Weights, each a view of its slice. ``nn.LayerStack`` creates StackedWeights;
+each is one pytree leaf for all n.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .weight import Weight
 
 
 class Span(NamedTuple):
-    """Which layers a stack holds: ``start``, ``start + step``, … as one name for all.
+    """The layers that a stack holds: ``start``, ``start + step``, …, with a common name.
 
     Attributes:
-        pattern: What stands for the layer's number in the name of the leaf.
-        start, step, count: The numbers themselves.
+        pattern: text in place of the layer's number in the name of the leaf.
+        start, step, count: numbers of the layers, as of a range.
     """
 
     pattern: str
@@ -38,7 +38,7 @@ class Span(NamedTuple):
     count: int
 
     def name(self, full: str, index: int) -> str:
-        """The name of the one layer's weight, from that of the leaf."""
+        """The name of one layer's weight, from the name of the leaf."""
         parts = full.split(".")
         if self.pattern in parts:
             parts[parts.index(self.pattern)] = str(self.start + index * self.step)
@@ -46,20 +46,20 @@ class Span(NamedTuple):
 
 
 class StackedWeight:
-    """One array ``[n, ...]`` for the Weights of n layers; while some lack a value, those that have one.
+    """One array ``[n, ...]`` for the Weights of n layers, or single values while some layers lack one.
 
     Attributes:
-        template: A Weight without a value, like each of them.
-        span: Which layers they belong to.
+        template: Weight without a value, of the same declaration as each of them.
+        span: layers that the Weights belong to.
     """
 
-    home = None  # it is a part of nothing
+    home = None  # a StackedWeight is not a part of another holder
 
     def __init__(self, template: Weight, span: Span, parts: Mapping[int, Any] | None = None):
         self.template, self.span = around(template, None, None), span
         self._full_name: str | None = None
         self.leaf_sharding: Any = _with_layers(template.stored.leaf_sharding)
-        # Weak: the Modules hold the Weights, and a cycle would keep arrays until it is collected.
+        # Weak: the Modules hold the Weights, and a cycle would keep arrays alive until it is collected.
         self._views: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
         self._apart: list[Weight] = []
         self._parts: dict[int, Any] = dict(parts or {})
@@ -68,13 +68,13 @@ class StackedWeight:
 
     @classmethod
     def of(cls, weights: Sequence[Weight], span: Span) -> StackedWeight:
-        """Of the layers' own Weights, equal but in value; they are left as they are."""
+        """A StackedWeight of the layers' own Weights, equal except in value, which are not changed."""
         return cls(
             weights[0], span, {i: w._leaf for i, w in enumerate(weights) if not w.stored.is_lazy}
         )
 
     def adopt(self, weights: Sequence[Weight]) -> None:
-        """Makes the Weights it was made of views of it."""
+        """Turns the original Weights into views of this stack."""
         for i, weight in enumerate(weights):
             weight._own, weight._home = None, (self, i)
             self._views[i] = weight
@@ -103,7 +103,7 @@ class StackedWeight:
     # -- the value
 
     def blank(self) -> Any:
-        """What stands for the array while there is none: a placeholder, or None without sizes."""
+        """The leaf while there is no value: a placeholder, or None if sizes are unknown."""
         leaf = self.template.stored.blank()
         if leaf is None:
             return None
@@ -112,35 +112,35 @@ class StackedWeight:
 
     @property
     def stored(self) -> StackedWeight:
-        """Itself: what holds a leaf has this, as a Weight does."""
+        """Itself: every holder of a leaf has this property, as a Weight does."""
         return self
 
     @property
     def leaf(self) -> Any:
-        """The array or placeholder that is its leaf in a pytree."""
+        """The leaf in a pytree: an array or a placeholder."""
         return self._leaf
 
     @property
     def sharding(self) -> Any:
-        """The jax Sharding of one layer's weight; None where JAX is free to choose."""
+        """The jax Sharding of one layer's weight; None lets JAX choose."""
         return self.template._sharding
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has a value for every layer."""
+        """Whether every layer has a value."""
         return self._leaf is not None and type(self._leaf) is not jax.ShapeDtypeStruct
 
     def leaf_of(self, index: int) -> Any:
-        """What one of the Weights has as its leaf."""
+        """The leaf of one of the Weights."""
         if index in self._parts:
             return self._parts[index]
         if type(self._leaf) is jax.ShapeDtypeStruct:
             return self.template.stored.blank()
-        # A pytree may be rebuilt around anything, None and plain objects too.
+        # A pytree may be rebuilt around any object, including None.
         return StackSlice(self._leaf, index) if hasattr(self._leaf, "shape") else self._leaf
 
     def put_many(self, leaves: Mapping[int, Any]) -> None:
-        """Sets the leaves of some of the Weights; all of them or, if that fails, none."""
+        """Sets the leaves of some of the Weights; on failure none is changed."""
         with _LOCK:
             empty = any(v is None or type(v) is jax.ShapeDtypeStruct for v in leaves.values())
             if self.is_whole and not empty:
@@ -164,13 +164,13 @@ class StackedWeight:
             values_changed()
 
     def put(self, leaf: Any) -> None:
-        """Sets all at once: the leaf, as it is."""
+        """Sets the values of all layers: the leaf itself."""
         with _LOCK:
             self._leaf, self._parts = leaf, {}
         values_changed()
 
     def _split(self) -> None:
-        """From here on ``_parts`` is a dict of this call's own."""
+        """Makes ``_parts`` a new dict, splitting the array if there is one."""
         if self.is_whole:
             self._parts = {i: self._leaf[i] for i in range(self.span.count)}
             self._leaf = self.blank()
@@ -184,14 +184,14 @@ class StackedWeight:
             self._parts = {}
 
     def array(self) -> jax.Array:
-        """The stacked array: inside a Graph, what stands for it there."""
+        """The stacked array; inside a Graph, its tracer."""
         standing = standing_for(self)
         if standing is not None:
             return standing
-        if self._apart:  # unstacked since then; a compiled program still asks for the stack
+        if self._apart:  # it was unstacked; a compiled program still needs the stack
             return jnp.stack([weight.stored.array() for weight in self._apart])
         if not self.is_whole:
-            # Reads those that were allocated from a checkpoint; the first without any value raises.
+            # Reads Weights that were allocated from a checkpoint; the first without a value raises.
             for i in range(self.span.count):
                 self.view(i).stored.array()
         return self._leaf
@@ -199,7 +199,7 @@ class StackedWeight:
     __jax_array__ = array
 
     def moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
-        """The values as they would be stored on another Sharding: all at once, or by layer."""
+        """The values as stored with another Sharding: all in one array, or by layer."""
         before = self.template._layout
         if not self.is_whole:
             return {i: relaid(a, sharding, before, layout, name) for i, a in self._parts.items()}
@@ -213,7 +213,7 @@ class StackedWeight:
         return put(own, where, name)
 
     def settle(self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any) -> None:
-        """Takes a placement of one layer's weight over, with what :meth:`moved` gave for it."""
+        """Adopts a new sharding of one layer's weight, with the result of :meth:`moved` for it."""
         self.declare(self.template, sharding, layout)
         self.template._why = why
         self.leaf_sharding = _with_layers(self.template.stored.leaf_sharding)
@@ -224,8 +224,8 @@ class StackedWeight:
         values_changed()
 
     def declare(self, like: Weight, sharding: Any, layout: DeviceMajor | None) -> None:
-        """Takes what the Weights are declared as from one of them."""
-        # A new template: definitions and models rebuilt from them have the old one.
+        """Adopts the declaration of one of the Weights for all."""
+        # A new template: definitions, and models rebuilt from them, share the old one.
         self.template = around(like, None, None)
         self.template._sharding, self.template._layout = sharding, layout
         for view in list(self._views.values()):
@@ -234,7 +234,7 @@ class StackedWeight:
     # -- as the holder of a Module's leaf
 
     def static(self) -> tuple[Any, ...]:
-        """Everything about it that is not its value or full name; hashable."""
+        """Everything except its value and full name; hashable."""
         return (StackedWeight, self.span, self.template.stored.static())
 
     def _around(self, leaf: Any, name: str | None) -> StackedWeight:
@@ -272,7 +272,7 @@ class StackedWeight:
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The views register themselves, as they are restored.
+        # The views register themselves when they are restored.
         vars(self).update(state, _views=weakref.WeakValueDictionary())
 
     def __repr__(self) -> str:
@@ -280,12 +280,12 @@ class StackedWeight:
 
 
 def _with_layers(sharding: Any) -> Any:
-    """The sharding of a stack of weights that are each placed by ``sharding``."""
+    """The sharding of a stack of weights that each have ``sharding``."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         spec = jax.sharding.PartitionSpec(None, *sharding.spec)
         return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return sharding
 
 
-# One for all: what it guards is short.
+# One lock for all stacks: the guarded sections are short.
 _LOCK = threading.RLock()

@@ -1,10 +1,10 @@
-"""StoredWeight: what a Weight holds, where it lies and in which order; ``weight.stored`` gives it.
+"""StoredWeight: the stored data of a Weight, its sharding and its layout, as ``weight.stored``.
 
-This is how loaders, stacks, savers, plans and exports see a Weight, while users see its value.
-The *leaf* is what a pytree has of a Weight: an array, a placeholder, or a slice of the stack that
-is its *home*. Shapes, values and files are in *logical* order; a leaf is *arranged*, which is
-another order only where there is a layout (``placement/device_major.py``). A StackedWeight, which
-holds the leaf of many Weights, has the same names for what it has in common with a Weight.
+It is the interface for loaders, stacks, savers, plans and exports, while users see the value.
+The *leaf* is a Weight's entry in a pytree: an array, a placeholder, or a slice of the stack that
+is its *home*. Shapes, values and files are in *logical* order; a leaf is *arranged*,
+which differs only if there is a layout (``placement/device_major.py``). A StackedWeight, which holds
+the leaf of many Weights, uses the same names for what it has in common with a Weight.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..shape import Shape, StaticDim
 from .epoch import structure_changed
 from .running import RUNNING
 
-# The leaf of a Weight or StackedWeight: flattening a Module asks for each.
+# The leaf of a Weight or StackedWeight; flattening a Module reads each.
 leaf_of = attrgetter("_leaf")
 
 
 def around(holder: Any, leaf: Any, name: str | None) -> Any:
-    """A Weight or StackedWeight like ``holder`` around ``leaf``, which is not looked at."""
+    """A Weight or StackedWeight like ``holder`` around ``leaf``, which is not inspected."""
     return holder._around(leaf, name)
 
 
 def standing_for(weight: Any) -> Any:
-    """What stands for a Weight or a StackedWeight in the Graph being written; None outside of one."""
+    """The tracer of a Weight or StackedWeight in the Graph being built; None outside of a Graph."""
     graphs = RUNNING.graphs
     if not graphs:
         return None
@@ -49,20 +49,20 @@ def standing_for(weight: Any) -> Any:
 
 
 class StoredWeight:
-    """What a Weight holds: made when it is asked for, and nothing but another view of it.
+    """The stored data of a Weight: a view of the Weight, created on demand.
 
     Attributes:
-        weight: The Weight.
-        local_name: Its name within the layer that owns it.
-        dtype: The declared element type.
-        dims: The declared sizes, in logical order.
-        leaf: What it is in a pytree: an array, a placeholder, None, or a slice of a stack.
-        home: (StackedWeight, place in it) where that holds the value, else None.
-        source: Data of a checkpoint that has not been read yet.
-        sharding: The jax Sharding of the array in logical order, None where JAX is free to choose.
-        layout: The order of the leaf where it is not the logical one: it then has another shape.
-        why: Why it is placed so.
-        loaded_shape: The shape of the tensor it was loaded from, where that is another.
+        weight: Weight itself.
+        local_name: name within the layer that owns the Weight.
+        dtype: declared element type.
+        dims: declared sizes, in logical order.
+        leaf: entry in a pytree: an array, a placeholder, None, or a slice of a stack.
+        home: (StackedWeight, place in it) if a stack holds the value, otherwise None.
+        source: data of a checkpoint that has not been read yet.
+        sharding: jax Sharding of the array in logical order; None lets JAX choose.
+        layout: order of the leaf if it is not the logical one; its shape then differs too.
+        why: reason for the sharding.
+        loaded_shape: shape of the tensor it was loaded from, if different.
     """
 
     __slots__ = ("weight",)
@@ -91,7 +91,7 @@ class StoredWeight:
     # -- what it was declared as
 
     def static(self) -> tuple[Any, ...]:
-        """Everything about it that is not its value or full name; hashable."""
+        """Everything except its value and full name; hashable."""
         w = self.weight
         dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in w._dims)
         return (
@@ -100,7 +100,7 @@ class StoredWeight:
         )  # fmt: skip
 
     def declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
-        """Sets dtype and shape and goes back to having no value."""
+        """Sets dtype and shape, and drops the value."""
         self.refuse_in_stack("another shape or dtype")
         self.weight._dtype, self.weight._dims = dtype, dims
         self.weight._put(self.blank())
@@ -115,7 +115,7 @@ class StoredWeight:
         original: tuple[DType, Shape] | None,
         loaded_shape: tuple[int, ...] | None,
     ) -> None:
-        """Takes over what a value that was loaded says of it; the value itself comes by :meth:`put`."""
+        """Adopts the declaration of a loaded value; :meth:`put` stores the value itself."""
         w, before = self.weight, self.static()
         w._dtype, w._dims, w._quantization_encoding, w._align = dtype, dims, encoding, align
         w._original = original or w._original
@@ -124,10 +124,10 @@ class StoredWeight:
             structure_changed()
 
     def refuse_in_stack(self, what: str) -> None:
-        """Refuses what a layer of a stack cannot have of its own.
+        """Checks that the Weight is not in a stack, where layers cannot differ.
 
         Raises:
-            ValueError: It is one.
+            ValueError: the Weight belongs to a layer of a stack.
         """
         if self.weight._home is not None:
             raise ValueError(
@@ -136,34 +136,34 @@ class StoredWeight:
             )
 
     def finalise(self, name: str) -> None:
-        """Records the full name. A child's state dict does not shorten what the parent's gave."""
+        """Records the full name. A child's state dict does not shorten the name from the parent's."""
         known = self.weight._full_name
         if known is None or not known.endswith(f".{name}"):
             self.weight._full_name = name
 
     @property
     def packing(self) -> QuantizationEncoding | None:
-        """The encoding, where what is stored is bytes of its blocks."""
+        """The quantization encoding if the stored bytes are its blocks, otherwise None."""
         encoding = self.weight._quantization_encoding
         packed = encoding is not None and encoding.is_gguf and self.weight._dtype is DType.uint8
         return encoding if packed and self.weight._dims else None
 
     @property
     def block(self) -> int:
-        """How many values of the last axis stay together."""
+        """The number of values along the last axis that must not be separated."""
         return 1 if self.packing is None else self.packing.elements_per_block
 
     # -- the leaf
 
     @property
     def is_lazy(self) -> bool:
-        """Whether it has no value, though maybe data to read one from."""
+        """Whether there is no value yet; there may be data to read it from."""
         leaf = self.leaf
         return leaf is None or type(leaf) is jax.ShapeDtypeStruct
 
     @property
     def is_missing(self) -> bool:
-        """Whether it has neither a value nor data of a checkpoint to read."""
+        """Whether there is neither a value nor checkpoint data to read."""
         return self.weight._source is None and self.is_lazy
 
     @property
@@ -182,7 +182,7 @@ class StoredWeight:
         return sharding if layout is None else layout.sharding(sharding)
 
     def blank(self) -> Any:
-        """What stands for a value there is none of: a placeholder, or None without sizes."""
+        """The leaf while there is no value: a placeholder, or None if sizes are unknown."""
         if (sizes := self.leaf_dims) is None:
             return None
         # JAX without x64 has no 64-bit arrays: the placeholder has the type the value will have.
@@ -190,18 +190,18 @@ class StoredWeight:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=self.leaf_sharding)
 
     def put(self, leaf: Any) -> None:
-        """Sets the leaf, as it is."""
+        """Sets the leaf itself."""
         self.weight._put(leaf)
 
     # -- the value
 
     def logical(self, leaf: Any) -> Any:
-        """What is stored, in logical order."""
+        """A stored value in logical order."""
         layout = self.weight._layout
         return leaf if layout is None or leaf is None else layout.restore(leaf)
 
     def arranged(self, array: Any) -> Any:
-        """A value in logical order, as it is stored."""
+        """A value in logical order, converted to the stored order."""
         layout = self.weight._layout
         return array if layout is None else layout.arrange(array)
 
@@ -214,7 +214,7 @@ class StoredWeight:
         return None if type(leaf) is jax.ShapeDtypeStruct else self.logical(leaf)
 
     def array(self) -> Any:
-        """What is stored, read by now; inside a Graph, what stands for it there."""
+        """The stored array, read now if necessary; inside a Graph, its tracer."""
         standing = standing_for(self.weight)
         if standing is not None:
             return standing
@@ -226,19 +226,19 @@ class StoredWeight:
         return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
     def used(self) -> Any:
-        """What is stored, where operations can use it: see ``placement/arrays.py``."""
+        """The stored array in a form that operations can use; see ``placement/arrays.py``."""
         array = self.array()
         if self.weight._sharding is None:
             return array
         return as_used(array, self.leaf_dims, self.leaf_sharding)
 
     def operand(self) -> Any:
-        """What ``kernels.matmul`` takes: packed weights as such, a layer of a stack as it is."""
+        """The operand for ``kernels.matmul``: quantised weights and slices of stacks stay as they are."""
         packing = self.packing
         return self._uncut() if packing is None else QuantArray(self._uncut(), packing.value)
 
     def _uncut(self) -> Any:
-        """The array, or a layer of a stack as it is where nothing is to be done with it first."""
+        """The array; a layer of a stack stays a slice if it needs no preparation."""
         w, leaf = self.weight, self.leaf
         if type(leaf) is not StackSlice or w._layout is not None or standing_for(w) is not None:
             return w._as_array()
@@ -247,13 +247,13 @@ class StoredWeight:
         return w._as_array()
 
     def placed(self, value: Any) -> Any:
-        """A value in logical order as it is stored, where it belongs."""
+        """A value in logical order, converted to the stored order and put on its sharding."""
         if self.weight._layout is not None and getattr(value, "is_fully_addressable", False):
             value = np.asarray(value)
         return put(self.arranged(value), self.leaf_sharding, self.weight.name)
 
     def read(self) -> jax.Array:
-        """Reads the data this weight was allocated from; it is its value from then on."""
+        """Reads the data that this weight was allocated from, which becomes its value."""
         # A copy: JAX on a CPU would share memory the user can write to.
         host = np.array(self.weight._source)
         with jax.ensure_compile_time_eval():
@@ -269,16 +269,16 @@ class StoredWeight:
             "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
         )
 
-    # -- where it lies
+    # -- sharding
 
     def moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
-        """The value as it would be stored on another Sharding; None for none, or if a stack has it."""
+        """The value as stored with another Sharding; None if there is none or a stack holds it."""
         if self.weight._home is not None or self.is_lazy:
             return None
         return relaid(self.weight._own, sharding, self.weight._layout, layout, name)
 
     def settle(self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any) -> None:
-        """Takes a placement over, with what :meth:`moved` gave for it."""
+        """Adopts a new sharding, with the result of :meth:`moved` for it."""
         w = self.weight
         w._sharding, w._why, w._layout = sharding, why, layout
         if moved is not None:
@@ -292,7 +292,7 @@ class StoredWeight:
 
 
 def register(cls: type) -> None:
-    """Makes a class of Weights one of pytrees."""
+    """Registers a class of Weights as pytrees."""
 
     def flatten_with_keys(w: Any):
         return ((jax.tree_util.GetAttrKey("value"), w._leaf),), _Definition(w)
@@ -307,9 +307,9 @@ def register(cls: type) -> None:
 
 
 class _Definition:
-    """The treedef data of a Weight on its own: equal when all but value and full name is.
+    """The treedef data of a Weight alone: equal if everything except value and full name is.
 
-    What its operators give is a part of it: what was traced for one kind is not for the other.
+    It includes whether operators return arrays or TensorValues, so that these never share a trace.
     """
 
     __slots__ = ("key", "weight")

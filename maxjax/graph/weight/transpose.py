@@ -1,6 +1,6 @@
-"""WeightTranspose: what ``w.T`` is, so that ``x @ w.T`` reaches ``kernels.matmul``.
+"""WeightTranspose: the result of ``w.T``, which makes ``x @ w.T`` call ``kernels.matmul``.
 
-Among TensorValues it is a TransposedValue, which is one.
+Where Weights give TensorValues, the result is a TransposedValue, a subclass of TensorValue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..value import TensorValue, around, unwrap, wraps
 
 
 class _OfWeight:
-    """What is known of ``w.T`` without its array, in both of its kinds."""
+    """What both classes share: the properties of ``w.T`` that need no array."""
 
     __slots__ = ()
     _weight: Any
@@ -42,11 +42,11 @@ class _OfWeight:
 
 
 class WeightTranspose(_OfWeight):
-    """``w.T``: operators, and no ``__jax_array__``.
+    """The result of ``w.T``, with operators but without ``__jax_array__``.
 
-    Only an operand JAX does not know makes it hand ``x @ w.T`` to ``__rmatmul__``, in
-    eager code and in every transformation. For the same reason ``jnp.dot(x, w.T)``
-    raises TypeError: :meth:`array` gives the transposed array for such places.
+    JAX defers ``x @ w.T`` to ``__rmatmul__``, in eager code and in every transformation, only if
+    it does not know the operand. For the same reason ``jnp.dot(x, w.T)``
+    raises TypeError: use :meth:`array`, the transposed array, there.
     """
 
     __array_ufunc__ = None
@@ -80,9 +80,9 @@ class WeightTranspose(_OfWeight):
 
 
 class TransposedValue(_OfWeight, TensorValue):
-    """``w.T`` where a Weight gives TensorValues: the matrix with its axes swapped.
+    """The result of ``w.T`` where Weights give TensorValues: the matrix with swapped axes.
 
-    The array is made when it is asked for; ``x @ w.T`` does not ask.
+    The array is computed on demand; ``x @ w.T`` does not need it.
     """
 
     def __init__(self, weight: Any):
@@ -94,11 +94,11 @@ class TransposedValue(_OfWeight, TensorValue):
 
     @property
     def rank(self) -> int:
-        """2."""
+        """The number of axes, 2."""
         return 2
 
     def __rmatmul__(self, x: Any) -> Any:
-        # Python asks the right operand first where its class derives from the left one's.
+        # Python calls the right operand first if its class derives from the left one's.
         return self._matmul(x, self)
 
     def _product(self, x: Any) -> Any:
@@ -109,11 +109,11 @@ class TransposedValue(_OfWeight, TensorValue):
         if weight.stored.packing is not None:
             check_product(array.shape, list(weight.logical_shape)[::-1])
         else:
-            # Eagerly this counts: the usual case first.
+            # This matters in eager code: check the usual case first.
             if not array.ndim or array.shape[-1] != weight._dims[-1]:
                 check_product(array.shape, self.shape)
             if array.dtype != weight._dtype.np:
-                promote(DType.of(array.dtype), self.dtype)  # an integer and a float do not meet
+                promote(DType.of(array.dtype), self.dtype)  # raises for an integer and a float
         return around(kernels.matmul(array, weight))
 
 
@@ -135,7 +135,7 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
-# Anything but a product from the left is plain work on the transposed array.
+# All operators except ``x @ w.T`` work on the transposed array.
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv",
               "mod", "rmod", "pow", "rpow", "matmul", "lt", "le", "gt", "ge", "neg", "pos", "abs",
               "getitem"):  # fmt: skip

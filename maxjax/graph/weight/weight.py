@@ -1,7 +1,6 @@
-"""Weight: the named, possibly lazy box a Module owns.
+"""Weight: a named, possibly lazy tensor that a Module owns.
 
-The value lives in the Weight: a ``jax.ShapeDtypeStruct`` until it is loaded, then an
-array.
+The Weight holds the value: a ``jax.ShapeDtypeStruct`` until it is loaded, then an array.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .epoch import structure_changed, values_changed
 from .stored import StoredWeight, register, standing_for
 from .transpose import TransposedValue, WeightTranspose
 
-# What a copy of a Weight has in common with it.
+# Attributes that a copy shares with the Weight.
 _SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
 
 
@@ -36,26 +35,27 @@ class Weight(TensorValue):
     """A named tensor of a model, lazy until a value is loaded.
 
     Args:
-        name: Its name within the layer that owns it, ``"weight"`` or ``"q.weight"``.
-        dtype: Element type: a DType, or anything a dtype can be made of.
-        shape: Sizes; a text is a symbolic dimension.
-        device: Where MAX would put it. Recorded; it commits nothing (see ``Module.to``).
-        quantization_encoding: Block format of packed bytes. Products and lookups decode them;
-            as an array the Weight is the bytes (MAX's view), ``logical_shape`` counts weights.
-        align: Alignment in bytes demanded of loaded values; None means the dtype's own.
-        sharding_strategy: How it is split over devices.
+        name: name within the layer that owns it, such as ``"weight"`` or ``"q.weight"``.
+        dtype: element type: a DType, or anything that converts to one.
+        shape: sizes; a string is a symbolic dimension.
+        device: device that MAX would use. It is only recorded; see ``Module.to``.
+        quantization_encoding: block format of quantised weights, or None. Matmuls and look-ups
+            dequantise; as an array the Weight is its bytes (MAX's view), while ``logical_shape``
+            counts weights.
+        align: alignment in bytes required of loaded values; None means the dtype's own.
+        sharding_strategy: how the Weight is split over devices.
 
     Attributes:
-        name: The last full name it was given by a state dict, at first the local name.
-        value: None while lazy, else the array. Assign an array to fill it.
+        name: full name from the latest state dict; before that, the local name.
+        value: array, or None while lazy. Assign an array to fill it.
 
     Raises:
-        TypeError: A missing argument, or a shape that is not a sequence.
-        ValueError: Used as an array while it has no value.
+        TypeError: an argument is missing, or the shape is not a sequence.
+        ValueError: the Weight is used as an array while it has no value.
 
     A Weight is a pytree with one leaf and works in jnp functions, operators and
-    indexing; ``jax.lax`` functions need ``w.value``. ``x @ w.T`` is the fast product
-    of a layer. ``==`` between Weights is identity.
+    indexing; ``jax.lax`` functions need ``w.value``. ``x @ w.T`` is the fast matmul
+    of a linear layer. ``==`` between Weights compares identity.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,7 +74,7 @@ class Weight(TensorValue):
 
     @property
     def _wraps(self) -> bool:  # type: ignore[override]
-        """Whether what is made of it is a TensorValue where nothing else decides."""
+        """Whether results are TensorValues if no other operand decides."""
         return KIND.values
 
     def __init__(
@@ -96,29 +96,29 @@ class Weight(TensorValue):
         self._align = align
         self._sharding_strategy = sharding_strategy
         self._sharding: Any = None
-        self._why = ""  # it is placed so
-        # How its rows are stored, where that is not as they are: the leaf then has another shape.
+        self._why = ""  # reason for its sharding
+        # Order of the stored rows if it is not the logical one; the leaf then has another shape.
         self._layout: DeviceMajor | None = None
         self._flags = (_placeholder, _has_alias)
         self._original: tuple[DType, Shape] | None = None
         self._loaded_shape: tuple[int, ...] | None = None
         # Data of a checkpoint that has not been read yet (Weights.allocate).
         self._source: Any = None
-        # The StackedWeight that holds the value, and the place in it, of a layer of a LayerStack.
+        # For a layer of a LayerStack: the StackedWeight that holds the value, and the place in it.
         self._home: tuple[Any, int] | None = None
         self.shard_idx: int | None = None
         self.stored.declare(DType.of(dtype), tuple(Shape(shape)))
 
     @property
     def stored(self) -> StoredWeight:
-        """What it holds, where and in which order: for what loads, places and saves weights."""
+        """The stored data with its sharding and layout, for code that loads, places and saves weights."""
         return StoredWeight(self)
 
     # -- what it was declared as
 
     @property
     def _leaf(self) -> Any:
-        """The leaf it is in a pytree: an array, a placeholder, or a slice of a stack."""
+        """The leaf in a pytree: an array, a placeholder, or a slice of a stack."""
         home = self._home
         return self._own if home is None else home[0].leaf_of(home[1])
 
@@ -132,7 +132,7 @@ class Weight(TensorValue):
 
     @property
     def _plain(self) -> tuple[type[Weight], dict[str, Any]]:
-        """The class and state that another Weight like it has."""
+        """The class and state for a copy of this Weight."""
         return type(self), vars(self)
 
     def _around(self, leaf: Any, name: str | None) -> Weight:
@@ -150,7 +150,7 @@ class Weight(TensorValue):
 
     @property
     def name(self) -> str:
-        """The last full name a state dict gave it; before that, the local name."""
+        """The full name from the latest state dict; before that, the local name."""
         return self._full_name or self._local_name
 
     @name.setter
@@ -169,18 +169,18 @@ class Weight(TensorValue):
 
     @property
     def shape(self) -> Shape:
-        """The logical shape, a new Shape at each reading."""
+        """The logical shape, a new Shape at each access."""
         leaf = self._leaf
         sizes = getattr(leaf, "shape", None)
         if sizes is None or any(not isinstance(d, StaticDim) for d in self._dims):
             return Shape(self._dims)
         if self._layout is not None or isinstance(self._sharding, jax.sharding.NamedSharding):
-            return Shape(self._dims)  # the leaf may be a part of it, or arranged otherwise
+            return Shape(self._dims)  # the leaf may be a part, or have another order
         return Shape(sizes)
 
     @property
     def logical_shape(self) -> Shape:
-        """The shape of the weights themselves: that of packed bytes counts what they hold.
+        """The shape counted in weights: for quantised bytes, the shape of the weights they encode.
 
         Example:
             >>> from maxjax.graph import DeviceRef
@@ -206,12 +206,12 @@ class Weight(TensorValue):
 
     @property
     def device(self) -> DeviceRef:
-        """Where it was declared to live."""
+        """The device it was declared on."""
         return self._device
 
     @property
     def original_dtype_and_shape(self) -> tuple[DType, Shape]:
-        """Dtype and shape before an encoding forced it to bytes; as now unless set."""
+        """Dtype and shape before an encoding changed them to bytes; by default the present ones."""
         return self._original or (self.dtype, self.shape)
 
     @original_dtype_and_shape.setter
@@ -220,7 +220,7 @@ class Weight(TensorValue):
 
     @property
     def quantization_encoding(self) -> QuantizationEncoding | None:
-        """The block format of packed bytes, or None."""
+        """The block format of quantised bytes, or None."""
         return self._quantization_encoding
 
     @quantization_encoding.setter
@@ -231,7 +231,7 @@ class Weight(TensorValue):
 
     @property
     def align(self) -> int | None:
-        """Alignment in bytes demanded of loaded values; None means the dtype's own."""
+        """Alignment in bytes required of loaded values; None means the dtype's own."""
         return self._align
 
     @align.setter
@@ -242,7 +242,7 @@ class Weight(TensorValue):
 
     @property
     def sharding_strategy(self) -> Any:
-        """How it is split over devices, or None. Setting one declares it on the CPU, as in MAX."""
+        """How the Weight is split over devices, or None. Setting it declares the CPU as device, as in MAX."""
         return self._sharding_strategy
 
     @sharding_strategy.setter
@@ -254,14 +254,15 @@ class Weight(TensorValue):
         structure_changed()
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
-        """One Weight for each device: views of its parts, by the sharding strategy.
+        """One Weight for each device: views of the parts that the sharding strategy defines.
 
-        Shapes need no value. The parts have no values of their own; the device is recorded.
+        This Weight needs no value for it. The parts have no values of their own; devices are only
+        recorded.
 
         Raises:
-            ValueError: There is no strategy, it is for fewer devices than these, or this is a
-                shard itself.
-            IndexError, ValueError, TypeError: The strategy does not fit the shape.
+            ValueError: there is no strategy, it is for fewer devices, or this Weight is itself a
+                shard.
+            IndexError, ValueError, TypeError: the strategy does not fit the shape.
 
         Example:
             >>> from maxjax.graph import DeviceRef, ShardingStrategy, Weight
@@ -280,14 +281,14 @@ class Weight(TensorValue):
 
     @property
     def sharding(self) -> Any:
-        """The jax Sharding it is on, or will be loaded to; None where JAX is free to choose."""
+        """The jax Sharding that it has, or will be loaded to; None lets JAX choose."""
         return self._sharding if self._home is None else self._home[0].template._sharding
 
     # -- the value
 
     @property
     def value(self) -> Any:
-        """The array, or None while the weight is lazy; inside a Graph, what stands for it there."""
+        """The array, or None while the weight is lazy; inside a Graph, its tracer."""
         standing = standing_for(self)
         return self.stored.value if standing is None else self.stored.logical(standing)
 
@@ -336,9 +337,9 @@ class Weight(TensorValue):
 
     @property
     def T(self) -> Any:
-        """The transpose as a view: ``x @ w.T`` reaches ``kernels.matmul`` without one being made.
+        """The transpose as a view: ``x @ w.T`` calls ``kernels.matmul`` without transposing.
 
-        Among TensorValues it is one, with the last two axes swapped.
+        Where Weights give TensorValues it is a TensorValue, with the last two axes swapped.
         """
         array = self._as_array()
         if not KIND.values:
@@ -351,7 +352,7 @@ class Weight(TensorValue):
         except Exception as error:
             if type(error).__name__ != "ShardingTypeError":
                 raise
-        # Of an explicitly placed array JAX cuts nothing across its devices: every one gets it.
+        # JAX cannot slice a sharded axis of an array with Explicit axes, so it is replicated first.
         array = self._as_array()
         cut = explicit.automatic(lambda a: unwrap(TensorValue(a)[key]), explicit.mesh_of(array), [])
         return self._result(cut(array))
@@ -385,7 +386,7 @@ class Weight(TensorValue):
         return f"{self._plain[0].__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without a placement: it is of devices of this process."""
+        """The state without the sharding, which belongs to the devices of this process."""
         if self._sharding is None:
             return dict(vars(self))
         free = object.__new__(type(self))
@@ -416,11 +417,11 @@ register(Weight)
 
 
 class Shard(Weight):
-    """A view of a part of another Weight, which holds the value. Made by ``Weight.shard``.
+    """A view of a part of another Weight, which holds the value. ``Weight.shard`` creates it.
 
     Attributes:
-        shard_idx: Which part.
-        host: The Weight it is a part of.
+        shard_idx: index of the part.
+        host: Weight that it is a part of.
     """
 
     def __init__(self, host: Weight, i: int, device: DeviceRef):
@@ -446,7 +447,7 @@ class Shard(Weight):
 
     @property
     def shape(self) -> Any:
-        """The part's shape."""
+        """The shape of the part."""
         return Shape(self._dims)
 
     @property
@@ -456,14 +457,14 @@ class Shard(Weight):
 
     @property
     def dtype(self) -> Any:
-        """The element type: that of the whole."""
+        """The element type, that of the host."""
         return self.host.dtype
 
     def _as_array(self) -> jax.Array:
         return self._sharding_strategy(self.host._as_array(), self.shard_idx)
 
     def _put(self, leaf: Any) -> None:
-        if self.shard_idx is None:  # the placeholder it is made with
+        if self.shard_idx is None:  # the placeholder from its construction
             self._own = leaf
         else:
             self._refuse()
@@ -475,14 +476,14 @@ class Shard(Weight):
         raise ValueError(f"weight '{self.name}' is a shard: set the value of '{self.host.name}'")
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
-        """Refuses.
+        """Raises an error: a shard cannot be split again.
 
         Raises:
-            ValueError: It is a shard already.
+            ValueError: always.
         """
         raise ValueError(f"Weight '{self.name}' was already sharded. Use __getitem__ instead.")
 
     @property
     def _plain(self) -> tuple[type[Weight], dict[str, Any]]:
-        # On its own, as a leaf of a pytree, it is a plain Weight of the part.
+        # Alone, as a leaf of a pytree, a shard becomes a plain Weight of the part.
         return Weight, {name: value for name, value in vars(self).items() if name != "host"}

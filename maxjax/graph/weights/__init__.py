@@ -1,4 +1,4 @@
-"""Checkpoints as a tree of names: Weights, WeightData, load_weights."""
+"""Checkpoints as trees of names: ``load_weights`` opens one, Weights is a cursor, WeightData a tensor."""
 
 from .cursor import RESERVED_NAMES as RESERVED_NAMES
 from .cursor import SafetensorWeights as SafetensorWeights

@@ -1,7 +1,7 @@
 """Weights: a cursor over the names of a checkpoint.
 
-Attribute and index access only build a name; nothing is read before ``data()`` is
-looked at or a Module loads it. All cursors of one checkpoint share its open files.
+Attribute and index access only build a name; tensors are read when ``data().data`` is accessed
+or a Module loads them. All cursors of one checkpoint share its open files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..shape import Shape, StaticDim
 from ..weight.weight import Weight
 from .weight_data import WeightData, as_leaf
 
-# Names that are methods: a tensor called so is reached by index, weights["data"].
+# Names of methods: a tensor of such a name is reached by index, weights["data"].
 RESERVED_NAMES = (
     "allocate",
     "allocate_as_bytes",
@@ -43,23 +43,23 @@ RESERVED_NAMES = (
 
 
 class _FullName(str):
-    """A name as iteration gives it: as an index it counts from the root, whatever the place."""
+    """A name from iteration: used as an index it is absolute, at any place."""
 
     __slots__ = ()
 
 
 class _Family:
-    """What all cursors over one checkpoint share; the Source of its WeightData."""
+    """The state that all cursors of one checkpoint share, and the Source of its WeightData."""
 
     def __init__(self, table: TensorTable, path: str, allocated: dict[str, Any] | None = None):
         self.table: TensorTable | None = table
         self.path = path
         self.allocated = {} if allocated is None else allocated
-        # Those it was opened with hold for what is read beside it as well.
+        # The limits at opening also apply to files that are read with the checkpoint.
         self.limits = in_force()
-        # Arrays somebody looks at now, so that data().data is one object while it lives.
+        # Arrays in use, so that data().data is one object while it lives.
         self.seen: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
-        # Of two tensors, by name, whether their values are the same, where somebody has asked.
+        # Cached comparisons: names of two tensors → whether their values are the same.
         self.same: dict[tuple[str, str], bool] = {}
 
     def open_table(self) -> TensorTable:
@@ -88,7 +88,7 @@ class _Family:
         return entry.dtype.np, entry.shape
 
     def is_divisible(self, name: str) -> bool:
-        """Whether a part of a tensor can be read without the rest."""
+        """Whether parts of a tensor can be read alone."""
         coding = self.open_table().entries[name].coding
         return coding is None or coding.is_divisible
 
@@ -97,13 +97,13 @@ class Weights:
     """A place in the tree of names of a checkpoint.
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
-    are the same place; neither fails when nothing is there, :meth:`exists` tells. Names
+    are the same place; neither fails if there is no tensor, which :meth:`exists` tells. Names
     that start with an underscore and the names of the methods, ``keys`` and ``items`` among them,
     are reached by index only: as an attribute the method wins.
 
-    As a mapping a place holds what is at it and below: ``len``, ``in``, iteration and ``keys()``
-    are of full names, as ``items()`` is. The place of a tensor is an array to jnp and NumPy,
-    which read it then.
+    As a mapping a place holds the tensors at or below it: ``len``, ``in``, iteration, ``keys()`` and
+    ``items()`` use full names. jnp and NumPy accept the place of a tensor as an array, and then
+    read it.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, tempfile, os, safetensors.numpy
@@ -165,8 +165,8 @@ class Weights:
     def keys(self) -> list[str]:
         """Full names of the tensors at or below this place, sorted.
 
-        One of them leads to its tensor from any place; a name that you write counts from the
-        place that it is the index of.
+        These names lead to their tensors from any place; other strings used as an index are relative
+        to the place.
         """
         return [_FullName(name) for name in self._below()]
 
@@ -181,7 +181,7 @@ class Weights:
 
     @property
     def _beside(self) -> Beside:
-        """What describes the weights: config.json and the like."""
+        """The files that describe the weights, such as config.json."""
         folder = self._path if os.path.isdir(self._path) else os.path.dirname(self._path)
         return self._family.open_table().beside or Beside(folder or ".")
 
@@ -205,25 +205,24 @@ class Weights:
         return [prefix] * self.exists() + names[start:stop]
 
     def _named_data(self) -> Iterator[tuple[str, WeightData]]:
-        """Every tensor at or below by its name from here on, for a Module to load."""
+        """Every tensor at or below this place by its relative name, for a Module to load."""
         skip = len(self._prefix) + 1 if self._prefix else 0
         for name in self._below():
             yield name[skip:], self._at(name)._lazy_data()
 
     def data(self) -> WeightData:
-        """The tensor of this name, not read before its ``data`` is looked at.
+        """The tensor of this name, which is read when its ``data`` is accessed.
 
         Raises:
-            KeyError: There is none; names a close one.
-            CheckpointFormatError: It is of a type that there are no arrays of: a ValueError, as
-                in MAX.
+            KeyError: there is no such tensor; the message names a similar one.
+            CheckpointFormatError: arrays do not support its type. It is a ValueError, as in MAX.
         """
         data = self._lazy_data()
-        DType.of(data.dtype)  # raises the error of a type that there is not
+        DType.of(data.dtype)  # raises the error for an unsupported type
         return data
 
     def _lazy_data(self) -> WeightData:
-        """As ``data``; of a type that there are no arrays of, what is read fails."""
+        """As ``data``, but for an unsupported type only reading fails."""
         entry = self._family.open_table().entries.get(self._prefix)
         if entry is None:
             raise KeyError(self._unknown())
@@ -255,16 +254,16 @@ class Weights:
         quantization_encoding: QuantizationEncoding | None = None,
         device: DeviceRef | None = None,
     ) -> Weight:
-        """A new Weight of this full name, whose value is read when it is first used.
+        """A new Weight of this full name, whose value is read at its first use.
 
         Args:
-            dtype: Another float width to convert to; None keeps the file's.
-            shape: Checked against the file's.
-            device: Where it is declared to live; the CPU by default.
+            dtype: float type of another width to convert to; None keeps the file's.
+            shape: expected shape, checked against the file's.
+            device: device that it is declared on; the CPU by default.
 
         Raises:
-            KeyError: No such tensor.
-            ValueError: Another shape, a dtype that is no float width, or an encoding,
+            KeyError: there is no such tensor.
+            ValueError: the shape differs, the dtype is not a float, or an encoding is given,
                 which the format does not have.
         """
         data = self.data()
@@ -287,7 +286,7 @@ class Weights:
         return self._new_weight(data, device)
 
     def _check_encoding(self, data: WeightData, encoding: QuantizationEncoding) -> None:
-        """Refuses an encoding that was asked for."""
+        """Raises an error: the format has no quantization encodings."""
         raise ValueError(
             f"'{self.name}': quantization_encoding is not supported for a {self._format()} file"
         )
@@ -310,7 +309,7 @@ class Weights:
 
     @property
     def allocated_weights(self) -> dict[str, Any]:
-        """The data of every Weight allocated from this checkpoint by full name; one dict for all cursors."""
+        """The data of all Weights allocated from this checkpoint, by full name; shared by all cursors."""
         return self._family.allocated
 
     def close(self) -> None:
@@ -344,9 +343,9 @@ class SafetensorWeights(Weights):
     """Weights of safetensors files.
 
     Args:
-        filepaths: The files; of a name that stands in two, the last file's tensor counts.
-        prefix: The place to start at.
-        allocated: A dict to enter allocated data in.
+        filepaths: files; for a name in several files, the last file's tensor is used.
+        prefix: place to start at.
+        allocated: dict that allocated data is entered in.
     """
 
     _alignment = 1
@@ -360,13 +359,13 @@ class SafetensorWeights(Weights):
         prefix: str = "",
         allocated: dict[str, Any] | None = None,
     ):
-        del tensors, tensors_to_file_idx  # MAX's own bookkeeping; the files say it
+        del tensors, tensors_to_file_idx  # MAX's own bookkeeping; the files have it
         paths = [os.fsdecode(path) for path in filepaths]
         self._family = _Family(open_checkpoint(paths), paths[0], allocated)
         self._prefix = prefix
 
     def allocate_as_bytes(self, dtype: Any = None) -> Weight:
-        """A new uint8 Weight over the tensor's bytes: the last axis counts bytes, () becomes (n,)."""
+        """A new uint8 Weight of the tensor's bytes: the last axis counts bytes, () becomes (n,)."""
         data = self.data()
         sizes = [int(d) for d in data.shape] or [1]
         sizes[-1] = sizes[-1] * data.dtype.size_in_bits // 8
@@ -380,7 +379,7 @@ def _sizes(shape: Any) -> str:
 
 
 class _Bytes(WeightData):
-    """The bytes of another WeightData, read when they are looked at."""
+    """The bytes of another WeightData, read on access."""
 
     def __init__(self, data: WeightData):
         sizes = [int(d) for d in data.shape] or [1]
@@ -395,14 +394,14 @@ class _Bytes(WeightData):
 
     @property
     def is_loaded(self) -> bool:
-        return True  # to whoever would read it from a table
+        return True  # for code that would read it from a table
 
 
 as_leaf(SafetensorWeights)
 
 
 class _NoTable:
-    """A table of tensors that has only what was allocated, and no data."""
+    """A table of tensors with allocated Weights only, and no data."""
 
     format = "no"
 
@@ -439,7 +438,7 @@ class UnreadWeights(Weights):
         """A new Weight of this name.
 
         Raises:
-            ValueError: Without dtype and shape: there is no file to take them from.
+            ValueError: dtype or shape is missing: there is no file to take them from.
         """
         if dtype is None or shape is None:
             raise ValueError(

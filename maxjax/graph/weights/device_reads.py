@@ -1,7 +1,7 @@
-"""Values that several devices hold: each device's piece straight from the disk.
+"""Reads of sharded tensors: each device's piece comes directly from the disk.
 
-A device gets its own bytes and nothing else, not by way of another device, and the host
-never has a whole tensor.
+A device gets only its own bytes, not by way of another device, and the host never holds a whole
+tensor.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..placement.arrays import out_of_memory
 from ..placement.device_major import DeviceMajor
 from .weight_data import WeightData
 
-# Pieces that are only on their way, to be converted or sent to a device, take no more than this.
+# The most host memory for pieces that wait to be converted or sent to a device.
 STAGED_BYTES = 32 << 20
 
 
 def is_spread(sharding: Any) -> bool:
-    """Whether a Sharding is of several devices, or of those of another process."""
+    """Whether a Sharding has several devices, or devices of another process."""
     return sharding is not None and (
         len(sharding.device_set) > 1 or not sharding.is_fully_addressable
     )
 
 
 def boxes(sharding: Any, shape: Sequence[int]) -> dict[Box, list[Any]]:
-    """What this process's devices hold: part of the array → the devices that have it.
+    """The parts that this process's devices hold: part of the array → the devices that have it.
 
     Example:
         >>> import jax
@@ -46,7 +46,7 @@ def boxes(sharding: Any, shape: Sequence[int]) -> dict[Box, list[Any]]:
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of a shape that an index is, as JAX says what a device has.
+    """The box for an index into a shape, as JAX gives it for the part of a device.
 
     Example:
         >>> box_of((slice(None), slice(1, 2)), (4, 3))
@@ -57,20 +57,20 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The index of a part."""
+    """The index for a box."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def is_host(sharding: Any) -> bool:
-    """Whether all the devices of this process are CPUs: JAX takes their arrays over as they are."""
+    """Whether all devices of this process are CPUs, for which JAX reuses host memory."""
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
 def memory_for(nbytes: int, what: str) -> np.ndarray:
-    """Memory that JAX on a CPU takes over.
+    """Host memory that JAX on a CPU can use without a copy.
 
     Raises:
-        OutOfMemoryError: There is not so much.
+        OutOfMemoryError: there is not so much memory.
     """
     try:
         return aligned_empty(nbytes)
@@ -84,10 +84,10 @@ def memory_for(nbytes: int, what: str) -> np.ndarray:
 def assemble(
     name: str, shape: Sequence[int], sharding: Any, pieces: Mapping[Box, np.ndarray]
 ) -> jax.Array:
-    """The array of the pieces, which are of its boxes and which nobody else has seen.
+    """The array made of pieces, one for each box, which nobody else holds.
 
     Raises:
-        OutOfMemoryError: A device cannot hold its piece.
+        OutOfMemoryError: a device cannot hold its piece.
     """
     kind = sharding.memory_kind
     arrays, dtype = [], None
@@ -105,7 +105,7 @@ def assemble(
 def places(
     layout: DeviceMajor | None, box: Box, memory: np.ndarray
 ) -> Iterator[tuple[Box, np.ndarray]]:
-    """Of a part of what is stored: the parts of the tensor it is made of, and the memory of each."""
+    """The parts of the tensor that a stored box consists of, with the memory for each."""
     if layout is None:
         yield box, memory
         return
@@ -120,15 +120,15 @@ def places(
 
 
 class Pieces(NamedTuple):
-    """A tensor of a checkpoint that is to be read in pieces.
+    """A tensor of a checkpoint to read in pieces.
 
     Attributes:
-        data: Not read yet.
-        name: Of the weight.
-        sharding: Where it goes, as it is stored.
-        dtype: The NumPy dtype it will have.
-        convert: Makes it of what was read, after the casts of ``data``.
-        layout: How its rows are stored, where not in their own order.
+        data: tensor, not read yet.
+        name: name of the weight.
+        sharding: sharding of the stored array.
+        dtype: NumPy dtype of the stored array.
+        convert: conversion of a piece as read, after the casts of ``data``.
+        layout: order of the stored rows, if it is not the logical one.
     """
 
     data: WeightData
@@ -140,23 +140,23 @@ class Pieces(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole, as it is stored."""
+        """The shape of the whole stored array."""
         sizes = tuple(int(size) for size in self.data.shape)
         return sizes if self.layout is None else self.layout.shape(sizes)
 
     @property
     def is_direct(self) -> bool:
-        """Whether what is read is what the devices will have, in the same memory."""
+        """Whether the devices use the memory that is read into, without conversion."""
         return self.data._stored_dtype == self.dtype and is_host(self.sharding)
 
     @property
     def nbytes(self) -> int:
-        """What its pieces take while they are on their way."""
+        """The bytes that the pieces take on the host until they are on their devices."""
         itemsize = self.data._stored_dtype.itemsize
         return sum(count(box) * itemsize for box in boxes(self.sharding, self.shape))
 
     def empty(self) -> dict[Box, np.ndarray]:
-        """Memory for the pieces as they are on the disk."""
+        """Memory for the pieces in the form they have on the disk."""
         dtype = self.data._stored_dtype
         return {
             box: memory_for(count(box) * dtype.itemsize, f"weight '{self.name}'")
@@ -164,17 +164,17 @@ class Pieces(NamedTuple):
         }
 
     def parts(self, memory: dict[Box, np.ndarray]) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
-        """What is to be read into the memory."""
+        """The reads that fill the memory."""
         for box, into in memory.items():
             for region, place in places(self.layout, box, into):
                 yield self.data, region, place
 
     def array(self, memory: dict[Box, np.ndarray]) -> jax.Array:
-        """The array, of the memory once it is filled."""
+        """The array made of the filled memory."""
         return assemble(self.name, self.shape, self.sharding, self.converted(memory))
 
     def converted(self, memory: dict[Box, np.ndarray]) -> dict[Box, np.ndarray]:
-        """The pieces as the weight will have them; ``memory`` is taken apart on the way."""
+        """The pieces in the form the weight will have; empties ``memory``."""
         dtype, found = self.data._stored_dtype, {}
         for box in list(memory):
             read = memory.pop(box).view(dtype).reshape(extents(box))
@@ -183,11 +183,11 @@ class Pieces(NamedTuple):
 
 
 def read_pieces(wanted: Iterable[Pieces]) -> Iterator[jax.Array]:
-    """The arrays, in turn. A few are read at a time, all those that need no room on their way at once.
+    """The arrays, in turn. A few are read at a time; those that need no temporary memory, all at once.
 
     Raises:
-        CheckpointError: A file that cannot be read.
-        OutOfMemoryError: The host or a device cannot hold a piece.
+        CheckpointError: a file cannot be read.
+        OutOfMemoryError: the host or a device cannot hold a piece.
     """
     for batch in _batches(wanted):
         memories = [one.empty() for one in batch]
@@ -212,7 +212,7 @@ def _batches(wanted: Iterable[Pieces]) -> Iterator[list[Pieces]]:
 
 
 def fill(pieces: Sequence[tuple[WeightData, Box, np.ndarray]]) -> None:
-    """Reads parts of tensors, of one file all in parallel, into the memory for each."""
+    """Reads parts of tensors into the memory for each, in parallel for each file."""
     by_source: dict[int, tuple[Any, list[Part]]] = {}
     for data, box, memory in pieces:
         source = data.source

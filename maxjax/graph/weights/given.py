@@ -1,4 +1,4 @@
-"""Values that somebody gives for a weight: their dtype, shape and array, of whatever library they are."""
+"""Values that a caller gives for a weight: dtype, shape and array of a value from any library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def host_or_jax(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
-        # By way of bytes: NumPy knows nothing of torch's bf16 and fp8.
+        # As bytes: NumPy does not know torch's bf16 and fp8.
         flat = value.reshape(-1).view(torch.uint8).numpy()
         return flat.view(dtype_of(value).np).reshape(tuple(value.shape))
     try:

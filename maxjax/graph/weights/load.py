@@ -1,4 +1,4 @@
-"""Load_weights: a path → Weights."""
+"""``load_weights`` opens a checkpoint at a path as Weights."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class GGUFWeights(Weights):
     """Weights of a GGUF file, or of a split set by any of its parts.
 
     Args:
-        source: The file; or an open ``gguf.GGUFReader``, whose file is opened again.
-        tensors: MAX's own bookkeeping; not looked at.
-        prefix: The place to start at.
-        allocated: A dict to enter allocated data in.
+        source: file; or an open ``gguf.GGUFReader``, whose file is opened again.
+        tensors: MAX's own bookkeeping; ignored.
+        prefix: place to start at.
+        allocated: dict that allocated data is entered in.
 
     :attr:`metadata` has the file's keys and values. ``allocate`` takes shapes counted in
-    weights; a Weight of packed blocks has MAX's byte view, and ``logical_shape`` beside it.
+    weights; a quantised Weight has the shape of its bytes, as in MAX, and a ``logical_shape``.
 
     Raises:
-        CheckpointError: As for :func:`load_weights`.
+        CheckpointError: as for :func:`load_weights`.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class GGUFWeights(Weights):
         quantization_encoding: QuantizationEncoding | None = None,
         device: DeviceRef | None = None,
     ) -> Weight:
-        """A new Weight of this full name, whose value is read when it is first used.
+        """A new Weight of this full name, whose value is read at its first use.
 
         Args:
-            dtype: Another float width to convert to; packed blocks are decoded for it. None
+            dtype: float type of another width to convert to, which dequantises blocks. None
                 keeps the file's.
-            shape: Checked against the file's, counted in weights.
-            quantization_encoding: Which blocks are expected; any, for a tensor of blocks.
-            device: Where it is declared to live; the CPU by default.
+            shape: expected shape counted in weights, checked against the file's.
+            quantization_encoding: expected block format; None accepts any.
+            device: device that it is declared on; the CPU by default.
 
         Raises:
-            KeyError: No such tensor.
-            ValueError: Another shape, a dtype that is no float width, or an encoding for a
-                tensor that is not packed.
+            KeyError: there is no such tensor.
+            ValueError: the shape differs, the dtype is not a float, or an encoding is given for a
+                tensor that is not quantised.
         """
-        # As in MAX, the data is entered even if it is refused below.
+        # As in MAX, the data is entered even if the call fails below.
         self._family.allocated[self.name] = self.data()
         return super().allocate(dtype, shape, quantization_encoding, device)
 
@@ -97,7 +97,7 @@ class GGUFWeights(Weights):
 as_leaf(GGUFWeights)
 
 PathLike = str | bytes | os.PathLike[Any]
-# Renames and converts what a file holds for a model: f(weights, …) → state dict.
+# Renames and converts the tensors of a file for a model: f(weights, …) → state dict.
 WeightsAdapter = Callable[..., dict[str, WeightData]]
 
 
@@ -109,10 +109,10 @@ class WeightsFormat(enum.StrEnum):
 
 
 def weights_format(weight_paths: Sequence[Any]) -> WeightsFormat:
-    """The format a list of paths has by its suffixes; the files are not touched.
+    """The format of a list of paths, judged by their suffixes; files are not touched.
 
     Raises:
-        ValueError: The list is empty, or the suffixes are mixed or unknown.
+        ValueError: the list is empty, or the suffixes are mixed or unknown.
     """
     paths = [Path(os.fsdecode(path)) for path in weight_paths]
     if not paths:
@@ -132,18 +132,18 @@ def load_weights(
     """Opens a checkpoint and reads its headers.
 
     Args:
-        paths: A file (safetensors, GGUF, PyTorch, npz, npy), a directory (a single file, a
-            sharded set with its index, or several files), an index file, or a list of files,
-            which is MAX's: safetensors, or one GGUF file.
-        verify: When checksums are compared with what is read: ``"auto"`` when all of a tensor
-            is read at once, which costs next to nothing; True always; False never.
-        limits: What the files may ask of this process, where one says that it needs more than
-            usual; they count for the configuration that ``build`` reads beside them too.
+        paths: file (safetensors, GGUF, PyTorch, npz, npy), a directory (a single file, a
+            sharded set with its index, or several files), an index file, or a list of files
+            as in MAX: safetensors, or one GGUF file.
+        verify: when to verify checksums: ``"auto"`` when a whole tensor is read at once, which
+            costs almost nothing; True always; False never.
+        limits: limits on what files may request of this process, for files that need more than
+            the defaults; they also apply to the configuration that ``build`` reads.
 
     Raises:
-        CheckpointError: The path is missing, unreadable, damaged or of a format that is
-            not supported; the class says which.
-        ValueError: As MAX: a list that is empty, has files that do not exist, or mixes formats.
+        CheckpointError: the path is missing, unreadable, corrupt or of an unsupported format;
+            the subclass says which.
+        ValueError: as in MAX, a list is empty, names files that do not exist, or mixes formats.
 
     Example:
         >>> load_weights("nowhere.safetensors")
@@ -173,6 +173,6 @@ def _load(paths: Any, verify: Verify) -> Weights:
 
 
 def _cursor(table: TensorTable, path: str) -> Weights:
-    """The cursor for a format; those that MAX does not have need no class of their own."""
+    """The cursor for a format; formats that MAX does not have use plain Weights."""
     kinds = {"safetensors": SafetensorWeights, "gguf": GGUFWeights}
     return kinds.get(table.format, Weights)._of(table, path)

@@ -1,8 +1,8 @@
-"""Whether two tensors of a checkpoint hold the same values, reading as little as that takes.
+"""The comparison of two tensors of a checkpoint, which reads as little as possible.
 
-Published checkpoints name one table twice: as two names of one storage, or as a copy. What the file
-itself says of places and checksums is asked first; values are read in turn, on the host, and no
-further than to the first that differs.
+Published checkpoints may contain a tied embedding table twice: as two names of one storage, or as a
+copy. Offsets and checksums in the file are compared first; otherwise values are read on the host,
+up to the first difference.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .writing import data_rows
 
 
 def same_values(a: WeightData, b: WeightData) -> bool:
-    """Whether two tensors have one type, shape and encoding, and bit for bit the same values.
+    """Whether two tensors have the same type, shape and encoding, and bitwise equal values.
 
-    What was found of two tensors of an open checkpoint is kept with it.
+    Results for two tensors of an open checkpoint are cached with it.
 
     Example:
         >>> one, other = (WeightData.from_numpy(np.float32(x), "w") for x in ([1, 2], [1, 3]))
@@ -43,7 +43,7 @@ def same_values(a: WeightData, b: WeightData) -> bool:
 
 
 def same_content(a: Any, b: Any) -> bool:
-    """Whether two values, of any library, hold the same bytes."""
+    """Whether two values, from any library, hold the same bytes."""
     if a is b:
         return True
     if isinstance(a, WeightData) and isinstance(b, WeightData):
@@ -55,30 +55,30 @@ def same_content(a: Any, b: Any) -> bool:
 
 
 def same_kind(a: WeightData, b: WeightData) -> bool:
-    """Whether two tensors have one type, shape and encoding; nothing is read."""
+    """Whether two tensors have the same type, shape and encoding; nothing is read."""
     kinds = ((d.dtype, tuple(map(int, d.shape)), d.quantization_encoding) for d in (a, b))
     return next(kinds) == next(kinds)
 
 
 def _is_read_alike(a: WeightData, b: WeightData) -> bool:
-    """Whether both come from the disk, through the same casts."""
+    """Whether both are read from disk, with the same casts."""
     return not (a.is_loaded or b.is_loaded) and (a._decodes, a._casts) == (b._decodes, b._casts)
 
 
 def _by_entries(table: TensorTable, one: str, other: str) -> bool | None:
-    """What places and checksums say; None where they say nothing."""
+    """The result by offsets and checksums; None if they do not decide."""
     a, b = table.entries[one], table.entries[other]
     if (a.file, a.offset, a.nbytes, a.coding) == (b.file, b.offset, b.nbytes, b.coding):
         return True
     sums = [_sum_of(entry) for entry in (a, b)]
-    # Whoever asks for no checksums, or for those of all that is there, has the values looked at.
+    # With verification off, or always on, the values are compared instead of checksums.
     if table.verify == "auto" and (None,) not in sums and sums[0][1:] == sums[1][1:]:
         return sums[0] == sums[1]
     return None
 
 
 def _sum_of(entry: TensorEntry) -> tuple[Any, ...]:
-    """The checksum of exactly this tensor, and of what it is; None where there is none, or another."""
+    """The checksum of exactly this tensor, and its kind; (None,) if there is none, or it covers more."""
     found = entry.checksum
     if found is None or found.also:
         return (None,)
@@ -109,7 +109,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _bytes(data: WeightData) -> Iterator[np.ndarray]:
-    """The bytes of a tensor in turn, about 16 MiB at a time."""
+    """The bytes of a tensor, about 16 MiB at a time."""
     for rows in data_rows(data):
         found = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
         if len(found):

@@ -72,16 +72,16 @@ class WeightData:
     """A tensor and what is known about it.
 
     Args:
-        data: The array: NumPy, JAX, a Buffer, or anything that speaks DLPack.
+        data: the array: NumPy, JAX, a Buffer, or anything that speaks DLPack.
             A ``jax.ShapeDtypeStruct`` stands for data that is not there.
-        name: Its full name.
-        dtype: Its element type. Trusted: where the array has another type of the same
+        name: its full name.
+        dtype: its element type. Trusted: where the array has another type of the same
             width (bfloat16 bits held as uint16), the bytes are taken to be of this one.
-        shape: Its shape. Trusted.
-        quantization_encoding: The block format of packed bytes.
+        shape: its shape. Trusted.
+        quantization_encoding: the block format of packed bytes.
 
     Attributes:
-        source: Where the data is read from, while it is not read.
+        source: source to read the data from, until it is read.
 
     Example:
         >>> import numpy as np
@@ -131,7 +131,7 @@ class WeightData:
         """A NumPy array with its own dtype and shape; the array is kept, not copied.
 
         Raises:
-            ValueError: The dtype is none of maxjax's, as text; or it is complex, as in MAX.
+            ValueError: the dtype is none of maxjax's, as text; or it is complex, as in MAX.
         """
         dtype = DType.of(arr.dtype)
         if dtype.is_complex():
@@ -186,7 +186,7 @@ class WeightData:
         the shape then counts weights; integers are those of the bytes.
 
         Raises:
-            ValueError: Complex values as a real type, which would lose a part of them.
+            ValueError: complex values as a real type, which would lose a part of them.
         """
         dtype = DType.of(dtype)
         if dtype is self.dtype:
@@ -257,7 +257,7 @@ class WeightData:
         """The data as a Buffer, which replaces ``data``.
 
         Raises:
-            ValueError: The array is not contiguous.
+            ValueError: the array is not contiguous.
         """
         data = self.data
         if isinstance(data, Buffer):

@@ -33,7 +33,7 @@ def outgoing_data(
     """A tensor on its way into a file: one of a checkpoint, or of :func:`weight_data`.
 
     Args:
-        encode: The blocks that its values become, and what makes them of float32.
+        encode: the blocks that its values become, and what makes them of float32.
     """
     encoding = data.quantization_encoding
     packed = encoding.value if encoding is not None and data._is_packed else None
@@ -97,8 +97,8 @@ def weight_data(name: str, weight: Weight) -> WeightData:
     """A weight of a model as a tensor of a checkpoint: in logical order, whatever holds its value.
 
     Raises:
-        ValueError: It has no value.
-        NotImplementedError: Devices of another process hold a part of it.
+        ValueError: it has no value.
+        NotImplementedError: devices of another process hold a part of it.
     """
     source = weight.stored.source
     if weight.stored.is_lazy and isinstance(source, WeightData):

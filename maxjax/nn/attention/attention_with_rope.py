@@ -1,6 +1,6 @@
-"""Attention: every query looks at the keys its mask allows.
+"""Attention, in which each query attends to the keys that its mask allows.
 
-Shapes: B sequences, T queries, S keys, H heads of queries and K of keys, each of width D.
+Shapes: batch B, T queries, S keys, H query heads, K KV heads, head dimension D.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def attention(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
 ) -> jax.Array:
-    """``softmax(scale · q kᵀ) v`` for each head by itself.
+    """``softmax(scale · q kᵀ) v``, computed for each head.
 
     Args:
         query: ``[B, T, H, D]``.
-        key, value: ``[B, S, K, D]``, H a multiple of K: as many neighbouring heads of
-            queries share one of keys (J. Ainslie et al., arXiv:2305.13245).
-        mask: Booleans, True = attend: ``[B, S]`` (which keys are there),
-            ``[B, T, S]``, or ``[B, H or 1, T or 1, S]``. None: everybody sees everything.
-        scale: ``1/√D`` by default.
-        soft_cap: Scores become ``soft_cap · tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
-        softmax_dtype: What scores and softmax are computed in.
+        key, value: ``[B, S, K, D]``; H is a multiple of K, and each H/K neighbouring query
+            heads share one KV head (J. Ainslie et al., arXiv:2305.13245).
+        mask: booleans, True = attend: ``[B, S]`` (which keys exist), ``[B, T, S]``, or
+            ``[B, H or 1, T or 1, S]``. None: every query attends to every key.
+        scale: factor of the scores; ``1/√D`` by default.
+        soft_cap: bound of the scores, which become ``soft_cap · tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
+        softmax_dtype: dtype that scores and softmax are computed in.
 
     Returns:
         ``[B, T, H, D]`` in the dtype of ``value``. A query whose keys are all masked
-        gets the mean of all values: finite, and of no meaning.
+        gets the mean of all values, which is finite but meaningless.
 
     Raises:
-        ValueError: Shapes that do not fit together.
-        TypeError: A mask that is not boolean (0 and 1 could mean either thing).
+        ValueError: the shapes do not match.
+        TypeError: the mask is not boolean (the meaning of 0 and 1 would be ambiguous).
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -90,10 +90,10 @@ def _attention(
     soft_cap: float | None,
     dtype: Any,
 ) -> jax.Array:
-    # Heads first, then products over whole matrices, then the division, of D numbers for each
-    # query and not of S: on a CPU 2 to 4 times faster than the obvious einsums and softmax.
+    # Heads first, then batched matmuls, and the division last, of D numbers per query instead of
+    # S: on a CPU this is 2 to 4 times faster than the obvious einsums and softmax.
     q, k, v = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key, value))  # [B, H|K, T|S, D]
-    # The queries that share a head of keys are rows of one matrix: [B, K, H/K · T, D].
+    # The queries that share a KV head are rows of one matrix: [B, K, H/K · T, D].
     (batch, heads, length, width), (_, kv_heads, keys, _) = q.shape, k.shape
     grouped = (batch, kv_heads, heads // kv_heads * length)
     scores = jnp.einsum(
@@ -103,9 +103,9 @@ def _attention(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if mask is not None:
-        # Not -inf: a row with nothing to see would become NaN.
+        # Not -inf: a fully masked row would become NaN.
         scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
-    lowest = jnp.finfo(dtype).min  # where there is no key at all
+    lowest = jnp.finfo(dtype).min  # for S = 0
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=lowest)
     largest = jax.lax.stop_gradient(largest)
     weights = jnp.exp(scores - largest)  # [B, H, T, S]
@@ -133,7 +133,7 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 
 
 def _mask_4d(mask: Any, scores: tuple[int, ...]) -> jax.Array:
-    """The mask with axes for heads and queries, ready to be broadcast to ``[B, H, T, S]``."""
+    """The mask with axes for heads and queries, so that it broadcasts to ``[B, H, T, S]``."""
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise TypeError(f"a mask is boolean, True = attend; this one is {mask.dtype}")
@@ -151,11 +151,11 @@ def _mask_4d(mask: Any, scores: tuple[int, ...]) -> jax.Array:
 
 
 def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -> dict[str, Any]:
-    """Sharding rules of attention: by whole heads, over the ``model`` axis.
+    """The sharding rules of attention, which splits by heads over the ``model`` axis.
 
     Args:
-        qkv: The StackedLinear of queries, keys and values, at the attribute path ``at``.
-        heads, kv_heads, width: H, K and D.
+        qkv: StackedLinear of queries, keys and values, at the attribute path ``at``.
+        heads, kv_heads, width: sizes H, K and D.
     """
     segments = [Segment.head_aware(n, width) for n in (heads, kv_heads, kv_heads)]
     columns = ShardingStrategy.head_aware_columnwise(1, heads, width)
@@ -172,10 +172,10 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
     return rules
 
 
-# --- a layer of it --------------------------------------------------------------------------
+# --- the layer -------------------------------------------------------------------------------
 
 
-# Those there are, and whether such a query sees nothing that comes after it.
+# The supported variants, and whether each hides later keys from a query.
 _IS_CAUSAL = {
     MHAMaskVariant.CAUSAL_MASK: True,
     MHAMaskVariant.NULL_MASK: False,
@@ -184,26 +184,27 @@ _IS_CAUSAL = {
 
 
 class AttentionWithRope(Module):
-    """Self-attention over rotated queries and keys. MAX's keyword arguments; no KV cache.
+    """Self-attention with rotary position embedding and without a KV cache. Takes MAX's keyword arguments.
 
     Args:
-        rope: How queries and keys are turned.
-        num_attention_heads, num_key_value_heads: H and K; H a multiple of K.
-        hidden_size: Length E of the last axis before and after.
-        kv_params: Something with ``head_dim``; by default the rope's counts.
-        devices: Where the weights are declared to live: the first of them.
-        dtype: Of the weights.
-        linear_cls: Makes the projections.
-        stacked_qkv: One weight ``qkv_proj.weight`` instead of three.
-        scale: Of the scores, instead of 1/√D; of a stretched rope, ``rope.compute_scale()``.
-        has_bias: Whether the projections of queries, keys and values have one.
-        clip_qkv: Use their weights clipped to ``±clip_qkv``.
-        use_qk_norm, rms_norm_eps: Normalise each head of queries and keys before the rope.
-        mask_variant: Which keys a query sees.
-        sliding_window: How many tokens back it sees, itself included; None: all.
+        rope: rotary embedding of queries and keys.
+        num_attention_heads, num_key_value_heads: numbers H and K of heads; H is a multiple of K.
+        hidden_size: length E of the last axis of the input and of the result.
+        kv_params: object with ``head_dim``; by default the rope's ``head_dim`` is used.
+        devices: devices; the weights are declared on the first.
+        dtype: dtype of the weights.
+        linear_cls: constructor of the projections.
+        stacked_qkv: whether there is one weight ``qkv_proj.weight`` instead of three.
+        scale: factor of the scores instead of 1/√D; for a scaled rope, ``rope.compute_scale()``.
+        has_bias: whether the projections of queries, keys and values have a bias.
+        clip_qkv: bound that their weights are clipped to, ``±clip_qkv``.
+        use_qk_norm, rms_norm_eps: whether each head of queries and keys is normalised before the
+            rope, and the epsilon of that RMSNorm.
+        mask_variant: which keys a query attends to.
+        sliding_window: number of latest tokens a query attends to, itself included; None: all.
 
     Attributes:
-        qkv_proj, o_proj: The projections; names in a state dict are q_proj, k_proj, v_proj.
+        qkv_proj, o_proj: projections; their names in a state dict are q_proj, k_proj, v_proj.
 
     Example:
         >>> rope = RotaryEmbedding(dim=8, n_heads=2, theta=10000.0, max_seq_len=16)
@@ -268,7 +269,7 @@ class AttentionWithRope(Module):
         self.o_proj = linear_cls(in_dim=q_dim, out_dim=hidden_size, dtype=dtype, device=device)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Queries, keys and values by whole heads, and the columns of ``o_proj`` likewise."""
+        """Splits queries, keys and values by heads, and the columns of ``o_proj`` likewise."""
         return heads_rules(
             self.qkv_proj, self.n_heads, self.num_key_value_heads, self.head_dim, "qkv_proj."
         )
@@ -279,14 +280,14 @@ class AttentionWithRope(Module):
         """``[B, T, E]``, or ``[T, E]`` for one sequence → the same shape.
 
         Args:
-            mask: Booleans, True = attend, as :func:`attention` takes them; and the
-                ``mask_variant`` besides.
-            positions: Of each token, for the rope: integers ``[T]`` or ``[B, T]``; 0, 1, …
-                by default. Causality goes by the order of the tokens.
-            freqs_cis: A table as ``rope.freqs_cis``, used in the place of the rope.
+            mask: booleans, True = attend, as :func:`attention` takes them; applied in addition to
+                ``mask_variant``.
+            positions: position of each token, for the rope: integers ``[T]`` or ``[B, T]``; 0, 1, …
+                by default. The causal mask follows the order of the tokens instead.
+            freqs_cis: table such as ``rope.freqs_cis``, used instead of the rope.
 
         Raises:
-            ValueError: ``x`` has another number of axes; shapes that do not fit together.
+            ValueError: ``x`` has the wrong number of axes, or the shapes do not match.
         """
         array = unwrap(x)
         if array.ndim not in (2, 3):
@@ -296,7 +297,7 @@ class AttentionWithRope(Module):
         cos, sin = self._cos_sin(positions, tokens.shape[1], freqs_cis)
         q, k = (rotate(a, cos, sin, interleaved=self.rope.interleaved) for a in (q, k))
         if self.num_key_value_heads % parts(self.o_proj.weight, 1):
-            # Too few heads of keys to split: every device has all, and takes those of its queries.
+            # There are too few KV heads to split: each device has all, and uses those of its queries.
             k, v = (jnp.repeat(a, self.n_heads // self.num_key_value_heads, axis=2) for a in (k, v))
         y = attention(q, k, v, self._sees(mask, q, k), scale=self.scale)  # [B, T, H, D]
         y = y.reshape(*tokens.shape[:-1], self.n_heads * self.head_dim)
@@ -314,7 +315,7 @@ class AttentionWithRope(Module):
     def _apart(self, x: Any) -> list[jax.Array]:
         if not self.qkv_proj.stacked or self.qkv_proj.weight.stored.layout is not None:
             return self.qkv_proj.apart(x)
-        # The weight is whole, and the heads may be split: queries are not to be cut before that.
+        # The weight is replicated, while heads may be split: do not split the queries before that.
         return [last_axis_whole(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]
 
     def _cos_sin(self, positions: Any, length: int, table: Any) -> tuple[jax.Array, jax.Array]:
@@ -326,7 +327,7 @@ class AttentionWithRope(Module):
         return pairs[..., 0], pairs[..., 1]
 
     def _sees(self, mask: Any, q: jax.Array, k: jax.Array) -> jax.Array | None:
-        """What the variant, the window and the caller allow: ``[B or 1, H or 1, T or 1, S]``."""
+        """The mask of the variant, the window and the caller together: ``[B or 1, H or 1, T or 1, S]``."""
         scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         given = None if mask is None else _mask_4d(unwrap(mask), scores)
         if not _IS_CAUSAL[self.mask_variant] and self.sliding_window is None:

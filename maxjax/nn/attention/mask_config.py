@@ -1,10 +1,10 @@
-"""The masks that attention may have besides the one it is given."""
+"""MHAMaskVariant: the masks that attention applies in addition to the one it is given."""
 
 import enum
 
 
 class MHAMaskVariant(enum.StrEnum):
-    """Which keys a query sees, besides those its mask allows. MAX's names and values."""
+    """Which keys a query attends to, in addition to its mask. MAX's names and values."""
 
     CAUSAL_MASK = "0"
     NULL_MASK = "2"

@@ -1,4 +1,4 @@
-"""PrintHook: shows what goes into and comes out of every layer."""
+"""PrintHook: prints the inputs and outputs of every layer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LOG = logging.getLogger("maxjax")
 
 
 class PrintHook:
-    """Prints the arrays each layer takes and gives, under names like ``model.layers.0-output``.
+    """Prints the input and output arrays of each layer, under names like ``model.layers.0-output``.
 
     Args:
-        export_path: MAX's option to write values to files; not supported, only warned of.
-        filter: Names of layers to print, or a function of a layer's name; None prints all.
+        export_path: MAX's option to write values to files; not supported, and gives a warning.
+        filter: names of layers to print, or a function of a layer's name; None prints all.
 
-    It installs itself and stays until :meth:`remove`, which takes only this hook away.
+    The hook installs itself and stays until :meth:`remove`, which removes only this hook.
     Under ``jax.jit`` it prints once, while tracing, and shows types instead of values.
     The second call of a layer is called ``name(2)``.
 
@@ -70,7 +70,7 @@ class PrintHook:
         _show(f"{label}-output", outputs)
 
     def remove(self) -> None:
-        """Takes this hook away."""
+        """Removes this hook."""
         hooks.remove(self)
 
 

@@ -1,6 +1,6 @@
-"""The KV cache: keys and values of all tokens so far, one donated pytree.
+"""The KV cache: keys and values of all tokens so far, in one pytree that a jitted step can donate.
 
-``cache`` is the class; ``slots`` stores the keys and values of some layers, in floats or int8.
+``cache`` has the class; ``slots`` stores the keys and values of some layers, as floats or int8.
 """
 
 from ...absent import absent as _absent

@@ -1,9 +1,9 @@
-"""KVCache: the keys and values of all tokens so far, of all layers, as one pytree.
+"""KVCache: the keys and values of all tokens so far and of all layers, as one pytree.
 
-State is an argument and a result: a model takes a cache and gives the next one, and a jitted step
-that donates it works in place. Layers that look through a window keep what it shows.
+State is an argument and a result: a model takes a cache and returns the next one, and a jitted step
+that donates it updates it in place. Layers with sliding-window attention keep only the window.
 
-Shapes: L layers, B sequences, K heads of keys, S slots, width D.
+Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ class KVCache:
     """Keys and values of the tokens of B sequences, each with a length of its own.
 
     Attributes:
-        full: Of the layers that see all tokens: token t of a sequence is in slot t, of S. What
-            is in slots after the last token means nothing. There may be 0 such layers.
-        sliding: Of the layers that see the last ``window`` tokens: W = min(window, S) slots,
-            token t in slot t mod W. None, if all layers are in ``full``.
-        lengths: int32 ``[B]``: how many tokens of each sequence are in.
-        window: How many tokens the sliding layers see.
+        full: slots of the layers that attend to all tokens: token t of a sequence is in slot t of
+            S. The content of slots after the last token is arbitrary. There may be 0 such layers.
+        sliding: slots of the layers that attend to the last ``window`` tokens: W = min(window, S)
+            slots, with token t in slot t mod W. None if all layers are in ``full``.
+        lengths: number of stored tokens of each sequence, int32 ``[B]``.
+        window: number of tokens that sliding layers attend to.
 
-    Keys are turned by their positions. In int8 each row of D numbers has one scale in float32:
-    (D + 4) / 2 D of the memory of bfloat16, 53 % for D = 64. Measured on five random decoders of 2 to
-    12 layers, whose logits have a standard deviation of 1: logits are off by 0.006 to 0.016 (root
-    mean square) and at most 0.08, and the highest of them is the same in 97 to 100 % of all places.
+    Keys are stored after rotary embedding. In int8 each row of D numbers has one scale in float32,
+    which takes (D + 4) / 2 D of the memory of bfloat16, 53 % for D = 64. Measured on five random
+    decoders of 2 to 12 layers, whose logits have a standard deviation of 1: the error of logits is
+    0.006 to 0.016 (root mean square) and at most 0.08, and the highest logit is the same at 97 to
+    100 % of all positions.
 
     Example:
         >>> cache = KVCache.empty(2, batch=3, num_kv_heads=1, capacity=8, head_dim=4)
@@ -69,18 +70,18 @@ class KVCache:
         sliding_layers: int = 0,
         window: int | None = None,
     ) -> KVCache:
-        """A cache that holds nothing.
+        """An empty cache.
 
         Args:
-            num_layers, batch, num_kv_heads, capacity, head_dim: L, B, K, S and D; L are the
-                layers that see all tokens, 0 if all slide.
-            dtype: Of keys and values: a float, or int8.
-            sharding: Of keys and values, a device or a Sharding; each device makes its part.
-            sliding_layers, window: How many more layers there are that see the last ``window``
-                tokens.
+            num_layers, batch, num_kv_heads, capacity, head_dim: sizes L, B, K, S and D; L counts
+                the layers that attend to all tokens, and is 0 if all layers slide.
+            dtype: dtype of keys and values: a float, or int8.
+            sharding: device or Sharding of keys and values; each device allocates its part.
+            sliding_layers, window: number of additional layers that attend to the last
+                ``window`` tokens, and that window.
 
         Raises:
-            UserInputError: A size is not a positive number, or ``dtype`` is neither.
+            UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8.
         """
         batch, heads, capacity, width = (
             _count(name, n)
@@ -108,12 +109,12 @@ class KVCache:
 
     @property
     def keys(self) -> jax.Array:
-        """Of the layers that see all tokens, or of the others if there are none of these."""
+        """Keys of the layers that attend to all tokens, or of the sliding layers if there are no others."""
         return self._main.keys
 
     @property
     def values(self) -> jax.Array:
-        """As ``keys``."""
+        """Values of the same layers as ``keys``."""
         return self._main.values
 
     @property
@@ -122,24 +123,24 @@ class KVCache:
 
     @property
     def num_layers(self) -> int:
-        """L, of both kinds."""
+        """Number of layers of both kinds."""
         return self.full.layers + (0 if self.sliding is None else self.sliding.layers)
 
     @property
     def batch(self) -> int:
-        """B."""
+        """Number B of sequences."""
         return self.full.keys.shape[1]
 
     @property
     def capacity(self) -> int:
-        """S: how many tokens a sequence may have."""
+        """Maximum number S of tokens of a sequence."""
         return self.full.size
 
     def grow(self, capacity: int) -> KVCache:
-        """The same with more slots; lies as it lay.
+        """This cache with more slots and the same sharding.
 
         Raises:
-            UserInputError: ``capacity`` is less than there is.
+            UserInputError: ``capacity`` is less than the present one.
 
         Example:
             >>> cache = KVCache.empty(1, batch=1, num_kv_heads=1, capacity=4, head_dim=2)
@@ -157,22 +158,22 @@ class KVCache:
             return self
         sliding = self.sliding
         if sliding is not None and self.window is not None:
-            # Below the window nothing has gone round yet: token t is in slot t.
+            # With fewer slots than the window nothing has wrapped round yet: token t is in slot t.
             sliding = sliding.longer(min(self.window, capacity) - sliding.size)
         return dataclasses.replace(self, full=self.full.longer(more), sliding=sliding)
 
     def rewind(self, lengths: Any) -> KVCache | None:
-        """The same with only the first tokens of each row, where it still has what they need.
+        """This cache with only the first tokens of each sequence, if it still holds what they need.
 
         Args:
-            lengths: Integers ``[B]``, none more than there are; their numbers are known, as
-                those of the cache are: outside of ``jax.jit``.
+            lengths: integers ``[B]``, at most the present lengths. Both must be concrete, so this
+                works only outside of ``jax.jit``.
 
         Returns:
-            The cache; None where the sliding layers have lost tokens that the next one would see.
+            The cache; None if sliding layers have overwritten tokens that the next one attends to.
 
         Raises:
-            UserInputError: ``lengths`` are not that.
+            UserInputError: ``lengths`` are invalid.
 
         Example:
             >>> cache = KVCache.empty(1, batch=2, num_kv_heads=1, capacity=4, head_dim=2)
@@ -186,7 +187,7 @@ class KVCache:
                 f"a cache of {there.tolist()} tokens cannot be cut to {wanted.tolist()}"
             )
         if self.sliding is not None:
-            # The next token sees one less than the window, of which the last may be gone.
+            # The next token attends to one less than the window; the oldest of these may be lost.
             kept = (there <= self.sliding.size) | (wanted >= there - 1) | (wanted == 0)
             if not kept.all():
                 return None
@@ -194,13 +195,13 @@ class KVCache:
         return dataclasses.replace(self, lengths=cut)
 
     def check_room(self, counts: Any) -> None:
-        """Refuses what would not fit, where the numbers are known: outside of ``jax.jit``.
+        """Checks that so many more tokens fit, if the numbers are concrete (outside of ``jax.jit``).
 
         Args:
-            counts: How many tokens come: a number, or integers ``[B]``.
+            counts: number of new tokens: one number, or integers ``[B]``.
 
         Raises:
-            UserInputError: A sequence would be longer than the capacity.
+            UserInputError: a sequence would be longer than the capacity.
         """
         tracers = any(isinstance(a, Tracer) for a in (self.lengths, counts))
         if tracers or not getattr(self.lengths, "is_fully_addressable", True):

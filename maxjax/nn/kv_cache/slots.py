@@ -1,8 +1,6 @@
-"""Slots: the keys and values of some layers, in floats or in int8 with scales.
+"""Slots: the keys and values of some layers of a ``KVCache``, as floats or as int8 with scales.
 
-What a ``KVCache`` is made of.
-
-Shapes: L layers, B sequences, T tokens, K heads of keys, S slots, width D.
+Shapes: L layers, batch B, T tokens, K KV heads, S slots, head dimension D.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ class Slots:
     """Keys and values of L layers.
 
     Attributes:
-        keys, values: ``[L, B, K, S, D]``, floats or int8.
-        key_scales, value_scales: float32 ``[L, B, K, S]`` if they are int8: what each row is
-            multiplied with. Else None.
+        keys, values: arrays ``[L, B, K, S, D]``, floats or int8.
+        key_scales, value_scales: factors of the rows, float32 ``[L, B, K, S]``, for int8; otherwise None.
 
     Example:
         >>> slots = Slots.empty((2, 1, 1, 8, 4), jnp.int8)
@@ -45,7 +42,7 @@ class Slots:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Slots:
-        """Nothing but zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales."""
+        """Slots of zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales."""
         keys, values = (jnp.zeros(shape, dtype, device=sharding) for _ in range(2))
         if dtype != jnp.int8:
             return cls(keys, values)
@@ -56,29 +53,29 @@ class Slots:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number L of layers."""
         return self.keys.shape[0]
 
     @property
     def size(self) -> int:
-        """S."""
+        """Number S of slots."""
         return self.keys.shape[3]
 
     @property
     def scales(self) -> tuple[jax.Array, jax.Array] | None:
-        """Those of keys and of values, or None."""
+        """The scales of keys and of values, or None."""
         if self.key_scales is None or self.value_scales is None:
             return None
         return self.key_scales, self.value_scales
 
     def longer(self, more: int) -> Slots:
-        """With so many more slots of zeros, on the devices it is on."""
+        """These slots followed by ``more`` slots of zeros, on the same devices."""
         return jax.tree.map(lambda a: _longer(a, more), self)
 
     def written(self, layer: Any, k: jax.Array, v: jax.Array, place: jax.Array) -> Slots:
-        """With ``k``, ``v`` ``[B, T, K, D]`` in the slots ``place`` ``[B, T]`` of a layer.
+        """These slots with ``k``, ``v`` ``[B, T, K, D]`` written to slots ``place`` ``[B, T]`` of a layer.
 
-        A slot beyond S is nowhere; else no two tokens of a row go to the same.
+        Tokens with a place beyond S are dropped; the other places of a row must differ.
         """
         pairs = zip(jax.tree.leaves(self), self._kept(k, v), strict=True)
         return Slots(*(_written(whole, new, layer, place) for whole, new in pairs))
@@ -91,33 +88,33 @@ class Slots:
         return restored(keys, scales[0], dtype), restored(values, scales[1], dtype)
 
     def alone(self, layer: Any) -> Slots:
-        """One layer, as the only one."""
+        """The slots of one layer alone."""
         return jax.tree.map(lambda a: _at(a, layer, (1, *a.shape[1:])), self)
 
     def replaced(
         self, layer: Any, old: Slots, k: jax.Array, v: jax.Array, source: jax.Array
     ) -> Slots:
-        """With tokens in all slots of a layer: new ones, and those of ``old`` where there is none.
+        """These slots with all of one layer rewritten: new tokens, and those of ``old`` where there is none.
 
         Args:
-            old: This layer alone. That it is read before the layer is written to follows from
-                its being an operand, so that XLA needs no copy of the whole.
+            old: slots of this layer alone. As an operand it is read before the layer is written,
+                so XLA does not need to copy the whole array.
             k, v: ``[B, T, K, D]``.
-            source: ``[B, S]``: which of the T goes into a slot; negative: none.
+            source: index of the token (of T) that goes into each slot, ``[B, S]``; negative: none.
         """
         wholes, one = jax.tree.leaves(self), jax.tree.leaves(old)
         arrays = zip(wholes, one, self._kept(k, v), strict=True)
         return Slots(*(_replaced(*each, layer, source) for each in arrays))
 
     def _kept(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """Keys and values as they are kept, in the order of the leaves."""
+        """Keys and values in their stored form, in the order of the leaves."""
         if self.scales is None:
             return [k, v]
         (k, ks), (v, vs) = quantised(k), quantised(v)
         return [k, v, ks, vs]
 
     def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
-        """What would be read had these ``[..., D]`` been written; of the same types."""
+        """What :meth:`read` would return had these ``[..., D]`` been written, in the same dtypes."""
         if self.scales is None:
             return tuple(a.astype(self.keys.dtype).astype(a.dtype) for a in new)
         return tuple(restored(*quantised(a), a.dtype) for a in new)
@@ -132,7 +129,7 @@ def _longer(array: jax.Array, more: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=128)
 def _padding(pads: tuple[tuple[int, int], ...], where: Any) -> Any:
-    """A program for each, kept: a new one would be compiled each time a cache grows."""
+    """A jitted program for each padding, cached: otherwise each growth of a cache would compile anew."""
     return jax.jit(lambda a: jnp.pad(a, pads), out_shardings=where)
 
 
@@ -143,7 +140,7 @@ def _first(whole: jax.Array, layer: Any, seen: int) -> jax.Array:
 
 
 def _at(whole: jax.Array, layer: Any, shape: tuple[int, ...]) -> jax.Array:
-    """What begins at a layer, of this shape."""
+    """The slice of this shape that begins at a layer."""
     start = (layer, *(0,) * (whole.ndim - 1))
     return jax.lax.dynamic_slice(whole, start, shape, allow_negative_indices=False)
 
@@ -170,7 +167,7 @@ def _written(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> 
 
 
 def _changed(run: Any, whole: jax.Array, *operands: Any) -> jax.Array:
-    """``run`` of these; on a mesh with Explicit axes the result lies where ``whole`` does."""
+    """``run`` of the operands; on a mesh with Explicit axes the result has the sharding of ``whole``."""
     mesh = explicit.mesh_of(whole, *operands)
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(whole))

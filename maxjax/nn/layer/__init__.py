@@ -1,10 +1,10 @@
-"""The container calculus: Layer, Module, LayerList, hooks and state dicts.
+"""The base classes of layers: Layer, Module, LayerList, LayerStack; with hooks and state dicts.
 
 A Module is a pytree of one level. Its leaves are the values of its unique Weights in
 state-dict order; everything else is its definition, interned so that JAX compares it by
-identity. What that promises: layer 0 equals layer 1, a lazy model equals the loaded
-one, ties stay one leaf under every transformation, and a change of structure (never of
-a value) makes JAX trace again.
+identity. Therefore equal layers have equal treedefs, as have a lazy model and the loaded
+one; tied weights stay one leaf under every transformation; and a change of structure (never
+of a value) makes JAX trace again.
 """
 
 from ...graph.placement.strategy import Shardable as Shardable

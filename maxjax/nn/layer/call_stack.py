@@ -1,8 +1,8 @@
-"""The Modules now running in this thread: names of weights and scopes, and warnings.
+"""The stack of Modules running in this thread: names of weights and scopes, and warnings.
 
-Full names are those below the outermost running Module. ``module.py`` calls :func:`run`
-round every ``__call__``; weights and subgraphs ask ``graph/weight/running.py``, where the Modules
-are put, what a weight is called.
+Full names are relative to the outermost running Module. ``module.py`` wraps every ``__call__``
+in :func:`run`; weights and subgraphs look names up in ``graph/weight/running.py``, which holds
+the stack.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .walk import Walk
 
 
 class Names:
-    """Walks below a Module, for looking things up: a trace asks once per weight and call."""
+    """Cached look-ups of names below a Module: a trace needs one per weight and call."""
 
     def __init__(self, root: Any):
-        # The root is held so that its id stays its own.
+        # Holding the root keeps its id from being reused.
         self.root, self.structure = root, EPOCH.structure
 
     @functools.cached_property
@@ -68,12 +68,12 @@ class Names:
 
 
 _WARNED: set[tuple[str, type]] = set()
-# What holds nothing else.
+# Types that hold no other values.
 _PLAIN = (jax.Array, np.ndarray, int, float, str, bool)
 
 
 def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Calls with the module on the stack, and under its name in profiles when traced."""
+    """Runs ``call`` with the module on the stack and, when traced, in a named scope for profiles."""
     running, gave_values = RUNNING, KIND.values
     outermost = not running.modules
     if outermost:
@@ -98,7 +98,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
 
 
 def _has_value(args: Iterable[Any]) -> bool:
-    """Whether a TensorValue is among them, at any depth of what holds others."""
+    """Whether the arguments contain a TensorValue, at any depth of containers."""
     for arg in args:
         if isinstance(arg, TensorValue):
             if wraps(arg):
@@ -134,9 +134,9 @@ def _scope_name(module: Any) -> str | None:
 
 
 def layer_name(layer: Any) -> str | None:
-    """The full name of a layer below the outermost Module now running; None outside of one.
+    """The full name of a layer below the outermost running Module; None if no Module is running.
 
-    For hooks: ``layers.3.mlp`` also where the layer is rebuilt, as under ``jax.jit``.
+    Meant for hooks: it is ``layers.3.mlp`` even where the layer is rebuilt, as under ``jax.jit``.
     """
     if not RUNNING.modules:
         return None
@@ -145,9 +145,9 @@ def layer_name(layer: Any) -> str | None:
 
 
 def _warn_if_captured(module: Any) -> None:
-    """Weights that are constants of a traced program go stale without a word."""
+    """Warns of weights that are constants of a traced program: they would silently go stale."""
     if RUNNING.graphs:
-        return  # there they are arguments of the program
+        return  # there the weights are arguments of the program
     values = held(module)
     if ("captured", type(module)) in _WARNED or any(isinstance(v, Tracer) for v in values):
         return

@@ -1,4 +1,4 @@
-"""The definition of a Module: its treedef, made by one walk and interned.
+"""Definition: the treedef of a Module, created by one walk and interned.
 
 A Module flattens to its unique weights' values in state-dict order, one level deep. The
 rest (classes, attributes, static values, ties, names) is a Definition: equal
@@ -25,18 +25,18 @@ from .walk import Walk, host_of, source_of
 
 
 class Definition:
-    """What a tree of Modules is apart from its weights' values. Immutable, interned.
+    """Everything in a tree of Modules except the values of its weights. Immutable and interned.
 
     Attributes:
-        names: Full name of each leaf, in state-dict order.
-        owned: For each leaf, whether it is in the state dict (False where every
-            reference below this root is marked as shared with an owner elsewhere).
-        aliases: Other full names of tied weights → the owner's.
-        nodes: One :class:`Node` per Module in walk order.
-        weights: A Weight or StackedWeight without value per leaf, to copy from.
-        statics: The static values of each node.
-        stacked: Whether there is a StackedWeight among them.
-        shards: For each node, attribute → what to make its shard from.
+        names: full name of each leaf, in state-dict order.
+        owned: for each leaf, whether it is in the state dict (False if every reference below
+            this root is marked as shared with an owner elsewhere).
+        aliases: map from other full names of tied weights to the owner's.
+        nodes: one :class:`Node` per Module, in walk order.
+        weights: for each leaf, a Weight or StackedWeight without a value, as a template.
+        statics: static values of each node.
+        stacked: whether there is a StackedWeight among ``weights``.
+        shards: for each node, a map from attributes to templates of their shards.
     """
 
     __slots__ = (
@@ -60,7 +60,7 @@ class Definition:
 class Valued(NamedTuple):
     """The treedef data of a Module where Weights give TensorValues (``graph/kind.py``).
 
-    Another one than the Definition it is about: no trace is used for both kinds.
+    It differs from the Definition it wraps, so that no trace is used for both kinds.
     """
 
     definition: Definition
@@ -70,20 +70,20 @@ _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValue
 
 
 class Node(NamedTuple):
-    """What a Definition knows of one Module.
+    """One Module in a Definition.
 
     Attributes:
-        kind: Its class.
+        kind: class of the Module.
         weights: (attribute, local name, leaf index, marked shared, place in a stack or None).
         children: (attribute, node index).
         statics: (attribute, key of the value), sorted.
-        in_stack: Whether it is one of the layers of a LayerStack, or a part of one.
-        stacks: Of a LayerStack: the leaf indices of its StackedWeights.
-        elsewhere: Of a LayerStack: (layer number, path in it, node index) of what the model
-            holds in another place too, of layers that others stand for.
-        shards: (attribute, index of the leaf it is a part of, place in a stack or None, what
-            it is); of one whose Weight is not below the root, -1 in the place of the last.
-        source: Of a part of a layer: the node index of that layer, or _ELSEWHERE; otherwise None.
+        in_stack: whether the Module is, or is in, one of the layers of a LayerStack.
+        stacks: for a LayerStack: leaf indices of its StackedWeights.
+        elsewhere: for a LayerStack: (layer number, path in it, node index) of Modules that the
+            model also holds elsewhere, in layers that another layer represents.
+        shards: (attribute, index of the leaf it is a part of, place in a stack or None, which
+            part it is); the last is -1 if the Weight is not below the root.
+        source: for a part of a layer: node index of that layer, or _ELSEWHERE; otherwise None.
     """
 
     kind: type
@@ -102,7 +102,7 @@ _ELSEWHERE = -1
 
 
 class Cache:
-    """What a Module keeps of its last walk: for which epochs it holds, and what it found."""
+    """The cached result of the last walk below a Module, and the epochs for which it is valid."""
 
     __slots__ = (
         "structure", "definition", "weights", "sliced", "values", "leaves", "table", "lent",
@@ -119,13 +119,13 @@ class Cache:
     ):
         self.structure, self.definition, self.weights = structure, definition, weights
         self.lent = lent
-        # Whether leaves are slices of stacks: they are kept as such, and cut when wanted.
+        # Whether leaves are slices of stacks: they are kept as such, and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.values, self.leaves = -1, ()
 
     def refresh(self) -> tuple[Any, ...]:
-        """Collects the weights' leaves anew."""
+        """Collects the leaves of the weights again."""
         values = EPOCH.values
         leaves = tuple(map(leaf_of, self.weights))
         self.leaves, self.values = leaves, values
@@ -133,7 +133,7 @@ class Cache:
         return leaves
 
     def names(self, root: Any) -> tuple[dict[str, Weight], dict[str, str]]:
-        """The weights by the names of a state dict, and the other names of tied weights."""
+        """The weights by their state-dict names, and the other names of tied weights."""
         if self.table is None:
             leaves: Any = zip(
                 self.definition.names, self.weights, self.definition.owned, strict=True
@@ -146,12 +146,12 @@ class Cache:
 
 
 def _array(leaf: Any) -> Any:
-    """The leaf as an array, where it is a slice of a stack: of one of its layers on its own."""
+    """The leaf as an array; a slice of a stack becomes the array of that layer."""
     if type(leaf) is not StackSlice:
         return leaf
     if isinstance(leaf.stack, Tracer):
         return leaf.__jax_array__()
-    with jax.ensure_compile_time_eval():  # of no trace that happens to run
+    with jax.ensure_compile_time_eval():  # outside of any trace that is running
         return leaf.__jax_array__()
 
 
@@ -193,7 +193,7 @@ def define(root: Any) -> Cache:
 
 
 def _lent(walk: Walk) -> tuple[Lent, ...]:
-    """The lists of callers that may still be changed."""
+    """The lists of callers that they can still change."""
     found = []
     for module in walk.modules:
         for attr, lent in tuple(module._mx_lent.items()):
@@ -238,7 +238,7 @@ def _part(
 
 
 def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
-    """What of the layers of a stack, but those that stand for all, the model holds in other places."""
+    """The Modules in represented layers of a stack that the model also holds in other places."""
     if not stack._mx_is_stack:
         return ()
     if not any(
@@ -263,7 +263,7 @@ def _first(item: tuple[str, Any]) -> str:
 
 
 def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any:
-    """A new tree of Modules around ``leaves``, which may be anything and are not looked at."""
+    """A new tree of Modules around ``leaves``, which may be any objects and are not inspected."""
     if isinstance(definition, Valued):
         definition = definition.definition
     holders = tuple(
@@ -313,7 +313,7 @@ def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any
 
 
 def known(module: Any) -> Cache:
-    """What is known of the structure below a Module; its leaves are not touched."""
+    """The valid Cache of the structure below a Module; its leaves are not touched."""
     cache = module._mx_cache
     if cache is None or cache.structure != EPOCH.structure:
         cache = vars(module)["_mx_cache"] = define(module)
@@ -323,8 +323,8 @@ def known(module: Any) -> Cache:
 
 
 def flatten(module: Any) -> tuple[tuple[Any, ...], Definition | Valued]:
-    # The dispatch path of every jitted call: a few look-ups when nothing has changed. The
-    # leaves are read before the count: another thread counts first, then lets them go.
+    # This is the dispatch path of every jitted call: a few look-ups when nothing has changed.
+    # Leaves are read before the count, because other threads count before they release leaves.
     cache = module._mx_cache
     if cache is None or cache.structure != EPOCH.structure:
         cache = vars(module)["_mx_cache"] = define(module)
@@ -339,7 +339,7 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Definition | Valued]:
 
 
 def held(module: Any) -> list[Any]:
-    """What the weights hold: the leaves, with the whole stack for a slice of one."""
+    """The values that the weights hold: the leaves, with the whole stack in place of a slice."""
     cache = known(module)
     leaves = cache.leaves
     return list(map(whole, leaves if cache.values == EPOCH.values else cache.refresh()))

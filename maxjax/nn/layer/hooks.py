@@ -1,8 +1,8 @@
-"""Layer, and the process-wide hooks that run after each layer's call.
+"""Layer, the base class of Module, and the process-wide hooks that run after each layer's call.
 
 Hooks fire at trace time: under ``jax.jit`` once per trace, with tracers; in eager code
 at every call. While any is installed, ``definition.py`` puts :func:`token` into every
-Module's treedef, so compiled programs without hooks are left alone and used again.
+Module's treedef, so programs compiled without hooks are not affected and are reused later.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def add_layer_hook(fn: Hook) -> None:
 
     ``args`` and ``kwargs`` are bound by the signature of that ``__call__``: a positional
     parameter given by keyword arrives in ``args``; defaults are not filled in. Anything
-    but None that the hook returns replaces the outputs. Hooks of the whole process run
-    in the order they were added, inner layers first; twice added, a hook fires twice.
+    but None that the hook returns replaces the outputs. Hooks run
+    in the order they were added, inner layers first; a hook that is added twice fires twice.
 
     Example:
         >>> from maxjax.nn import Module
@@ -46,7 +46,7 @@ def add_layer_hook(fn: Hook) -> None:
 
 @contextlib.contextmanager
 def layer_hook(fn: Hook) -> Iterator[None]:
-    """As :func:`add_layer_hook`, inside a ``with`` block; then this hook is taken away, and no other.
+    """As :func:`add_layer_hook`, for the duration of a ``with`` block; removes only this hook.
 
     Example:
         >>> from maxjax.nn import Module
@@ -60,7 +60,7 @@ def layer_hook(fn: Hook) -> Iterator[None]:
         >>> Double()(3)
         6
     """
-    mine = functools.partial(fn)  # another object than the same function added elsewhere
+    mine = functools.partial(fn)  # distinct from the same function added elsewhere
     add_layer_hook(mine)
     try:
         yield
@@ -69,7 +69,7 @@ def layer_hook(fn: Hook) -> Iterator[None]:
 
 
 def remove(hook: Hook) -> None:
-    """Takes one hook away, wherever it was added; no other."""
+    """Removes this hook only, wherever it was added."""
     _HOOKS[:] = [other for other in _HOOKS if other is not hook]
     structure_changed()
 
@@ -81,12 +81,12 @@ def clear_hooks() -> None:
 
 
 def token() -> tuple[Hook, ...] | None:
-    """What tells a treedef made under the present hooks from others; None without hooks."""
+    """The part of a treedef that identifies the present hooks; None without hooks."""
     return tuple(_HOOKS) or None
 
 
 def dispatch(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict, outputs: Any) -> Any:
-    """Runs the hooks on one finished call; gives the outputs they leave."""
+    """Runs the hooks on one finished call and returns the final outputs."""
     bound = _signature(call).bind(layer, *args, **kwargs)
     for hook in _HOOKS:  # the live list: a hook may clear it or append to it
         replaced = hook(layer, bound.args[1:], bound.kwargs, outputs)
@@ -123,5 +123,5 @@ class Layer:
         return wrapped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Does nothing; subclasses define it."""
+        """The computation, which subclasses define."""
         return None

@@ -1,4 +1,4 @@
-"""MAX's path of the classes that layers derive from, and of the hooks."""
+"""Re-exports of the base classes of layers and of the hooks, under MAX's path."""
 
 from ...graph.placement.strategy import Shardable as Shardable
 from .hooks import Layer as Layer

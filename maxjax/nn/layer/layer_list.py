@@ -1,8 +1,8 @@
-"""LayerList: the container of Modules. Sequential: a LayerList by another name.
+"""LayerList, a list of Modules; with LayerTuple, Sequential and MissingLayer.
 
 Children are attributes "0", "1", …, so that state dicts say ``layers.3.weight``; every
 change of the list renumbers them. A list that is assigned to a Module becomes a LayerList,
-a tuple a LayerTuple: both have what code written for lists and tuples uses of them.
+a tuple becomes a LayerTuple; both support the usual list and tuple operations.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class LayerList(Module, stands_for=list):
     """A list of layers whose weights are named by their position.
 
     Args:
-        layers: Any iterable of Modules (or of legacy Layers and None, which have no weights;
-            of lists and tuples of Modules, which become LayerLists; of shards of a Weight).
+        layers: iterable of Modules. Items may also be legacy Layers and None, which have no weights;
+            lists and tuples of Modules, which become LayerLists; or shards of a Weight.
 
-    Calling it runs the layers one after the other: the first gets all arguments, each
-    other one what the one before returned. A slice or a sum gives a plain list, and it
-    equals a plain list of the same objects. Assigning a list of Modules, or an empty list,
-    to an attribute of a Module makes one.
+    A call runs the layers one after the other: the first gets all arguments, each later one the
+    result of the one before. Slices and sums are plain lists, and a LayerList equals a plain list
+    of the same objects. A list of Modules, or an empty list, that is assigned to an attribute of a
+    Module becomes a LayerList.
 
     Raises:
-        TypeError: Something in it is not a layer.
+        TypeError: an item is not a layer.
 
     Example:
         >>> from maxjax import nn
@@ -41,9 +41,9 @@ class LayerList(Module, stands_for=list):
         ['0.weight', '1.weight', '2.weight']
     """
 
-    # What slices and sums give, and what it may equal.
+    # The type of slices and sums, and of lists that it may equal.
     _plain_type: type = list
-    # What ``stack`` makes: the one subclass that says that it is a stack, when it is defined.
+    # The class that ``stack`` creates: the one subclass defined with ``is_stack=True``.
     _stack_type: type[Any]
 
     def __init_subclass__(cls, is_stack: bool = False, **kwargs: Any):
@@ -65,14 +65,14 @@ class LayerList(Module, stands_for=list):
         """The Modules by position.
 
         Raises:
-            ValueError: The list holds a Layer that is not a Module, as in MAX.
+            ValueError: the list holds a Layer that is not a Module, as in MAX.
         """
         if any(not isinstance(layer, (Module, Weight)) for layer in self.layers):
             raise ValueError("Not all layers in this Sequential object have been migrated to V2.")
         return super().sublayers
 
     def _renew(self, layers: list[Any]) -> None:
-        """Registers ``layers`` under 0, 1, … in the place of what was there."""
+        """Replaces the content by ``layers``, registered under 0, 1, …."""
         layers = [self._item(layer) for layer in layers]
         for name in [name for name in vars(self) if name.isdigit()]:
             self._forget(name)
@@ -94,7 +94,7 @@ class LayerList(Module, stands_for=list):
         structure_changed()
 
     def _item(self, layer: Any) -> Any:
-        """What stands in the list for ``layer``: itself, or a LayerList for a list."""
+        """The item that represents ``layer``: itself, or a LayerList for a list."""
         if type(layer) in self._mx_containers and holds_items(layer) is not False:
             return self._mx_containers[type(layer)](layer)
         if layer is None or isinstance(layer, Layer):
@@ -105,14 +105,14 @@ class LayerList(Module, stands_for=list):
                         "of plain data assign the finished list, for example module.sizes = [1, 2]")  # fmt: skip
 
     def stack(self, *, period: int | None = None, first: int = 0) -> Any:
-        """A LayerStack of these layers: one body for all, compiled once.
+        """A LayerStack of these layers, whose common body is compiled once.
 
-        The layers keep their names and become views of it. See LayerStack for the
-        arguments and for what may be stacked.
+        The layers keep their names and become views of the stack. See LayerStack for the
+        arguments and for which layers can be stacked.
 
         Raises:
-            ValueError: The layers differ; the message says in what.
-            TypeError: The list holds more than layers.
+            ValueError: the layers differ; the message names the difference.
+            TypeError: the list holds items that are not Modules.
         """
         held = {*self._mx_children, *self._mx_locals, *self._mx_statics}
         if more := sorted(name for name in held if not name.isdecimal()):
@@ -125,7 +125,7 @@ class LayerList(Module, stands_for=list):
         self._renew([*self.layers, layer])
 
     def insert(self, i: int, layer: Layer) -> None:
-        """Puts a layer before position ``i``; those behind it are renumbered."""
+        """Inserts a layer before position ``i``; the layers after it are renumbered."""
         layers = self.layers
         layers.insert(i, layer)
         self._renew(layers)
@@ -140,33 +140,33 @@ class LayerList(Module, stands_for=list):
         self._renew([*self.layers, *more])
 
     def pop(self, i: int = -1) -> Any:
-        """Takes a layer out and returns it."""
+        """Removes a layer and returns it."""
         layers = self.layers
         layer = layers.pop(i)
         self._renew(layers)
         return layer
 
     def remove(self, layer: Layer) -> None:
-        """Takes out a layer.
+        """Removes a layer.
 
         Raises:
-            ValueError: It is not in the list.
+            ValueError: it is not in the list.
         """
         self.pop(self.index(layer))
 
     def clear(self) -> None:
-        """Takes all layers out."""
+        """Removes all layers."""
         self._renew([])
 
     def reverse(self) -> None:
-        """Turns the order round; the layers are renumbered."""
+        """Reverses the order; the layers are renumbered."""
         self._renew(self.layers[::-1])
 
     def index(self, layer: object) -> int:
         """The position of a layer.
 
         Raises:
-            ValueError: It is not in the list.
+            ValueError: it is not in the list.
         """
         for i, one in enumerate(self.layers):
             if one is layer:
@@ -174,7 +174,7 @@ class LayerList(Module, stands_for=list):
         raise ValueError(f"the layer is not in this {type(self).__name__}")
 
     def count(self, layer: object) -> int:
-        """How often a layer is in the list."""
+        """The number of times a layer is in the list."""
         return sum(one is layer for one in self.layers)
 
     def __add__(self, other: Any) -> Any:
@@ -228,7 +228,7 @@ class LayerList(Module, stands_for=list):
         """Runs the layers in order.
 
         Raises:
-            IndexError: The list is empty.
+            IndexError: the list is empty.
         """
         return in_turn(self.layers, args, kwargs)
 
@@ -237,7 +237,7 @@ Sequence.register(LayerList)  # type: ignore[attr-defined]
 
 
 def in_turn(layers: list[Callable[..., Any]], args: tuple, kwargs: dict) -> Any:
-    """What the last layer gives; the first gets the arguments, each other one what came before."""
+    """Runs layers one after the other: the first on the arguments, each later one on the last result."""
     outputs = layers[0](*args, **kwargs)
     for layer in layers[1:]:
         outputs = layer(outputs)
@@ -245,10 +245,10 @@ def in_turn(layers: list[Callable[..., Any]], args: tuple, kwargs: dict) -> Any:
 
 
 class LayerTuple(LayerList, stands_for=tuple):
-    """A tuple of layers, as it is made of a tuple of Modules that is assigned to a Module. Fixed.
+    """An immutable list of layers, which a tuple of Modules becomes when it is assigned to a Module.
 
     Raises:
-        TypeError: It is changed.
+        TypeError: an operation would change it.
     """
 
     _plain_type = tuple
@@ -262,14 +262,14 @@ class LayerTuple(LayerList, stands_for=tuple):
 
 
 class Sequential(LayerList):
-    """A LayerList that is there to be called."""
+    """A LayerList that is meant to be called."""
 
 
 class MissingLayer(Module):
-    """A place in a LayerList for a layer that another process holds. No weights.
+    """A placeholder in a LayerList for a layer that another process holds. It has no weights.
 
     Raises:
-        RuntimeError: When called; names the layer.
+        RuntimeError: it is called; the message names the layer.
     """
 
     def __init__(self, layer_id: Any):
@@ -277,5 +277,5 @@ class MissingLayer(Module):
         self.layer_id = layer_id
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses."""
+        """Raises a RuntimeError: the layer is not in this process."""
         raise RuntimeError(f"layer {self.layer_id} is missing in this process and cannot be called")

@@ -1,7 +1,7 @@
 """Lent: a caller's own list, watched after it was assigned to a Module.
 
-``layers = []; self.layers = layers; layers.append(layer)`` is how Python code is written, and
-the Module, which keeps a LayerList, cannot see it: better an error than a layer that is missing.
+``layers = []; self.layers = layers; layers.append(layer)`` is common Python, but
+the Module keeps a LayerList and cannot see the append. An error is better than a missing layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 class Lent:
     """A caller's own list that was assigned to a Module, which keeps a LayerList of its content.
 
-    What is appended to the caller's list afterwards would be missing from the Module.
+    Items that are appended to the caller's list afterwards would be missing from the Module.
     """
 
     __slots__ = ("where", "theirs", "items")
@@ -23,7 +23,7 @@ class Lent:
 
     @staticmethod
     def of(value: Any, where: str) -> tuple[Lent, ...]:
-        """The lists of a value, which may hold others."""
+        """The lists in a value, including nested ones."""
         inner = [
             Lent.of(v, f"{where}[{i}]") for i, v in enumerate(value) if type(v) in (list, tuple)
         ]
@@ -32,14 +32,14 @@ class Lent:
 
     @property
     def is_ours_alone(self) -> bool:
-        """Whether nobody else holds the list any more, so that nobody can change it."""
-        return sys.getrefcount(self.theirs) == 2  # this object's, and that of the call
+        """Whether nobody else holds a reference to the list, so that nobody can change it."""
+        return sys.getrefcount(self.theirs) == 2  # this object's reference, and that of the call
 
     def check(self) -> None:
-        """Refuses to go on when the list was changed.
+        """Checks that the list was not changed.
 
         Raises:
-            TypeError: It was.
+            TypeError: the list was changed.
         """
         theirs, items = self.theirs, self.items
         if len(theirs) != len(items) or any(a is not b for a, b in zip(theirs, items, strict=True)):

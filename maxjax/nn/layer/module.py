@@ -1,7 +1,7 @@
 """Module: a torch-like tree of layers and Weights that is a JAX pytree.
 
 ``definition.py`` turns the tree into a treedef, ``state.py`` reads and writes its
-weights, ``hooks.py`` observes calls. A Module holds Weights and plain data, nothing
+weights, and ``hooks.py`` observes calls. A Module holds Weights and plain data, and no state
 that changes while it runs: caches and random keys are arguments and results.
 """
 
@@ -35,12 +35,12 @@ from .walk import Walk
 
 
 class Module(Layer, StateDict, ABC):
-    """A piece of a model: Weights, other Modules and plain data, and how to compute with them.
+    """A part of a model: Weights, other Modules and plain data, with a computation in ``__call__``.
 
     Assigning a Weight or a Module to an attribute registers it. A list of Modules, and an
     empty list, becomes a LayerList at once (``xs.0.weight``) and grows through the Module:
-    ``module.xs.append(layer)``; a tuple of Modules becomes one that is fixed. Lists of the
-    parts that ``shard`` gives are views of what they were cut from. Anything else becomes a
+    ``module.xs.append(layer)``; a tuple of Modules becomes an immutable one. Lists of the
+    parts that ``shard`` returns are views of the layer they were split from. Anything else becomes a
     static attribute: part of the treedef, compared by content; lists, dicts and dataclasses
     are kept as frozen copies, NumPy arrays of at most 1 MiB as read-only constants.
 
@@ -49,9 +49,9 @@ class Module(Layer, StateDict, ABC):
     as an argument: ``jax.jit(lambda m, x: m(x))(model, x)``.
 
     Raises:
-        TypeError: Instantiating a class without ``__call__``; assigning a JAX array, a larger
-            NumPy array, a dict of Modules, a layer of another library, or any other object
-            with arrays in it that the Module would not see.
+        TypeError: a class without ``__call__`` is instantiated; or a JAX array, a larger NumPy array, a
+            dict of Modules, a layer of another library, or any other object with arrays in it
+            that the Module would not see is assigned.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -71,7 +71,7 @@ class Module(Layer, StateDict, ABC):
         [0. 1. 2.]
     """
 
-    # What a Module keeps about itself, in its __dict__ so that copying needs no help:
+    # Internal state of a Module, in its __dict__ so that copying needs no special code:
     # local name → Weight, attribute → local name, attribute → child, attributes marked
     # shared, attribute → key of the static value, and the cached definition.
     _mx_weights: dict[str, Weight]
@@ -80,16 +80,16 @@ class Module(Layer, StateDict, ABC):
     _mx_shared: set[str]
     _mx_statics: dict[str, Any]
     _mx_cache: Cache | None
-    # Attribute → shard of a Weight, which may be anywhere.
+    # Attribute → shard of a Weight; the Weight itself may be anywhere.
     _mx_shards: Mapping[str, Weight] = MappingProxyType({})
     # Attribute → the caller's own list, of which the LayerList there is a copy.
     _mx_lent: Mapping[str, tuple[Lent, ...]] = MappingProxyType({})
-    # The class of Modules that stands for a Python list, for a tuple.
+    # The classes of Modules that replace Python lists and tuples.
     _mx_containers: dict[type, type] = {}
     _mx_is_container: bool = False
-    # Of a layer of a LayerStack and what is in it: it cannot be changed alone.
+    # Whether it is, or is in, a layer of a LayerStack, which cannot be changed alone.
     _mx_in_stack: bool = False
-    # Whether it is a LayerStack, and then its StackedWeights.
+    # Whether it is a LayerStack; the StackedWeights follow.
     _mx_is_stack: bool = False
     _mx_stacks: tuple[Any, ...] = ()
 
@@ -158,7 +158,9 @@ class Module(Layer, StateDict, ABC):
             if name not in self._mx_children:  # a replaced child keeps its place in the order
                 self._forget(name)
             self._mx_children[name] = value
-        elif isinstance(value, Weight):  # a shard: no parameter beside the weight it is a part of
+        elif isinstance(
+            value, Weight
+        ):  # a shard is no parameter besides the weight it is a part of
             self._forget(name)
             vars(self)["_mx_shards"] = {**self._mx_shards, name: value}
         else:
@@ -191,7 +193,7 @@ class Module(Layer, StateDict, ABC):
         )
 
     def _forget(self, name: str, keep: str | None = None) -> None:
-        """Takes the attribute out of the registers; ``keep`` is a local name to leave in its place."""
+        """Unregisters the attribute; ``keep`` is a local name whose place in the order stays."""
         local = self._mx_locals.get(name)
         if local is not None and local != keep:
             del self._mx_locals[name]
@@ -204,7 +206,7 @@ class Module(Layer, StateDict, ABC):
         self._mx_children.pop(name, None)
 
     def _watch(self, name: str, lent: tuple[Lent, ...]) -> None:
-        """Watches the caller's lists that an attribute was made of, and no longer those of before."""
+        """Watches the caller's lists that an attribute was created from, instead of earlier ones."""
         if lent or name in self._mx_lent:
             others = {attr: one for attr, one in self._mx_lent.items() if attr != name}
             vars(self)["_mx_lent"] = {**others, name: lent} if lent else others
@@ -229,7 +231,7 @@ class Module(Layer, StateDict, ABC):
         return MappingProxyType(self._mx_layers())
 
     def _mx_layers(self) -> dict[str, Module]:
-        """The child Modules as their names in a state dict have them."""
+        """The child Modules by the names they have in a state dict."""
         return self._mx_children
 
     @property
@@ -239,13 +241,13 @@ class Module(Layer, StateDict, ABC):
 
     @property
     def _omit_module_attr_name(self) -> bool:
-        """Whether descendants' names leave out the attribute this Module is held by."""
+        """Whether descendants' names leave out the attribute that holds this Module."""
         return False
 
     def set_shared_weight(self, name: str, weight: Weight) -> None:
         """Assigns a Weight that belongs to another layer: a tie whose owner is elsewhere.
 
-        The state dict holds it once, under its owner's name, wherever this layer stands.
+        The state dict holds it once, under its owner's name.
         """
         setattr(self, name, weight)
         self._mx_shared.add(name)
@@ -257,12 +259,12 @@ class Module(Layer, StateDict, ABC):
         return None
 
     def sharding_rules(self) -> Mapping[str, Any]:
-        """How weights below are split over a mesh where nobody says otherwise.
+        """The default split over a mesh of the weights in this Module.
 
         Returns:
-            Attribute path below this Module (``"q_proj.weight"``) → a ShardingStrategy, whose
-            number of devices does not count, a ``graph.placement.Split`` or a PartitionSpec.
-            What an outer Module says of a weight goes before what an inner one says.
+            A map from attribute paths below this Module (``"q_proj.weight"``) to a ShardingStrategy,
+            whose number of devices is ignored, a ``graph.placement.Split`` or a PartitionSpec.
+            The rule of an outer Module takes precedence over that of an inner one.
         """
         return {}
 
@@ -277,10 +279,10 @@ class Module(Layer, StateDict, ABC):
         return zip(walk.prefixes, walk.modules, strict=True)
 
     def replace_module(self, name: str, module: Module) -> None:
-        """Puts another Module in the place of the direct child ``name``.
+        """Replaces the direct child ``name`` by another Module.
 
         Raises:
-            KeyError: There is no such child.
+            KeyError: there is no such child.
         """
         if name not in self._mx_children:
             raise KeyError(f"'{type(self).__name__}' has no child module '{name}'")
@@ -293,27 +295,28 @@ class Module(Layer, StateDict, ABC):
         rules: Mapping[str, Any] | None = None,
         memory_kind: str | None = None,
     ) -> Module:
-        """Places every weight below: values now, placeholders when they are loaded.
+        """Sets the sharding of every weight: moves values now, and placeholders when they are loaded.
 
         Args:
-            devices: A mesh; or one DeviceRef, jax.Device or jax Sharding; or several devices,
-                with a ``sharding_strategy``. On a mesh every weight goes where its own
-                strategy, or the rules of the layers above it, say (``sharding_rules``).
-            sharding_strategy: One for all weights: ``ShardingStrategy.tensor_parallel(n)`` and
-                ``expert_parallel(n)`` mean those of the layers, others are for each weight.
-            rules: For a mesh: pattern of full names (``*`` for anything) → PartitionSpec,
-                ShardingStrategy or None for whole; the first that fits goes before all else.
-            memory_kind: Which memory of the devices, as ``"pinned_host"``: weights there
-                come to the device when they are used.
+            devices: mesh; or one DeviceRef, jax.Device or jax Sharding; or several devices,
+                with a ``sharding_strategy``. On a mesh every weight is split by its own
+                strategy, or by the rules of the layers above it (``sharding_rules``).
+            sharding_strategy: strategy for all weights. ``ShardingStrategy.tensor_parallel(n)``
+                and ``expert_parallel(n)`` follow the layers' rules; others apply to each weight.
+            rules: for a mesh: map from patterns of full names (``*`` matches anything) to a
+                PartitionSpec, a ShardingStrategy, or None for replicated; the first match
+                takes precedence over everything else.
+            memory_kind: kind of device memory, such as ``"pinned_host"``: weights there
+                are copied to the device when they are used.
 
         Returns:
             The Module itself.
 
         Raises:
-            UserInputError: No device, or several without a strategy; a mesh without an axis
-                that is asked for; a strategy or spec that does not fit a weight.
-            NotImplementedError: A strategy that is a function, on a mesh.
-            OutOfMemoryError: A device cannot hold its part.
+            UserInputError: there is no device, or several without a strategy; the mesh lacks an axis
+                that is asked for; a strategy or spec does not fit a weight.
+            NotImplementedError: a strategy for a mesh is a function.
+            OutOfMemoryError: a device cannot hold its part.
 
         Example:
             >>> import maxjax
@@ -331,7 +334,7 @@ class Module(Layer, StateDict, ABC):
     # -- graphs
 
     def trace(self, *input_types: TensorType, name: str | None = None) -> Graph:
-        """This Module as a Graph; named like its class unless told otherwise."""
+        """This Module as a Graph, named after its class by default."""
         return Graph(name or type(self).__qualname__, self, input_types)
 
     def compile(
@@ -345,18 +348,17 @@ class Module(Layer, StateDict, ABC):
         """Compiles this Module for arguments of some types, before or after its weights are loaded.
 
         Args:
-            specs: For each argument of ``__call__`` a ``jax.ShapeDtypeStruct``, an array, or
-                a tree of them: the program then takes and gives such trees. TensorTypes
-                alone make a program as MAX's, whose inputs and outputs are lists of tensors.
-            session: MAX's InferenceSession; nothing is needed of it.
-            weights: Values by full name, fixed from now on. What is not there must have a
-                value. Without this, weights count as they are when the program runs.
-            donate: Positions of arguments whose memory the results may take over, a cache
-                for example.
+            specs: for each argument of ``__call__``, a ``jax.ShapeDtypeStruct``, an array, or a
+                tree of them; the program then takes and returns such trees. If all are
+                TensorTypes, inputs and outputs are flat lists of tensors, as in MAX.
+            session: MAX's InferenceSession; it is not needed.
+            weights: values by full name, fixed from now on. Weights that are not in it must
+                have a value. Without this, the program uses the values at the time of a call.
+            donate: positions of arguments whose memory the results may reuse, such as a cache.
 
         Raises:
-            TypeError: A spec is neither a type nor an array.
-            ValueError: ``weights`` has something of another type, or lacks a weight that has no
+            TypeError: a spec is neither a type nor an array.
+            ValueError: ``weights`` has a value of the wrong type, or lacks a weight that has no
                 value.
 
         Example:
@@ -385,17 +387,17 @@ class Module(Layer, StateDict, ABC):
         *,
         input_types: Sequence[Any] | None = None,
     ) -> Subgraph:
-        """Makes this layer a subgraph that ``ops.call`` runs with any equal layer's weights.
+        """Builds a subgraph of this layer that ``ops.call`` can run with the weights of any equal layer.
 
         Args:
-            name: For people.
-            inputs: For each argument of ``__call__`` a tensor, a TensorType, or a tree of
-                them. ``input_types`` is the same by its older name.
-            weight_prefix: Weights whose full names start with it are looked up at each
-                call, under the call's own prefix; others are this layer's in every call.
+            name: descriptive name of the subgraph.
+            inputs: for each argument of ``__call__``, a tensor, a TensorType, or a tree of
+                them. ``input_types`` is the older name of this argument.
+            weight_prefix: prefix of the full names of weights that are looked up at each call,
+                under the call's own prefix; other weights are this layer's in every call.
 
         Raises:
-            TypeError: An input is no tensor; the layer gives no flat list of tensors.
+            TypeError: an input is not a tensor, or the layer does not return a flat list of tensors.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -449,7 +451,7 @@ class Module(Layer, StateDict, ABC):
         vars(self).update(state)
         for name in ("_mx_weights", "_mx_locals", "_mx_children", "_mx_shared"):
             vars(self)[name] = type(state[name])(state[name])
-        # Keys hold the identity of what they were made from, so they are made anew.
+        # Keys hold identities of the original objects, so they are computed again.
         vars(self)["_mx_statics"] = statics = {}
         for name in state["_mx_statics"]:
             vars(self)[name], statics[name] = freeze(state[name], f"{type(self).__name__}.{name}")
@@ -459,7 +461,7 @@ class Module(Layer, StateDict, ABC):
 
 
 def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[str, Module]]:
-    """Every Module from ``parent`` down, breadth first and once each, with its attribute path.
+    """``parent`` and every Module in it, breadth first and once each, with its attribute path.
 
     Names have no trailing dot; ``parent`` itself yields ``prefix``.
     """

@@ -1,8 +1,8 @@
-"""Where the weights of a tree of Modules go: on one device, on several, on a mesh.
+"""Placement of the weights of a tree of Modules: on one device, on several, or on a mesh.
 
-What is wished for a weight is said, first come first served, by the caller's table of
-rules, by its own sharding strategy, and by the Modules above it, the outermost first.
-``graph/placement/specs.py`` makes a PartitionSpec of the wish and the mesh.
+The split of a weight is taken from the first of: the caller's table of rules, the weight's own
+sharding strategy, and the rules of the Modules above it, the outermost first.
+``graph/placement/specs.py`` turns that request and the mesh into a PartitionSpec.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .walk import Walk
 
 
 class Place(NamedTuple):
-    """One leaf of a Module and where it goes.
+    """The placement of one leaf of a Module.
 
     Attributes:
-        holder: The Weight, or the StackedWeight of several layers.
-        name: Its name, with ``*`` for the numbers of stacked layers.
-        shape: Its sizes; of one layer, for a stack.
-        placed: The spec of one layer's weight, and the reason.
+        holder: Weight, or StackedWeight of several layers.
+        name: full name, with ``*`` for the numbers of stacked layers.
+        shape: shape; for a stack, that of one layer.
+        placed: spec of one layer's weight, and the reason for it.
     """
 
     holder: Any
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kind: Any) -> None:
-    """``Module.to``: decides about all weights, then places them."""
+    """Implements ``Module.to``: determines the sharding of all weights, then moves them."""
     _check_alone(module)
     first = devices[0]
     mesh = _mesh(devices, strategy)
@@ -61,7 +61,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         todo = []
         for holder, name, _, (spec, why, layout) in plan_places(module, mesh, strategy, rules):
             todo.append((holder, name, NamedSharding(mesh, spec, memory_kind=kind), why, layout))
-    # All of them or none: a device may have no room for the last.
+    # All of them or none: the memory of a device may not suffice for the last.
     moved = [
         holder.stored.moved(sharding, layout, name) for holder, name, sharding, _, layout in todo
     ]
@@ -77,7 +77,7 @@ def _check_alone(module: Any) -> None:
 
 
 def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
-    """The mesh that is meant; None for a single device or a ready Sharding."""
+    """The mesh to use; None for a single device or a complete Sharding."""
     if isinstance(devices[0], Mesh):
         if len(devices) > 1:
             raise UserInputError("to(mesh) takes one mesh and nothing beside it")
@@ -113,10 +113,10 @@ def _device(device: Any) -> Any:
 def plan_places(
     module: Any, mesh: Any, strategy: Any = None, rules: Mapping[str, Any] | None = None
 ) -> list[Place]:
-    """Where every weight below a Module goes on a mesh; nothing is moved.
+    """The placement of every weight of a Module on a mesh; no data is moved.
 
     Raises:
-        UserInputError, NotImplementedError: As of ``graph.placement.place``.
+        UserInputError, NotImplementedError: as in ``graph.placement.place``.
     """
     if rules is not None and not isinstance(rules, Mapping):
         raise UserInputError(
@@ -155,7 +155,7 @@ def plan_places(
 
 
 def _check_strategy(strategy: Any, mesh: Any) -> None:
-    """A strategy for everything names its axis: a mesh without it is a mistake."""
+    """Checks that the mesh has the axis that a strategy for all weights names."""
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(
             f"sharding_strategy must be a ShardingStrategy, not {type(strategy).__name__}"
@@ -169,7 +169,7 @@ def _check_strategy(strategy: Any, mesh: Any) -> None:
 
 
 def _said(walk: Walk) -> dict[str, Any]:
-    """Attribute path of a weight → what the outermost Module that speaks of it wishes."""
+    """Attribute path of a weight → the rule of the outermost Module that has one for it."""
     said: dict[str, Any] = {}
     for module, path in zip(walk.modules, walk.paths, strict=True):
         for key, wish in module.sharding_rules().items():
@@ -191,7 +191,7 @@ def _wish(
         if there:
             return wish
     if strategy is not None and not (strategy.is_tensor_parallel or strategy.is_expert_parallel):
-        # Of one strategy for everything, vectors take what they can: a bias has no columns.
+        # A single strategy for all weights applies to vectors as far as it can: a bias has no columns.
         axis = strategy.sharded_axis
         return strategy if axis is None or -rank <= axis < rank else None
     for _, _, weight in where:

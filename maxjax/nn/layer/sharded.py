@@ -1,7 +1,7 @@
-"""A layer as several, one for each device: what ``shard`` of the layers gives.
+"""Splits a layer into one layer for each device; the layers' ``shard`` methods use it.
 
-MAX's way of splitting: each part is a layer of its own around the shards of the weights,
-and the caller puts the results together. On a mesh none of it is needed (``Module.to``).
+This is MAX's way of splitting: each part is a separate layer around shards of the weights, and the
+caller combines the results. On a mesh ``Module.to`` does it without such parts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .walk import Walk
 
 
 def sharded(module: Any, devices: Iterable[DeviceRef]) -> list[Any]:
-    """One copy of the layer for each device, with the shards of its weights for weights.
+    """One copy of the layer for each device, whose weights are the shards of the layer's weights.
 
     Raises:
-        ValueError: A weight has no strategy, or is a shard itself.
+        ValueError: a weight has no strategy, or is itself a shard.
     """
     devices = list(devices)
     walk = Walk(module)
@@ -34,7 +34,7 @@ def _copy(walk: Walk, shards: dict[int, list[Any]], i: int) -> Any:
         vars(new).update(statics, _mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
                          _mx_statics=dict(module._mx_statics), _mx_cache=None, _mx_source=module)  # fmt: skip
         for attr, child in module._mx_children.items():
-            if id(child) in made:  # not what it holds of parts of itself or of others
+            if id(child) in made:  # without parts of itself or of others that it holds
                 setattr(new, attr, made[id(child)])
         for attr, local in module._mx_locals.items():
             setattr(new, attr, shards[id(module._mx_weights[local])][i])
@@ -44,10 +44,10 @@ def _copy(walk: Walk, shards: dict[int, list[Any]], i: int) -> Any:
 def tensor_parallel(
     module: Any, strategy: ShardingStrategy
 ) -> tuple[ShardingStrategy, ShardingStrategy]:
-    """What a strategy for a whole layer is for its first and for its last product.
+    """The strategies of a layer's first and last matmul, given the strategy of the layer.
 
     Raises:
-        ValueError: It is neither tensor_parallel nor replicate.
+        ValueError: the strategy is neither tensor_parallel nor replicate.
     """
     n = strategy.num_devices
     if strategy.is_replicate:

@@ -1,7 +1,7 @@
-"""State dicts: a Module's weights by full name, out and in.
+"""State dicts: reading and loading a Module's weights by full name.
 
-Loading is in three steps, so that it happens whole or not at all: match every value
-with its weight and collect all problems; read and convert all values; store them.
+Loading is all or nothing, in three steps: match every value with its weight and collect all
+problems; read and convert all values; store them.
 ``values.py`` knows what a value may be and what it must be to fit.
 """
 
@@ -24,11 +24,11 @@ from .load.stacks import StackLoad, plan, read
 
 
 class LoadResult(NamedTuple):
-    """What a lenient load left over.
+    """What a lenient load did not match.
 
     Attributes:
-        missing: Names of weights that got no value.
-        unexpected: Keys that no weight took.
+        missing: names of weights that got no value.
+        unexpected: keys that match no weight.
     """
 
     missing: tuple[str, ...]
@@ -47,7 +47,7 @@ class StateDict:
         Tied weights appear once, under their owner's name.
 
         Raises:
-            ValueError: Two weights have one full name.
+            ValueError: two weights have the same full name.
         """
         return dict(self._mx_names()[0])
 
@@ -55,12 +55,12 @@ class StateDict:
         """The values of all weights below this Module by full name, breadth first.
 
         Args:
-            auto_initialize: Fill weights without a value with zeros, on the device or
-                sharding they are placed on. They keep the zeros.
+            auto_initialize: whether to fill weights that have no value with zeros, on their device
+                or sharding. They keep the zeros.
 
         Raises:
-            ValueError: A weight has no value and ``auto_initialize`` is false, or it has
-                symbolic dimensions and so no size to be zero in.
+            ValueError: a weight has no value and ``auto_initialize`` is false, or it has
+                symbolic dimensions and so no known size.
         """
         values = {}
         for name, weight in self.raw_state_dict().items():
@@ -87,26 +87,26 @@ class StateDict:
         strict: bool = True,
         cast: bool = False,
     ) -> LoadResult:
-        """Gives every weight below this Module its value. All of them, or none.
+        """Loads the values of all weights of this Module: all of them, or none.
 
         Args:
-            state_dict: Arrays (NumPy, JAX, or anything that speaks DLPack) or WeightData
+            state_dict: arrays (NumPy, JAX, or any that support DLPack) or WeightData
                 by full name, or a Weights cursor, whose tensors are read from disk in
                 parallel. NumPy arrays are copied.
-            override_quantization_encoding: Take the encoding of the data over the weight's.
-            weight_alignment: Alignment in bytes demanded of every value and recorded in
+            override_quantization_encoding: whether the encoding of the data replaces the weight's.
+            weight_alignment: alignment in bytes required of every value and recorded in
                 its weight; None means each weight's own.
-            strict: Refuse missing weights and unexpected keys.
-            cast: Convert between float widths, and between integers that fit. Otherwise
-                dtypes must be equal.
+            strict: whether missing weights and unexpected keys are errors.
+            cast: whether to convert between float widths, and between integers that fit.
+                Otherwise dtypes must be equal.
 
         Returns:
-            What was missing and what was unexpected; both empty when strict.
+            The missing names and the unexpected keys; both are empty when strict.
 
         Raises:
-            ValueError: Anything does not fit; the message lists all of it. For a Weights
-                cursor it is a CheckpointMismatchError, which names the file.
-            OutOfMemoryError: The devices, or the host, cannot hold it.
+            ValueError: values do not match the weights; the message lists all mismatches. For a
+                Weights cursor it is a CheckpointMismatchError, which names the file.
+            OutOfMemoryError: the devices, or the host, cannot hold it.
 
         Example:
             >>> import numpy as np
@@ -144,7 +144,7 @@ class StateDict:
 
 
 class _Match:
-    """Which value goes to which weight, and what is left on either side."""
+    """The matching of values with weights, and what remains unmatched on either side."""
 
     def __init__(
         self, weights: Mapping[str, Weight], source: Mapping[str, Any], aliases: Mapping[str, str]
@@ -173,7 +173,7 @@ class _Match:
         self.unexpected = tuple(key for key in self.keys if key not in used)
 
     def verdict(self) -> str:
-        """The strictness error, worded as MAX words it."""
+        """The error text for a strict load, in MAX's words."""
         parts = []
         if self.missing:
             missing = sorted(self.missing)
@@ -186,7 +186,7 @@ class _Match:
         return f"load_state_dict() strict=True validation failed. {'; '.join(parts)}"
 
     def _suggestion(self, missing: list[str]) -> list[str]:
-        """A key that was meant for one of the missing; MAX looks at the first alone, and at all keys."""
+        """A key probably meant for a missing weight; MAX considers only the first one, and all keys."""
         for name in missing:
             if like := closest(name, map(str, self.unexpected)):
                 return [f"For '{name}', did you mean '{like}'?"]
@@ -215,7 +215,7 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
 
 def _load(fits: list[Fit], single: list[Fit], loads: list[StackLoad]) -> None:
     """Reads and converts everything, then stores it."""
-    with jax.ensure_compile_time_eval():  # the arrays belong to no trace that happens to run
+    with jax.ensure_compile_time_eval():  # the arrays belong to no trace that is running
         arrays, stacks = read(single, loads)
         _put_all(single, arrays)
     for one in fits:
@@ -225,7 +225,7 @@ def _load(fits: list[Fit], single: list[Fit], loads: list[StackLoad]) -> None:
 
 
 def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
-    """Sets the values of single weights; those of one stack at once."""
+    """Sets the values of single weights, with one update per stack."""
     parts: dict[int, tuple[Any, dict[int, Any]]] = {}
     for one, array in zip(fits, arrays, strict=True):
         home = one.weight.stored.home
@@ -238,7 +238,7 @@ def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
 
 
 def _store(one: Fit) -> None:
-    """What else the weight takes from its value."""
+    """Updates the declaration of the weight from its value."""
     stored = one.weight.stored
     stored.take(one.dtype, one.dims, one.encoding, one.align, one.original, one.loaded_shape)
     stored.finalise(one.name)

@@ -1,8 +1,8 @@
 """Static attributes of a Module: frozen at assignment, compared by content.
 
-What a Module holds besides Weights and Modules becomes part of its treedef, so it must
-not change behind JAX's back, must compare by what it says, and must not hide arrays: those
-would be missing from leaves, gradients and saves.
+Attributes that are neither Weights nor Modules become part of the treedef, so they must be
+immutable, must compare by content, and must not hide arrays, which would be missing from leaves,
+gradients and saved checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...graph.weight.weight import Weight
 from .hooks import Layer
 
 _SCALARS = (bool, int, str, bytes, type(None))
-# A NumPy array of at most so many bytes may be a constant of a Module.
+# The largest NumPy array, in bytes, that may be a constant of a Module.
 CONSTANT_BYTES = 1 << 20
 
 
@@ -63,23 +63,23 @@ class FrozenDict(dict):
 
 
 def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
-    """The frozen copy of a static attribute, and the key its content is compared by.
+    """The frozen copy of a static attribute, and the key that its content is compared by.
 
     Args:
         where: ``Class.attribute``, for messages.
 
     Raises:
-        TypeError: It is or holds a Weight, a Module, a JAX array, a NumPy array of more than 1 MiB, or
+        TypeError: the value is or holds a Weight, a Module, a JAX array, a NumPy array of more than 1 MiB, or
             a pytree, object or function with such things in it.
     """
     kind = type(value)
     if kind in _SCALARS:
         return value, (kind, value)
     if kind is float or kind is complex:
-        return value, (kind, repr(value))  # repr tells -0.0 from 0.0, and nan equals itself
+        return value, (kind, repr(value))  # repr distinguishes -0.0 from 0.0, and nan equals itself
     if isinstance(value, np.ndarray):
         return _freeze_array(value, where)
-    if isinstance(value, np.generic):  # by its bytes: -0.0 is not 0.0, and nan equals itself
+    if isinstance(value, np.generic):  # compare bytes: -0.0 differs from 0.0, and nan equals itself
         return value, (kind, str(value.dtype), value.tobytes())
     if isinstance(value, jax.Array):
         raise TypeError(_array_refusal(where, "is an array"))
@@ -109,16 +109,16 @@ MIXED = (
 
 
 def is_item(value: Any) -> bool:
-    """Whether a list that holds it is a list of Modules: a Module, or a shard of a Weight."""
+    """Whether the value makes a list a list of Modules: it is a Module, or a shard of a Weight."""
     if isinstance(value, Weight):
         return value.shard_idx is not None
     return isinstance(value, Layer) and _is_tracked(value)
 
 
 def holds_items(value: list | tuple) -> bool | None:
-    """Whether a list or tuple holds Modules, also in lists in it; None where all is empty.
+    """Whether a list or tuple holds Modules, also in nested lists; None if there are no items.
 
-    A list that is empty now may be one of Modules later.
+    An empty list may become a list of Modules later.
     """
     if not value:
         return None if type(value) is list else False
@@ -135,7 +135,7 @@ def _array_refusal(where: str, what: str) -> str:
 
 
 def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
-    """A constant: a read-only copy, compared by dtype, shape and the digest of its bytes."""
+    """A read-only copy as a constant, compared by dtype, shape and the digest of its bytes."""
     if type(value) not in (np.ndarray, np.memmap):
         raise TypeError(
             _array_refusal(where, f"is a {type(value).__name__}, which no constant can be")
@@ -167,7 +167,7 @@ def _freeze_sequence(value: Any, where: str) -> tuple[Any, Hashable]:
 
 def _freeze_dict(value: dict, where: str) -> tuple[Any, Hashable]:
     items = {k: freeze(v, where) for k, v in value.items()}
-    # Order is part of it: a module may iterate over the dict.
+    # The key includes the order: a module may iterate over the dict.
     keys = (dict, *((type(k), k, key) for k, (_, key) in items.items()))
     return FrozenDict({k: v for k, (v, _) in items.items()}), keys
 
@@ -189,12 +189,12 @@ def _freeze_namespace(value: types.SimpleNamespace, where: str) -> tuple[Any, Ha
 
 
 def _freeze_fields(value: Any, fields: dict[str, Any], where: str) -> tuple[Any, Hashable]:
-    """A frozen copy of an object that is its fields (dataclass, namespace)."""
+    """A frozen copy of an object that consists of fields (dataclass, namespace)."""
     frozen = {name: freeze(v, f"{where}.{name}") for name, v in fields.items()}
     base = type(value).__mro__[1] if getattr(type(value), "_maxjax_frozen", False) else type(value)
     clone = _bare(base)
     if hasattr(value, "__dict__"):
-        clone.__dict__.update(vars(value))  # what is no field, too
+        clone.__dict__.update(vars(value))  # including attributes that are not fields
     for name, (v, _) in frozen.items():
         object.__setattr__(clone, name, v)
     return clone, (base, *((name, key) for name, (_, key) in frozen.items()))
@@ -214,7 +214,7 @@ def _frozen_class(cls: type) -> type:
         return (_refreeze, (cls, _fields(self)))
 
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
-        return cls(*args, **kwargs)  # so that dataclasses.replace gives one that can be changed
+        return cls(*args, **kwargs)  # so that dataclasses.replace returns a mutable object
 
     body = {
         "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__,
@@ -222,7 +222,7 @@ def _frozen_class(cls: type) -> type:
         "_maxjax_frozen": True,
     }  # fmt: skip
     if cls.__eq__ is not object.__eq__:
-        # dataclass __eq__ compares classes, and the copy must equal what it was made from.
+        # A dataclass __eq__ compares classes, and the copy must equal the original.
         body["__eq__"] = lambda self, other: (
             isinstance(other, cls) and _fields(self) == _fields(other)
         )
@@ -231,7 +231,7 @@ def _frozen_class(cls: type) -> type:
 
 
 def _bare(cls: Any) -> Any:
-    """A frozen object of the class without its fields."""
+    """A frozen object of the class, with no fields set."""
     return cls.__new__(_frozen_class(cls))
 
 
@@ -273,7 +273,7 @@ def _freeze_other(value: Any, where: str) -> tuple[Any, Hashable]:
         return value, (type(value), _Identity(value))
 
 
-# How much of an object is searched for arrays: what is larger is taken as it is.
+# The number of values in an object that are searched for arrays; larger objects are not checked.
 _MOST_SEARCHED = 20_000
 _NEVER_SEARCHED = (
     type, enum.Enum, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, np.generic, np.dtype,
@@ -282,13 +282,13 @@ _NEVER_SEARCHED = (
 
 
 def _hidden(root: Any) -> str | None:
-    """What an object, function or foreign pytree holds that the Module would not see; None: nothing.
+    """Describes the first array, Weight or Module hidden in an object; None if there is none.
 
-    NumPy arrays inside of plain objects are constants and are no matter; arrays of JAX or of
-    another library, Weights and Modules are, and so is every array of a registered pytree.
+    NumPy arrays in plain objects are constants and are allowed. Arrays of JAX or of another
+    library, Weights and Modules are not, and neither is any array of a registered pytree.
     """
     if isinstance(root, (TensorValue, *_NEVER_SEARCHED)):
-        return None  # code written for MAX keeps TensorValues that it made while it ran
+        return None  # code written for MAX keeps TensorValues that it created while it ran
     seen: dict[int, Any] = {}
     queue = [root]
     for value in queue:  # grows while it runs
@@ -321,7 +321,7 @@ def _array_like(value: Any) -> str | None:
 
 
 def _pytree_array(value: Any) -> str | None:
-    """The first array of a pytree that is no plain container."""
+    """The first array in a pytree that is not a plain container."""
     if isinstance(value, (list, tuple, dict, type(None))) or jax.tree_util.all_leaves([value]):
         return None
     for leaf in jax.tree.leaves(value):
@@ -331,7 +331,7 @@ def _pytree_array(value: Any) -> str | None:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What a value holds: items, attributes, what a function closes over."""
+    """The values inside a value: items, attributes, and variables in a function's closure."""
     if isinstance(value, types.FunctionType):
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()

@@ -1,7 +1,7 @@
-"""The walk over the Modules below a root: names, weights, and what is tied or a part.
+"""Walk: the traversal of the Modules below a root, which finds names, weights, ties and parts.
 
 State dicts, treedefs, placement and hooks all take their names from it, so that they agree.
-Parts of layers are not named: they are views of what they were cut from, which is found here.
+Parts of layers (from ``shard``) have no names: they are views of the layer they were split from.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from ...graph.weight.weight import Weight
 
 
 class Walk:
-    """One breadth-first walk over the Modules below a root; each Module once.
+    """One breadth-first walk over the Modules below a root, visiting each Module once.
 
-    Parts of layers (what ``shard`` gives) that a Module holds are views: they have no names.
-    Where what they were cut from is not below the root, it is taken in under the name of the
-    attribute that holds the parts. They are walked over last, and only with ``stacked``.
+    Parts of layers (from ``shard``) that a Module holds are views and have no names. If the layer
+    they were split from is not below the root, it is included under the name of the attribute
+    that holds the parts. Parts are visited last, and only with ``stacked``.
 
     Args:
-        stacked: Whether a LayerStack shows one layer for all that are equal (as in the
-            treedef) or each of its layers (as in a state dict).
+        stacked: whether a LayerStack shows one layer for all equal ones (as in the treedef)
+            or each of its layers (as in a state dict).
 
     Attributes:
-        modules: In walk order.
-        prefixes: For each, the start of its weights' full names: "" or "a.b.".
-        paths: For each, its attribute path; differs where a Module omits its own name.
-        in_stack: For each, whether it was met as a part of the one layer shown for all of a
-            LayerStack.
+        modules: Modules in walk order.
+        prefixes: for each Module, the prefix of its weights' full names: "" or "a.b.".
+        paths: for each Module, its attribute path, which differs from the prefix if a Module
+            omits its own name.
+        in_stack: for each Module, whether it is in the layer that represents all equal layers of
+            a LayerStack.
         places: (full name, attribute path, weight, marked shared) in walk order.
-        stacked: Whether a LayerStack was met.
-        stacks: ids of the StackedWeights of those that were.
-        shards: (attribute path, shard) of those held as attributes.
+        stacked: whether the walk met a LayerStack.
+        stacks: ids of the StackedWeights of these LayerStacks.
+        shards: (attribute path, shard) for shards that are held as attributes.
     """
 
     def __init__(self, root: Any, stacked: bool = False):
@@ -48,7 +49,7 @@ class Walk:
         self._inner: list[bool] = []  # for each place, whether its module is in_stack
         self._held: list[_View] = []
         self._layers_only = not stacked
-        # A root that is a part itself, or a list of parts, has the weights of its parts.
+        # If the root itself is a part, or a list of parts, its weights are those of the parts.
         self._views = not _is_view(root)
         done = self._run(0)
         for view in self._held:  # grows while it runs
@@ -63,7 +64,7 @@ class Walk:
             self._run(done)
 
     def _run(self, done: int) -> int:
-        """Visits the Modules from that number on, and all that they bring."""
+        """Visits the Modules from that index on, and all that these add."""
         while done < len(self.modules):
             module = self.modules[done]
             is_stack = not self._layers_only and module._mx_is_stack
@@ -76,7 +77,7 @@ class Walk:
         return done
 
     def enter(self, module: Any, prefix: str, path: str, within: bool) -> None:
-        """Takes in a Module that was not met before, to be visited."""
+        """Adds a new Module, to be visited later."""
         if id(module) in self.index:
             return
         self.index[id(module)] = len(self.modules)
@@ -86,7 +87,7 @@ class Walk:
         self.paths.append(path)
 
     def place(self, name: str, path: str, weight: Weight, shared: bool, inner: bool) -> None:
-        """Takes in a Weight under a full name."""
+        """Adds a Weight under a full name."""
         self.places.append((name, path, weight, shared))
         self._inner.append(inner)
 
@@ -108,7 +109,7 @@ class Walk:
             self.enter(child, below, f"{path}{attr}.", within)
 
     def holder(self, weight: Weight) -> Any:
-        """What holds the weight's leaf: itself, or its StackedWeight where that is below the root."""
+        """The holder of the weight's leaf: itself, or its StackedWeight if that is below the root."""
         home = weight.stored.home
         return weight if home is None or id(home[0]) not in self.stacks else home[0]
 
@@ -122,7 +123,7 @@ class Walk:
             order; aliases of tied weights.
 
         Raises:
-            ValueError: Two weights have one full name.
+            ValueError: two weights have the same full name.
         """
         owner: dict[int, int] = {}
         rank: dict[int, tuple[bool, bool]] = {}
@@ -143,7 +144,7 @@ class Walk:
             index[id(holders[position])] = len(leaves)
             leaves.append((name, holders[position], not shared))
         for path, shard in self.shards:
-            # Without the Weight it is a part of, a shard is a value like another.
+            # Without the Weight that it is a part of, a shard is an ordinary value.
             if id(self.holder(host_of(shard))) not in index and id(shard) not in index:
                 name = path if shard.name in taken else shard.name
                 taken[name] = path
@@ -158,7 +159,7 @@ class Walk:
 
 
 def host_of(shard: Any) -> Weight:
-    """The Weight that a shard is a part of; itself, for one that lost it when it was rebuilt."""
+    """The Weight that a shard is a part of; the shard itself if it lost that Weight in a rebuild."""
     return getattr(shard, "host", shard)
 
 
@@ -171,14 +172,14 @@ def _duplicate(name: str, first: str, second: str) -> str:
 
 
 class _View(NamedTuple):
-    """A part of a layer, or a list of such, where a Module holds it.
+    """A part of a layer, or a list of parts, as an attribute of a Module.
 
     Attributes:
-        item: The part: a Module, a list of them, or a shard of a Weight.
-        attr: The attribute.
-        prefix: The start of the full names of the holder's weights.
-        path: The start of the attribute paths below the holder.
-        within: Whether the holder is, or is in, one of the layers of a LayerStack.
+        item: part: a Module, a list of them, or a shard of a Weight.
+        attr: name of the attribute.
+        prefix: prefix of the full names of the holder's weights.
+        path: prefix of the attribute paths below the holder.
+        within: whether the holder is, or is in, one of the layers of a LayerStack.
     """
 
     item: Any
@@ -189,7 +190,7 @@ class _View(NamedTuple):
 
 
 def _is_view(module: Any) -> bool:
-    """Whether it is a part of a layer, or a list that holds nothing else."""
+    """Whether the Module is a part of a layer, or a list of parts only."""
     if "_mx_source" in vars(module):
         return not any(below._mx_weights for below in _below(module))
     if not module._mx_is_container or module._mx_weights:
@@ -201,9 +202,9 @@ def _is_view(module: Any) -> bool:
 
 
 def _is_part(module: Any) -> bool:
-    """Whether an item of a list was made by a ``shard`` that somebody wrote by hand.
+    """Whether an item of a list was created by a user-written ``shard`` method.
 
-    It has shards in the place of weights. A layer that holds a list of parts is no part.
+    Such an item has shards instead of weights. A layer that holds a list of parts is not a part.
     """
     below = _below(module)
     return not any(one._mx_weights for one in below) and any(
@@ -212,7 +213,7 @@ def _is_part(module: Any) -> bool:
 
 
 def _below(module: Any) -> list[Any]:
-    """The Modules from this one down, without what the parts of other layers hold."""
+    """This Module and all Modules in it, without the contents of parts of other layers."""
     found, seen = [module], {id(module)}
     for one in found:  # grows while it runs
         for child in one._mx_children.values():
@@ -224,18 +225,18 @@ def _below(module: Any) -> list[Any]:
 
 
 class _Owners:
-    """Finds what parts were cut from, and takes it in where it is not below the root."""
+    """Finds the layers that parts were split from, and adds them if they are not below the root."""
 
     def __init__(self, walk: Walk):
         self.walk = walk
 
     @cached_property
     def placed(self) -> set[int]:
-        """ids of what holds the weights met so far; not asked for where the layer itself was met."""
+        """ids of the holders of the weights met so far; not needed if the layer itself was met."""
         return {id(self.walk.holder(weight)) for _, _, weight, _ in self.walk.places}
 
     def add(self, view: _View) -> None:
-        """The owners of a view, under the name of the attribute that holds it."""
+        """Adds the owners of a view, under the name of the attribute that holds it."""
         item, attr, prefix, path, within = view
         source = source_of(item)
         if isinstance(item, Weight):
@@ -271,18 +272,18 @@ class _Owners:
 
 
 def source_of(item: Any) -> Any:
-    """The layer a part was cut from, where that is known."""
+    """The layer that a part was split from, if it is known."""
     return vars(item).get("_mx_source")
 
 
 def _are_of_one(items: list[Any]) -> bool:
-    """Whether parts are those of one layer, or of one Weight."""
+    """Whether all parts belong to the same layer, or to the same Weight."""
     of = [_origins(item) for item in items]
     return all(origins & of[0] for origins in of)
 
 
 def _origins(item: Any) -> set[int]:
-    """ids of what an item was cut from: of a layer, or of Weights; of a list, its own."""
+    """ids of the layer or Weights that an item was split from; for a list, its own id."""
     if isinstance(item, Weight):
         return {id(host_of(item))}
     if (source := source_of(item)) is not None:

@@ -1,12 +1,12 @@
-"""Experts: for each token the sum over the few feed-forward networks chosen for it.
+"""Mixtures of experts: for each token, the weighted sum of the few feed-forward networks chosen for it.
 
 On a CPU tokens go through their experts in blocks of rows, each of which reads the weights of one
-expert where they lie; one token costs k experts and nothing else. On accelerators it is one product
+expert in place, so one token costs exactly k experts. On accelerators there is one grouped matmul
 over tokens sorted by expert (``jax.lax.ragged_dot``).
 
-Sources: GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841) for blocks and no dropped token.
+Sources: GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841) for blocks without dropped tokens.
 
-Shapes: N tokens, E features, X experts of F features between, k experts for each token.
+Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ...graph.placement.specs import batch_axes
 from ...kernels import matmul
 from ..linear import gated
 
-# More rows in a block save nothing, and leave more of it empty.
+# Larger blocks are not faster, and have more unused rows.
 _MOST_ROWS = 64
 
 
 class ExpertWeights(NamedTuple):
-    """The maps of one expert, as ``kernels.matmul`` takes weights: arrays, or what stands for them.
+    """The weights of one expert, as ``kernels.matmul`` takes them: arrays or quantised weights.
 
     Attributes:
         gate, up: ``[F, E]``.
@@ -47,13 +47,13 @@ def mixture(
 ) -> jax.Array:
     """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
 
-    Every token is served, however many choose the same expert, and none depends on the others.
+    No token is dropped, however many choose the same expert, and no token depends on another.
 
     Args:
         x: ``[N, E]``.
-        chosen, shares: Numbers of experts and what their results are multiplied by, ``[N, k]``.
-        experts: X of them.
-        kind: Name of the activation function.
+        chosen, shares: indices of experts, and the factors of their results, ``[N, k]`` each.
+        experts: weights of the X experts.
+        kind: name of the activation function.
 
     Returns:
         ``[N, E]``.
@@ -65,7 +65,7 @@ def mixture(
         Array([12., 12.], dtype=float32)
     """
     run = partial(jax.lax.platform_dependent, x, chosen, shares, list(experts))
-    # How many rows a block has depends on how many there are: that must be known.
+    # The size of a block depends on the number of tokens, which must be known.
     if not isinstance(x.shape[0], int) or not x.shape[0]:
         return _sorted(kind, x, chosen, shares, list(experts))
     return run(cpu=partial(_in_blocks, kind), default=partial(_sorted, kind))
@@ -75,9 +75,9 @@ def mixture_on_mesh(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[ExpertWeights],
     kind: str, mesh: Any, axes: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
-    """The same where all experts have their F features split over ``axes`` of a mesh.
+    """:func:`mixture` for experts whose F inner features are split over ``axes`` of a mesh.
 
-    Each device works on its part of every expert, so all have the same work whatever is chosen
+    Each device computes its part of every expert, so the load is balanced whatever is chosen
     and however many experts there are; the parts are summed once.
     """
 
@@ -93,12 +93,12 @@ def mixture_on_mesh(
 def sorted_mixture(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, both: jax.Array, down: jax.Array, kind: str
 ) -> jax.Array:
-    """The same for experts as one array: ``[N, E]`` → ``[N, E]`` in float32.
+    """:func:`mixture` for experts stacked in arrays: ``[N, E]`` → ``[N, E]`` in float32.
 
     Args:
         chosen, shares: ``[N, k]``.
-        both, down: Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``.
-        kind: The activation function.
+        both, down: weights of gates and ups ``[X, 2, F, E]``, and of downs ``[X, E, F]``.
+        kind: name of the activation function.
     """
     count, k = chosen.shape
     experts, _, inner, width = both.shape
@@ -108,7 +108,7 @@ def sorted_mixture(
     h = _ragged_matmul(rows, both.reshape(experts, 2 * inner, width), sizes)  # [N k, 2 F]
     gate, up = jnp.split(h, 2, axis=-1)
     y = _ragged_matmul(gated(gate, up, kind, 0.0), down, sizes)  # [N k, E]
-    # Back to the order of the tokens by a gather: sums in a fixed order on every device.
+    # A gather restores the order of the tokens, so that every device sums in the same order.
     y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
     return jnp.sum(y * shares[..., None], axis=1)
 
@@ -131,7 +131,7 @@ def _ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 def one_by_one(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[Callable[[Any], Any]]
 ) -> jax.Array:
-    """As :func:`mixture` for any experts, wherever they lie: all of them over every token.
+    """As :func:`mixture`, for experts of any kind on any device: runs all experts on every token.
 
     An expert has share 0 where it was not chosen.
     """
@@ -149,7 +149,7 @@ def _sorted(
 
 
 def _stacked(experts: Sequence[ExpertWeights]) -> tuple[jax.Array, jax.Array]:
-    """Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``; packed ones decoded."""
+    """Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``; quantised ones are dequantised."""
     arrays = [[jnp.asarray(w) for w in expert] for expert in experts]
     kinds = [DType.of(w.dtype) for maps in arrays for w in maps]
     dtype = kinds[0]
@@ -176,12 +176,12 @@ def _in_blocks(
         blocks = min(total, (total + len(experts) * (size - 1)) // size)
         order = jnp.argsort(owners)  # stable
         sizes = jnp.bincount(owners, length=len(experts)).astype(jnp.int32)
-        before = jnp.cumsum(sizes) - sizes  # rows of the experts in front
+        before = jnp.cumsum(sizes) - sizes  # rows of the experts before each
         ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
         first = ends - -(-sizes // size)
         numbers = jnp.arange(blocks, dtype=jnp.int32)
         owner = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-        # Row i of block b; those behind an expert's last are of any token, and are not looked at.
+        # Row i of block b. Rows after an expert's last hold an arbitrary token and are ignored.
         mine = jnp.minimum(owner, len(experts) - 1)
         start = before[mine] + (numbers - first[mine]) * size
         places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
@@ -194,7 +194,7 @@ def _in_blocks(
 
 @_in_blocks.defjvp
 def _(kind: str, primals: Any, tangents: Any) -> Any:
-    # The cotangents of a choice among weights would be as large as all of them in every block.
+    # The cotangent of selecting one expert would be as large as all experts, in every block.
     return jax.jvp(partial(_one_by_one, kind), primals, tangents)
 
 
@@ -206,20 +206,20 @@ def _one_by_one(
 
 
 def _block_rows(rows: int, experts: int) -> int:
-    """How many rows go through an expert at once: about twice as many as each has."""
+    """The number of rows in a block: about twice the mean number of rows of an expert."""
     return 1 if rows <= experts else min(_MOST_ROWS, 1 << (rows // experts).bit_length())
 
 
 def _through(
     kind: str, owner: jax.Array, rows: jax.Array, experts: list[ExpertWeights]
 ) -> jax.Array:
-    """Each block ``[blocks, rows, E]`` through its expert; those of number X are empty, and 0."""
+    """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
 
     def branch(maps: ExpertWeights) -> Any:
         return lambda rows: _expert(kind, rows, maps)
 
     def skip(rows: jax.Array) -> jax.Array:
-        y = _expert(kind, rows, experts[0])  # for its type; XLA leaves it out
+        y = _expert(kind, rows, experts[0])  # for its type; XLA removes it
         return jnp.where(False, y, jnp.zeros_like(y))
 
     branches = [*map(branch, experts), skip]

@@ -1,8 +1,8 @@
-"""MoE: of many feed-forward networks each token goes through a few.
+"""MoE: a mixture of experts, of which each token uses only a few.
 
 Sources: GShard (arXiv:2006.16668), Mixtral (arXiv:2401.04088).
 
-Shapes: N tokens, E features, X experts of F features between, k experts for each token.
+Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..layer.definition import rebuild
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
 from .experts import ExpertWeights, mixture, one_by_one, sorted_mixture
 
-# What becomes of the scores [..., X]: (all of them, the k highest) → shares [..., k].
+# Functions from scores to shares: (all [..., X], the k highest) → shares [..., k].
 SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "scores": lambda scores, best: best,
     "softmax": lambda scores, best: jnp.exp(
@@ -38,16 +38,16 @@ SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 class MoEGate(Module):
-    """Chooses experts: the k of the highest scores ``gate_score(x)``. Arguments in MAX's order.
+    """Chooses the k experts with the highest scores ``gate_score(x)``. Arguments in MAX's order.
 
     Args:
-        devices: Where the weights are declared to live: the first of them.
-        hidden_dim: Length of the last axis.
-        num_experts, num_experts_per_token: X and k.
-        dtype: Of the weight.
-        is_sharding: Make no weights; whoever shards this layer assigns them.
-        linear_cls: Makes the map to scores.
-        shares: What the experts' results are multiplied by: "scores" as they are (MAX),
+        devices: devices; the weights are declared on the first.
+        hidden_dim: length of the last axis.
+        num_experts, num_experts_per_token: numbers X and k.
+        dtype: dtype of the weight.
+        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+        linear_cls: constructor of the linear layer that computes the scores.
+        shares: factors of the experts' results: the "scores" themselves (MAX),
             their "softmax" over all experts (Qwen2-MoE), the "softmax of chosen" (Mixtral), or
             their "sigmoid" (Llama 4); computed in float32.
 
@@ -90,9 +90,9 @@ class MoEGate(Module):
             )  # fmt: skip
 
     def __call__(self, hidden_state: Any) -> tuple[Any, Any]:
-        """``[..., hidden_dim]`` → numbers of experts and their shares, ``[..., k]`` each.
+        """``[..., hidden_dim]`` → indices of experts and their shares, ``[..., k]`` each.
 
-        The highest score comes first; of equal ones, the lower number.
+        The highest score comes first; of equal scores, the lower index.
         """
         scores = unwrap(self.gate_score(hidden_state))
         best, chosen = jax.lax.top_k(scores, self.num_experts_per_token)
@@ -107,26 +107,27 @@ class MoE(Module):
     """A mixture of experts: ``Σ share · expert(x)`` over those the gate chooses for a token.
 
     Args (in MAX's order):
-        devices: Where the weights are declared to live: the first of them.
-        hidden_dim: Length E of the last axis before and after.
-        num_experts, num_experts_per_token: X and k.
-        moe_dim: Length F of the last axis between, in each expert.
-        num_logical_experts: ``num_experts``; copies of experts are not supported.
-        gate_cls: Makes the gate, by MoEGate's keyword arguments.
-        mlp_cls, shared_mlp_cls: Make the experts and the shared one, by MLP's.
-        has_shared_experts, shared_experts_dim: One more MLP that every token goes through.
-        ep_size: 1.
-        dtype: Of the weights.
-        activation: Name of the experts' activation function; "silu" by default.
+        devices: devices; the weights are declared on the first.
+        hidden_dim: length E of the last axis of the input and of the result.
+        num_experts, num_experts_per_token: numbers X and k.
+        moe_dim: number F of inner features of each expert.
+        num_logical_experts: must equal ``num_experts``; copies of experts are not supported.
+        gate_cls: constructor of the gate, with MoEGate's keyword arguments.
+        mlp_cls, shared_mlp_cls: constructors of the experts and the shared expert, with MLP's
+            keyword arguments.
+        has_shared_experts, shared_experts_dim: whether there is a shared expert, an MLP that
+            every token goes through, and its number of inner features.
+        ep_size: must be 1.
+        dtype: dtype of the weights.
+        activation: name of the experts' activation function; "silu" by default.
 
     Attributes:
-        gate: Chooses; its weight has ``dtype``, or bfloat16 where that is narrower still.
+        gate: layer that chooses experts; its weight has ``dtype``, or bfloat16 if ``dtype`` is narrower.
         experts: LayerList of X MLPs: ``experts.3.up_proj.weight`` and so on.
-        shared_experts: MLP, if there is one.
+        shared_experts: MLP, if ``has_shared_experts``.
 
-    Experts that are plain MLPs run as one product over tokens sorted by expert
-    (``jax.lax.ragged_dot``), others one after the other over all tokens; the results are
-    the same. Every token is served, however many choose the same expert.
+    Experts that are plain MLPs run together (``experts.mixture``); others run one after the other
+    over all tokens, with the same results. No token is dropped, however many choose the same expert.
     """
 
     def __init__(
@@ -170,17 +171,17 @@ class MoE(Module):
 
     @property
     def gate_up_proj(self) -> TensorValue:
-        """The experts' gates and ups, ``[X, 2 F, E]``."""
+        """The gate and up weights of all experts, ``[X, 2 F, E]``."""
         pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self.experts]
         return TensorValue(jnp.stack([jnp.concatenate(pair) for pair in pairs]))
 
     @property
     def down_proj(self) -> TensorValue:
-        """The experts' downs, ``[X, E, F]``."""
+        """The down weights of all experts, ``[X, E, F]``."""
         return TensorValue(jnp.stack([unwrap(e.down_proj.weight) for e in self.experts]))
 
     def __call__(self, x: Any) -> Any:
-        """``[..., E]`` → the same shape and dtype, a TensorValue for a TensorValue."""
+        """``[..., E]`` → the same shape and dtype; a TensorValue for a TensorValue."""
         array = unwrap(x)
         mesh = explicit.mesh_of(array, *jax.tree.leaves(self))
         if mesh is None:
@@ -221,9 +222,9 @@ class MoE(Module):
         return self.experts[0].activation_function
 
     def _on_mesh(self, tokens: jax.Array, mesh: Any, axes: tuple[str, ...]) -> jax.Array:
-        """Each device chooses for the tokens it has, and works on its part of every expert.
+        """Each device runs the gate for its tokens, and its part of every expert.
 
-        What the devices have is summed once, with the shared expert's part.
+        The parts of all devices are summed once, including the shared expert's.
         """
         definition, holders = self.gate._mx_definition()
         gate = [holder.stored.used() for holder in holders]
@@ -250,7 +251,7 @@ class MoE(Module):
         return y
 
     def _split(self) -> tuple[Any, tuple[str, ...]]:
-        """The mesh of the experts, and its axes that their inner features are split over."""
+        """The mesh of the experts, and the mesh axes that split their inner features."""
         mesh = mesh_of([m.weight.sharding for e in self.experts for m in _maps(e)])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
@@ -258,9 +259,9 @@ class MoE(Module):
         return (mesh, found.pop()) if len(found) == 1 else (None, ())
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Every expert's inner features over the axes ``expert`` and ``model`` together.
+        """Splits every expert's inner features over the axes ``expert`` and ``model`` together.
 
-        So all devices have the same work, whatever experts the tokens choose.
+        So the load is balanced over the devices, whatever experts the tokens choose.
         """
         rules = linear_rules("gate.gate_score", ShardingStrategy.replicate(1))
         for i in range(len(self.experts)):
@@ -271,7 +272,7 @@ class MoE(Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """As it was set: expert_parallel, tensor_parallel or replicate."""
+        """The strategy that was set: expert_parallel, tensor_parallel or replicate."""
         return self._strategy
 
     @sharding_strategy.setter
@@ -291,8 +292,8 @@ def _maps(mlp: Any) -> tuple[Any, Any, Any]:
 
 
 def _split_of(mlps: Any, mesh: Any) -> set[tuple[str, ...]]:
-    """The axes that the inner features of MLPs are split over: one entry, if all are alike."""
-    fsdp = axis_of(mesh, "fsdp")  # over which weights are gathered
+    """The sets of mesh axes that split the inner features of MLPs; one entry if all agree."""
+    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
     return {
         tuple(name for name in split_over(m.weight, axis) if name != fsdp)
         for mlp in mlps
@@ -301,7 +302,7 @@ def _split_of(mlps: Any, mesh: Any) -> set[tuple[str, ...]]:
 
 
 def _are_plain(experts: Any) -> bool:
-    """Whether the experts are equal MLPs of three bare matrices each."""
+    """Whether the experts are MLPs of equal structure, each with three bare Linears."""
     kinds = {(e.feed_forward_length, e.activation_function) if type(e) is MLP else None for e in experts}  # fmt: skip
     return len(kinds) == 1 and all(
         type(e) is MLP
@@ -312,7 +313,7 @@ def _are_plain(experts: Any) -> bool:
 
 
 def _is_bare(linear: Any) -> bool:
-    """Whether it is a Linear that does nothing but multiply by its weight."""
+    """Whether ``linear`` is a Linear that only multiplies by its weight."""
     return (
         type(linear) is Linear
         and linear.bias is None

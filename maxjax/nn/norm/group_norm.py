@@ -1,3 +1,3 @@
-"""MAX's path of what ``norms.py`` has."""
+"""Re-exports from ``norms.py`` under MAX's path."""
 
 from .norms import GroupNorm as GroupNorm

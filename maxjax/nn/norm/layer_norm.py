@@ -1,4 +1,4 @@
-"""MAX's path of what ``norms.py`` has."""
+"""Re-exports from ``norms.py`` under MAX's path."""
 
 from .norms import ConstantLayerNorm as ConstantLayerNorm
 from .norms import LayerNorm as LayerNorm

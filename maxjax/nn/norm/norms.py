@@ -1,4 +1,4 @@
-"""LayerNorm, ConstantLayerNorm, RMSNorm and GroupNorm."""
+"""The normalisation layers LayerNorm, ConstantLayerNorm, RMSNorm and GroupNorm."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..layer.sharded import sharded
 
 
 class _Norm(Module):
-    """What the norms with weights share: they are whole on every device."""
+    """What the norms with weights share: they are replicated on every device."""
 
     weight: Any
     bias: Any = None
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """The weight's.
+        """The strategy of the weight.
 
         Raises:
-            ValueError: Setting any but ``replicate``.
+            ValueError: a strategy other than ``replicate`` is assigned.
         """
         return None if self.weight is None else self.weight.sharding_strategy
 
@@ -43,10 +43,10 @@ class _Norm(Module):
                 weight.sharding_strategy = strategy
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
-        """One norm for each device.
+        """Returns one norm for each device.
 
         Raises:
-            ValueError: There is no strategy.
+            ValueError: ``sharding_strategy`` is not set.
         """
         return sharded(self, devices)
 
@@ -55,12 +55,12 @@ class LayerNorm(_Norm):
     """``(x - mean) / √(variance + eps) · weight + bias`` over the last axis.
 
     Args (in MAX's order):
-        dims: Length of the last axis.
-        devices: Where the weights are declared to live: the first of them.
-        dtype: Of the weights.
-        eps: Added to the variance.
-        use_bias: Whether there is one.
-        compute_dtype: What it is computed in; float32 but for experiments.
+        dims: length of the last axis.
+        devices: devices; the weights are declared on the first.
+        dtype: dtype of the weights.
+        eps: number added to the variance.
+        use_bias: whether there is a bias.
+        compute_dtype: dtype of the computation; change float32 only for experiments.
 
     Attributes:
         weight: Weight ``[dims]``.
@@ -97,7 +97,7 @@ class LayerNorm(_Norm):
         """``[..., dims]`` → the same shape and dtype.
 
         Raises:
-            ValueError: The last axis is not ``dims`` long.
+            ValueError: the last axis is not ``dims`` long.
         """
         array = jnp.asarray(x)
         _check_last_axis(self, array, self.dim)
@@ -116,12 +116,12 @@ class RMSNorm(_Norm):
     """``x / √(mean(x²) + eps) · (weight + weight_offset)`` over the last axis.
 
     Args (in MAX's order):
-        dim: Length of the last axis.
-        dtype: Of the weight.
-        eps: Added to the mean square.
-        weight_offset: Added to the weight (1 in Gemma, whose files hold ``weight - 1``).
-        multiply_before_cast: Multiply by the weight in float32, then round to the dtype
-            of the input. Otherwise round first and multiply in the narrow dtype (Llama).
+        dim: length of the last axis.
+        dtype: dtype of the weight.
+        eps: number added to the mean square.
+        weight_offset: number added to the weight (1 in Gemma, whose files hold ``weight - 1``).
+        multiply_before_cast: whether to multiply by the weight in float32 and then round to the
+            dtype of the input. Otherwise round first and multiply in the narrow dtype (Llama).
 
     Attributes:
         weight: Weight ``[dim]``, declared on the CPU as in MAX.
@@ -153,7 +153,7 @@ class RMSNorm(_Norm):
         """``[..., dim]`` → the same shape and dtype.
 
         Raises:
-            ValueError: The last axis is not ``dim`` long.
+            ValueError: the last axis is not ``dim`` long.
         """
         array = jnp.asarray(x)
         _check_last_axis(self, array, self.dim)
@@ -166,7 +166,7 @@ class RMSNorm(_Norm):
         return _like(x, y.astype(array.dtype))
 
     def initializer(self, name: str) -> Any:
-        """A factor of one in all: the weight is one less its offset."""
+        """An effective factor of one: the weight is one minus its offset."""
         return jax.nn.initializers.constant(1.0 - self.weight_offset)
 
 
@@ -174,10 +174,10 @@ class ConstantLayerNorm(Module):
     """LayerNorm without weights: ``(x - mean) / √(variance + eps)`` over the last axes.
 
     Args (in MAX's order):
-        dims: Lengths of the axes normalised over: of the last one, or of several.
-        device: Recorded; there is nothing to place.
-        dtype: Recorded; the result has the dtype of the input.
-        eps: Added to the variance.
+        dims: length of the last axis, or lengths of the last axes, to normalise over.
+        device: recorded only; there are no weights.
+        dtype: recorded only; the result has the dtype of the input.
+        eps: number added to the variance.
 
     Example:
         >>> print(ConstantLayerNorm(2, DeviceRef.CPU(), "float32", eps=0.0)(jnp.array([[1.0, 5.0]])))
@@ -197,7 +197,7 @@ class ConstantLayerNorm(Module):
         """``[..., *dims]`` → the same shape and dtype.
 
         Raises:
-            ValueError: The last axes are not ``dims``.
+            ValueError: the last axes are not ``dims``.
         """
         array = jnp.asarray(x)
         if array.shape[-len(self.dims) :] != self.dims:
@@ -210,14 +210,14 @@ class ConstantLayerNorm(Module):
 
 
 class GroupNorm(_Norm):
-    """Normalises groups of channels together with all places (Y. Wu, K. He, arXiv:1803.08494).
+    """Normalises groups of channels over all spatial axes (Y. Wu, K. He, arXiv:1803.08494).
 
     Args (in MAX's order):
-        num_groups: Of how many groups of neighbouring channels each has its own mean and variance.
-        num_channels: Length of axis 1; a multiple of ``num_groups``.
-        eps: Added to the variance.
-        affine: Whether the result is multiplied by ``weight`` and ``bias`` is added.
-        device: Where the weights are declared to live.
+        num_groups: number of groups of neighbouring channels; each has its own mean and variance.
+        num_channels: length of axis 1; a multiple of ``num_groups``.
+        eps: number added to the variance.
+        affine: whether the result is multiplied by ``weight`` and ``bias`` is added.
+        device: device that the weights are declared on.
 
     Attributes:
         weight, bias: Weights ``[num_channels]`` in float32, or None.
@@ -254,7 +254,7 @@ class GroupNorm(_Norm):
         """``[N, num_channels, *places]`` → the same shape and dtype.
 
         Raises:
-            ValueError: Axis 1 is not ``num_channels`` long.
+            ValueError: axis 1 is not ``num_channels`` long.
         """
         array = jnp.asarray(x)
         shape = array.shape
@@ -277,7 +277,7 @@ class GroupNorm(_Norm):
 
 
 def _normalised(x: jax.Array, axes: int | tuple[int, ...], eps: float) -> jax.Array:
-    """``x`` with mean 0 and variance 1 (less eps) over ``axes``; two passes, so that nothing cancels."""
+    """``x`` with mean 0 and variance 1 (up to eps) over ``axes``; two passes avoid cancellation."""
     centred = x - jnp.mean(x, axis=axes, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
     return centred * jax.lax.rsqrt(variance + eps)
@@ -296,6 +296,6 @@ def _check_last_axis(layer: Module, x: jax.Array, length: int) -> None:
 
 
 def _row(weight: Any, ndim: int, dtype: Any) -> jax.Array:
-    """The weight with leading axes of length 1, so that nothing is broadcast unasked."""
+    """The weight with leading axes of length 1, which make the broadcast explicit."""
     array = jnp.asarray(weight).astype(dtype)
     return array.reshape((1,) * (ndim - 1) + array.shape)

@@ -1,4 +1,4 @@
-"""TransformerBlock: attention and a feed-forward network, each around a shortcut."""
+"""TransformerBlock: attention and a feed-forward network, each with a residual connection."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class TransformerBlock(Module):
     """``h = x + m · attention(norm(x))``, then ``h + m · mlp(norm(h))``.
 
     Args (in MAX's order):
-        attention: Called with the normalised input and whatever else the block is called with.
-        mlp: Called with one argument.
-        attention_norm, mlp_norm: Applied before each of them.
-        residual_multiplier: The factor m (Granite has one).
+        attention: layer that is called with the normalised input and the block's further arguments.
+        mlp: layer that is called with one argument.
+        attention_norm, mlp_norm: layers applied before each of them.
+        residual_multiplier: factor m (used by Granite).
 
     Attributes:
-        self_attn, mlp, input_layernorm, post_attention_layernorm: The four layers, under the
-            names they have in Hugging Face's checkpoints.
+        self_attn, mlp, input_layernorm, post_attention_layernorm: four layers, under their
+            names in Hugging Face's checkpoints.
 
     Example:
         >>> from maxjax.nn.identity import Identity

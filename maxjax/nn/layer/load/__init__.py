@@ -1,5 +1,5 @@
-"""``load_state_dict``: values from a file or mapping into the weights of a Module.
+"""The parts of ``load_state_dict``, which loads a file or mapping into the weights of a Module.
 
-``fit`` compares names, shapes and dtypes, ``memory`` checks that devices have room, ``stacks``
+``fit`` compares names, shapes and dtypes, ``memory`` checks that the memory suffices, ``stacks``
 fills the stacked weights of a LayerStack.
 """

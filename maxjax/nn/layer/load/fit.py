@@ -1,7 +1,7 @@
-"""What may be loaded into a Weight, and what makes it fit.
+"""Which values can be loaded into a Weight, and their conversion.
 
-A value is a WeightData (lenient where MAX is: packed bytes, () against (1,)) or any
-array that speaks DLPack (exact). :func:`fit` decides from shapes and dtypes alone;
+A value is a WeightData (lenient where MAX is: quantised bytes, shape () against (1,)) or any
+array that supports DLPack (exact). :func:`fit` decides from shapes and dtypes alone;
 :func:`materialise` reads, converts and copies once everything fits.
 """
 
@@ -28,7 +28,7 @@ from ....graph.weights.given import dtype_of, host_or_jax, shape_of
 
 @dataclasses.dataclass
 class Fit:
-    """A value that fits its weight, and what the weight will be once it is stored."""
+    """A value that fits its weight, and the declaration of the weight once it is stored."""
 
     name: str
     weight: Weight
@@ -45,7 +45,7 @@ class Fit:
 def fit(
     name: str, weight: Weight, value: Any, *, override: bool, alignment: int | None, cast: bool
 ) -> Fit | str:
-    """Whether ``value`` may become the value of ``weight``: a Fit, or what is wrong."""
+    """Checks ``value`` against ``weight``: returns a Fit, or a text that says what is wrong."""
     if isinstance(value, WeightData):
         found = _fit_data(name, weight, value, override)
     else:
@@ -109,7 +109,7 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
 
 
 def _loose(shape: Sequence[Any]) -> list[Any]:
-    """() and (1,) hold the same: one element."""
+    """The shape with (1,) written as (): both hold one element."""
     return [] if len(shape) == 1 and shape[0] == 1 else list(shape)
 
 
@@ -129,7 +129,7 @@ def _different(name: str, dtype: tuple[DType, DType]) -> str:
 
 
 def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
-    """Equal dtypes, or a cast that was asked for; and nothing that JAX would narrow in silence."""
+    """Requires equal dtypes or a requested cast, and nothing that JAX would silently narrow."""
     actual = DType.uint8 if fitted.as_bytes else dtype_of(fitted.value)
     expected = fitted.dtype
     if actual is not expected:
@@ -160,10 +160,10 @@ def _alignment_problem(fitted: Fit) -> str | None:
 
 
 def _address(value: Any) -> int | None:
-    """Where the bytes of a host array begin; None where that is not for us to ask."""
+    """The address of the bytes of a host array; None where it is not known or not relevant."""
     if isinstance(value, WeightData):
         if not value.is_loaded:
-            return None  # it will be read into memory of ours
+            return None  # it will be read into newly allocated memory
         value = value.data
     if isinstance(value, Buffer):
         value = np.asarray(value)
@@ -174,12 +174,12 @@ def _address(value: Any) -> int | None:
 
 
 def is_lazy(one: Fit) -> bool:
-    """Whether its bytes are still on disk."""
+    """Whether the bytes of the value are still on disk."""
     return isinstance(one.value, WeightData) and not one.value.is_loaded
 
 
 def as_it_is(one: Fit) -> bool:
-    """Whether the bytes on disk are those the weight will have."""
+    """Whether the weight takes the bytes on disk without conversion."""
     data = one.value
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
     changed = data._casts or data._decodes is not None
@@ -188,14 +188,14 @@ def as_it_is(one: Fit) -> bool:
 
 
 def in_pieces(one: Fit) -> bool:
-    """Whether each device's piece is read by itself: of what is on disk and goes to several."""
+    """Whether each device's piece is read separately: the value is on disk and goes to several devices."""
     if not is_spread(one.weight.sharding) or not is_lazy(one):
         return False
     return not one.as_bytes and one.loaded_shape is None and one.value._is_as_stored
 
 
 def pieces(one: Fit) -> Pieces:
-    """What is read of it."""
+    """The pieces of the value to read."""
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
     weight = one.weight
     return Pieces(
@@ -209,15 +209,15 @@ def pieces(one: Fit) -> Pieces:
 
 
 def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[Any]:
-    """Converts and places all values; nothing of a Module is changed by it.
+    """Converts all values and puts them on their devices; no Module is changed.
 
     Args:
-        fresh: By ``id`` of a value that was on disk, what was read of it. What is read
-            in pieces is read now.
+        fresh: arrays read from disk, by the ``id`` of their value. Values that are read in
+            pieces are read now.
 
     Raises:
-        ValueError: An integer that does not fit the 32 bits JAX runs in.
-        CheckpointError: A file that cannot be read.
+        ValueError: an integer does not fit the 32 bits that JAX runs in.
+        CheckpointError: a file cannot be read.
     """
     remaining = dict(fresh)
     arrays = []
@@ -234,7 +234,7 @@ def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[An
 
 
 def host(one: Fit) -> np.ndarray:
-    """The converted value as an array of the host; read now if it is on disk."""
+    """The converted value as a host array; read now if it is on disk."""
     array = (
         one.value._cast(read_all([one.value])[id(one.value)])
         if is_lazy(one)
@@ -244,7 +244,7 @@ def host(one: Fit) -> np.ndarray:
 
 
 def convert(one: Fit, array: Any) -> Any:
-    """``array`` as the weight will have it, still where it is."""
+    """``array`` converted to the dtype and shape of the weight, on its present device."""
     if one.as_bytes:
         return np.ascontiguousarray(array).view(np.uint8)
     if one.loaded_shape is not None:
@@ -265,10 +265,10 @@ def convert(one: Fit, array: Any) -> Any:
 
 
 def _place(one: Fit, array: Any, owned: bool) -> jax.Array:
-    """Onto the weight's sharding, or JAX's default device.
+    """Puts ``array`` on the weight's sharding, or on JAX's default device.
 
-    JAX on a CPU keeps aligned NumPy memory instead of copying it: right for memory that
-    only we have seen, and a trap for an array somebody may write to later.
+    JAX on a CPU reuses aligned NumPy memory instead of copying it. That is right for memory that
+    nobody else holds (``owned``), and wrong for an array that its owner may write to later.
     """
     sharding = one.weight.stored.leaf_sharding
     array = one.weight.stored.arranged(array)

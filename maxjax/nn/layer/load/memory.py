@@ -1,7 +1,7 @@
-"""Whether what is to be loaded fits, asked before a byte is read.
+"""The check, before anything is read, that the memory suffices for a load.
 
-XLA's own message names neither tensor nor device, and Linux ends a process that asks its
-memory for too much without a word.
+XLA's own error names neither tensor nor device, and Linux kills a process that uses too much
+memory without any message.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ....graph.weights.given import shape_of
 from ..place import plan_places
 from .fit import Fit
 
-# Less than this is not worth asking.
+# Smaller loads are not checked.
 SMALL_BYTES = 64 << 20
 
 
 def check_room(module: Any, fits: Sequence[Fit]) -> None:
-    """Refuses a load that the devices of this process, or its host, cannot hold.
+    """Checks that the devices of this process, and its host, can hold what is to be loaded.
 
     Raises:
-        OutOfMemoryError: The message has the largest tensor, the bytes needed and free, and the
-            smallest larger mesh or narrower dtype that would do.
+        OutOfMemoryError: they cannot. The message has the largest tensor, the bytes needed and free,
+            and the smallest larger mesh or a narrower dtype that would suffice.
     """
     sizes = [(_part(one), one) for one in fits]
     need = sum(nbytes for nbytes, _ in sizes)
@@ -43,7 +43,7 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
     whole = sum(math.prod(_sizes(one)) * one.dtype.np.itemsize for one in fits)
     for device in devices:
         free = free_bytes(device)
-        # Devices of the CPU share the host's memory; what several hold alike is there once.
+        # CPU devices share the host's memory, and replicas are there only once.
         wanted = need if device not in on_host else min(whole, need * len(on_host))
         if free is not None and wanted > free:
             largest = max(sizes, key=lambda item: item[0])
@@ -51,7 +51,7 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
 
 
 def _sizes(one: Fit) -> tuple[int, ...]:
-    """The shape it will have; symbolic sizes are those of the value."""
+    """The shape after loading; symbolic sizes are taken from the value."""
     known = all(isinstance(dim, StaticDim) for dim in one.dims)
     return tuple(int(d) for d in (one.dims if known else shape_of(one.value)))
 
@@ -65,7 +65,7 @@ def _part(one: Fit) -> int:
 
 
 def _devices(fits: Iterable[Fit]) -> list[Any]:
-    """Where it all goes, of this process's devices."""
+    """The devices of this process that get any of the values."""
     shardings = {one.weight.sharding for one in fits}
     found: dict[Any, None] = {}
     for sharding in shardings:
@@ -75,7 +75,7 @@ def _devices(fits: Iterable[Fit]) -> list[Any]:
 
 
 def free_bytes(device: Any) -> int | None:
-    """What a device has left, or the host for a CPU; None where nobody knows."""
+    """The free bytes of a device, or of the host for a CPU; None if unknown."""
     if device.platform != "cpu":
         stats = memory_stats(device)
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
@@ -84,7 +84,7 @@ def free_bytes(device: Any) -> int | None:
 
 
 def _available() -> int | None:
-    """What Linux could give without swapping, and what is left to this process's group."""
+    """The bytes that Linux can provide without swapping, limited by this process's control group."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -133,7 +133,7 @@ def _message(
 
 
 def _changes(module: Any, fits: Sequence[Fit], need: int, free: int, on_host: bool) -> list[str]:
-    """The smallest change of the mesh, and of the dtype, with which it fits."""
+    """The smallest change of the mesh, and of the dtype, with which the load fits."""
     found = []
     mesh = mesh_of([one.weight.sharding for one in fits])
     if not on_host:
@@ -151,7 +151,7 @@ def _changes(module: Any, fits: Sequence[Fit], need: int, free: int, on_host: bo
 def _larger(
     module: Any, fits: dict[Any, Fit], shape: dict[str, int], axis: str, free: int
 ) -> list[str]:
-    """The smallest mesh with more devices along ``axis`` that holds it."""
+    """The smallest mesh with more devices along ``axis`` that can hold the load."""
     size = shape.get(axis, 1)
     for n in (size << power for power in range(1, 13)):
         sizes = {**shape, axis: n}

@@ -1,4 +1,4 @@
-"""Loading a LayerStack: each layer's bytes go straight to their place in the stack.
+"""Loading of a LayerStack: each layer's bytes go directly to their place in the stack.
 
 On the host the stacked array is allocated once and files are read into it. Elsewhere the
 array is made on the device and filled layer by layer, with one layer in host memory.
@@ -36,12 +36,12 @@ from .fit import Fit, as_it_is, host, in_pieces, is_lazy, materialise, pieces
 
 
 class StackLoad:
-    """The values of all layers for one stack.
+    """A load of the values of all layers into one stack.
 
     Args:
-        stack: Which.
-        fits: One for each layer.
-        taken: ids of what has a place to be read to already; what this one reads is added.
+        stack: stack to load into.
+        fits: one Fit for each layer.
+        taken: ids of values that already have memory to be read into; this load adds its own.
     """
 
     def __init__(self, stack: StackedWeight, fits: Sequence[Fit], taken: set[int]):
@@ -53,9 +53,9 @@ class StackLoad:
         self._layer = tuple(map(int, first.dims))
         if self._layout is not None:
             self._layer = self._layout.shape(self._layer)
-        self._target = stack.leaf_sharding or _committed(fits)  # None leaves the place to JAX
+        self._target = stack.leaf_sharding or _committed(fits)  # None leaves the device to JAX
         self._sharding = self._target or jax.sharding.SingleDeviceSharding(default_device())
-        # Of one layer's weight.
+        # The sharding of one layer's weight.
         self._placed = template.leaf_sharding or self._sharding
         self._read: set[int] = set()
         self._memory: dict[Box, np.ndarray] = {}
@@ -77,7 +77,7 @@ class StackLoad:
                 self._read.add(i)
 
     def direct(self) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
-        """What is to be read from disk as it is: data, the part of it, and the memory it goes to."""
+        """The reads from disk without conversion: data, the part of it, and the memory to read into."""
         for box, memory in self._memory.items():
             layers = np.split(memory, len(self.fits))
             for i in sorted(self._read):
@@ -85,11 +85,11 @@ class StackLoad:
                     yield self.fits[i].value, region, place
 
     def array(self) -> jax.Array:
-        """The stacked array, once what :meth:`direct` gave has been read."""
+        """The stacked array; the reads from :meth:`direct` must be complete."""
         others = [i for i in range(len(self.fits)) if i not in self._read]
         shape = (len(self.fits), *self._layer)
         if is_host(self._sharding):
-            # JAX on a CPU keeps aligned memory; nobody else has seen this.
+            # JAX on a CPU reuses aligned memory; nobody else holds this array.
             layers = {
                 box: memory.view(self._dtype).reshape(len(self.fits), *extents(box))
                 for box, memory in self._memory.items()
@@ -107,7 +107,7 @@ class StackLoad:
         return stack
 
     def _copy(self, i: int, layers: dict[Box, np.ndarray]) -> None:
-        """Puts the value of a layer that is not read as it is into its place."""
+        """Copies the value of a layer that needs conversion to its place in the stack."""
         one = self.fits[i]
         if in_pieces(one):
             asked = pieces(one)
@@ -121,7 +121,7 @@ class StackLoad:
             array[i] = found[box]
 
     def _layers(self, others: Sequence[int]) -> Iterator[jax.Array]:
-        """The layers' arrays where they are to be, one after the other."""
+        """The layers' arrays on their sharding, one after the other."""
         for i in others:
             one = self.fits[i]
             if in_pieces(one):
@@ -131,14 +131,14 @@ class StackLoad:
                 yield put(one.weight.stored.arranged(host(one)), where, one.name)
 
     def store(self, array: jax.Array) -> None:
-        """Makes it the value, and what the weights were loaded as the declaration of all."""
+        """Stores ``array`` as the value, and updates the declaration of all weights."""
         self.stack.put(array)
         template = self.stack.template.stored
         self.stack.declare(self.fits[0].weight, template.sharding, template.layout)
 
 
 def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
-    """The stacks that get a value for every layer, all other values, and what does not fit."""
+    """The loads of complete stacks, all other values, and the problems found."""
     groups: dict[int, tuple[StackedWeight, dict[int, Fit]]] = {}
     for one in fits:
         if one.weight.stored.home is not None:
@@ -162,11 +162,11 @@ def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
 
 
 def read(single: Sequence[Fit], loads: Sequence[StackLoad]) -> tuple[list[Any], list[jax.Array]]:
-    """The arrays of single values and of stacks: read in parallel, converted and placed.
+    """The arrays of single values and of stacks, read in parallel, converted and put on devices.
 
     Raises:
-        ValueError: An integer that does not fit the 32 bits JAX runs in.
-        CheckpointError: A file that cannot be read.
+        ValueError: an integer does not fit the 32 bits that JAX runs in.
+        CheckpointError: a file cannot be read.
     """
     fill([part for load in loads for part in load.direct()])
     lazy = [one.value for one in single if is_lazy(one) and not in_pieces(one)]
@@ -178,7 +178,7 @@ def _has_sizes(one: Fit) -> bool:
 
 
 def _committed(fits: Sequence[Fit]) -> Any:
-    """Where arrays were put by somebody, if all of them are in one place."""
+    """The common device or sharding of arrays that are committed to one; otherwise None."""
     found = [one.value.sharding if getattr(one.value, "committed", False) else None for one in fits]
     single = isinstance(found[0], jax.sharding.SingleDeviceSharding)
     return found[0] if single and all(sharding == found[0] for sharding in found) else None

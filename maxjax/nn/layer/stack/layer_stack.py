@@ -1,8 +1,8 @@
-"""LayerStack: n equal layers, one body, stacked weights.
+"""LayerStack: n equal layers with stacked weights and one compiled body.
 
 XLA inlines a jitted layer wherever it is called, so compile time grows with depth. A
 LayerStack keeps the weights of one name in all layers as one array ``[n, ...]`` and runs
-one body over it (``scan.py``). Its layers stay what they were: ``stack[3]`` is a Module
+one body over it (``scanning.py``). Its layers remain usable: ``stack[3]`` is a Module
 whose Weights are views, and state dicts say ``layers.3.weight``.
 """
 
@@ -26,23 +26,23 @@ from .scanning import Plan, loop, policy, scan
 
 
 class LayerStack(LayerList, is_stack=True):
-    """Equal layers, or a pattern of layers that repeats, compiled once.
+    """Equal layers, or a repeating pattern of layers, compiled once.
 
     Args:
         layers: Modules of equal structure: the same classes, attributes and types of
-            weights. They become views of the stack and cannot be changed alone any more.
-        period: How many layers the pattern has that repeats; found when not given. What is
-            left over at the end must follow the pattern, and runs on its own.
-        first: So many layers at the front are left out of the pattern.
+            weights. They become views of the stack and can no longer be changed alone.
+        period: number of layers in the repeating pattern; detected by default. The layers left
+            over at the end must follow the pattern, and run individually.
+        first: number of layers at the front that are not part of the pattern.
 
-    Its layers, names, ties, state dict and hooks are those of the LayerList. A weight that
-    is the same object in all layers stays one. In the pytree each weight of the pattern is
+    Layers, names, ties, state dict and hooks are those of the LayerList. A weight that is
+    the same object in all layers stays a single weight. In the pytree each weight of the pattern is
     one leaf ``[repeats, ...]``, at a path like ``layers.*.weight``.
 
     Raises:
-        ValueError: The layers differ; the message says in what.
-        TypeError: Something in it is no Module.
-        NotImplementedError: A layer holds a LayerStack itself.
+        ValueError: the layers differ; the message names the difference.
+        TypeError: an item is not a Module.
+        NotImplementedError: a layer holds a LayerStack itself.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -76,14 +76,14 @@ class LayerStack(LayerList, is_stack=True):
         self._arrange(found, layout)
 
     def _arrange(self, layers: list[Module], layout: Layout) -> None:
-        """Takes the layers in and stacks what repeats."""
+        """Adds the layers and stacks those that repeat."""
         seen: dict[int, str] = {}
         plans = [
             _stacks([layers[i] for i in layout.members(slot)], layout.span(slot), seen)
             for slot in range(layout.slots)
         ]
         groups = [(layout.span(k), group) for k, plan in enumerate(plans) for group in plan.weights]
-        # All are made before any layer is changed: JAX may refuse to put the values together.
+        # All are created before any layer is changed: JAX may fail to stack the values.
         stacks = [StackedWeight.of(group, span) for span, group in groups]
         for stack, (_, group) in zip(stacks, groups, strict=True):
             stack.adopt(group)
@@ -99,19 +99,19 @@ class LayerStack(LayerList, is_stack=True):
         structure_changed()
 
     def unstack(self) -> LayerList:
-        """A LayerList of these layers, each with weights of its own again. Exact."""
+        """A LayerList of these layers, each with its own weights again, bit for bit."""
         layers = self.layers
         for stack in self._mx_stacks:
             stack.dissolve()
         for layer in layers:
             _mark(layer, set(), False)
-        # What is left here is a stack of nothing, which runs its layers one by one.
+        # This object remains as an empty stack, which runs its layers one by one.
         layout = Layout(len(layers), len(layers), 1, 0)
         self._arrange(layers, layout)
         return self._list_class(layers)
 
     def stack(self, *, period: int | None = None, first: int = 0) -> LayerStack:
-        """Itself; to stack in another way, unstack first."""
+        """Returns itself; to stack differently, unstack first."""
         if not self._layout.slots:  # it was unstacked
             return LayerStack(self.layers, period=period, first=first, list_class=self._list_class)
         if (period, first) == (None, 0):
@@ -165,26 +165,26 @@ class LayerStack(LayerList, is_stack=True):
         super().__setattr__(name, value)
 
     def replace_module(self, name: str, module: Module) -> None:
-        """Refuses: the layers are equal."""
+        """Raises an error: the layers must stay equal."""
         self._renew([])
 
     def __repr__(self) -> str:
         return f"LayerStack({self._layout})"
 
     def per_layer(self, values: Iterable[Any]) -> PerLayer:
-        """One value for each layer (trees of arrays), in the form in which ``scan`` takes them.
+        """One value for each layer (a tree of arrays), in the form that ``scan`` takes.
 
-        Layers in different places of the pattern may have values of different shapes.
+        Layers at different places of the pattern may have values of different shapes.
 
         Raises:
-            ValueError: Not one for each layer, or different ones where layers are equal.
+            ValueError: there is not one value for each layer, or their types differ where layers are equal.
         """
         return PerLayer.of(list(values), self._layout)
 
     # -- running them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers in order, as a LayerList: each gets what the one before returned."""
+        """Runs the layers in order, as a LayerList does: each gets the result of the one before."""
         if len(args) == 1 and not kwargs:
             return self.scan(args[0])
         return in_turn(self.layers, args, kwargs)
@@ -201,31 +201,31 @@ class LayerStack(LayerList, is_stack=True):
         """Runs all layers: ``carry = layer(carry, *x, **shared)``, compiled as one loop.
 
         Args:
-            carry: What goes from layer to layer: an array or a tree of them, of the same
+            carry: value passed from layer to layer: an array or a tree of them, of the same
                 types after each layer.
-            xs: What each layer has of its own, a cache for example: trees of arrays
-                ``[n, ...]``, a list of n trees, or what :meth:`per_layer` gives.
-            index: A name: each layer gets its number as the keyword argument of that name.
-            remat: Under differentiation, what to compute again instead of keeping it: True
+            xs: values for each layer, such as a cache: trees of arrays ``[n, ...]``, a list
+                of n trees, or the result of :meth:`per_layer`.
+            index: name of a keyword argument in which each layer gets its number.
+            remat: what to recompute instead of storing under differentiation: True
                 for everything inside a layer, or a policy of ``jax.checkpoint_policies``
                 or its name.
-            unroll: How many steps of the loop are written out (``jax.lax.scan``).
-            shared: Keyword arguments that all layers get alike. What is no array (a flag, a
-                name) is the same constant in all.
+            unroll: number of unrolled steps of the loop (``jax.lax.scan``).
+            shared: keyword arguments that are the same for all layers. Values that are not
+                arrays (a flag, a name) are constants.
 
         Returns:
             The last carry; with outputs, if the layers return ``(carry, *outputs)``:
-            ``(carry, *outputs)``, each a tree of arrays ``[n, ...]``. Outputs come as a
-            PerLayer if a PerLayer went in, or where layers give different shapes.
+            ``(carry, *outputs)``, each a tree of arrays ``[n, ...]``. Outputs are a
+            PerLayer if a PerLayer went in, or if layers return different shapes.
 
         Raises:
-            TypeError: A layer returns neither a carry like the one it got nor a tuple that
+            TypeError: a layer returns neither a carry like the one it got nor a tuple that
                 begins with one.
-            ValueError: Something in ``xs`` is not for n layers; a weight has no value.
+            ValueError: an item of ``xs`` is not for n layers, or a weight has no value.
 
         While hooks are installed the layers run one by one, so that hooks see each. Otherwise
-        the loop is a jitted function: what a layer reads besides its arguments, weights and
-        attributes (a global variable) is what it was when it was first traced.
+        the loop is a jitted function: anything a layer reads besides its arguments, weights and
+        attributes (such as a global variable) keeps the value of the first trace.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -256,7 +256,7 @@ def _run(stack: LayerStack, plan: Plan, carry: Any, xs: Any, shared: Any) -> Any
     return (loop if one_by_one else scan)(stack, plan, carry, xs, shared)
 
 
-# -- what may be stacked
+# -- which layers can be stacked
 
 
 def _definition(i: int, layer: Any) -> Definition:
@@ -297,7 +297,7 @@ def _layout(
 
 
 def _difference(one: Module, other: Module) -> str:
-    """In what two layers differ, in words."""
+    """A description of the difference between two layers."""
     a, b = one._mx_definition()[0], other._mx_definition()[0]
     paths = [path.rstrip(".") for path in Walk(one, stacked=True).paths]
     for x, y, path in zip(a.nodes, b.nodes, paths, strict=False):
@@ -339,7 +339,7 @@ class _Group(NamedTuple):
 
 
 def _stacks(layers: Sequence[Module], span: Span, seen: dict[int, str]) -> _Group:
-    """ids of what is the same object in all layers, and the Weights that go into one stack each."""
+    """ids of objects that all layers share, and the groups of Weights that form one stack each."""
     walks = [Walk(layer, stacked=True) for layer in layers]
     shared = set[int]()
     for same in zip(*(walk.modules for walk in walks), strict=True):
@@ -370,9 +370,9 @@ def _mark(layer: Module, shared: set[int], in_stack: bool) -> None:
 def _replica(
     layer: Module, number: int, place: int, held: Mapping[tuple[int, str], Module]
 ) -> Module:
-    """The layer at another place of the stack that ``layer`` is the first of.
+    """A copy of ``layer``, the first layer of the stack, for another place of the stack.
 
-    What the model ``held`` in other places, by layer number and path, is taken as it is.
+    Modules that the model also ``held`` elsewhere, by layer number and path, are reused.
     """
     walk = Walk(layer, stacked=True)
     own: list[tuple[Module, Module]] = []

@@ -1,4 +1,4 @@
-"""What each layer of a LayerStack has of its own: which layers are equal, and trees for each."""
+"""Layout, which says which layers of a LayerStack are equal, and PerLayer, one tree for each layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ....graph.weight.stacked import Span
 
 
 class Layout(NamedTuple):
-    """Which layers of a LayerStack are equal: ``first`` on their own, a pattern, what is left over.
+    """Which layers of a LayerStack are equal: ``first`` individual ones, a repeated pattern, a rest.
 
     Attributes:
-        count: How many layers there are.
-        first: How many at the front do not belong to the pattern.
-        period: How many layers the pattern has.
-        repeats: How often it is there.
+        count: number of layers.
+        first: number of layers at the front that do not belong to the pattern.
+        period: number of layers in the pattern.
+        repeats: number of repetitions of the pattern.
     """
 
     count: int
@@ -28,12 +28,12 @@ class Layout(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many stacks there are: the layers of the pattern."""
+        """The number of stacks: one for each layer of the pattern."""
         return self.period if self.repeats else 0
 
     @property
     def end(self) -> int:
-        """The first layer behind the pattern."""
+        """The index of the first layer after the repeated pattern."""
         return self.first + self.period * self.repeats
 
     @property
@@ -42,12 +42,12 @@ class Layout(NamedTuple):
         return self.slots == 1 and self.repeats == self.count
 
     def slot_of(self, i: int) -> int | None:
-        """The place of layer ``i`` in the pattern; None of one that runs on its own."""
+        """The place of layer ``i`` in the pattern; None if it runs individually."""
         return (i - self.first) % self.period if self.first <= i < self.end else None
 
     @property
     def alone(self) -> list[int]:
-        """The layers that run on their own."""
+        """The layers that run individually."""
         return [i for i in range(self.count) if self.slot_of(i) is None]
 
     def members(self, slot: int) -> range:
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
         return range(self.first + slot, self.end, self.period)
 
     def span(self, slot: int | None) -> Span:
-        """The same, for names: ``*`` where it is all layers, else as a slice."""
+        """The members as a Span, for names: ``*`` for all layers, otherwise a slice."""
         assert slot is not None
         start = self.first + slot
         pattern = "*" if self.is_plain else f"{start}:{self.end}"
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
         return Span(pattern, start, self.period, self.repeats)
 
     def order(self) -> Iterator[int]:
-        """The layers that stand for all: those on their own, and the first of each place."""
+        """The representatives of all layers: the individual ones, and the first of each place."""
         for i in range(self.count):
             if self.slot_of(i) is None or i < self.first + self.period:
                 yield i
@@ -80,10 +80,10 @@ class Layout(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class PerLayer:
-    """A tree of arrays for each layer of a LayerStack: a cache for example.
+    """A tree of arrays for each layer of a LayerStack, such as a cache.
 
-    Trees of layers at one place of the pattern are stacked; ``values[3]`` is layer 3's.
-    Made by ``LayerStack.per_layer``, and by ``LayerStack.scan`` as its outputs.
+    Trees of layers at one place of the pattern are stacked; ``values[3]`` is the tree of layer 3.
+    ``LayerStack.per_layer`` creates it, and ``LayerStack.scan`` returns it.
     """
 
     def __init__(self, slots: Sequence[Any], rest: Sequence[Any], layout: Layout):
@@ -91,10 +91,10 @@ class PerLayer:
 
     @classmethod
     def of(cls, values: Sequence[Any], layout: Layout) -> PerLayer:
-        """Of one tree per layer.
+        """A PerLayer from one tree per layer.
 
         Raises:
-            ValueError: Not one for each layer, or different ones where layers are equal.
+            ValueError: there is not one tree for each layer, or types differ where layers are equal.
         """
         if len(values) != layout.count:
             raise ValueError(f"{len(values)} values for {layout.count} layers")
@@ -113,7 +113,7 @@ class PerLayer:
 
     @classmethod
     def split(cls, tree: Any, layout: Layout) -> PerLayer:
-        """Of a tree of arrays ``[n, ...]``."""
+        """A PerLayer from one tree of arrays ``[n, ...]``."""
         slots = [
             jax.tree.map(lambda a, s=slot: a[layout.first + s : layout.end : layout.period], tree)
             for slot in range(layout.slots)

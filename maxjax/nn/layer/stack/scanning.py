@@ -1,10 +1,9 @@
-"""Running a LayerStack: one body under ``lax.scan``, traced once per structure and types.
+"""The execution of a LayerStack: one body under ``lax.scan``, traced once per structure and types.
 
-There are two forms of the body. As it is run, it holds StackSlices: the stack goes in
-whole, and a kernel takes what it needs of it. Under differentiation the weights are
-scanned inputs: the cotangent of a slice of something closed over would be as large as the
-stack at every step. A ``custom_jvp`` chooses, also where a jitted function is
-differentiated from outside.
+The body has two forms. In a plain run it holds StackSlices: the whole stack is an operand, and a
+kernel reads the part it needs. Under differentiation the weights are scanned inputs, because the
+cotangent of a slice of a closed-over array would be as large as the stack at every step. A
+``custom_jvp`` chooses the form, also where a jitted function is differentiated from outside.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from .per_layer import Layout, PerLayer
 
 
 class Plan(NamedTuple):
-    """How a stack is to be run; the arguments of ``LayerStack.scan`` that are no arrays."""
+    """The options of a run: the arguments of ``LayerStack.scan`` that are not arrays."""
 
     layout: Layout
     index: str | None
     remat: Any
     unroll: int | bool
-    unroll_type: type  # 1 and True are equal, and mean different things
+    unroll_type: type  # 1 == True, but they mean different things
 
 
 class _Static(NamedTuple):
-    """What one trace of the loop is for; with the types of the arrays the key of its cache."""
+    """The static arguments of one trace of the loop; with the types of the arrays, its cache key."""
 
     definition: Definition
     plan: Plan
     tree: Any
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
-    values: bool  # what Weights give inside: graph/kind.py
+    values: bool  # whether Weights give TensorValues: graph/kind.py
 
 
 def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
@@ -74,7 +73,7 @@ def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
 
 
 def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
-    """Runs the layers one by one, as hooks want them."""
+    """Runs the layers one by one, so that hooks see each call."""
     layout = plan.layout
     carry = _plain(carry)
     values = [_per_layer(x, layout) for x in xs]
@@ -90,7 +89,7 @@ def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
 
 
 def _plain(carry: Any) -> Any:
-    """The carry without Weights: the next layer gets an array in any case."""
+    """The carry with arrays in place of Weights, so that the next layer always gets arrays."""
     return jax.tree.map(
         lambda v: unwrap(v) if isinstance(v, Weight) else v,
         carry,
@@ -99,7 +98,7 @@ def _plain(carry: Any) -> Any:
 
 
 def _present(tree: Any) -> Any:
-    """Weights and Modules in it with the values they have here: inside a Graph, what stands for them."""
+    """The tree with Weights and Modules at their present values: inside a Graph, its tracers."""
 
     def present(value: Any) -> Any:
         if isinstance(value, Weight):
@@ -171,7 +170,7 @@ def _loop(
         return carry
 
     def repeat(state: Any, at: Any) -> Any:
-        # Counted here: XLA takes a tenth longer to compile where the number is a scanned input.
+        # The index is counted here: as a scanned input it makes XLA compile a tenth longer.
         (k, carry), (scanned, given) = state, at
         outputs = []
         for slot, body in enumerate(bodies):
@@ -201,7 +200,7 @@ def _loop(
 
 
 def _runner(static: _Static, sliced: bool, dynamic: Sequence[Any]) -> Callable[..., Any]:
-    """What runs one layer: (definition, leaves, number, carry, x) → (carry, outputs)."""
+    """The function that runs one layer: (definition, leaves, number, carry, x) → (carry, outputs)."""
     constants = {i: value for i, _, _, value in static.constants}
     arrived = iter(dynamic)
     count = len(constants) + len(dynamic)
@@ -215,7 +214,7 @@ def _runner(static: _Static, sliced: bool, dynamic: Sequence[Any]) -> Callable[.
 
 
 class _Body:
-    """A layer that stands for all at its place of the pattern, and where its weights come from."""
+    """The layer that represents all at its place of the pattern, and the source of its weights."""
 
     def __init__(self, layer: Any):
         self.definition, self.holders = layer._mx_definition()
@@ -224,7 +223,7 @@ class _Body:
         self.leaves = [w.stored.leaf for w in self.holders]
 
     def at(self, k: Any, scanned: Sequence[Any] | None) -> list[Any]:
-        """The leaves of layer ``k``: slices of the stacks, or what was scanned out of them."""
+        """The leaves of layer ``k``: slices of the stacks, or the scanned inputs."""
         own = iter([StackSlice(stack, k) for stack in self.stacks] if scanned is None else scanned)
         return [
             leaf if home is None else next(own)
@@ -246,7 +245,7 @@ def _call(
 
 
 def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What a layer returned as (carry, outputs)."""
+    """Splits the result of a layer into (carry, outputs)."""
     wanted = jax.tree.structure(_bare(carry))
     outputs: tuple[Any, ...] = ()
     kept = result
@@ -299,10 +298,10 @@ _POLICIES = (
 
 
 def policy(remat: Any) -> Any:
-    """True for everything, or a policy by its name or as it is.
+    """The policy for ``jax.checkpoint``: given as True for everything, by its name, or itself.
 
     Raises:
-        ValueError: There is no such policy.
+        ValueError: there is no such policy.
     """
     if remat is True or callable(remat):
         return remat
