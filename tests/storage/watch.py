@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from maxjax.storage import crc32
+from maxjax.storage.formats import FORMATS
 
 # Loading a checkpoint imports nothing, runs nothing, connects to nothing, writes nothing.
 _FORBIDDEN = (
@@ -32,6 +33,9 @@ def watched() -> Iterator[list[str]]:
         _installed = True
     # The first checksum of the process opens our own library, whatever file it is of.
     crc32.level()
+    # A reader is imported when the first file of its format is opened: that is no act of the file's.
+    for kind in FORMATS:
+        _ = kind.open
     acts: list[str] = []
     events: list[tuple[str, tuple]] = []
     _recorder = events
