@@ -92,13 +92,7 @@ def here(*arguments: Any, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code or 0, *texts)
 
 
-def in_process(capsys, monkeypatch, *arguments, stdin="") -> tuple[Any, str, str]:
-    """``maxjax`` in this process, where JAX is there already: code, stdout, stderr."""
-    monkeypatch.setattr(
-        sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode("utf-8", "surrogateescape")))
-    )
-    try:
-        code = cli.main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        code = end.code
-    return code, *capsys.readouterr()
+def in_process(*arguments: Any, stdin: str = "") -> tuple[int, str, str]:
+    """As :func:`here`: code, stdout, stderr."""
+    done = here(*arguments, stdin=stdin)
+    return done.returncode, done.stdout, done.stderr

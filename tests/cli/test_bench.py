@@ -19,9 +19,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def bench(capsys, monkeypatch, model):
+def bench(monkeypatch, model):
     monkeypatch.setattr(cli_bench, "_PROBE_BYTES", 1 << 16)
-    return functools.partial(in_process, capsys, monkeypatch, "bench", "--model", model)
+    return functools.partial(in_process, "bench", "--model", model)
 
 
 def test_json(bench):
@@ -88,5 +88,5 @@ def test_wrong_input(bench, arguments, code, says):
     assert (found, out) == (code, "") and says in err
 
 
-def test_help_says_what_is_measured(capsys, monkeypatch):
-    assert "bandwidth" in in_process(capsys, monkeypatch, "bench", "--help")[1]
+def test_help_says_what_is_measured():
+    assert "bandwidth" in in_process("bench", "--help")[1]

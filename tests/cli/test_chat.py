@@ -27,8 +27,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def chat(capsys, monkeypatch, model):
-    return functools.partial(in_process, capsys, monkeypatch, "chat", "--model", model, *N)
+def chat(model):
+    return functools.partial(in_process, "chat", "--model", model, *N)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_full_context_leaves_the_oldest_out(chat, said, tmp_path):
     assert messages[0] == {"role": "system", "content": "be"}
 
 
-def test_variables_of_the_template(chat, said, capsys, monkeypatch, tmp_path):
+def test_variables_of_the_template(chat, said, tmp_path):
     model = write_model(tmp_path / "m", template="{{ messages[0].content }}{{ effort }}")
     arguments = (
         "chat",
@@ -125,7 +125,7 @@ def test_variables_of_the_template(chat, said, capsys, monkeypatch, tmp_path):
         "--template-arg",
         "x=1",
     )
-    code, out, err = in_process(capsys, monkeypatch, *arguments, stdin="hi\n")
+    code, out, err = in_process(*arguments, stdin="hi\n")
     assert code == 0 and "x has no effect" in err
     loaded = maxjax.load(model)
     assert out == maxjax.generate(*loaded, "hi7", max_new_tokens=6) + "\n"
@@ -180,10 +180,10 @@ def test_help_and_statistics_are_on_stderr(chat):
     assert "/save FILE" in err and "sampling    greedy" in err
 
 
-def test_nan_is_told_of(capsys, monkeypatch, tmp_path):
+def test_nan_is_told_of(tmp_path):
     broken = write_model(tmp_path / "broken", nan=True)
     stdin = f"hi\n/save {tmp_path / 'chat'}\n"
-    code, out, err = in_process(capsys, monkeypatch, "chat", "--model", broken, stdin=stdin)
+    code, out, err = in_process("chat", "--model", broken, stdin=stdin)
     assert (code, out) == (1, "") and "--debug-nans names the layer" in err
     assert json.loads((tmp_path / "chat").read_text()) == []  # as if it had not been said
 
@@ -204,14 +204,14 @@ def test_what_is_no_saved_chat(chat, tmp_path, text, says):
     assert (code, out) == (1, "") and says in err and err.count("\n") == 1
 
 
-def test_what_cannot_be_chatted_with(chat, capsys, monkeypatch, tmp_path, minilm):
+def test_what_cannot_be_chatted_with(chat, tmp_path, minilm):
     file = tmp_path / "c.json"
     file.write_text('[{"role": "system", "content": "a"}]')
     assert "has a system message" in chat("--load", file, "--system", "b")[2]
     assert "c.jsonx" in chat("--load", f"{file}x")[2]
     plain = write_model(tmp_path / "plain", template=None)
     for model, says in ((plain, "no chat template"), (minilm, "not a language model")):
-        found = in_process(capsys, monkeypatch, "chat", "--model", model, stdin="hi\n")
+        found = in_process("chat", "--model", model, stdin="hi\n")
         assert found[:2] == (1, "") and says in found[2]
 
 

@@ -28,8 +28,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    return functools.partial(in_process, capsys, monkeypatch)
+def run():
+    return functools.partial(in_process)
 
 
 @pytest.fixture

@@ -62,8 +62,8 @@ def test_a_model_that_maxjax_has(minilm):
         (("--batch", "-1", "--length", "1"), "argument --batch: -1"),
     ],
 )
-def test_wrong_usage_is_2(capsys, monkeypatch, llama, arguments, says):
-    code, out, err = in_process(capsys, monkeypatch, "plan", llama, *arguments)
+def test_wrong_usage_is_2(llama, arguments, says):
+    code, out, err = in_process("plan", llama, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 2) and says in err
 
 

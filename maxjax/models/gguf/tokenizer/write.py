@@ -20,6 +20,7 @@ from ....errors import CheckpointFormatError, CheckpointMismatchError
 from ..metadata import short, unsupported
 from .read import HF_JSON, PIECE
 from .splits import bert_flags, pre_name, space_prefix
+from .tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, WORD
 
 # tokenizer_config.json's names of special tokens → GGUF's, and of BERT's, where [CLS] begins.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
@@ -118,9 +119,7 @@ def wrong(key: str, expected: str, found: Any, path: Any) -> CheckpointFormatErr
     )
 
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_WORD = "▁"
 # The score of a token that no merge forms: lower than all others.
 _LAST_SCORE = -1e6
 
@@ -237,16 +236,16 @@ class _Tokens:
                 raise wrong("vocab", "one token for each number", f"two for {index}", self.path)
             texts[index] = text
         unknown = self.model.get("unk_token")
-        self.types = np.full(size, _NORMAL, np.int32)
+        self.types = np.full(size, NORMAL, np.int32)
         self.texts: list[str] = []
         for index, text in enumerate(texts):
             if text is None:
-                self.types[index], text = _UNUSED, f"[PAD{index}]"
+                self.types[index], text = UNUSED, f"[PAD{index}]"
             elif text in self.special:
-                self.types[index] = _CONTROL if self.special[text] else _USER
+                self.types[index] = CONTROL if self.special[text] else USER
             self.texts.append(text)
         if isinstance(unknown, str) and unknown in self.ids and not self.special.get(unknown):
-            self.types[self.ids[unknown]] = _UNKNOWN
+            self.types[self.ids[unknown]] = UNKNOWN
 
     @property
     def merges(self) -> list[tuple[str, str]]:
@@ -272,12 +271,12 @@ def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
     flags = bert_flags(tokenizer, tokens.path)
     texts = []
     for text, kind in zip(tokens.texts, tokens.types, strict=True):
-        if kind in (_CONTROL, _UNUSED):
+        if kind in (CONTROL, UNUSED):
             texts.append(text)
         else:
-            texts.append(text[len(prefix) :] if text.startswith(prefix) else _WORD + text)
+            texts.append(text[len(prefix) :] if text.startswith(prefix) else WORD + text)
     # Unused tokens are written as control tokens, so that a reader does not take them for words.
-    types = np.where(tokens.types == _UNUSED, _CONTROL, tokens.types).astype(np.int32)
+    types = np.where(tokens.types == UNUSED, CONTROL, tokens.types).astype(np.int32)
     return {"model": "bert", "tokens": texts, "token_type": types} | flags
 
 
@@ -303,11 +302,11 @@ def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, A
     unknown = tokens.model.get("unk_token")
     for index, text in enumerate(texts):
         if text == unknown:
-            types[index] = _UNKNOWN
+            types[index] = UNKNOWN
         elif _BYTE_TOKEN.fullmatch(text):
-            types[index] = _BYTE
-        elif types[index] == _USER:
-            texts[index] = text.replace(_WORD, " ")  # is looked for in the text itself
+            types[index] = BYTE
+        elif types[index] == USER:
+            texts[index] = text.replace(WORD, " ")  # is looked for in the text itself
     scores = np.full(len(texts), _LAST_SCORE, np.float32)
     for rank, pair in enumerate(tokens.merges):
         index = tokens.ids.get(pair[0] + pair[1])
