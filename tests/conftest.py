@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from scripts.minilm import minilm_directory
+from tests.oracles import recorded
 from tests.products import ALL
 
 # A shell that starts this in the background has it ignore interrupts, and so its children, which
@@ -31,8 +32,29 @@ def _on_gpu(config: pytest.Config) -> bool:
     return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--oracles``: who answers what torch and transformers are asked."""
+    parser.addoption(
+        "--oracles",
+        choices=("read", "check", "write"),
+        default="read",
+        help="read the answers kept in tests/oracles/recorded, check them, or write them anew",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Answers of oracles are counted from the beginning of each test."""
+    recorded.forget(item.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    """Keeps the answers of oracles that ``--oracles=write`` asked for."""
+    recorded.finish()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the backend before anything starts it; child processes inherit the choice."""
+    recorded.start(config.getoption("oracles"))
     if _on_gpu(config):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,14 +1,13 @@
 """One comparison for all ops: against torch or NumPy, in every way an op can be called."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from maxjax.graph import TensorValue
+from tests.oracles.recorded import recorded
 
 
 def normal(*shape, seed=0):
@@ -25,12 +24,12 @@ def check(op, oracle, *arrays, rtol=1e-5, atol=1e-6, grad=True):
     Eagerly and under jit, of plain arrays (giving plain arrays) and of TensorValues (giving
     TensorValues). The gradients are those of a fixed weighted sum of the results.
     """
-    tensors = [torch.tensor(a) for a in arrays]
-    if grad:
-        for t in tensors:
-            t.requires_grad_(t.is_floating_point())
-    outputs = listed(oracle(*tensors))
-    want = [np.asarray(o.detach() if isinstance(o, torch.Tensor) else o) for o in outputs]
+    found = recorded(lambda: _of_torch(oracle, arrays, grad))
+    want = found["outputs"]
+    _check(op, want, arrays, Slopes(**found["slopes"], like=want) if grad else None, rtol, atol)
+
+
+def _check(op, want, arrays, slopes, rtol=1e-5, atol=1e-6):
     near = functools.partial(_near, want=want, rtol=rtol, atol=atol)
 
     plain = [jnp.asarray(a) for a in arrays]
@@ -40,7 +39,6 @@ def check(op, oracle, *arrays, rtol=1e-5, atol=1e-6, grad=True):
     results = listed(op(*map(TensorValue, plain)))
     assert all(isinstance(r, TensorValue) for r in results)
     near(results)
-    slopes = _gradients(tensors, outputs, want) if grad else None
     # One program for the results and the gradients: compiling is what these tests take time for.
     results, got = jax.jit(lambda *xs: (listed(op(*xs)), slopes.ours(op, xs) if slopes else ()))(
         *plain
@@ -48,9 +46,7 @@ def check(op, oracle, *arrays, rtol=1e-5, atol=1e-6, grad=True):
     near(results)
     for g, e in zip(got, slopes.expected if slopes else (), strict=True):
         zero = np.zeros(g.shape, np.float32)
-        np.testing.assert_allclose(
-            g, zero if e is None else e.numpy(), rtol=10 * rtol, atol=10 * atol
-        )
+        np.testing.assert_allclose(g, zero if e is None else e, rtol=10 * rtol, atol=10 * atol)
 
 
 def _near(results, want, rtol, atol):
@@ -62,12 +58,11 @@ def _near(results, want, rtol, atol):
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol)
 
 
-class Slopes(NamedTuple):
+class Slopes:
     """Gradients of a weighted sum of an op's results: what torch has, and how JAX gets them."""
 
-    expected: tuple[Any, ...]
-    floats: list[int]
-    factors: list[np.ndarray]
+    def __init__(self, expected, floats, like):
+        self.expected, self.floats, self.factors = expected, floats, factors_of(like)
 
     def ours(self, op, args):
         def loss(values):
@@ -83,16 +78,33 @@ class Slopes(NamedTuple):
         return jax.grad(loss)([args[i] for i in self.floats])
 
 
-def _gradients(tensors, outputs, want) -> Slopes:
+def factors_of(outputs):
+    """The weights of the sum whose gradient is taken."""
+    return [normal(*o.shape, seed=7 + i) for i, o in enumerate(outputs)]
+
+
+def _of_torch(oracle, arrays, grad):
+    """torch's results, and with ``grad`` its gradients of their weighted sum."""
+    import torch
+
+    tensors = [torch.tensor(a) for a in arrays]
+    if grad:
+        for t in tensors:
+            t.requires_grad_(t.is_floating_point())
+    outputs = listed(oracle(*tensors))
+    want = [np.asarray(o.detach() if isinstance(o, torch.Tensor) else o) for o in outputs]
+    if not grad:
+        return {"outputs": want}
     floats = [i for i, t in enumerate(tensors) if t.requires_grad]
-    factors = [normal(*w.shape, seed=7 + i) for i, w in enumerate(want)]
+    factors = factors_of(want)
     pairs = [
         (o, torch.tensor(f)) for o, f in zip(outputs, factors, strict=True) if o.is_floating_point()
     ]
     assert floats and pairs, "nothing to differentiate: grad=False"
     loss = sum((o * f).sum() for o, f in pairs)
-    expected = torch.autograd.grad(loss, [tensors[i] for i in floats], allow_unused=True)
-    return Slopes(expected, floats, factors)
+    found = torch.autograd.grad(loss, [tensors[i] for i in floats], allow_unused=True)
+    expected = [None if slope is None else slope.numpy() for slope in found]
+    return {"outputs": want, "slopes": {"expected": expected, "floats": floats}}
 
 
 def check_numpy(op, oracle, *arrays, grad=True, **options):
@@ -101,7 +113,8 @@ def check_numpy(op, oracle, *arrays, grad=True, **options):
     The gradient is compared with a central difference of the oracle in float64 along a random
     direction; `grad=False` where the op has none, or the values lie on a jump.
     """
-    check(op, lambda *ts: oracle(*(t.numpy() for t in ts)), *arrays, grad=False, **options)
+    want = [np.asarray(found) for found in listed(oracle(*arrays))]
+    _check(op, want, arrays, None, **options)
     if grad:
         _check_slope(op, oracle, arrays)
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from maxjax.graph import DeviceRef, TensorValue, Weight, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
+from tests.oracles.recorded import torch
 
 A, B = normal(2, 3), np.abs(normal(2, 3, seed=1)) + 0.5
 INTS = np.array([[-7, -2, 0], [3, 5, 9]], np.int32)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from maxjax.graph import TensorValue, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
+from tests.oracles.recorded import torch
 
 X = normal(3, 4)
 SPOTS = np.array([[0, 2], [3, 1]])

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from maxjax.graph import Dim, TensorValue, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
+from tests.oracles.recorded import torch
 
 X, Y = normal(2, 3), normal(2, 3, seed=1)
 

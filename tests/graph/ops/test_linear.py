@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from maxjax.graph import DeviceRef, TensorValue, Weight, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
+from tests.oracles.recorded import torch
 
 
 @pytest.mark.fast("left0-right0", "left5-right5")

@@ -3,10 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from maxjax.graph import ops
 from tests.graph.ops.oracle import check, normal
+from tests.oracles.recorded import torch
 
 F = torch.nn.functional
 X, W, B = normal(2, 5, 6), normal(6, seed=1), normal(6, seed=2)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from maxjax.graph import Dim, Shape, TensorValue, ops
 from tests.graph.ops.oracle import check, normal
+from tests.oracles.recorded import torch
 
 X = normal(2, 3)
 CUBE = normal(2, 3, 4)
