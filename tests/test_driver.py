@@ -11,6 +11,7 @@ import pytest
 
 from maxjax.driver import CPU, Accelerator, Buffer, Device, DLPackArray, accelerator_count
 from maxjax.dtype import DType
+from tests.oracles.recorded import torch
 
 ALL = list(DType.__members__.values())
 EXPORTED_BY_JAX = [d for d in ALL if d.is_float8() or d is DType.bfloat16]
@@ -282,8 +283,8 @@ def test_jax_arrays_are_fetched_and_copied():
     assert Buffer.from_dlpack(on_last).to_numpy().tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.oracle
 def test_torch_both_ways():
-    torch = pytest.importorskip("torch")
     tensor = torch.arange(4, dtype=torch.float32)
     buffer = Buffer.from_dlpack(tensor)
     buffer[0] = 9

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType, finfo, promote
+from tests.oracles.recorded import torch
 
 # As MAX 26.7 prints them: name, value, bytes, bits, short name.
 MAX_TABLE = """
@@ -137,8 +138,8 @@ def test_of_takes_every_spelling():
     assert DType.of(Holder()) is DType.int4
 
 
+@pytest.mark.oracle
 def test_of_takes_torch_dtypes():
-    torch = pytest.importorskip("torch")
     assert DType.of(torch.half) is DType.float16
     assert DType.of(torch.float8_e5m2) is DType.float8_e5m2
     assert DType.of(torch.complex64) is DType.complex64

@@ -8,6 +8,7 @@ import pytest
 from maxjax import nn
 from maxjax.nn.attention import MHAMaskVariant, attention
 from tests.nn.layers import filled, random, same_everywhere
+from tests.oracles.recorded import recorded, torch, transformers
 
 
 def heads(seed, batch=2, queries=5, keys=7, num_heads=3, width=4):
@@ -50,15 +51,19 @@ def test_true_means_attend(shape):
 
 
 def test_as_torch_has_it():
-    torch = pytest.importorskip("torch")
     q, k, v = heads(3)
     mask = np.array([[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]], bool)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(torch.tensor(a).transpose(1, 2) for a in (q, k, v)),
-        attn_mask=torch.tensor(mask)[:, None, None],
-    ).transpose(1, 2)
+
+    def theirs():
+        found = torch.nn.functional.scaled_dot_product_attention(
+            *(torch.tensor(a).transpose(1, 2) for a in (q, k, v)),
+            attn_mask=torch.tensor(mask)[:, None, None],
+        )
+        return found.transpose(1, 2).numpy()
+
+    expected = recorded(theirs)
     found = attention(q, k, v, jnp.asarray(mask))
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_masked_keys_have_no_influence():
@@ -263,21 +268,24 @@ def test_no_token():
 
 
 def test_normalised_heads_as_qwen3_has_them():
-    torch = pytest.importorskip("torch")
-    qwen = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
-    config = qwen.Qwen3Config(
-        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, rope_theta=1e4,
-        attention_dropout=0.0, attn_implementation="eager",
-    )  # fmt: skip
-    theirs = qwen.Qwen3Attention(config, 0).eval()
     layer, w = layer_of(use_qk_norm=True)
-    theirs.load_state_dict({n: torch.tensor(v).float() for n, v in w.items()})
     x = random(2, 6, 16)
-    positions = torch.arange(6)[None]
-    table = qwen.Qwen3RotaryEmbedding(config)(torch.tensor(x), positions)
-    bias = torch.where(torch.tensor(causal(6)), 0.0, -1e30)[None, None]
-    with torch.no_grad():
-        expected = theirs(torch.tensor(x), table, bias)[0].numpy()
+
+    def in_transformers():
+        qwen = transformers.models.qwen3.modeling_qwen3
+        config = qwen.Qwen3Config(
+            hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, rope_theta=1e4,
+            attention_dropout=0.0, attn_implementation="eager",
+        )  # fmt: skip
+        theirs = qwen.Qwen3Attention(config, 0).eval()
+        theirs.load_state_dict({n: torch.tensor(v).float() for n, v in w.items()})
+        positions = torch.arange(6)[None]
+        table = qwen.Qwen3RotaryEmbedding(config)(torch.tensor(x), positions)
+        bias = torch.where(torch.tensor(causal(6)), 0.0, -1e30)[None, None]
+        with torch.no_grad():
+            return theirs(torch.tensor(x), table, bias)[0].numpy()
+
+    expected = recorded(in_transformers)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
 
 

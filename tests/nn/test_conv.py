@@ -7,8 +7,8 @@ import pytest
 
 from maxjax import init, nn
 from tests.nn.layers import CPU, filled, random, same_everywhere
+from tests.oracles.recorded import recorded, torch
 
-torch = pytest.importorskip("torch")
 CLASSES = {1: nn.Conv1D, 2: nn.Conv2d, 3: nn.Conv3D}
 PLACES = {1: (9,), 2: (7, 6), 3: (5, 4, 6)}
 KERNELS = {1: (3,), 2: (3, 2), 3: (1, 2, 3)}
@@ -62,7 +62,8 @@ def test_conv(axes, permute, options):
     x = random(2, 4, *PLACES[axes])
     w = w if permute else as_torch(w, axes)
     options = {n: v for n, v in options.items() if n != "has_bias"}
-    expected = in_torch(x, w, axes, groups=options.pop("num_groups", 1), **options)
+    groups = options.pop("num_groups", 1)
+    expected = recorded(lambda: in_torch(x, w, axes, groups=groups, **options))
     if permute:
         found = layer(jnp.asarray(x))
     else:
@@ -83,7 +84,7 @@ def test_conv(axes, permute, options):
 def test_padding_before_and_after(axes, given, pairs):
     layer, w = filled(make(axes, True, padding=given))
     x = random(2, 4, *PLACES[axes])
-    expected = in_torch(x, w, axes, pairs)
+    expected = recorded(lambda: in_torch(x, w, axes, pairs))
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -115,7 +116,7 @@ def test_narrow_input_and_wide_weights():
     x = random(2, 4, 9)
     found = layer(jnp.asarray(x, jnp.bfloat16))
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, in_torch(x, w, 1), rtol=0.05, atol=0.05)
+    np.testing.assert_allclose(found, recorded(lambda: in_torch(x, w, 1)), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("permute", [True, False])

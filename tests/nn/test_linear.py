@@ -8,6 +8,7 @@ import pytest
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, TensorValue
 from maxjax.nn.linear import Linear, add_bias
+from tests.oracles.recorded import recorded, torch
 
 CPU = DeviceRef.CPU()
 
@@ -36,12 +37,17 @@ def test_is_x_wt_plus_bias(has_bias, shape):
 
 
 def test_as_torch_has_it():
-    torch = pytest.importorskip("torch")
-    oracle = torch.nn.Linear(6, 4)
-    layer = Linear(6, 4, "float32", CPU, has_bias=True)
-    layer.load_state_dict({k: v.detach().numpy() for k, v in oracle.state_dict().items()})
     x = np.random.default_rng(2).standard_normal((5, 6)).astype(np.float32)
-    expected = oracle(torch.tensor(x)).detach().numpy()
+
+    def theirs():
+        torch.manual_seed(0)
+        oracle = torch.nn.Linear(6, 4)
+        state = {k: v.detach().numpy() for k, v in oracle.state_dict().items()}
+        return state, oracle(torch.tensor(x)).detach().numpy()
+
+    state, expected = recorded(theirs)
+    layer = Linear(6, 4, "float32", CPU, has_bias=True)
+    layer.load_state_dict(state)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ import pytest
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, TensorValue
 from maxjax.nn.norm import ConstantLayerNorm, GroupNorm, LayerNorm, RMSNorm
+from tests.oracles.recorded import recorded, torch, transformers
 
 CPU = DeviceRef.CPU()
 
@@ -55,13 +56,15 @@ def test_layer_norm(use_bias, eps, shape):
 
 
 def test_layer_norm_as_torch_has_it():
-    torch = pytest.importorskip("torch")
     layer = LayerNorm(64, devices=[CPU], dtype="float32", eps=1e-12)
     values = filled(layer)
     x = np.random.default_rng(2).standard_normal((5, 64)).astype(np.float32)
-    parts = (torch.tensor(values[n], dtype=torch.float32) for n in ("weight", "bias"))
-    expected = torch.nn.functional.layer_norm(torch.tensor(x), (64,), *parts, eps=1e-12)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected.numpy(), rtol=1e-5, atol=1e-5)
+
+    def theirs():
+        parts = (torch.tensor(values[n], dtype=torch.float32) for n in ("weight", "bias"))
+        return torch.nn.functional.layer_norm(torch.tensor(x), (64,), *parts, eps=1e-12).numpy()
+
+    np.testing.assert_allclose(layer(jnp.asarray(x)), recorded(theirs), rtol=1e-5, atol=1e-5)
 
 
 def test_a_large_mean_does_not_cancel():
@@ -131,15 +134,17 @@ def test_rms_norm(offset, shape):
 
 
 def test_rms_norm_multiplies_before_or_after_rounding():
-    torch = pytest.importorskip("torch")
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
     x = np.random.default_rng(7).standard_normal((16, 64)).astype(np.float32)
     after = RMSNorm(64, "bfloat16", eps=1e-6, multiply_before_cast=False)
     values = filled(after)
-    oracle = LlamaRMSNorm(64, eps=1e-6).to(torch.bfloat16)
-    oracle.weight.data = torch.tensor(values["weight"]).to(torch.bfloat16)
-    expected = oracle(torch.tensor(x).to(torch.bfloat16)).float().detach().numpy()
+
+    def theirs():
+        oracle = transformers.models.llama.modeling_llama.LlamaRMSNorm(64, eps=1e-6)
+        oracle = oracle.to(torch.bfloat16)
+        oracle.weight.data = torch.tensor(values["weight"]).to(torch.bfloat16)
+        return oracle(torch.tensor(x).to(torch.bfloat16)).float().detach().numpy()
+
+    expected = recorded(theirs)
     found = after(jnp.asarray(x, jnp.bfloat16)).astype(jnp.float32)
     assert np.mean(np.asarray(found) == expected) > 0.99  # the sums may differ in the last bit
     np.testing.assert_allclose(found, expected, rtol=2**-6)
@@ -200,12 +205,13 @@ def test_jit_and_grad(make):
 
 @pytest.mark.parametrize(("dims", "shape"), [(8, (3, 8)), ((2, 4), (3, 2, 4)), ((8,), (8,))])
 def test_constant_layer_norm(dims, shape):
-    torch = pytest.importorskip("torch")
     x = np.random.default_rng(8).standard_normal(shape).astype(np.float32) * 3 + 1
     axes = (dims,) if isinstance(dims, int) else dims
-    expected = torch.nn.functional.layer_norm(torch.tensor(x), axes, eps=1e-3)
+    expected = recorded(
+        lambda: torch.nn.functional.layer_norm(torch.tensor(x), axes, eps=1e-3).numpy()
+    )
     layer = ConstantLayerNorm(dims, CPU, "float32", 1e-3)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected.numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
     assert not layer.raw_state_dict()
     assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
@@ -217,14 +223,17 @@ def test_constant_layer_norm(dims, shape):
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(2, 6), (2, 6, 5), (2, 6, 4, 3), (0, 6, 4)])
 def test_group_norm(shape, groups, affine):
-    torch = pytest.importorskip("torch")
     layer = GroupNorm(groups, 6, 1e-3, affine, CPU)
     values = filled(layer)
     assert list(values) == (["weight", "bias"] if affine else [])
     x = np.random.default_rng(9).standard_normal(shape).astype(np.float32) * 3 + 1
-    parts = (torch.tensor(values[n], dtype=torch.float32) for n in values)
-    expected = torch.nn.functional.group_norm(torch.tensor(x), groups, *parts, eps=1e-3)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+    def theirs():
+        parts = (torch.tensor(values[n], dtype=torch.float32) for n in values)
+        return torch.nn.functional.group_norm(torch.tensor(x), groups, *parts, eps=1e-3).numpy()
+
+    expected = recorded(theirs)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_group_norm_refuses():

@@ -16,6 +16,7 @@ from maxjax.nn.rope_scaling import (
     inv_freqs,
     yarn_mscale,
 )
+from tests.oracles.recorded import recorded, transformers
 
 LONG = LongRoPEScalingParams([1.0, 1.5, 2.0, 2.5], [2.0, 3.0, 4.0, 5.0], 64, 256)
 # name in transformers → our parameters and its own
@@ -67,21 +68,24 @@ VARIANTS = {
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_as_transformers_has_it(name, theta, length):
-    utils = pytest.importorskip("transformers.modeling_rope_utils")
-    from transformers import LlamaConfig
-
     ours, theirs, options = VARIANTS[name]
     kind = name.split()[0]
     width = 8 if name == "longrope" else 64
-    config = LlamaConfig(
-        hidden_size=2 * width, num_attention_heads=2,
-        rope_parameters={"rope_type": kind, "rope_theta": theta, **theirs},
-        **({"max_position_embeddings": 16384} | options),
-    )  # fmt: skip
-    expected, factor = utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+
+    def in_transformers():
+        config = transformers.LlamaConfig(
+            hidden_size=2 * width, num_attention_heads=2,
+            rope_parameters={"rope_type": kind, "rope_theta": theta, **theirs},
+            **({"max_position_embeddings": 16384} | options),
+        )  # fmt: skip
+        functions = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+        found, factor = functions[kind](config, "cpu", seq_len=length)
+        return found.numpy(), factor
+
+    expected, factor = recorded(in_transformers)
     found = inv_freqs(width, theta, ours, length=length)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
 
 

@@ -15,6 +15,7 @@ from maxjax.nn.rotary_embedding import (
     rotate,
 )
 from tests.nn.layers import random
+from tests.oracles.recorded import recorded, torch, transformers
 
 KW = {"dim": 16, "n_heads": 2, "theta": 10000.0, "max_seq_len": 4}
 
@@ -47,15 +48,19 @@ def test_rope(shape, interleaved):
 
 
 def test_as_transformers_has_it():
-    torch = pytest.importorskip("torch")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(hidden_size=16, num_attention_heads=2, max_position_embeddings=64)
     x, positions = random(2, 5, 2, 8), np.arange(7, 12)[None]
-    cos, sin = llama.LlamaRotaryEmbedding(config)(torch.tensor(x), torch.tensor(positions))
-    q = torch.tensor(x).transpose(1, 2)
-    expected = llama.apply_rotary_pos_emb(q, q, cos, sin)[0].transpose(1, 2)
+
+    def theirs():
+        llama = transformers.models.llama.modeling_llama
+        sizes = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+        table = llama.LlamaRotaryEmbedding(llama.LlamaConfig(**sizes))
+        cos, sin = table(torch.tensor(x), torch.tensor(positions))
+        q = torch.tensor(x).transpose(1, 2)
+        return llama.apply_rotary_pos_emb(q, q, cos, sin)[0].transpose(1, 2).numpy()
+
+    expected = recorded(theirs)
     rope = nn.RotaryEmbedding(16, 2, 10000.0, 32, interleaved=False)
-    np.testing.assert_allclose(rope(jnp.asarray(x), start_pos=7), expected.numpy(), atol=1e-5)
+    np.testing.assert_allclose(rope(jnp.asarray(x), start_pos=7), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("start", [2, Dim(2), np.int64(2), jnp.int32(2)])

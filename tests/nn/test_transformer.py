@@ -7,6 +7,7 @@ import pytest
 from maxjax import nn
 from maxjax.graph import TensorValue
 from tests.nn.layers import CPU, filled, random, same_everywhere
+from tests.oracles.recorded import recorded, torch, transformers
 
 SIZES = {"num_attention_heads": 4, "hidden_size": 32}
 
@@ -24,23 +25,26 @@ def block(kv_heads=2, multiplier=1.0, dtype="float32"):
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_as_llama_has_it(kv_heads):
-    torch = pytest.importorskip("torch")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(
-        num_key_value_heads=kv_heads, intermediate_size=48, rms_norm_eps=1e-5,
-        attn_implementation="eager", **SIZES,
-    )  # fmt: skip
     layer, w = block(kv_heads)
-    theirs = llama.LlamaDecoderLayer(config, 0).eval()
-    theirs.load_state_dict({n: torch.tensor(v).float() for n, v in w.items()})
     x = random(2, 7, 32)
-    table = llama.LlamaRotaryEmbedding(config)(torch.tensor(x), torch.arange(7)[None])
-    bias = torch.where(torch.ones(7, 7).tril().bool(), 0.0, -1e30)[None, None]
-    with torch.no_grad():
-        expected = theirs(torch.tensor(x), attention_mask=bias, position_embeddings=table)
-    expected = expected[0] if isinstance(expected, tuple) else expected
+
+    def in_transformers():
+        llama = transformers.models.llama.modeling_llama
+        config = llama.LlamaConfig(
+            num_key_value_heads=kv_heads, intermediate_size=48, rms_norm_eps=1e-5,
+            attn_implementation="eager", **SIZES,
+        )  # fmt: skip
+        theirs = llama.LlamaDecoderLayer(config, 0).eval()
+        theirs.load_state_dict({n: torch.tensor(v).float() for n, v in w.items()})
+        table = llama.LlamaRotaryEmbedding(config)(torch.tensor(x), torch.arange(7)[None])
+        bias = torch.where(torch.ones(7, 7).tril().bool(), 0.0, -1e30)[None, None]
+        with torch.no_grad():
+            found = theirs(torch.tensor(x), attention_mask=bias, position_embeddings=table)
+        return (found[0] if isinstance(found, tuple) else found).numpy()
+
+    expected = recorded(in_transformers)
     found = same_everywhere(layer, x, rtol=1e-4)
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_names_as_max_has_them():

@@ -13,6 +13,7 @@ import importlib.abc
 import json
 import os
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -32,11 +33,12 @@ _calls: Counter[str] = Counter()
 _new: dict[str, dict[str, Any]] = {}
 
 
-def recorded(compute: Callable[[], Any], name: str = "") -> Any:
+def recorded(compute: Callable[[], Any], name: str = "", *, is_compared: bool = True) -> Any:
     """What ``compute`` returns: arrays, or dicts, lists, texts, bytes and numbers with arrays in them.
 
     The answer's key is the running test's name, case and number of the call. A fixture that several
-    tests share, or a helper that is called in changing order, gives a ``name``, which is the key then.
+    tests share, or a helper that is called in changing order, gives a ``name``, which is the key
+    then. ``is_compared`` is False where another version may differ, as in the bytes of a file.
     """
     file, test = _test()
     if name:
@@ -52,11 +54,22 @@ def recorded(compute: Callable[[], Any], name: str = "") -> Any:
     value = compute()
     if _mode == "write":
         _new.setdefault(file, {})[key] = value
-    else:
+    elif is_compared:
         kept = _kept(file)
         assert key in kept, f"no answer is kept as '{key}': run pytest --oracles=write {file}"
         _assert_near(value, _decoded(kept[key], kept), key)
     return value
+
+
+def recorded_files(directory: Path, write: Callable[[], Any], name: str = "") -> None:
+    """What ``write`` puts into a directory, which must be empty before: files, as torch saves them."""
+
+    def contents() -> dict[str, bytes]:
+        write()
+        return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+    for file, content in recorded(contents, name, is_compared=False).items():
+        (directory / file).write_bytes(content)
 
 
 class Library:
@@ -70,17 +83,18 @@ class Library:
         self.__name__ = path.rsplit(".", 1)[-1]
 
     def _found(self) -> Any:
-        first, *rest = self._path.split(".")
-        value = importlib.import_module(first)
-        for name in rest:
-            value = getattr(value, name)
-        return value
+        above, _, name = self._path.rpartition(".")
+        if not above:
+            return importlib.import_module(name)
+        found = Library(above)._found()
+        return getattr(found, name) if hasattr(found, name) else importlib.import_module(self._path)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        path = Library(f"{self._path}.{name}")
-        return path._found() if is_live() else path
+        inner = Library(f"{self._path}.{name}")
+        found = inner._found() if is_live() else inner
+        return inner if isinstance(found, types.ModuleType) else found
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._found()(*args, **options)

@@ -4,16 +4,15 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from gguf import GGMLQuantizationType, quants
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 import maxjax
 from maxjax import nn
@@ -23,6 +22,7 @@ from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import GGUFWeights, SafetensorWeights, Weights
 from maxjax.storage.blocks import DECODERS, LAYOUTS
 from maxjax.storage.gguf.reader import KEPT
+from tests.oracles.recorded import recorded_files, torch
 from tests.products import pairwise
 
 CPU = DeviceRef.CPU()
@@ -89,7 +89,7 @@ SMALL: Arrays = {
 # --- writing ----------------------------------------------------------------------------------
 
 
-def tensor(array: np.ndarray) -> torch.Tensor:
+def tensor(array: np.ndarray) -> Any:
     if array.dtype == BF16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
@@ -107,19 +107,19 @@ def halves(arrays: Arrays, stem: str, end: str) -> tuple[dict[str, Arrays], dict
 
 def safetensors(directory: Path, arrays: Arrays) -> Path:
     path = directory / "model.safetensors"
-    save_file({name: tensor(array) for name, array in arrays.items()}, path)
+    save_file(arrays, path)
     return path
 
 
 def safetensors_sharded(directory: Path, arrays: Arrays) -> Path:
     parts, index = halves(arrays, "model", ".safetensors")
     for file, part in parts.items():
-        save_file({name: tensor(array) for name, array in part.items()}, directory / file)
+        save_file(part, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
 
 
-def state(arrays: Arrays) -> dict[str, torch.Tensor]:
+def state(arrays: Arrays) -> dict[str, Any]:
     """Tensors as a model has them: some are views, and two are one."""
     found = {name: tensor(array) for name, array in arrays.items()}
     found["layers.0.down"] = found["layers.0.down"].T.contiguous().T
@@ -132,21 +132,27 @@ def state(arrays: Arrays) -> dict[str, torch.Tensor]:
 
 
 def pytorch(directory: Path, arrays: Arrays) -> Path:
-    torch.save(state(arrays), directory / "pytorch_model.bin")
+    path = directory / "pytorch_model.bin"
+    recorded_files(directory, lambda: torch.save(state(arrays), path), "formats: pytorch")
     return directory
 
 
 def pytorch_legacy(directory: Path, arrays: Arrays) -> Path:
     path = directory / "model.pt"
-    torch.save(state(arrays), path, _use_new_zipfile_serialization=False)
+    options = {"_use_new_zipfile_serialization": False}
+    recorded_files(directory, lambda: torch.save(state(arrays), path, **options), "formats: legacy")
     return path
 
 
 def pytorch_sharded(directory: Path, arrays: Arrays) -> Path:
-    found = state(arrays)
     parts, index = halves(arrays, "pytorch_model", ".bin")
-    for file, part in parts.items():
-        torch.save({name: found[name] for name in part}, directory / file)
+
+    def write() -> None:
+        found = state(arrays)
+        for file, part in parts.items():
+            torch.save({name: found[name] for name in part}, directory / file)
+
+    recorded_files(directory, write, "formats: pytorch in parts")
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return directory / "pytorch_model.bin.index.json"
 

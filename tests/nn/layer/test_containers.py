@@ -20,6 +20,7 @@ from maxjax import checkpoint, init, load_weights
 from maxjax.graph import DeviceRef, ShardingStrategy, Weight
 from maxjax.nn import LayerList, Linear, Module
 from maxjax.nn.layer import layer_hook, layer_name, recursive_named_layers
+from tests.oracles.recorded import torch
 
 CPU = DeviceRef.CPU()
 X = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
@@ -550,8 +551,8 @@ def test_what_a_class_holds_is_refused():
         type("Slots", (Hold,), {"__slots__": ("x",)})
 
 
+@pytest.mark.oracle
 def test_torch_modules_and_tensors_are_refused():
-    torch = pytest.importorskip("torch")
     for value in (torch.nn.Linear(2, 2), torch.ones(2)):
         with pytest.raises(TypeError, match="would not see"):
             Hold(x=value)

@@ -13,6 +13,7 @@ from maxjax.errors import CheckpointMismatchError
 from maxjax.graph import DeviceRef, Shape, Weight
 from maxjax.graph.weights import WeightData, load_weights
 from maxjax.nn import Module
+from tests.oracles.recorded import torch
 
 CPU = DeviceRef.CPU()
 
@@ -54,7 +55,8 @@ class OnlyDLPack:
 @pytest.mark.parametrize(
     "make",
     [lambda a: a, jnp.asarray, OnlyDLPack, lambda a: WeightData.from_numpy(a, "x"), Buffer.from_numpy,
-     lambda a: np.asfortranarray(a), lambda a: a.view(), lambda a: __import__("torch").tensor(a)],
+     lambda a: np.asfortranarray(a), lambda a: a.view(),
+     pytest.param(lambda a: torch.tensor(a), marks=pytest.mark.oracle)],
     ids=["numpy", "jax", "dlpack", "WeightData", "Buffer", "fortran", "view", "torch"],
 )  # fmt: skip
 def test_kinds_of_values(make):
@@ -72,26 +74,28 @@ def test_numpy_values_are_copied():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_narrow_floats(dtype):
-    import torch
-
+@pytest.mark.parametrize(
+    "make",
+    [lambda a: a, jnp.asarray,
+     pytest.param(lambda a: torch.tensor(a.astype(np.float32)).to(getattr(torch, a.dtype.name)),
+                  marks=pytest.mark.oracle)],
+    ids=["numpy", "jax", "torch"],
+)  # fmt: skip
+def test_narrow_floats(dtype, make):
     kind = DType.of(dtype)
     value = np.array([[0.5, 1, 2], [3, 4, -0.5]], np.float32).astype(kind.np)
-    for given in (
-        value,
-        torch.tensor(value.astype(np.float32)).to(getattr(torch, dtype)),
-        jnp.asarray(value),
-    ):
-        m = Hold(w=weight(dtype=kind))
-        m.load_state_dict({"w": given})
-        np.testing.assert_array_equal(np.asarray(m.w.value), value)
+    m = Hold(w=weight(dtype=kind))
+    m.load_state_dict({"w": make(value)})
+    np.testing.assert_array_equal(np.asarray(m.w.value), value)
+
+
+def test_integers_are_no_narrow_floats():
     with pytest.raises(ValueError, match="uint8"):
         Hold(w=weight(dtype="float8_e4m3fn")).load_state_dict({"w": np.ones((2, 3), np.uint8)})
 
 
+@pytest.mark.oracle
 def test_torch_scalars_of_narrow_floats():
-    import torch
-
     m = Hold(w=weight(shape=(), dtype="bfloat16"))
     m.load_state_dict({"w": torch.tensor(1.5, dtype=torch.bfloat16)})
     assert float(m.w.value) == 1.5
