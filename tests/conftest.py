@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # The user's cache is not the tests' to fill: they have one of their own, child processes as well.
     os.environ.setdefault("MAXJAX_COMPILE_CACHE", str(ROOT / ".compile-cache"))
     if not ALL:
-        # Most of the time goes into compiling programs that run once, a third of it into LLVM's
-        # passes. As users have it compile the doctests, the notebooks, `python -m
-        # tests.conformance.run`, the benchmarks, and these tests with MAXJAX_ALL_PRODUCTS=1.
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+        # Most of the time goes into compiling programs that run once: most of that into LLVM's
+        # passes, and into emitting loops by way of MLIR. As users have it compile the doctests, the
+        # notebooks, `python -m tests.conformance.run`, the benchmarks, and these tests with
+        # MAXJAX_ALL_PRODUCTS=1.
+        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+        if version("jaxlib").startswith("0.10."):  # XLA ends a process with a flag it does not know
+            flags.append("--xla_cpu_use_fusion_emitters=false")
+            flags.append("--xla_cpu_parallel_codegen_split_count=1")
+        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     import jax
 
     from tests import properties
@@ -80,21 +85,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked ``fast`` the cases that it does not name are slow; skips what needs a GPU.
+    """Which cases of a test are slow, and which a campaign; skips what needs a GPU.
 
     ``@pytest.mark.fast("a-1", "b-2")`` names cases by what stands in brackets behind the test's
-    name: together they have each value of its short axes. Where none of them exists, because
-    they are those of another machine, all cases are in the fast set.
+    name; its others are slow. ``@pytest.mark.default("a-1", "c-1")`` names those of the default set,
+    which has the fast ones as well; its others are a campaign. Together the named ones have each
+    value of the test's axes. Where none of them exists, because they are those of another machine,
+    the mark says nothing.
     """
-    tests: dict[str, list[tuple[pytest.Item, bool]]] = {}
-    for item in items:
-        if (mark := item.get_closest_marker("fast")) is not None:
-            test, _, case = item.nodeid.partition("[")
-            tests.setdefault(test, []).append((item, case[:-1] in mark.args))
-    for cases in tests.values():
-        if any(named for _, named in cases):
-            for item in (item for item, named in cases if not named):
-                item.add_marker(pytest.mark.slow)
+    for mark, others in (("fast", pytest.mark.slow), ("default", pytest.mark.campaign)):
+        tests: dict[str, list[tuple[pytest.Item, bool]]] = {}
+        for item in items:
+            if (found := item.get_closest_marker(mark)) is not None:
+                fast = item.get_closest_marker("fast")
+                named = {*found.args, *(fast.args if fast else ())}
+                test, _, case = item.nodeid.partition("[")
+                tests.setdefault(test, []).append((item, case[:-1] in named))
+        for cases in tests.values():
+            if any(is_named for _, is_named in cases):
+                for item in (item for item, is_named in cases if not is_named):
+                    item.add_marker(others)
     if _on_gpu(config):
         return
     skip = pytest.mark.skip(reason="needs a GPU: pytest -m gpu")

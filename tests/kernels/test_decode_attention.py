@@ -193,6 +193,7 @@ def test_types_and_sizes(width, group, cache):
     all_right(given, jnp_too=cache == "bfloat16" and group % 2 == 0)
 
 
+@pytest.mark.default("float16-float16", "bfloat16-bfloat16")
 @pytest.mark.fast("float32-float32", "float16-bfloat16")
 @slow
 @pytest.mark.parametrize("cache", TYPES)
@@ -266,6 +267,7 @@ def test_what_no_token_sees_does_not_matter():
     all_right(given, sliding_window=3)
 
 
+@pytest.mark.default("{'sliding_window': 4096}")
 @slow
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4096}, {"rotating": True}], ids=repr)
 def test_long_sequences(options):
@@ -661,6 +663,7 @@ def in_float64(given, floats, options):
     return sum((y * w).sum() for y, w in zip((out, keys, values), WEIGHTS, strict=True))
 
 
+@pytest.mark.default("jit-plain", "jit-interleaved", "eager-cap and window")
 @pytest.mark.fast("jit-cap and window")
 @pytest.mark.parametrize(
     ("pairs", "options"),

@@ -61,6 +61,7 @@ def close(got, x, w, *, unit=2.0**-20):
 # --- decoding -----------------------------------------------------------------------------
 
 
+@pytest.mark.default("False-Q8_0", "True-Q4_0", "True-Q8_0", "True-Q4_K", "True-Q5_K", "True-MXFP4")
 @pytest.mark.fast("False-Q4_0", "False-MXFP4", "True-Q6_K")
 @every
 @pytest.mark.parametrize("compiled", [False, True])
@@ -108,6 +109,9 @@ def test_ops(name):
 # --- products -----------------------------------------------------------------------------
 
 
+@pytest.mark.default(
+    "float32-Q8_0", "float32-Q4_K", "float32-Q5_K", "bfloat16-Q4_0", "float16-Q6_K"
+)
 @pytest.mark.fast("float32-Q4_0", "float32-MXFP4", "bfloat16-Q6_K", "float16-Q5_K")
 @every
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -238,6 +242,7 @@ IDS = np.array([[1, 2, 15], [0, 3, 4]])
 call = jax.jit(lambda model, ids: model(ids))
 
 
+@pytest.mark.default("False-Q8_0", "False-Q5_K", "False-Q6_K", "True-Q4_K")
 @pytest.mark.fast("False-Q4_0", "False-MXFP4", "True-Q6_K")
 @every
 @pytest.mark.parametrize("stacked", [False, True])
@@ -281,6 +286,7 @@ def mesh_of(axes: dict[str, int], explicit: bool):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
+@pytest.mark.default("Q4_K-spec1-True", "Q4_K-spec2-False", "Q8_0-spec0-False", "Q8_0-spec0-True")
 @pytest.mark.fast("Q4_K-spec0-False", "Q4_K-spec2-True", "Q8_0-spec2-False")
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()])
@@ -300,6 +306,13 @@ def test_split_products(name, spec, explicit):
         )
 
 
+@pytest.mark.default(
+    "False-axes0-True",
+    "False-axes1-True",
+    "False-axes3-True",
+    "True-axes2-True",
+    "True-axes3-False",
+)
 @pytest.mark.fast("False-axes0-False", "False-axes2-True", "True-axes1-False", "True-axes3-True")
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("axes", [{"model": 2}, {"model": 8}, {"data": 2, "model": 4}, {"fsdp": 4}])

@@ -435,6 +435,7 @@ def near(got, exact, tolerance=1e-5):
     assert worst <= tolerance * np.abs(exact).max()
 
 
+@pytest.mark.default("float16-bfloat16-eager", "bfloat16-float16-eager")
 @pytest.mark.fast(
     "float32-float32-jit", "float32-bfloat16-jit", "bfloat16-float32-jit", "bfloat16-bfloat16-jit"
 )
@@ -666,6 +667,24 @@ SPLITS = [
 ]
 
 
+@pytest.mark.default(
+    "whole-bfloat16-True",
+    "tokens-bfloat16-False",
+    "tokens over two-float32-False",
+    "rows-bfloat16-False",
+    "rows over two-float32-False",
+    "tokens over model, rows over data-bfloat16-True",
+    "depth of both-float32-False",
+    "depth over two-float32-True",
+    "tokens and depth of both-float32-True",
+    "rows and depth-float32-False",
+    "depth and rows-float32-True",
+    "depth of x-float32-False",
+    "depth of x, rows-float32-True",
+    "fully-float32-False",
+    "fully, tokens' axis alone-bfloat16-True",
+    "fully, depth-bfloat16-False",
+)
 @pytest.mark.fast(
     "whole-float32-False",
     "tokens over two-bfloat16-True",

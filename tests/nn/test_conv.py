@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax import init, nn
-from tests.nn.layers import CPU, filled, random, same_everywhere
+from tests.nn.layers import CPU, call, filled, random, same_everywhere
 from tests.oracles.recorded import recorded, torch
 
 CLASSES = {1: nn.Conv1D, 2: nn.Conv2d, 3: nn.Conv3D}
@@ -46,6 +46,12 @@ CASES = [
 ]
 
 
+@pytest.mark.default(
+    "1-True-dilation-padding",
+    "1-False-stride-padding",
+    "2-False-num_groups-has_bias",
+    "3-True-has_bias",
+)
 @pytest.mark.fast(
     "1-True-plain",
     "1-False-plain",
@@ -85,7 +91,7 @@ def test_padding_before_and_after(axes, given, pairs):
     layer, w = filled(make(axes, True, padding=given))
     x = random(2, 4, *PLACES[axes])
     expected = recorded(lambda: in_torch(x, w, axes, pairs))
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(call(layer, x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])

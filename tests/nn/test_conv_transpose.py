@@ -17,6 +17,9 @@ CASES = [
 ]
 
 
+@pytest.mark.default(
+    "True-dilation-padding", "False-plain", "False-has_bias", "False-stride-padding-output_padding"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize("permute", [True, False])

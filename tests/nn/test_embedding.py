@@ -19,6 +19,9 @@ def loaded(rows=5, width=3, dtype="float32"):
     return layer, table
 
 
+@pytest.mark.default(
+    "shape0-uint8-float32", "shape1-uint8-float16", "shape2-int32-float32", "shape3-int8-bfloat16"
+)
 @pytest.mark.fast(
     "shape0-int32-float32",
     "shape0-uint8-float16",

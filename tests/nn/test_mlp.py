@@ -8,7 +8,7 @@ import pytest
 
 from maxjax import nn
 from maxjax.graph import TensorValue
-from tests.nn.layers import CPU, filled, random, same_everywhere
+from tests.nn.layers import CPU, call, filled, random, same_everywhere
 
 
 def silu(x):
@@ -49,7 +49,7 @@ def test_names_in_max_order():
 def test_activations(name, act):
     layer, w = filled(nn.MLP("float32", None, 6, 8, [CPU], activation_function=name))
     x = random(4, 6)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), mlp(x, w, act), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(call(layer, x), mlp(x, w, act), rtol=1e-5, atol=1e-5)
 
 
 def test_unknown_activation_is_named():
@@ -63,7 +63,7 @@ def test_a_limit_cuts_off():
     gate, up = (x @ w[f"{n}.weight"].T for n in ("gate_proj", "up_proj"))
     h = silu(np.minimum(gate, 0.3)) * np.clip(up, -0.3, 0.3)
     expected = h @ w["down_proj.weight"].T
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_maps_of_another_class_get_what_the_mlp_got():

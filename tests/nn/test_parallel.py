@@ -23,6 +23,12 @@ class Head(nn.Module):
         return self.lm_head(self.embed_tokens(ids))
 
 
+@pytest.mark.default(
+    "AxisType.Auto-64-spec0-True",
+    "AxisType.Auto-63-spec1-True",
+    "AxisType.Explicit-63-spec1-True",
+    "AxisType.Manual-64-spec0-False",
+)
 @pytest.mark.fast(
     "AxisType.Auto-64-spec0-False",
     "AxisType.Explicit-64-spec0-True",

@@ -172,6 +172,32 @@ def sampled():
                 yield pytest.param(name, one, id=f"{name}-{one!r}", marks=slow)
 
 
+@pytest.mark.default(
+    "block-model8-auto-set",
+    "block-model8-explicit-set",
+    "block-seq4-auto",
+    "nine-heads-model2-auto",
+    "nine-heads-fsdp3-explicit",
+    "three-kv-heads-data2-model4-auto-set",
+    "three-kv-heads-fsdp2-model4-auto",
+    "stacked-qkv-data2-model4-explicit-set",
+    "stacked-qkv-fsdp8-explicit",
+    "moe-expert4-explicit",
+    "moe-fsdp2-expert2-model2-auto-set",
+    "moe-fsdp2-expert2-model2-explicit",
+    "moe-data8-explicit",
+    "moe-expert3-auto",
+    "moe-block-data2-expert2-model2-auto",
+    "moe-block-fsdp4-model2-explicit-set",
+    "vocabulary-data2-model4-auto-set",
+    "vocabulary-data2-model4-explicit",
+    "vocabulary-fsdp8-explicit",
+    "bert-data2-model4-explicit",
+    "bert-model2-auto-set",
+    "bert-stacked-fsdp8-explicit",
+    "layer-stack-model4-explicit",
+    "layer-stack-fsdp2-model2-auto",
+)
 @pytest.mark.fast(
     "block-data2-model4-explicit-set", "three-kv-heads-model4-explicit", "vocabulary-fsdp8-auto"
 )
@@ -319,6 +345,7 @@ def test_experts_that_run_one_by_one(explicit):
     close(jax.jit(call)(make().to(mesh), *batched(mesh, (x,))), jax.jit(call)(make(), x))
 
 
+@pytest.mark.default("{'fsdp': 8}-auto", "{'fsdp': 8}-explicit", "{'data': 2, 'model': 4}-auto")
 @pytest.mark.fast("{'model': 8}-auto", "{'model': 8}-explicit")
 @both
 @pytest.mark.parametrize(
@@ -393,6 +420,14 @@ class Indexed(Fused):
         return self.qkv[16:32], self.experts[:, :, 8:], self.parts[3:7] @ x[0]
 
 
+@pytest.mark.default(
+    "model1-auto-jit",
+    "model1-auto-eager",
+    "model2-explicit-jit",
+    "model4-explicit-set-jit",
+    "model4-explicit-set-eager",
+    "model8-auto-jit",
+)
 @pytest.mark.fast(
     "model4-auto-jit", "model4-auto-eager", "model8-explicit-jit", "model8-explicit-eager"
 )
@@ -460,6 +495,15 @@ BLOCKS += settings(at(model=2), at(True, model=2), at(True, model=4), at(model=8
 BLOCKS += settings(*four(data=2, model=4)[:3], marks=slow)
 
 
+@pytest.mark.default(
+    "data2-model4-explicit-set",
+    "model2-explicit",
+    "model4-explicit",
+    "model8-auto",
+    "data2-model4-auto",
+    "data2-model4-auto-set",
+    "data2-model4-explicit",
+)
 @pytest.mark.fast("model4-auto")
 @pytest.mark.parametrize("setting", BLOCKS)
 def test_a_block_sums_twice(setting):
@@ -470,6 +514,7 @@ def test_a_block_sums_twice(setting):
     assert two_sums(found, B // setting.sizes.get("data", 1)), found
 
 
+@pytest.mark.default("auto-12-3-4", "explicit-8-4-8")
 @pytest.mark.parametrize(("heads", "kv_heads", "n"), [(12, 3, 4), (8, 4, 8)])
 @both
 def test_a_block_with_few_heads_of_keys_sums_twice(explicit, heads, kv_heads, n):
@@ -497,6 +542,7 @@ def test_the_count_can_fail(explicit):
     close(jax.jit(call)(model, x), expected("block"))  # and still right
 
 
+@pytest.mark.default("vocabulary-seq8-auto", "vocabulary-seq8-explicit", "bert-seq8-auto")
 @pytest.mark.fast("block-data8-explicit", "vocabulary-data8-explicit")
 @pytest.mark.parametrize(
     "setting",
@@ -525,6 +571,7 @@ def test_experts_sum_once(explicit):
     assert kinds(found) == ["all-reduce"] and found[0].bytes == B * T * E * 4, found
 
 
+@pytest.mark.default("False-model4-explicit", "False-data2-model4-explicit-set", "True-model4-auto")
 @pytest.mark.parametrize(
     "setting",
     settings(at(True, model=4))
@@ -685,6 +732,13 @@ def saved(directory, model, dtype=np.float32):
     return values, directory / "model.safetensors"
 
 
+@pytest.mark.default(
+    "plain-model4-auto",
+    "plain-data2-model4-auto",
+    "plain-data8-explicit",
+    "plain-model3-explicit",
+    "stacked-fsdp4-model2-explicit",
+)
 @pytest.mark.parametrize("setting", LOADED)
 @pytest.mark.parametrize("stacked", [False, True], ids=["plain", "stacked"])
 def test_placed_before_or_after_loading(tmp_path, setting, stacked):
@@ -724,6 +778,7 @@ def test_a_tied_weight_is_placed_once(tmp_path):
     np.testing.assert_array_equal(np.asarray(model.emb.weight), values["emb.weight"])
 
 
+@pytest.mark.default("plain-model4-auto", "stacked-fsdp2-model4-explicit", "stacked-model4-auto")
 @pytest.mark.parametrize(
     "setting", settings(at(True, fsdp=2, model=4)) + settings(at(model=4), marks=slow)
 )
@@ -867,6 +922,9 @@ def test_pickle(make, place):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.default(
+    "block-fsdp2-model4-auto", "stack-fsdp2-model4-auto", "stack-data2-model4-explicit-set"
+)
 @pytest.mark.fast("block-model4-auto", "stack-model4-explicit")
 @pytest.mark.parametrize(
     "setting",

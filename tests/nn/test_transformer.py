@@ -22,6 +22,7 @@ def block(kv_heads=2, multiplier=1.0, dtype="float32"):
     return filled(nn.TransformerBlock(attention, mlp, *norms, multiplier), scale=0.2)
 
 
+@pytest.mark.default("2", "4")
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_as_llama_has_it(kv_heads):

@@ -19,6 +19,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.default("places0--1", "places1-0", "places1-1", "places2--1")
 @pytest.mark.fast("places0-0", "places1--1")
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("places", [np.array([[2, 0], [1, -1]]), np.array(1), np.zeros((0,), int)])
@@ -113,6 +114,7 @@ _APPLY = {
 }  # fmt: skip
 
 
+@pytest.mark.default("1-scatter_nd_add", "1-scatter_nd_mul", "2-scatter_nd_max", "2-scatter_nd_min")
 @pytest.mark.fast("1-scatter_nd", "2-scatter_nd")
 @pytest.mark.parametrize("name", _APPLY)
 @pytest.mark.parametrize("width", [1, 2])

@@ -12,6 +12,7 @@ X = normal(2, 3, 5, 4)
 SIZES = [(7, 9), (3, 2), (5, 8), (1, 1)]
 
 
+@pytest.mark.default("size2", "size3")
 @pytest.mark.parametrize("size", SIZES)
 def test_resize(size):
     shape = (2, 3, *size)
@@ -25,6 +26,7 @@ def test_resize(size):
         )
 
 
+@pytest.mark.default("size0", "size1")
 @pytest.mark.parametrize("size", SIZES)
 def test_resize_linear(size):
     shape = (2, 3, *size)
@@ -45,6 +47,7 @@ def test_resize_linear(size):
     )
 
 
+@pytest.mark.default("0-1", "1-5", "1-9", "2-2", "3-1")
 @pytest.mark.slow
 @pytest.mark.parametrize("new", [1, 2, 5, 9])
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])

@@ -68,6 +68,7 @@ def test_outer():
         ops.outer(normal(2, 2), normal(2))
 
 
+@pytest.mark.default("None--1-False", "None--1-True", "0-None-True", "2-1-True", "2-5-False")
 @pytest.mark.fast(
     "None-None-False", "None-0-True", "0-None-False", "0-0-True", "2-None-False", "2-0-True"
 )
@@ -98,6 +99,7 @@ def test_pairs_as_complex():
         ops.as_interleaved_complex(normal(2, 3))
 
 
+@pytest.mark.default("None-forward", "6-backward", "6-ortho", "7-forward")
 @pytest.mark.fast("None-backward", "6-forward")
 @pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])
 @pytest.mark.parametrize("n", [None, 6, 7])

@@ -12,6 +12,7 @@ X = normal(2, 3, 4)
 INTS = np.array([[-3, -2, -2], [1, 5, 2]], np.int32)
 
 
+@pytest.mark.default("sum--3", "mean-1", "prod--3", "max--1", "min--1", "argmin-0")
 @pytest.mark.fast(
     "sum-None", "mean-None", "prod-None", "max-None", "min-None", "argmax-None", "argmin-None"
 )

@@ -154,6 +154,9 @@ def test_a_stacked_model_is_written_as_its_layers(small):
     assert written(model) == written(initialized()) == wanted(model.state_dict())
 
 
+@pytest.mark.default(
+    "{'model': 4}-Explicit-True", "{'model': 2}-Auto-False", "{'data': 2, 'model': 4}-Explicit-True"
+)
 @pytest.mark.fast(
     "{'model': 4}-Auto-False", "{'model': 2}-Auto-True", "{'data': 2, 'model': 4}-Explicit-False"
 )

@@ -53,6 +53,14 @@ CACHES = np.zeros((3, 2, 4), np.float32)
 SPECS = (SPEC, jax.ShapeDtypeStruct((3, 2, 4), jnp.float32))
 
 
+@pytest.mark.default(
+    "numpy-False",
+    "numpy-True",
+    "uncommitted-True",
+    "committed-True",
+    "elsewhere-False",
+    "TensorValue-True",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", ["numpy", "uncommitted", "committed", "elsewhere", "TensorValue"])
@@ -103,6 +111,7 @@ def test_placed_elsewhere_afterwards(stacked):
         program(X, CACHES)
 
 
+@pytest.mark.default("compile-True", "load-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("first", ["compile", "load"])

@@ -38,6 +38,7 @@ def in_float64(x, chosen, shares, experts):
     return out
 
 
+@pytest.mark.default("7-3-3-_in_blocks", "40-4-2-_sorted")
 @pytest.mark.fast("1-5-2-_in_blocks", "7-3-3-_one_by_one")
 @pytest.mark.parametrize(
     "run", [module._in_blocks, module._sorted, module._one_by_one], ids=lambda f: f.__name__
@@ -49,6 +50,7 @@ def test_three_ways_to_the_same_sum(run, n, count, k):
     np.testing.assert_allclose(found, in_float64(*given, experts), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.default("2", "33", "300")
 @pytest.mark.parametrize("n", [2, 6, 33, 300])
 def test_blocks_of_every_size_and_experts_that_have_all_or_nothing(n):
     experts, (x, chosen, shares) = experts_of(4), tokens_of(n, 4, 2)

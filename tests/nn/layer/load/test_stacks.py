@@ -65,6 +65,23 @@ def outcome(model, given, **options):
 # -- from dicts
 
 
+@pytest.mark.default(
+    "host-one layer",
+    "host-pattern given",
+    "host-front and rest",
+    "host-bfloat16",
+    "host-head shares",
+    "host-head in front tied",
+    "host-front shares the head",
+    "host-all share a module",
+    "device-in a model",
+    "device-pattern",
+    "device-layers in front",
+    "device-head tied",
+    "device-front shares a layer",
+    "device-front tied to a layer",
+    "device-omitted names",
+)
 @pytest.mark.fast(
     "host-list",
     "host-layers in front",

@@ -243,6 +243,23 @@ def test_names_and_values_are_those_of_the_list(case):
     assert any("*" in str(path) or ":" in str(path) for path, _ in jax.tree.leaves_with_path(stack))
 
 
+@pytest.mark.default(
+    "tree.map-one layer",
+    "tree.map-in a model",
+    "tree.map-pattern given",
+    "tree.map-front and rest",
+    "tree.map-head shares",
+    "tree.map-head tied",
+    "tree.map-front shares the head",
+    "tree.map-all share a module",
+    "tree.map-omitted names",
+    "jit-front tied to a layer",
+    "deepcopy-pattern",
+    "deepcopy-all share another's",
+    "pickle-bfloat16",
+    "pickle-head tied to 0",
+    "pickle-head in front tied",
+)
 @pytest.mark.fast(
     "tree.map-list",
     "tree.map-layers in front",

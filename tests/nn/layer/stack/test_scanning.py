@@ -486,6 +486,7 @@ GRADS = {
 REMATS = [None, True, "dots_saveable", jax.checkpoint_policies.nothing_saveable]
 
 
+@pytest.mark.default("off-eager", "on-grad of jit", "name-eager", "policy-jit of grad")
 @pytest.mark.fast("off-jit of grad", "on-eager", "policy-grad of jit")
 @pytest.mark.parametrize("how", GRADS)
 @pytest.mark.parametrize("remat", REMATS, ids=["off", "on", "name", "policy"])
