@@ -11,6 +11,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,14 @@ def places(table: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def problems(root: Path, table: str) -> list[str]:
-    """Everything in the package at `root` that breaks the rules, one line each."""
-    house, place = House(root), places(table)
+@cache
+def _package() -> House:
+    return House(ROOT / "maxjax")
+
+
+def problems(house: House, table: str) -> list[str]:
+    """Everything in a package that breaks the rules, one line each."""
+    place = places(table)
     found = [f"{file}: listed, and not there" for file in place if file not in house.trees]
     for file, edges in house.edges.items():
         if Path(file).name in JUNK_DRAWERS:
@@ -184,7 +190,7 @@ def foreign(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def test_the_house_stands():
-    assert not (found := problems(ROOT / "maxjax", TABLE)), "\n" + "\n".join(found)
+    assert not (found := problems(_package(), TABLE)), "\n" + "\n".join(found)
 
 
 def test_no_oracle_or_pickle_is_imported():
@@ -198,12 +204,12 @@ def test_no_file_is_too_long_to_read():
 
 def test_nobody_looks_into_a_weight():
     """What others use of a Weight is public, or in ``weight.stored``."""
-    assert private_uses(House(ROOT / "maxjax"), "graph/weight/") == []
+    assert private_uses(_package(), "graph/weight/") == []
 
 
 def test_no_file_fills_what_belongs_to_another():
     """What a lower floor asks of a higher one is in ``graph/weight/running.py``, not in a slot."""
-    assert slots(House(ROOT / "maxjax")) == []
+    assert slots(_package()) == []
 
 
 def _run(code: str) -> str:
@@ -265,7 +271,7 @@ def _house(tmp_path: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_good_house_has_no_problem(tmp_path):
-    assert problems(_house(tmp_path, GOOD), PLAN) == []
+    assert problems(House(_house(tmp_path, GOOD)), PLAN) == []
 
 
 @pytest.mark.parametrize(
@@ -290,19 +296,19 @@ def test_a_good_house_has_no_problem(tmp_path):
     ],
 )
 def test_a_bad_house_is_reported(tmp_path, file, text, says):
-    found = problems(_house(tmp_path, GOOD | {file: text}), PLAN)
+    found = problems(House(_house(tmp_path, GOOD | {file: text})), PLAN)
     assert any(says in problem for problem in found), found
 
 
 def test_what_is_listed_and_gone_is_reported(tmp_path):
     root = _house(tmp_path, GOOD)
     (root / "box" / "late.py").unlink()
-    assert "box/late.py: listed, and not there" in problems(root, PLAN)
+    assert "box/late.py: listed, and not there" in problems(House(root), PLAN)
 
 
 def test_a_cycle_is_reported(tmp_path):
     files = {"box/a.py": "def f():\n    from .b import x", "box/b.py": "from house.box.a import f"}
-    found = problems(_house(tmp_path, files), "# 0\nbox: a b")
+    found = problems(House(_house(tmp_path, files)), "# 0\nbox: a b")
     assert "cycle: box/a.py -> box/b.py -> box/a.py" in found
 
 
