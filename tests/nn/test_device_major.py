@@ -155,12 +155,12 @@ def test_drawn_on_the_mesh_it_is_the_same():
 
 
 def test_moved_assigned_copied():
-    model = placed(False, model=4)
+    model, run = placed(False, model=4), jax.jit(call)
     for sizes in ({"model": 2}, {"data": 2}, {"model": 4}):
         model.to(maxjax.make_mesh(**sizes))
         np.testing.assert_array_equal(qkv(model).value, VALUES[QKV])
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        np.testing.assert_allclose(again(X), WANTED, atol=1e-5)
+        np.testing.assert_allclose(run(again, X), WANTED, atol=1e-5)
     assert qkv(copy.deepcopy(model)).sharding == qkv(model).sharding
     assert qkv(pickle.loads(pickle.dumps(model))).sharding is None
     qkv(model).value = 2 * VALUES[QKV]
@@ -170,10 +170,10 @@ def test_moved_assigned_copied():
     np.testing.assert_array_equal(qkv(model).value, 2 * VALUES[QKV])
     stack = placed(True, model=4)
     for again in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-        np.testing.assert_allclose(again(X), WANTED, atol=1e-5)
+        np.testing.assert_allclose(run(again, X), WANTED, atol=1e-5)
     lazy = pickle.loads(pickle.dumps(Net(True).to(maxjax.make_mesh(model=4))))
     lazy.load_state_dict(VALUES)
-    np.testing.assert_allclose(lazy(X), WANTED, atol=1e-5)
+    np.testing.assert_allclose(run(lazy, X), WANTED, atol=1e-5)
     stack.to(maxjax.make_mesh(model=2)).to(CPU)
     np.testing.assert_array_equal(qkv(stack).value, VALUES[QKV])
     assert "qkv_proj.weight" in stack.layers.unstack()[1].raw_state_dict()
@@ -184,7 +184,7 @@ def test_gradients():
     def loss(model, x):
         return (model(x) ** 2).sum()
 
-    want = jax.grad(loss)(initialized(), X)
+    want = jax.jit(jax.grad(loss))(initialized(), X)
     for stacked in (False, True):
         got = jax.jit(jax.grad(loss))(placed(stacked, model=4), X)
         np.testing.assert_allclose(qkv(got).value, qkv(want).value, rtol=1e-4, atol=1e-3)

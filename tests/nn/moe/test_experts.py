@@ -103,8 +103,8 @@ def test_derivatives_are_those_of_all_experts_over_all_tokens(n):
     for a, b, c in zip(found, expected, other, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(a, c, rtol=1e-3, atol=1e-4)
-    along = lambda x: named("silu", x, chosen, shares, experts)
-    _, tangent = jax.jvp(along, (x,), (np.ones_like(x),))
+    along = jax.jit(lambda x: named("silu", x, chosen, shares, experts))
+    _, tangent = jax.jit(lambda x: jax.jvp(along, (x,), (jnp.ones_like(x),)))(x)
     step = (np.asarray(along(x + 1e-2)) - np.asarray(along(x - 1e-2))) / 2e-2
     np.testing.assert_allclose(tangent, step, rtol=0.02, atol=0.02)
 
@@ -122,11 +122,12 @@ def test_slices_of_stacks_and_packed_weights():
     experts = experts_of(2, e=32, f=64)
     stacked = [ExpertWeights(*(StackSlice(jnp.stack([w, w * 0]), 0) for w in e)) for e in experts]
     expected = in_float64(x, chosen, shares, experts)
-    found = jax.jit(functools.partial(mixture, kind="silu"))(x, chosen, shares, stacked)
+    run = jax.jit(functools.partial(mixture, kind="silu"))
+    found = run(x, chosen, shares, stacked)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
     packed = [ExpertWeights(*(QuantArray(encode("Q8_0", w), "Q8_0") for w in e)) for e in experts]
     decoded = [ExpertWeights(*map(jnp.asarray, e)) for e in packed]
-    found, same = (mixture(x, chosen, shares, e, "silu") for e in (packed, decoded))
+    found, same = (run(x, chosen, shares, e) for e in (packed, decoded))
     np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-4)
 
 
@@ -135,6 +136,6 @@ def test_weights_of_different_types():
     half = [ExpertWeights(e.gate.astype(jnp.bfloat16), e.up, e.down) for e in experts_of(2)]
     expected = in_float64(x, chosen, shares, half)
     for run in (module._in_blocks, module._sorted):
-        found = run("silu", x, chosen, shares, half)
+        found = jax.jit(run, static_argnums=0)("silu", x, chosen, shares, half)
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
