@@ -342,9 +342,8 @@ def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
             single += group
         else:
             stacked[i] = group
-    taken = {id(one.value) for one in single}
     loads = {
-        i: StackLoad(StackedWeight(group[0].weight, Span("*", 0, 1, len(group))), group, taken)
+        i: StackLoad(StackedWeight(group[0].weight, Span("*", 0, 1, len(group))), group)
         for i, group in stacked.items()
     }
     arrays, stacks = map(iter, read(single, list(loads.values())))

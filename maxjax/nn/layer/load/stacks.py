@@ -1,38 +1,24 @@
 """Loading of a LayerStack: each layer's bytes go directly to their place in the stack.
 
 On the host the stacked array is allocated once and files are read into it. Elsewhere the
-array is made on the device and filled layer by layer, with one layer in host memory.
+array is made on the device and filled layer by layer, with a few layers in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ....graph.placement.arrays import put
-from ....graph.program import default_device
+from ....graph.placement.arrays import default_device
 from ....graph.shape import StaticDim
 from ....graph.weight.stacked import StackedWeight
-from ....graph.weights import read_all
-from ....graph.weights.device_reads import (
-    assemble,
-    boxes,
-    fill,
-    is_host,
-    is_spread,
-    memory_for,
-    places,
-    read_pieces,
-    slices,
-)
-from ....graph.weights.weight_data import WeightData
-from ....storage.boxes import Box, count, extents
-from .fit import Fit, as_it_is, host, in_pieces, is_lazy, materialise, pieces
+from ....graph.weights.device_reads import Destination, is_host, read_destinations
+from .fit import Fit, convert, destination, read_values, source
 
 
 class StackLoad:
@@ -41,100 +27,43 @@ class StackLoad:
     Args:
         stack: stack to load into.
         fits: one Fit for each layer.
-        taken: ids of values that already have memory to be read into; this load adds its own.
     """
 
-    def __init__(self, stack: StackedWeight, fits: Sequence[Fit], taken: set[int]):
+    def __init__(self, stack: StackedWeight, fits: Sequence[Fit]):
         self.stack, self.fits = stack, fits
-        first = fits[0]
-        self._dtype = jax.dtypes.canonicalize_dtype(first.dtype.np)
-        template = stack.template.stored
-        self._layout = template.layout
-        self._layer = tuple(map(int, first.dims))
-        if self._layout is not None:
-            self._layer = self._layout.shape(self._layer)
-        self._target = stack.leaf_sharding or _committed(fits)  # None leaves the device to JAX
-        self._sharding = self._target or jax.sharding.SingleDeviceSharding(default_device())
-        # The sharding of one layer's weight.
-        self._placed = template.leaf_sharding or self._sharding
-        self._read: set[int] = set()
-        self._memory: dict[Box, np.ndarray] = {}
-        if not is_host(self._sharding):
-            return
-        for box in boxes(self._placed, self._layer):
-            nbytes = len(fits) * count(box) * self._dtype.itemsize
-            self._memory[box] = memory_for(
-                nbytes, f"the weights '{first.name}' of {len(fits)} layers"
-            )
-        for i, one in enumerate(fits):
-            if (
-                is_lazy(one)
-                and as_it_is(one)
-                and one.value._is_as_stored
-                and id(one.value) not in taken
-            ):
-                taken.add(id(one.value))
-                self._read.add(i)
+        self._sharding = stack.leaf_sharding or _committed(fits)  # None leaves the device to JAX
 
-    def direct(self) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
-        """The reads from disk without conversion: data, the part of it, and the memory to read into."""
-        for box, memory in self._memory.items():
-            layers = np.split(memory, len(self.fits))
-            for i in sorted(self._read):
-                for region, place in places(self._layout, box, layers[i]):
-                    yield self.fits[i].value, region, place
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the devices use the host's memory."""
+        return is_host(self._sharding or jax.sharding.SingleDeviceSharding(default_device()))
 
-    def array(self) -> jax.Array:
-        """The stacked array; the reads from :meth:`direct` must be complete."""
-        others = [i for i in range(len(self.fits)) if i not in self._read]
-        shape = (len(self.fits), *self._layer)
-        if is_host(self._sharding):
-            # JAX on a CPU reuses aligned memory; nobody else holds this array.
-            layers = {
-                box: memory.view(self._dtype).reshape(len(self.fits), *extents(box))
-                for box, memory in self._memory.items()
-            }
-            for i in others:
-                self._copy(i, layers)
-            whole = {((0, len(self.fits)), *box): array for box, array in layers.items()}
-            if not is_spread(self._target):
-                (array,) = whole.values()
-                return put(array, self._target, self.fits[0].name)
-            return assemble(self.fits[0].name, shape, self._target, whole)
-        stack = jnp.zeros(shape, self._dtype, device=self._target)
-        for i, layer in zip(others, self._layers(others), strict=True):
+    @property
+    def destination(self) -> Destination:
+        """The stacked array."""
+        layer = destination(self.fits[0])
+        return dataclasses.replace(
+            layer,
+            shape=(len(self.fits), *layer.shape),
+            sources=[source(one) for one in self.fits],
+            sharding=self._sharding,
+            axis=0,
+            convert=lambda number, array: convert(self.fits[number], array),
+        )
+
+    def by_layer(self) -> jax.Array:
+        """The stacked array, made on the devices and filled layer by layer."""
+        whole = self.destination
+        stack = jnp.zeros(whole.shape, whole.dtype, device=self._sharding)
+        layers = read_destinations(destination(one, self._sharding) for one in self.fits)
+        for i, layer in enumerate(layers):
             stack = _insert(stack, layer, i)
         return stack
-
-    def _copy(self, i: int, layers: dict[Box, np.ndarray]) -> None:
-        """Copies the value of a layer that needs conversion to its place in the stack."""
-        one = self.fits[i]
-        if in_pieces(one):
-            asked = pieces(one)
-            memory = asked.empty()
-            fill(list(asked.parts(memory)))
-            found = asked.converted(memory)
-        else:
-            value = one.weight.stored.arranged(host(one))
-            found = {box: value[slices(box)] for box in layers}
-        for box, array in layers.items():
-            array[i] = found[box]
-
-    def _layers(self, others: Sequence[int]) -> Iterator[jax.Array]:
-        """The layers' arrays on their sharding, one after the other."""
-        for i in others:
-            one = self.fits[i]
-            if in_pieces(one):
-                yield from read_pieces([pieces(one)])
-            else:
-                where = self.stack.template.stored.leaf_sharding or self._target
-                yield put(one.weight.stored.arranged(host(one)), where, one.name)
 
     def store(self, array: jax.Array) -> None:
         """Stores ``array`` as the value, and updates the declaration of all weights."""
         self.stack.put(array)
-        template = self.stack.template.stored
-        self.stack.declare(self.fits[0].weight, template.sharding, template.layout)
+        self.stack.declare(self.fits[0].weight, self.stack.sharding, self.stack.layout)
 
 
 def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
@@ -147,17 +76,15 @@ def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
     whole, in_stacks, problems = [], set[int](), []
     for stack, group in groups.values():
         kinds = {(one.dtype, tuple(map(str, one.dims))) for one in group.values()}
-        template = stack.template.stored
         if len(kinds) == 1 and len(group) == stack.span.count and _has_sizes(group[0]):
             whole.append((stack, [group[i] for i in range(len(group))]))
             in_stacks.update(id(one) for one in group.values())
-        elif kinds != {(template.dtype, tuple(map(str, template.dims)))}:
+        elif kinds != {(stack.dtype, tuple(map(str, stack.dims)))}:
             one = next(iter(group.values()))
             problems.append(f"weight '{one.name}' belongs to a LayerStack, whose layers must have one shape and dtype: "
                             "load all of them alike, or unstack() first")  # fmt: skip
     single = [one for one in fits if id(one) not in in_stacks]
-    taken = {id(one.value) for one in single}
-    loads = [] if problems else [StackLoad(stack, group, taken) for stack, group in whole]
+    loads = [] if problems else [StackLoad(stack, group) for stack, group in whole]
     return loads, single, problems
 
 
@@ -168,9 +95,9 @@ def read(single: Sequence[Fit], loads: Sequence[StackLoad]) -> tuple[list[Any], 
         ValueError: an integer does not fit the 32 bits that JAX runs in.
         CheckpointError: a file cannot be read.
     """
-    fill([part for load in loads for part in load.direct()])
-    lazy = [one.value for one in single if is_lazy(one) and not in_pieces(one)]
-    return materialise(single, read_all(lazy)), [load.array() for load in loads]
+    arrays = read_values(single)
+    stacks = read_destinations(load.destination for load in loads if load.is_on_host)
+    return arrays, [next(stacks) if load.is_on_host else load.by_layer() for load in loads]
 
 
 def _has_sizes(one: Fit) -> bool:
