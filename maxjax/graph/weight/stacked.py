@@ -60,6 +60,7 @@ class StackedWeight:
     dtype = property(attrgetter("template.stored.dtype"))
     dims = property(attrgetter("template.stored.dims"))
     logical_shape = property(attrgetter("template.stored.logical_shape"))
+    encoding = property(attrgetter("template.stored.encoding"))
     packing = property(attrgetter("template.stored.packing"))
     block = property(attrgetter("template.stored.block"))
     sharding = property(attrgetter("template.stored.sharding"))

@@ -56,6 +56,7 @@ class StoredWeight:
         local_name: name within the layer that owns the Weight.
         dtype: declared element type.
         dims: declared sizes, in logical order.
+        encoding: declared quantization encoding, or None.
         leaf: entry in a pytree: an array, a placeholder, None, or a slice of a stack.
         home: (StackedWeight, place in it) if a stack holds the value, otherwise None.
         span: layers of which the leaf holds the values; None as it is not a stack.
@@ -79,6 +80,7 @@ class StoredWeight:
     span = None
     sharding = property(attrgetter("weight._sharding"))
     layout = property(attrgetter("weight._layout"))
+    encoding = property(attrgetter("weight._quantization_encoding"))
     why = property(attrgetter("weight._why"))
     loaded_shape = property(attrgetter("weight._loaded_shape"))
     logical_shape = property(attrgetter("weight.logical_shape"))
@@ -156,7 +158,7 @@ class StoredWeight:
     @property
     def packing(self) -> QuantizationEncoding | None:
         """The quantization encoding if the stored bytes are its blocks, otherwise None."""
-        encoding = self.weight._quantization_encoding
+        encoding = self.encoding
         packed = encoding is not None and encoding.is_gguf and self.weight._dtype is DType.uint8
         return encoding if packed and self.weight._dims else None
 

@@ -166,17 +166,18 @@ class Destination:
     pieces: dict[Box, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def _where(self) -> Any:
+    def where(self) -> Any:
+        """The sharding of the stored array, also if it is JAX's default device."""
         return self.sharding or jax.sharding.SingleDeviceSharding(default_device())
 
     @cached_property
     def _boxes(self) -> list[Box]:
-        return list(boxes(self._where, self.shape))
+        return list(boxes(self.where, self.shape))
 
     def staged(self, number: int) -> int:
         """The bytes of host memory that a source takes besides those that become the array's."""
         data = self.sources[number]
-        if not isinstance(data, WeightData) or self._is_direct(number) and is_host(self._where):
+        if not isinstance(data, WeightData) or self._is_direct(number) and is_host(self.where):
             return 0
         return sum(self._nbytes(data, part) for _, part in self._parts(number))
 
@@ -266,11 +267,7 @@ class Destination:
                 read = memory.pop(part).view(source._stored_dtype)
                 read = source._cast(read.reshape(extents(self._tensor_box(part))))
                 read = np.asarray(self._converted(number, read))
-                yield (
-                    read.reshape(extents(part))
-                    if self.order is None
-                    else self.order.take(read, part)
-                )
+                yield self.order.take(read, part) if self.order else read.reshape(extents(part))
             return
         everything = self._layer(whole(self.shape), number)
         values = source().reshape(extents(everything))

@@ -14,60 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....graph.placement.arrays import default_device
 from ....graph.shape import StaticDim
 from ....graph.weight.stacked import StackedWeight
 from ....graph.weights.device_reads import Destination, is_host, read_destinations
 from .fit import Fit, convert, destination, read_values, source
 
 
-class StackLoad:
-    """A load of the values of all layers into one stack.
-
-    Args:
-        stack: stack to load into.
-        fits: one Fit for each layer.
-    """
-
-    def __init__(self, stack: StackedWeight, fits: Sequence[Fit]):
-        self.stack, self.fits = stack, fits
-        self._sharding = stack.leaf_sharding or _committed(fits)  # None leaves the device to JAX
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the devices use the host's memory."""
-        return is_host(self._sharding or jax.sharding.SingleDeviceSharding(default_device()))
-
-    @property
-    def destination(self) -> Destination:
-        """The stacked array."""
-        layer = destination(self.fits[0])
-        return dataclasses.replace(
-            layer,
-            shape=(len(self.fits), *layer.shape),
-            sources=[source(one) for one in self.fits],
-            sharding=self._sharding,
-            axis=0,
-            convert=lambda number, array: convert(self.fits[number], array),
-        )
-
-    def by_layer(self) -> jax.Array:
-        """The stacked array, made on the devices and filled layer by layer."""
-        whole = self.destination
-        stack = jnp.zeros(whole.shape, whole.dtype, device=self._sharding)
-        layers = read_destinations(destination(one, self._sharding) for one in self.fits)
-        for i, layer in enumerate(layers):
-            stack = _insert(stack, layer, i)
-        return stack
-
-    def store(self, array: jax.Array) -> None:
-        """Stores ``array`` as the value, and updates the declaration of all weights."""
-        self.stack.put(array)
-        self.stack.declare(self.fits[0].weight, self.stack.sharding, self.stack.layout)
-
-
-def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
-    """The loads of complete stacks, all other values, and the problems found."""
+def plan(
+    fits: Sequence[Fit],
+) -> tuple[list[tuple[StackedWeight, list[Fit]]], list[Fit], list[str]]:
+    """The stacks that are complete with the Fits of their layers, all other values, and the problems."""
     groups: dict[int, tuple[StackedWeight, dict[int, Fit]]] = {}
     for one in fits:
         if one.weight.stored.home is not None:
@@ -84,20 +40,49 @@ def plan(fits: Sequence[Fit]) -> tuple[list[StackLoad], list[Fit], list[str]]:
             problems.append(f"weight '{one.name}' belongs to a LayerStack, whose layers must have one shape and dtype: "
                             "load all of them alike, or unstack() first")  # fmt: skip
     single = [one for one in fits if id(one) not in in_stacks]
-    loads = [] if problems else [StackLoad(stack, group) for stack, group in whole]
-    return loads, single, problems
+    return whole, single, problems
 
 
-def read(single: Sequence[Fit], loads: Sequence[StackLoad]) -> tuple[list[Any], list[jax.Array]]:
+def read(
+    single: Sequence[Fit], stacks: Sequence[tuple[Sequence[Fit], Any]]
+) -> tuple[list[Any], list[jax.Array]]:
     """The arrays of single values and of stacks, read in parallel, converted and put on devices.
+
+    Args:
+        stacks: for each stack a Fit for each layer, and its sharding; None leaves that to the values.
 
     Raises:
         ValueError: an integer does not fit the 32 bits that JAX runs in.
         CheckpointError: a file cannot be read.
     """
     arrays = read_values(single)
-    stacks = read_destinations(load.destination for load in loads if load.is_on_host)
-    return arrays, [next(stacks) if load.is_on_host else load.by_layer() for load in loads]
+    pairs = [(fits, _stacked(fits, sharding)) for fits, sharding in stacks]
+    read = read_destinations(stack for _, stack in pairs if is_host(stack.where))
+    return arrays, [
+        next(read) if is_host(stack.where) else _by_layer(fits, stack) for fits, stack in pairs
+    ]
+
+
+def _stacked(fits: Sequence[Fit], sharding: Any) -> Destination:
+    """The values of all layers as one array."""
+    layer = destination(fits[0])
+    return dataclasses.replace(
+        layer,
+        shape=(len(fits), *layer.shape),
+        sources=[source(one) for one in fits],
+        sharding=sharding or _committed(fits),
+        axis=0,
+        convert=lambda number, array: convert(fits[number], array),
+    )
+
+
+def _by_layer(fits: Sequence[Fit], stacked: Destination) -> jax.Array:
+    """The stacked array, made on its devices and filled layer by layer."""
+    stack = jnp.zeros(stacked.shape, stacked.dtype, device=stacked.sharding)
+    layers = read_destinations(destination(one, stacked.sharding) for one in fits)
+    for i, layer in enumerate(layers):
+        stack = _insert(stack, layer, i)
+    return stack
 
 
 def _has_sizes(one: Fit) -> bool:
