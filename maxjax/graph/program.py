@@ -113,8 +113,9 @@ def _shown(sharding: jax.sharding.Sharding) -> str:
 
 def _placement(entry: Entry, fixed: Any) -> Any:
     """The sharding that a weight has or will have; None lets JAX choose."""
-    value = whole(entry.weight.stored.leaf) if fixed is None else fixed
-    return value.sharding if getattr(value, "committed", False) else _declared(entry)
+    stored = entry.weight.stored
+    value = whole(stored.leaf) if fixed is None else fixed
+    return value.sharding if getattr(value, "committed", False) else stored.leaf_sharding
 
 
 def _lazy_name(entry: Entry) -> str | None:
@@ -146,12 +147,7 @@ def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | Non
         values.append(_checked(name, entry, value))
     stored = entry.weight.stored
     kept = [stored.arranged(value) for value in values]
-    return jax.device_put(kept[0] if stored.span is None else jnp.stack(kept), _declared(entry))
-
-
-def _declared(entry: Entry) -> Any:
-    """Where what is stored of a weight is to be."""
-    return entry.weight.stored.leaf_sharding
+    return jax.device_put(kept[0] if stored.span is None else jnp.stack(kept), stored.leaf_sharding)
 
 
 def _checked(name: str, entry: Entry, value: Any) -> Any:

@@ -20,7 +20,7 @@ from ...graph.value import TensorValue, unwrap
 from ...graph.weight.weight import Weight
 from ...graph.weights import WeightData, Weights
 from ...graph.weights.same import same_content
-from ...nn.layer.load.fit import Fit, fit, is_lazy
+from ...nn.layer.load.fit import Fit, fit, is_on_device
 from ...nn.layer.load.stacks import read
 from ...storage.limits import Limits, in_force
 from .file import Entry, Header, names_in, open_program, unreadable
@@ -337,7 +337,7 @@ def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
     single: list[Fit] = []
     for i, leaf in enumerate(header.leaves):
         group = [fits[name] for name in names_in(leaf)]
-        if isinstance(leaf, str) or any(map(_on_device, group)):
+        if isinstance(leaf, str) or any(map(is_on_device, group)):
             single += group
         else:
             stacked[i] = group, None
@@ -351,7 +351,3 @@ def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
         else:
             values.append(jnp.stack([next(arrays) for _ in leaf]))
     return values
-
-
-def _on_device(one: Fit) -> bool:
-    return not is_lazy(one) and isinstance(getattr(one.value, "data", None), jax.Array)

@@ -64,21 +64,6 @@ def is_host(sharding: Any) -> bool:
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
-def memory_for(nbytes: int, what: str) -> np.ndarray:
-    """Host memory that JAX on a CPU can use without a copy.
-
-    Raises:
-        OutOfMemoryError: there is not so much memory.
-    """
-    try:
-        return aligned_empty(nbytes)
-    except MemoryError as error:
-        raise OutOfMemoryError(
-            f"the host has no {nbytes:,} bytes for {what}. "
-            "maxjax.plan(model, mesh) shows what another mesh or dtype would need."
-        ) from error
-
-
 def assemble(
     name: str, shape: Sequence[int], sharding: Any, pieces: Mapping[Box, np.ndarray]
 ) -> jax.Array:
@@ -249,8 +234,16 @@ class Destination:
         return count(self._tensor_box(part)) * data._stored_dtype.itemsize
 
     def _new(self, nbytes: int) -> np.ndarray:
-        many = f"the weights '{self.name}' of {len(self.sources)} layers"
-        return memory_for(nbytes, f"weight '{self.name}'" if self.axis is None else many)
+        """Host memory that JAX on a CPU can use without a copy."""
+        try:
+            return aligned_empty(nbytes)
+        except MemoryError as error:
+            many = f"the weights '{self.name}' of {len(self.sources)} layers"
+            what = f"weight '{self.name}'" if self.axis is None else many
+            raise OutOfMemoryError(
+                f"the host has no {nbytes:,} bytes for {what}. "
+                "maxjax.plan(model, mesh) shows what another mesh or dtype would need."
+            ) from error
 
     def _piece(self, box: Box) -> np.ndarray:
         """A device's part of a stack."""

@@ -177,6 +177,11 @@ def is_lazy(one: Fit) -> bool:
     return isinstance(one.value, WeightData) and not one.value.is_loaded
 
 
+def is_on_device(one: Fit) -> bool:
+    """Whether the value is JAX's, so not on disk and not the host's."""
+    return not is_lazy(one) and isinstance(host_or_jax(one.value), jax.Array)
+
+
 def final_shape(one: Fit) -> tuple[int, ...]:
     """The shape after loading; symbolic sizes are taken from the value."""
     known = all(isinstance(dim, StaticDim) for dim in one.dims)
@@ -216,17 +221,13 @@ def read_values(fits: Sequence[Fit]) -> list[Any]:
         ValueError: an integer does not fit the 32 bits that JAX runs in.
         CheckpointError: a file cannot be read.
     """
-    by_device = [is_spread(one.weight.sharding) and not _is_on_device(one) for one in fits]
+    by_device = [is_spread(one.weight.sharding) and not is_on_device(one) for one in fits]
     both = list(zip(fits, by_device, strict=True))
     read = read_all([one.value for one, split in both if is_lazy(one) and not split])
     arrays = read_destinations(destination(one) for one, split in both if split)
     return [
         next(arrays) if split else _put(one, read.pop(id(one.value), None)) for one, split in both
     ]
-
-
-def _is_on_device(one: Fit) -> bool:
-    return not is_lazy(one) and isinstance(host_or_jax(one.value), jax.Array)
 
 
 def convert(one: Fit, array: Any) -> Any:
