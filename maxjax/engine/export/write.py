@@ -175,13 +175,13 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _declared(stored: Any, found: Any) -> str:
+def _declared(declared: Any, found: Any) -> str:
     """The dtype, but the 64-bit one of integers that JAX made narrower, because files hold 64 bits."""
     name = str(found.dtype)
     if name not in ("int32", "uint32"):
         return name
-    is_narrowed = jax.dtypes.canonicalize_dtype(stored.dtype.np) == found.dtype
-    return stored.dtype.name if is_narrowed else name
+    dtype = DType.of(declared.dtype)
+    return dtype.name if jax.dtypes.canonicalize_dtype(dtype.np) == found.dtype else name
 
 
 def _trace(
