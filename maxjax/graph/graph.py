@@ -53,16 +53,10 @@ class Entry:
     """
 
     def __init__(self, weight: Weight | StackedWeight):
-        self.weight = weight
-        if isinstance(weight, StackedWeight):
-            kept: Any = weight.template
-            self.names = [_name_of(weight.view(i)) for i in range(weight.span.count)]
-        else:
-            kept, self.names = weight, [_name_of(weight)]
-        self.template: Weight = kept
-        leaf = weight.stored.leaf
-        self.shape = tuple(map(int, kept.shape)) if leaf is None else tuple(leaf.shape)
-        dtype = jax.dtypes.canonicalize_dtype(kept.dtype.np)
+        self.weight, stored = weight, weight.stored
+        self.names = [_name_of(one) for one in stored.weights]
+        self.shape = tuple(map(int, stored.dims if stored.leaf is None else stored.leaf.shape))
+        dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
         # Constants without axes become literals in a jaxpr, so the stand-in has one more axis.
         nothing = np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
         self.stand_in = np.broadcast_to(np.full((), nothing, dtype), (1, *self.shape))
@@ -76,8 +70,7 @@ class Entry:
         """The Weight of that name."""
         if name not in self.names:
             return None
-        weight = self.weight
-        return weight if isinstance(weight, Weight) else weight.view(self.names.index(name))
+        return self.weight.stored.weights[self.names.index(name)]
 
     def tracer(self) -> Any:
         """The weight as a value of the running trace."""

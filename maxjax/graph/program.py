@@ -16,6 +16,7 @@ from ..errors import some
 from ..kernels.stack_slice import whole
 from .graph import Entry, Graph
 from .kind import giving
+from .placement.arrays import default_device
 from .rebinding import check
 from .reroll import as_function, is_jit, is_literal
 from .shape import StaticDim
@@ -110,16 +111,11 @@ def _shown(sharding: jax.sharding.Sharding) -> str:
     return f"{devices[0].platform}:{devices[0].id}" if len(devices) == 1 else str(sharding)
 
 
-def default_device() -> Any:
-    """The device on which JAX puts uncommitted arrays."""
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
-
-
 def _placement(entry: Entry, fixed: Any) -> Any:
     """The sharding that a weight has or will have; None lets JAX choose."""
-    value = whole(entry.weight.stored.leaf) if fixed is None else fixed
-    return value.sharding if getattr(value, "committed", False) else _declared(entry)
+    stored = entry.weight.stored
+    value = whole(stored.leaf) if fixed is None else fixed
+    return value.sharding if getattr(value, "committed", False) else stored.leaf_sharding
 
 
 def _lazy_name(entry: Entry) -> str | None:
@@ -149,24 +145,19 @@ def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | Non
             if value is not None and value.stored.is_missing:
                 raise ValueError(_missing(name, registry))
         values.append(_checked(name, entry, value))
-    single = isinstance(entry.weight, Weight)
-    kept = [entry.template.stored.arranged(value) for value in values]
-    return jax.device_put(kept[0] if single else jnp.stack(kept), _declared(entry))
-
-
-def _declared(entry: Entry) -> Any:
-    """Where what is stored of a weight is to be."""
-    return entry.weight.stored.leaf_sharding
+    stored = entry.weight.stored
+    kept = [stored.arranged(value) for value in values]
+    return jax.device_put(kept[0] if stored.span is None else jnp.stack(kept), stored.leaf_sharding)
 
 
 def _checked(name: str, entry: Entry, value: Any) -> Any:
     array = np.asarray(value) if isinstance(value, (WeightData, Buffer)) else value
     array = unwrap(array) if isinstance(array, Weight) else array
     array = array if isinstance(array, jax.Array) else np.array(array)
-    wanted = entry.stand_in.dtype
-    shape = entry.shape if isinstance(entry.weight, Weight) else entry.shape[1:]
-    if entry.template.stored.layout is not None:
-        shape = tuple(int(d) for d in entry.template.stored.dims)
+    wanted, stored = entry.stand_in.dtype, entry.weight.stored
+    shape = entry.shape if stored.span is None else entry.shape[1:]
+    if stored.layout is not None:
+        shape = tuple(int(d) for d in stored.dims)
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
                          f"but the graph wants {wanted} {shape}")  # fmt: skip

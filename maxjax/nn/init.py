@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph.placement.arrays import out_of_memory
-from ..graph.weight.stacked import StackedWeight
 from ..graph.weight.weight import Weight
 from .layer.module import Module
 
@@ -213,9 +212,7 @@ def _names(model: Module) -> dict[str, list[str]]:
     """For the name of each pytree leaf, the names it has in a state dict."""
     definition, holders = model._mx_definition()
     return {
-        name: [holder.span.name(name, i) for i in range(holder.span.count)]
-        if isinstance(holder, StackedWeight)
-        else [name]
+        name: holder.stored.names(name)
         for name, holder in zip(definition.names, holders, strict=True)
     }
 

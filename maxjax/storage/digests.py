@@ -161,6 +161,8 @@ def read_digests(
         CheckpointFormatError, CheckpointLimitError: as for ``parse``.
     """
     path = os.path.join(directory, NAME)
+    if not os.path.lexists(path):  # most checkpoints have none: no error is made to be caught
+        return None
     try:
         return parse(path, limits=limits)
     except CheckpointMissingError:

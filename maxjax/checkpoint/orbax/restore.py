@@ -16,8 +16,9 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, closest, some
+from ...graph.weights.device_reads import read_destinations
 from ...nn.layer import Module
-from .leaves import Target, of_holder, read_targets, sharding_of
+from .leaves import Target, of_holder, of_leaf, sharding_of
 from .open import Saved
 from .tree import ONLY, PLAIN, is_key, is_module, key_text
 
@@ -33,8 +34,9 @@ def model_problems(saved: Saved, model: Module) -> list[str]:
         if wanted is None or not wanted.is_gguf or name not in saved.names:
             continue
         if saved.is_ours and found != wanted.value:
+            there = "not quantised" if found is None else f"as {found}"
             problems.append(
-                f"'{name}' is quantised as {wanted.value} in the model and as {found} in the checkpoint"
+                f"'{name}' is quantised as {wanted.value} in the model and {there} in the checkpoint"
             )
     return problems
 
@@ -112,10 +114,7 @@ class Fitting:
         elif is_key(leaf):
             self._fit(number, self._random_key(name, leaf))
         elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-            sharding = sharding_of(leaf)
-            self._fit(
-                number, Target(leaf, [name], tuple(leaf.shape), np.dtype(leaf.dtype), sharding)
-            )
+            self._fit(number, of_leaf(name, leaf))
         else:
             self.problems.append(f"the example's '{name}' is a {type(leaf).__name__}, not an array")
         return number
@@ -160,7 +159,7 @@ class Fitting:
             key = jax.random.wrap_key_data(value, impl=impl)
             return key if sharding is None else jax.device_put(key, sharding)
 
-        return Target(leaf, [name], data.shape, np.dtype(np.uint32), finish=finish)
+        return of_leaf(name, leaf, data, finish)
 
     def _fit(self, number: int, target: Target) -> None:
         """Compare a target with the checkpoint's tensors of its names."""
@@ -173,8 +172,8 @@ class Fitting:
             if entry is None:
                 self._missing(name, None)
                 continue
-            if entry.shape != target.shape:
-                shapes = list(target.shape), list(entry.shape)
+            if entry.shape != target.tensor_shape:
+                shapes = list(target.tensor_shape), list(entry.shape)
                 self.problems.append(
                     f"'{name}' has shape {shapes[0]}, in the checkpoint {shapes[1]}"
                 )
@@ -190,8 +189,8 @@ class Fitting:
         if lost or len(self.problems) > before:
             self.values[number] = target.example
             return
-        target.data = [saved.weights[name].data() for name in target.names]
-        for data in target.data:
+        target.sources = found = [saved.weights[name].data() for name in target.names]
+        for data in found:
             data.quantization_encoding = None  # blocks are restored as plain bytes
         self.targets[number] = target
 
@@ -207,7 +206,8 @@ class Fitting:
             CheckpointError: a file cannot be read.
             OutOfMemoryError: the host or a device cannot hold the tree.
         """
-        self.values.update(read_targets(self.targets))
+        leaves = read_destinations(self.targets.values())
+        self.values.update(zip(self.targets, leaves, strict=True))
         for top, (treedef, numbers) in self.modules.items():
             self.values[top] = jax.tree.unflatten(treedef, [self.values[n] for n in numbers])
         return jax.tree.unflatten(self.treedef, [self.values[n] for n in self.top])

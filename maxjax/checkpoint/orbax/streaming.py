@@ -16,7 +16,8 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import OutOfMemoryError, UserInputError
-from ...graph.weights import WeightData, read_all
+from ...graph.weights import WeightData
+from ...graph.weights.given import host_or_jax
 from ...storage.boxes import whole
 from ...storage.checksums import crc32_of_boxes
 from ...storage.orbax.maxjax_metadata import Extras, custom_metadata
@@ -119,9 +120,7 @@ def _batches(tensors: Mapping[str, WeightData]) -> Iterator[dict[str, WeightData
 def _read(data: WeightData) -> np.ndarray:
     """Read a tensor without keeping it, as ``data.data`` would."""
     try:
-        if data.is_loaded:
-            return np.asarray(data._typed())
-        return data._cast(read_all([data])[id(data)])
+        return np.asarray(host_or_jax(data))
     except OutOfMemoryError:
         raise
     except MemoryError as error:

@@ -17,12 +17,11 @@ from ...errors import CheckpointError, CheckpointMismatchError, closest
 from ...graph import compile_cache
 from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, unwrap
-from ...graph.weight.stacked import Span, StackedWeight
 from ...graph.weight.weight import Weight
 from ...graph.weights import WeightData, Weights
 from ...graph.weights.same import same_content
-from ...nn.layer.load.fit import Fit, fit, is_lazy
-from ...nn.layer.load.stacks import StackLoad, read
+from ...nn.layer.load.fit import Fit, fit, is_on_device
+from ...nn.layer.load.stacks import read
 from ...storage.limits import Limits, in_force
 from .file import Entry, Header, names_in, open_program, unreadable
 from .signature import Arguments, Path, cut
@@ -334,30 +333,21 @@ def _different(given: Mapping[str, Any]) -> Iterator[str]:
 
 def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
     """Reads and converts the values and puts them on the device; one array for each leaf."""
-    stacked: dict[int, list[Fit]] = {}
+    stacked: dict[int, tuple[list[Fit], Any]] = {}
     single: list[Fit] = []
     for i, leaf in enumerate(header.leaves):
         group = [fits[name] for name in names_in(leaf)]
-        if isinstance(leaf, str) or any(map(_on_device, group)):
+        if isinstance(leaf, str) or any(map(is_on_device, group)):
             single += group
         else:
-            stacked[i] = group
-    taken = {id(one.value) for one in single}
-    loads = {
-        i: StackLoad(StackedWeight(group[0].weight, Span("*", 0, 1, len(group))), group, taken)
-        for i, group in stacked.items()
-    }
-    arrays, stacks = map(iter, read(single, list(loads.values())))
+            stacked[i] = group, None
+    arrays, stacks = map(iter, read(single, list(stacked.values())))
     values = []
     for i, leaf in enumerate(header.leaves):
-        if i in loads:
+        if i in stacked:
             values.append(next(stacks))
         elif isinstance(leaf, str):
             values.append(next(arrays))
         else:
             values.append(jnp.stack([next(arrays) for _ in leaf]))
     return values
-
-
-def _on_device(one: Fit) -> bool:
-    return not is_lazy(one) and isinstance(getattr(one.value, "data", None), jax.Array)

@@ -152,16 +152,12 @@ def _weights(
     for full, holder in zip(definition.names, holders, strict=True):
         type_ = _type_of_weight(full, holder)
         types.append(type_)
-        if isinstance(holder, Weight):
-            names = [known.get(id(holder), full)]
-            leaves.append(names[0])
-        else:  # a stack is one array in the program; outside, each of its slices has its own name
-            views = map(holder.view, range(holder.span.count))
-            names = [known.get(id(w), holder.span.name(full, i)) for i, w in enumerate(views)]
-            leaves.append(tuple(names))
-        declared = holder if isinstance(holder, Weight) else holder.template
+        # A stack is one array in the program; outside, each of its slices has its own name.
+        pairs = zip(holder.stored.weights, holder.stored.names(full), strict=True)
+        names = [known.get(id(weight), name) for weight, name in pairs]
+        leaves.append(names[0] if isinstance(holder, Weight) else tuple(names))
         for name in names:
-            found[name] = Entry(_declared(declared, type_), tuple(others.get(name, ())))
+            found[name] = Entry(_declared(holder.stored, type_), tuple(others.get(name, ())))
     order = [name for name in by_name if name in found]
     return {name: found[name] for name in [*order, *found]}, tuple(leaves), types
 
@@ -184,7 +180,7 @@ def _declared(declared: Any, found: Any) -> str:
     name = str(found.dtype)
     if name not in ("int32", "uint32"):
         return name
-    dtype = DType.of(declared.stored.dtype if isinstance(declared, Weight) else declared.dtype)
+    dtype = DType.of(declared.dtype)
     return dtype.name if jax.dtypes.canonicalize_dtype(dtype.np) == found.dtype else name
 
 

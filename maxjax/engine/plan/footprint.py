@@ -24,7 +24,6 @@ from ...errors import (
 from ...graph.placement.specs import Placed, axis_of, by_pattern, check_mesh, mesh_of, place
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
-from ...graph.weight.stacked import StackedWeight
 from ...graph.weights import GGUFWeights, Weights
 from ...models import PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
@@ -129,54 +128,43 @@ def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
 def _as_planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list[TensorGroup]:
     """The tensors with the shardings that ``module.to(mesh, rules=rules)`` would give them."""
     return [
-        TensorGroup(_names(one.name, one.holder), one.shape, _dtype(one.holder, dtype),
-             one.placed.spec, _parts(one.placed.spec, mesh), one.placed.why, _packing(one.holder))
+        TensorGroup(one.holder.stored.names(one.name), one.shape, _dtype(one.holder, dtype),
+             one.placed.spec, _parts(one.placed.spec, mesh), one.placed.why,
+             one.holder.stored.packing)
         for one in plan_places(module, mesh, None, rules)
     ]  # fmt: skip
 
 
 def _sharding_of(holder: Any) -> Any:
     """The Sharding that was chosen for a leaf, or that of its array; None if it has neither."""
-    stacked = isinstance(holder, StackedWeight)
-    where = holder.leaf_sharding if stacked else holder.stored.sharding
+    stored = holder.stored
+    where = stored.sharding if stored.span is None else stored.leaf_sharding
     return where or getattr(holder.stored.leaf, "sharding", None)
 
 
 def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
     """A leaf with its present sharding."""
-    template = holder.template if isinstance(holder, StackedWeight) else holder
-    known = all(isinstance(d, StaticDim) for d in template.stored.dims)
-    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template.stored.dims)
+    stored = holder.stored
+    known = all(isinstance(d, StaticDim) for d in stored.dims)
+    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in stored.dims)
     where, spec, parts = _sharding_of(holder), PartitionSpec(), 1
-    why = template.stored.why if known else UNKNOWN
+    why = stored.why if known else UNKNOWN
     if where is not None and math.prod(shape):
-        stacked = isinstance(holder, StackedWeight)
-        global_shape = (holder.span.count, *shape) if stacked else shape
-        parts = math.prod(global_shape) // math.prod(where.shard_shape(global_shape))
-        spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[int(stacked) :])
+        layers = () if stored.span is None else (stored.span.count,)
+        parts = math.prod((*layers, *shape)) // math.prod(where.shard_shape((*layers, *shape)))
+        spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[len(layers) :])
         if where.memory_kind not in (None, "device"):
             parts, why = 0, f"{why}; in the memory of the host ({where.memory_kind})".lstrip("; ")
     return TensorGroup(
-        _names(name, holder), shape, _dtype(holder, dtype), spec, parts, why, _packing(holder)
+        stored.names(name), shape, _dtype(holder, dtype), spec, parts, why, stored.packing
     )
 
 
-def _packing(holder: Any) -> QuantizationEncoding | None:
-    template = holder.template if isinstance(holder, StackedWeight) else holder
-    return template.stored.packing
-
-
-def _names(name: str, holder: Any) -> Sequence[str]:
-    if not isinstance(holder, StackedWeight):
-        return (name,)
-    return [holder.span.name(name, i) for i in range(holder.span.count)]
-
-
 def _dtype(holder: Any, wanted: DType | None) -> DType:
-    template = holder.template if isinstance(holder, StackedWeight) else holder
-    leaf = getattr(holder.stored.leaf, "dtype", None)
+    stored = holder.stored
+    leaf = getattr(stored.leaf, "dtype", None)
     # JAX without x64 has no 64-bit arrays.
-    found = DType.of(jax.dtypes.canonicalize_dtype(template.dtype.np) if leaf is None else leaf)
+    found = DType.of(jax.dtypes.canonicalize_dtype(stored.dtype.np) if leaf is None else leaf)
     return wanted if wanted is not None and found.is_float() else found
 
 

@@ -39,6 +39,12 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
         raise out_of_memory(error, name, array.shape, array.dtype, sharding) from error
 
 
+def default_device() -> Any:
+    """The device on which JAX puts uncommitted arrays."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
 def relaid(
     array: Any, sharding: Any, before: DeviceMajor | None, after: DeviceMajor | None, name: str
 ) -> Any:

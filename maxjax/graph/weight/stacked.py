@@ -10,6 +10,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,17 @@ class StackedWeight:
 
     home = None  # a StackedWeight is not a part of another holder
 
+    # What each of its Weights is declared as.
+    dtype = property(attrgetter("template.stored.dtype"))
+    dims = property(attrgetter("template.stored.dims"))
+    logical_shape = property(attrgetter("template.stored.logical_shape"))
+    encoding = property(attrgetter("template.stored.encoding"))
+    packing = property(attrgetter("template.stored.packing"))
+    block = property(attrgetter("template.stored.block"))
+    sharding = property(attrgetter("template.stored.sharding"))
+    layout = property(attrgetter("template.stored.layout"))
+    why = property(attrgetter("template.stored.why"))
+
     def __init__(self, template: Weight, span: Span, parts: Mapping[int, Any] | None = None):
         self.template, self.span = around(template, None, None), span
         self._full_name: str | None = None
@@ -92,7 +104,7 @@ class StackedWeight:
 
     def dissolve(self) -> None:
         """Gives each Weight its own value back."""
-        views = [self.view(i) for i in range(self.span.count)]
+        views = self.weights
         leaves = [self.leaf_of(i) for i in range(self.span.count)]
         for view, leaf in zip(views, leaves, strict=True):
             view._own = leaf.__jax_array__() if isinstance(leaf, StackSlice) else leaf
@@ -121,9 +133,17 @@ class StackedWeight:
         return self._leaf
 
     @property
-    def sharding(self) -> Any:
-        """The jax Sharding of one layer's weight; None lets JAX choose."""
-        return self.template._sharding
+    def weights(self) -> list[Weight]:
+        """The Weights of all layers."""
+        return [self.view(i) for i in range(self.span.count)]
+
+    def names(self, full: str) -> list[str]:
+        """Their names, from the name of the leaf."""
+        return [self.span.name(full, i) for i in range(self.span.count)]
+
+    def arranged(self, array: Any) -> Any:
+        """The value of one layer's Weight, converted to the stored order."""
+        return self.template.stored.arranged(array)
 
     @property
     def is_whole(self) -> bool:
@@ -192,15 +212,15 @@ class StackedWeight:
             return jnp.stack([weight.stored.array() for weight in self._apart])
         if not self.is_whole:
             # Reads Weights that were allocated from a checkpoint; the first without a value raises.
-            for i in range(self.span.count):
-                self.view(i).stored.array()
+            for weight in self.weights:
+                weight.stored.array()
         return self._leaf
 
     __jax_array__ = array
 
     def moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
         """The values as stored with another Sharding: all in one array, or by layer."""
-        before = self.template._layout
+        before = self.layout
         if not self.is_whole:
             return {i: relaid(a, sharding, before, layout, name) for i, a in self._parts.items()}
         where = _with_layers(sharding if layout is None else layout.sharding(sharding))
@@ -249,7 +269,7 @@ class StackedWeight:
         state = {k: v for k, v in vars(self).items() if k != "_views"}
         if self.leaf_sharding is None:
             return state
-        layout = self.template._layout
+        layout = self.layout
         free = around(self.template, None, None)
         free._sharding, free._layout, free._why = None, None, ""
         own, parts = self._leaf, self._parts

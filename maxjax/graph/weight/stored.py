@@ -4,7 +4,7 @@ It is the interface for loaders, stacks, savers, plans and exports, while users 
 The *leaf* is a Weight's entry in a pytree: an array, a placeholder, or a slice of the stack that
 is its *home*. Shapes, values and files are in *logical* order; a leaf is *arranged*,
 which differs only if there is a layout (``placement/device_major.py``). A StackedWeight, which holds
-the leaf of many Weights, uses the same names for what it has in common with a Weight.
+the leaf of many Weights, has the same names: what is declared is then that of one layer's Weight.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class StoredWeight:
         local_name: name within the layer that owns the Weight.
         dtype: declared element type.
         dims: declared sizes, in logical order.
+        encoding: declared quantization encoding, or None.
         leaf: entry in a pytree: an array, a placeholder, None, or a slice of a stack.
         home: (StackedWeight, place in it) if a stack holds the value, otherwise None.
+        span: layers of which the leaf holds the values; None as it is not a stack.
         source: data of a checkpoint that has not been read yet.
         sharding: jax Sharding of the array in logical order; None lets JAX choose.
         layout: order of the leaf if it is not the logical one; its shape then differs too.
@@ -75,10 +77,13 @@ class StoredWeight:
     dims = property(attrgetter("weight._dims"))
     leaf = property(attrgetter("weight._leaf"))
     home = property(attrgetter("weight._home"))
+    span = None
     sharding = property(attrgetter("weight._sharding"))
     layout = property(attrgetter("weight._layout"))
+    encoding = property(attrgetter("weight._quantization_encoding"))
     why = property(attrgetter("weight._why"))
     loaded_shape = property(attrgetter("weight._loaded_shape"))
+    logical_shape = property(attrgetter("weight.logical_shape"))
 
     @property
     def source(self) -> Any:
@@ -87,6 +92,15 @@ class StoredWeight:
     @source.setter
     def source(self, data: Any) -> None:
         self.weight._source = data
+
+    @property
+    def weights(self) -> list[Any]:
+        """The Weights whose values the leaf holds: of a stack, those of its layers."""
+        return [self.weight]
+
+    def names(self, full: str) -> list[str]:
+        """Their names, from the name of the leaf."""
+        return [full]
 
     # -- what it was declared as
 
@@ -144,7 +158,7 @@ class StoredWeight:
     @property
     def packing(self) -> QuantizationEncoding | None:
         """The quantization encoding if the stored bytes are its blocks, otherwise None."""
-        encoding = self.weight._quantization_encoding
+        encoding = self.encoding
         packed = encoding is not None and encoding.is_gguf and self.weight._dtype is DType.uint8
         return encoding if packed and self.weight._dims else None
 

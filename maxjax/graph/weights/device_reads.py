@@ -1,26 +1,29 @@
-"""Reads of sharded tensors: each device's piece comes directly from the disk.
+"""Destination: an array that is read from disk, each device's part into memory of its own.
 
 A device gets only its own bytes, not by way of another device, and the host never holds a whole
-tensor.
+tensor that is split. Loaders, restores and other libraries' modules all read through it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from ...dtype import DType
 from ...errors import OutOfMemoryError
-from ...storage.boxes import Box, count, extents
+from ...storage.boxes import Box, count, extents, whole, within
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
-from ..placement.arrays import out_of_memory
+from ..placement.arrays import default_device, out_of_memory, put
 from ..placement.device_major import DeviceMajor
-from .weight_data import WeightData
+from .weight_data import WeightData, cast_array
 
-# The most host memory for pieces that wait to be converted or sent to a device.
+# The most host memory for values that wait to be converted or sent to a device.
 STAGED_BYTES = 32 << 20
 
 
@@ -56,29 +59,9 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in pairs)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """The index for a box."""
-    return tuple(slice(start, stop) for start, stop in box)
-
-
 def is_host(sharding: Any) -> bool:
     """Whether all devices of this process are CPUs, for which JAX reuses host memory."""
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
-
-
-def memory_for(nbytes: int, what: str) -> np.ndarray:
-    """Host memory that JAX on a CPU can use without a copy.
-
-    Raises:
-        OutOfMemoryError: there is not so much memory.
-    """
-    try:
-        return aligned_empty(nbytes)
-    except MemoryError as error:
-        raise OutOfMemoryError(
-            f"the host has no {nbytes:,} bytes for {what}. "
-            "maxjax.plan(model, mesh) shows what another mesh or dtype would need."
-        ) from error
 
 
 def assemble(
@@ -119,102 +102,216 @@ def places(
         offset += size
 
 
-class Pieces(NamedTuple):
-    """A tensor of a checkpoint to read in pieces.
+class Order(Protocol):
+    """Another arrangement of a tensor's values: where those of a box of the array are in the file."""
+
+    def file_box(self, box: Box) -> Box:
+        """The box of the tensor to read for a box of the array."""
+        ...
+
+    def take(self, read: np.ndarray, box: Box) -> np.ndarray:
+        """The box of the array, made of that box of the tensor."""
+        ...
+
+
+# A tensor on disk, of which boxes can be read; or a function that gives all values at once,
+# converted and in stored order.
+Source = WeightData | Callable[[], np.ndarray]
+# (tensor, box of it, memory for the box).
+Read = tuple[Any, Box, np.ndarray]
+
+
+@dataclass(eq=False)
+class Destination:
+    """An array to read from disk. :func:`read_destinations` reads many of them.
 
     Attributes:
-        data: tensor, not read yet.
-        name: name of the weight.
-        sharding: sharding of the stored array.
+        name: name of the array, for errors.
+        shape: shape of the stored array.
         dtype: NumPy dtype of the stored array.
-        convert: conversion of a piece as read, after the casts of ``data``.
+        sources: what it is read from: one source, or one for each layer along ``axis``.
+        sharding: sharding of the stored array; None for JAX's default device.
         layout: order of the stored rows, if it is not the logical one.
+        axis: axis of the layers; None if there is one source.
+        order: other arrangement of each tensor's values, if any.
+        convert: conversion of what is read of a source, by the source's number, after the casts of
+            its data. It returns values of ``dtype`` unchanged. None casts them.
+        pieces: what is there already of the array, by the boxes that devices hold.
     """
 
-    data: WeightData
     name: str
-    sharding: Any
-    dtype: Any
-    convert: Callable[[np.ndarray], Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sources: Sequence[Source]
+    sharding: Any = None
     layout: DeviceMajor | None = None
+    axis: int | None = None
+    order: Order | None = None
+    convert: Callable[[int, np.ndarray], np.ndarray] | None = None
+    pieces: dict[Box, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole stored array."""
-        sizes = tuple(int(size) for size in self.data.shape)
-        return sizes if self.layout is None else self.layout.shape(sizes)
+    @cached_property
+    def where(self) -> Any:
+        """The sharding of the stored array, also if it is JAX's default device."""
+        return self.sharding or jax.sharding.SingleDeviceSharding(default_device())
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the devices use the memory that is read into, without conversion."""
-        return self.data._stored_dtype == self.dtype and is_host(self.sharding)
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        return list(boxes(self.where, self.shape))
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the pieces take on the host until they are on their devices."""
-        itemsize = self.data._stored_dtype.itemsize
-        return sum(count(box) * itemsize for box in boxes(self.sharding, self.shape))
+    def staged(self, number: int) -> int:
+        """The bytes of host memory that a source takes besides those that become the array's."""
+        data = self.sources[number]
+        if not isinstance(data, WeightData) or self._is_direct(number) and is_host(self.where):
+            return 0
+        return sum(self._nbytes(data, part) for _, part in self._parts(number))
 
-    def empty(self) -> dict[Box, np.ndarray]:
-        """Memory for the pieces in the form they have on the disk."""
-        dtype = self.data._stored_dtype
-        return {
-            box: memory_for(count(box) * dtype.itemsize, f"weight '{self.name}'")
-            for box in boxes(self.sharding, self.shape)
-        }
-
-    def parts(self, memory: dict[Box, np.ndarray]) -> Iterator[tuple[WeightData, Box, np.ndarray]]:
-        """The reads that fill the memory."""
-        for box, into in memory.items():
-            for region, place in places(self.layout, box, into):
-                yield self.data, region, place
-
-    def array(self, memory: dict[Box, np.ndarray]) -> jax.Array:
-        """The array made of the filled memory."""
-        return assemble(self.name, self.shape, self.sharding, self.converted(memory))
-
-    def converted(self, memory: dict[Box, np.ndarray]) -> dict[Box, np.ndarray]:
-        """The pieces in the form the weight will have; empties ``memory``."""
-        dtype, found = self.data._stored_dtype, {}
-        for box in list(memory):
-            read = memory.pop(box).view(dtype).reshape(extents(box))
-            found[box] = np.asarray(self.convert(self.data._cast(read)))
+    def memory(self, number: int) -> dict[Box, np.ndarray]:
+        """Memory to read a source into: its place in a stack where the bytes fit as they are, or new."""
+        data, found = self.sources[number], {}
+        if not isinstance(data, WeightData):
+            return found
+        for box, part in self._parts(number):
+            if self.axis is not None and self._is_direct(number):
+                found[part] = self._piece(box)[within(part, box)].reshape(-1).view(np.uint8)
+            else:
+                found[part] = self._new(self._nbytes(data, part))
         return found
 
+    def reads(self, number: int, memory: Mapping[Box, np.ndarray]) -> Iterator[Read]:
+        """The reads that fill the memory."""
+        for part, into in memory.items():
+            for box, place in places(self.layout, self._tensor_box(part), into):
+                yield self.sources[number], box, place
 
-def read_pieces(wanted: Iterable[Pieces]) -> Iterator[jax.Array]:
-    """The arrays, in turn. A few are read at a time; those that need no temporary memory, all at once.
+    def store(self, number: int, memory: dict[Box, np.ndarray]) -> None:
+        """Stores a source's values in the array, once the memory is filled; empties ``memory``."""
+        if self.axis is not None and self._is_direct(number):
+            memory.clear()  # it is the stack's
+            return
+        values = self._values(number, memory)
+        for (box, part), found in zip(self._parts(number), values, strict=True):
+            if self.axis is None:
+                self.pieces[box] = found
+            else:
+                self._piece(box)[within(part, box)] = found
+
+    def array(self) -> Any:
+        """The array, once all sources are stored; it takes the pieces' memory over."""
+        pieces, self.pieces = self.pieces, {}
+        if self.sharding is not None:
+            return assemble(self.name, self.shape, self.sharding, pieces)
+        (piece,) = pieces.values()
+        return put(piece, None, self.name)
+
+    # -- which part of which tensor, and its values
+
+    def _parts(self, number: int) -> Iterator[tuple[Box, Box]]:
+        """The boxes of devices that a source belongs to, each with the part of it that it fills."""
+        for box in self._boxes:
+            if self.axis is None or box[self.axis][0] <= number < box[self.axis][1]:
+                yield box, self._layer(box, number)
+
+    def _layer(self, box: Box, number: int) -> Box:
+        axis = self.axis
+        return box if axis is None else (*box[:axis], (number, number + 1), *box[axis + 1 :])
+
+    def _tensor_box(self, part: Box) -> Box:
+        """The box of a tensor, in stored order, that a part of the array is read from."""
+        if self.order is not None:
+            return self.order.file_box(part)
+        return tuple(span for axis, span in enumerate(part) if axis != self.axis)
+
+    def _is_direct(self, number: int) -> bool:
+        """Whether a source's bytes on disk are those of the array, in its order."""
+        data = self.sources[number]
+        if not isinstance(data, WeightData) or data._casts or data._decodes is not None:
+            return False
+        in_order = self.order is None and self.axis in (None, 0)
+        return in_order and data._stored_dtype == self.dtype
+
+    def _nbytes(self, data: WeightData, part: Box) -> int:
+        return count(self._tensor_box(part)) * data._stored_dtype.itemsize
+
+    def _new(self, nbytes: int) -> np.ndarray:
+        """Host memory that JAX on a CPU can use without a copy."""
+        try:
+            return aligned_empty(nbytes)
+        except MemoryError as error:
+            many = f"the weights '{self.name}' of {len(self.sources)} layers"
+            what = f"weight '{self.name}'" if self.axis is None else many
+            raise OutOfMemoryError(
+                f"the host has no {nbytes:,} bytes for {what}. "
+                "maxjax.plan(model, mesh) shows what another mesh or dtype would need."
+            ) from error
+
+    def _piece(self, box: Box) -> np.ndarray:
+        """A device's part of a stack."""
+        if box not in self.pieces:
+            memory = self._new(count(box) * self.dtype.itemsize)
+            self.pieces[box] = memory.view(self.dtype).reshape(extents(box))
+        return self.pieces[box]
+
+    def _values(self, number: int, memory: dict[Box, np.ndarray]) -> Iterator[np.ndarray]:
+        """What a source is in each part of the array that it fills."""
+        source = self.sources[number]
+        if isinstance(source, WeightData):
+            for part in list(memory):
+                read = memory.pop(part).view(source._stored_dtype)
+                read = source._cast(read.reshape(extents(self._tensor_box(part))))
+                read = np.asarray(self._converted(number, read))
+                yield self.order.take(read, part) if self.order else read.reshape(extents(part))
+            return
+        everything = self._layer(whole(self.shape), number)
+        values = source().reshape(extents(everything))
+        for _, part in self._parts(number):
+            found = values[within(part, everything)]
+            # JAX on a CPU would share memory that the user can write to.
+            yield np.array(found, copy=True, order="C") if self.axis is None else found
+
+    def _converted(self, number: int, read: np.ndarray) -> np.ndarray:
+        if self.convert is not None:
+            return self.convert(number, read)
+        return read if read.dtype == self.dtype else cast_array(read, DType.of(self.dtype))
+
+
+def read_destinations(wanted: Iterable[Destination]) -> Iterator[Any]:
+    """The arrays, in turn. A few sources are read at a time; those that need no memory besides, all at once.
 
     Raises:
         CheckpointError: a file cannot be read.
-        OutOfMemoryError: the host or a device cannot hold a piece.
+        OutOfMemoryError: the host or a device cannot hold an array.
     """
     for batch in _batches(wanted):
-        memories = [one.empty() for one in batch]
-        pairs = zip(batch, memories, strict=True)
-        fill([part for one, memory in pairs for part in one.parts(memory)])
-        for one, memory in zip(batch, memories, strict=True):
-            yield one.array(memory)
+        memories = [one.memory(number) for one, number in batch]
+        pairs = list(zip(batch, memories, strict=True))
+        _fill([read for (one, number), memory in pairs for read in one.reads(number, memory)])
+        for (one, number), memory in pairs:
+            one.store(number, memory)
+            if number == len(one.sources) - 1:
+                yield one.array()
 
 
-def _batches(wanted: Iterable[Pieces]) -> Iterator[list[Pieces]]:
-    batch: list[Pieces] = []
+def _batches(wanted: Iterable[Destination]) -> Iterator[list[tuple[Destination, int]]]:
+    """The sources of all destinations, as (destination, number), in batches of at most STAGED_BYTES."""
+    batch: list[tuple[Destination, int]] = []
     staged = 0
     for one in wanted:
-        nbytes = 0 if one.is_direct else one.nbytes
-        if batch and staged + nbytes > STAGED_BYTES:
-            yield batch
-            batch, staged = [], 0
-        batch.append(one)
-        staged += nbytes
+        for number in range(len(one.sources)):
+            nbytes = one.staged(number)
+            if batch and staged + nbytes > STAGED_BYTES:
+                yield batch
+                batch, staged = [], 0
+            batch.append((one, number))
+            staged += nbytes
     if batch:
         yield batch
 
 
-def fill(pieces: Sequence[tuple[WeightData, Box, np.ndarray]]) -> None:
+def _fill(reads: Sequence[Read]) -> None:
     """Reads parts of tensors into the memory for each, in parallel for each file."""
     by_source: dict[int, tuple[Any, list[Part]]] = {}
-    for data, box, memory in pieces:
+    for data, box, memory in reads:
         source = data.source
         parts = by_source.setdefault(id(source), (source, []))[1]
         parts.append(Part(data.name, box, memory))

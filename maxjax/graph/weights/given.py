@@ -27,8 +27,13 @@ def shape_of(value: Any) -> Sequence[int]:
 
 
 def host_or_jax(value: Any) -> Any:
-    """A NumPy array where the bytes are on the host, else a jax.Array."""
+    """A NumPy array where the bytes are on the host, else a jax.Array.
+
+    Data that is still on disk is read and not kept, as it may belong to the caller.
+    """
     if isinstance(value, WeightData):
+        if value.source is not None and not value.is_loaded:
+            return value._cast(value.source.read(value.name))
         value = value._typed()
     if isinstance(value, (np.ndarray, jax.Array)):
         return value

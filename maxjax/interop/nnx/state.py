@@ -156,7 +156,7 @@ def _parts(model: Module) -> tuple[list[str], list[Any], list[Any]]:
 
 
 def _encoding(weight: Any) -> str | None:
-    encoding = getattr(weight, "template", weight).quantization_encoding
+    encoding = weight.stored.encoding
     return None if encoding is None else encoding.value
 
 

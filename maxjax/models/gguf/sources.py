@@ -102,7 +102,7 @@ class Stacked(PartSource):
         return total
 
 
-class Exact:
+class Exact(PartSource):
     """The Source of one tensor that the file has twice: shifted (and so rounded), and the original.
 
     The original is used only if shifting it gives the file's shifted values, so a program that
@@ -115,15 +115,6 @@ class Exact:
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the original."""
         return self._was.dtype, self._was.shape
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor, in memory of its own."""
-        found, _ = self._read()
-        return found
-
-    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Several tensors by name."""
-        return {name: self.read(name) for name in names}
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Reads parts into the memory of each part, and returns the number of bytes read."""
@@ -140,7 +131,7 @@ class Exact:
         wide = self._was.astype(now.dtype)
         then = self._layout.change(self._layout.back().change(wide))
         same = np.array_equal(then, now, equal_nan=True)
-        return (self._was.copy() if same else now.astype(self._was.dtype)), nbytes
+        return (self._was if same else now.astype(self._was.dtype)), nbytes
 
 
 def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:

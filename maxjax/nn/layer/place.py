@@ -19,7 +19,6 @@ from ...graph.placement.specs import EXPERTS, TENSOR, Placed, axis_of, by_patter
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
-from ...graph.weight.stacked import StackedWeight
 from ...graph.weight.weight import Weight
 from .walk import Walk
 
@@ -139,17 +138,15 @@ def plan_places(
                 f"weight '{name}' is a shard: place the Weight that it is a part of"
             )
         where = places[id(holder)]
-        template = holder.template if isinstance(holder, StackedWeight) else holder
-        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template.stored.dims)
-        if not all(isinstance(d, StaticDim) for d in template.stored.dims):
+        stored = holder.stored
+        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in stored.dims)
+        if not all(isinstance(d, StaticDim) for d in stored.dims):
             found.append(
                 Place(holder, name, shape, Placed(PartitionSpec(), "its sizes are not known yet"))
             )
             continue
         wish = _wish(holder, where, said, strategy, rules, len(shape))
-        placed = place(
-            name, tuple(map(int, template.logical_shape)), wish, mesh, template.stored.block
-        )
+        placed = place(name, tuple(map(int, stored.logical_shape)), wish, mesh, stored.block)
         found.append(Place(holder, name, shape, placed))
     return found
 
@@ -186,8 +183,7 @@ def _wish(
     rank: int,
 ) -> Any:
     for name, _, _ in where if rules else ():
-        concrete = holder.span.name(name, 0) if isinstance(holder, StackedWeight) else name
-        there, wish = by_pattern(rules or {}, concrete)
+        there, wish = by_pattern(rules or {}, holder.stored.names(name)[0])
         if there:
             return wish
     if strategy is not None and not (strategy.is_tensor_parallel or strategy.is_expert_parallel):

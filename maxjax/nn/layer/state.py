@@ -2,7 +2,7 @@
 
 Loading is all or nothing, in three steps: match every value with its weight and collect all
 problems; read and convert all values; store them.
-``values.py`` knows what a value may be and what it must be to fit.
+``load/fit.py`` knows what a value may be and what it must be to fit.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 
 from ...errors import CheckpointMismatchError, closest
 from ...graph.shape import Shape
+from ...graph.weight.stacked import StackedWeight
 from ...graph.weight.weight import Weight
 from ...graph.weights import Weights
 from ...graph.weights.same import same_content
 from .load.fit import Fit, fit
 from .load.memory import check_room
-from .load.stacks import StackLoad, plan, read
+from .load.stacks import plan, read
 
 
 class LoadResult(NamedTuple):
@@ -135,11 +136,11 @@ class StateDict:
                 fits.append(found)
         if strict and (match.missing or match.unexpected):
             problems.append(match.verdict())
-        loads, single, unequal = plan(fits)
+        stacks, single, unequal = plan(fits)
         if problems or unequal:
             raise _error([*problems, *unequal], state_dict)
         check_room(self, fits)
-        _load(fits, single, loads)
+        _load(fits, single, stacks)
         return LoadResult(match.missing, match.unexpected)
 
 
@@ -213,15 +214,18 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
     return jnp.zeros(leaf.shape, leaf.dtype, device=weight.stored.leaf_sharding)
 
 
-def _load(fits: list[Fit], single: list[Fit], loads: list[StackLoad]) -> None:
+def _load(
+    fits: list[Fit], single: list[Fit], stacks: list[tuple[StackedWeight, list[Fit]]]
+) -> None:
     """Reads and converts everything, then stores it."""
     with jax.ensure_compile_time_eval():  # the arrays belong to no trace that is running
-        arrays, stacks = read(single, loads)
+        arrays, stacked = read(single, [(group, stack.leaf_sharding) for stack, group in stacks])
         _put_all(single, arrays)
     for one in fits:
         _store(one)
-    for load, stack in zip(loads, stacks, strict=True):
-        load.store(stack)
+    for (stack, group), array in zip(stacks, stacked, strict=True):
+        stack.put(array)
+        stack.declare(group[0].weight, stack.sharding, stack.layout)
 
 
 def _put_all(fits: list[Fit], arrays: list[Any]) -> None:

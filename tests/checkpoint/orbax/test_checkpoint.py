@@ -177,6 +177,15 @@ def test_another_encoding_is_refused(tmp_path):
         restore(tmp_path, Typed(QuantizationEncoding.Q5_K))
 
 
+def test_bytes_without_an_encoding_are_refused_for_a_quantised_weight(tmp_path):
+    model = Typed(None)
+    model.load_state_dict(typed_values())
+    save(tmp_path, model)
+    said = "'packed' is quantised as Q4_K in the model and not quantised in the checkpoint"
+    with pytest.raises(CheckpointMismatchError, match=said):
+        restore(tmp_path, Typed())
+
+
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stack"])
 def test_the_order_of_the_devices_does_not_show(tmp_path, stacked):
     model = device_major.placed(stacked, model=4)

@@ -1,4 +1,4 @@
-"""Each device's piece goes from the disk to that device, and nowhere else."""
+"""Destination: each device's part goes from the disk to that device, and nowhere else."""
 
 import jax
 import ml_dtypes
@@ -15,14 +15,15 @@ from maxjax.graph import DeviceRef
 from maxjax.graph.placement.device_major import DeviceMajor
 from maxjax.graph.weights import device_reads as pieces
 from maxjax.graph.weights import load_weights
-from maxjax.graph.weights.device_reads import (  # fmt: skip
-    Pieces,
+from maxjax.graph.weights.device_reads import (
+    Destination,
     assemble,
     boxes,
     is_spread,
     places,
-    read_pieces,
+    read_destinations,
 )
+from maxjax.interop.layouts import layout
 from maxjax.storage import files
 
 CPU = DeviceRef.CPU()
@@ -98,29 +99,90 @@ def test_no_device_gets_more_than_its_own(tmp_path, monkeypatch, stacked, cast):
         np.testing.assert_array_equal(value, values[name].astype(np.float32))
 
 
-def test_what_is_converted_takes_little_room_on_its_way(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_is_converted_takes_little_room_on_its_way(tmp_path, monkeypatch, stacked):
     path, _ = file(tmp_path, 4, ml_dtypes.bfloat16)
     monkeypatch.setattr(pieces, "STAGED_BYTES", 3 * 64 * 32 * 2)
     held, most = [0], [0]
-    convert = Pieces.converted
+    memory, store = Destination.memory, Destination.store
 
-    def empty(one):
-        memory = {box: np.empty(0, np.uint8) for box in boxes(one.sharding, one.shape)}
-        memory = {box: files.aligned_empty(np.prod([b - a for a, b in box]) * 2) for box in memory}
-        held[0] += sum(map(len, memory.values()))
+    def counted(one, number):
+        found = memory(one, number)
+        held[0] += sum(map(len, found.values()))
         most[0] = max(most[0], held[0])
-        return memory
+        return found
 
-    def converted(one, memory):
+    def emptied(one, number, memory):
         held[0] -= sum(map(len, memory.values()))
-        return convert(one, memory)
+        store(one, number, memory)
+        assert not memory
 
-    monkeypatch.setattr(Pieces, "empty", empty)
-    monkeypatch.setattr(Pieces, "converted", converted)
+    monkeypatch.setattr(Destination, "memory", counted)
+    monkeypatch.setattr(Destination, "store", emptied)
     layers, mesh = model(4, model=4)
+    layers = layers.stack() if stacked else layers
     with load_weights(path) as weights:
         layers.to(mesh).load_state_dict(weights, cast=True)
     assert held == [0] and most == [3 * 64 * 32 * 2]
+
+
+def tensors(tmp_path, **arrays):
+    save_file(arrays, tmp_path / "t.safetensors")
+    weights = load_weights(tmp_path / "t.safetensors")
+    return [weights[name].data() for name in arrays]
+
+
+@pytest.mark.parametrize("spec", [None, (), ("model",), (None, "model"), (None, None, "model")])
+def test_a_stack_of_what_is_on_disk_in_two_types_and_what_is_not(tmp_path, spec):
+    sharding = None if spec is None else on(*spec, model=4)
+    a, b, c = (ROWS + i for i in range(3))
+    plain, wide = tensors(tmp_path, a=a, b=b.astype(np.float64))
+    sources = [plain, wide, lambda: c, plain.astype("bfloat16").astype("float32")]
+    want = Destination("w", (4, 64, 32), np.dtype(np.float32), sources, sharding, axis=0)
+    (array,) = read_destinations([want])
+    np.testing.assert_array_equal(array, [a, b, c, a.astype(ml_dtypes.bfloat16)])
+    assert not want.pieces and (sharding is None or array.sharding == sharding)
+    assert array.committed == (sharding is not None)
+
+
+@pytest.mark.parametrize("by_device", [False, True])
+def test_rows_in_the_order_of_devices(tmp_path, by_device):
+    """Of one tensor, and of a stack, whose rows are those of two segments."""
+    rows = DeviceMajor(4, (32, 32))
+    (data,) = tensors(tmp_path, a=ROWS)
+    sharding = on("model", model=4) if by_device else None
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        dtype = np.dtype(dtype)
+        one = Destination("w", (4, 16, 32), dtype, [data], sharding, rows)
+        many = on(None, "model", model=4) if by_device else None
+        two = Destination("w", (2, 4, 16, 32), dtype, [data, data], many, rows, axis=0)
+        stored = rows.arrange(ROWS).astype(dtype)
+        first, second = read_destinations([one, two])
+        np.testing.assert_array_equal(first, stored)
+        np.testing.assert_array_equal(second, [stored, stored])
+
+
+def test_layers_on_an_axis_of_another_order(tmp_path):
+    """As flax has them: each tensor transposed, stacked in the middle, some layers on a device."""
+    data = tensors(tmp_path, a=ROWS, b=ROWS + 1, c=ROWS + 2, d=ROWS + 3)
+    order = layout("o i -> i * o").of((32, 4, 64))
+    for sharding in (None, on(None, "model", model=2), on("model", None, None, model=4)):
+        want = Destination(
+            "w", order.shape, np.dtype(np.float32), data, sharding, axis=1, order=order
+        )
+        (array,) = read_destinations([want])
+        np.testing.assert_array_equal(array, np.stack([(ROWS + i).T for i in range(4)], 1))
+
+
+def test_values_of_the_caller_are_copied(tmp_path):
+    own = files.aligned_empty(ROWS.nbytes).view(np.float32).reshape(ROWS.shape)
+    own[:] = ROWS
+    for sharding in (None, on("model", model=2)):
+        want = Destination("w", ROWS.shape, ROWS.dtype, [lambda: own], sharding)
+        (array,) = read_destinations([want])
+        own[:] = 0
+        np.testing.assert_array_equal(array, ROWS)
+        own[:] = ROWS
 
 
 def test_without_memory(tmp_path, monkeypatch):
@@ -131,9 +193,9 @@ def test_without_memory(tmp_path, monkeypatch):
     path, _ = file(tmp_path, 1)
     with load_weights(path) as weights:
         data = weights["0.gate_proj.weight"].data()
-        asked = Pieces(data, "w", on("model", model=2), np.dtype(np.float32), lambda a: a)
+        asked = Destination("w", (64, 32), np.dtype(np.float32), [data], on("model", model=2))
         with pytest.raises(OutOfMemoryError, match="no 4,096 bytes for weight 'w'. maxjax.plan"):
-            list(read_pieces([asked]))
+            list(read_destinations([asked]))
 
 
 def test_a_device_without_room(monkeypatch):

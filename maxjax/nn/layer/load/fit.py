@@ -2,14 +2,13 @@
 
 A value is a WeightData (lenient where MAX is: quantised bytes, shape () against (1,)) or any
 array that supports DLPack (exact). :func:`fit` decides from shapes and dtypes alone;
-:func:`materialise` reads, converts and copies once everything fits.
+:func:`read_values` reads, converts and copies once everything fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from ....graph.quantization import QuantizationEncoding
 from ....graph.shape import Dim, Shape, StaticDim
 from ....graph.weight.weight import Weight
 from ....graph.weights import WeightData, read_all
-from ....graph.weights.device_reads import Pieces, assemble, boxes, is_spread, read_pieces, slices
+from ....graph.weights.device_reads import Destination, Source, is_spread, read_destinations
 from ....graph.weights.given import dtype_of, host_or_jax, shape_of
 
 
@@ -178,69 +177,57 @@ def is_lazy(one: Fit) -> bool:
     return isinstance(one.value, WeightData) and not one.value.is_loaded
 
 
-def as_it_is(one: Fit) -> bool:
-    """Whether the weight takes the bytes on disk without conversion."""
-    data = one.value
-    target = jax.dtypes.canonicalize_dtype(one.dtype.np)
-    changed = data._casts or data._decodes is not None
-    plain = not changed and not one.as_bytes and one.loaded_shape is None
-    return plain and data.dtype.np == target
+def is_on_device(one: Fit) -> bool:
+    """Whether the value is JAX's, so not on disk and not the host's."""
+    return not is_lazy(one) and isinstance(host_or_jax(one.value), jax.Array)
 
 
-def in_pieces(one: Fit) -> bool:
-    """Whether each device's piece is read separately: the value is on disk and goes to several devices."""
-    if not is_spread(one.weight.sharding) or not is_lazy(one):
-        return False
-    return not one.as_bytes and one.loaded_shape is None and one.value._is_as_stored
+def final_shape(one: Fit) -> tuple[int, ...]:
+    """The shape after loading; symbolic sizes are taken from the value."""
+    known = all(isinstance(dim, StaticDim) for dim in one.dims)
+    return tuple(int(d) for d in (one.dims if known else shape_of(one.value)))
 
 
-def pieces(one: Fit) -> Pieces:
-    """The pieces of the value to read."""
-    target = jax.dtypes.canonicalize_dtype(one.dtype.np)
-    weight = one.weight
-    return Pieces(
-        one.value,
+def source(one: Fit) -> Source:
+    """What a Destination has the value from: its boxes on disk, or all of it at once."""
+    reshaped = one.as_bytes or one.loaded_shape is not None
+    if is_lazy(one) and not reshaped and one.value._is_as_stored:
+        return one.value
+    return lambda: one.weight.stored.arranged(np.asarray(convert(one, host_or_jax(one.value))))
+
+
+def destination(one: Fit, otherwise: Any = None) -> Destination:
+    """The stored array that the value becomes.
+
+    Args:
+        otherwise: the sharding where the weight has none.
+    """
+    stored, shape = one.weight.stored, final_shape(one)
+    return Destination(
         one.name,
-        weight.stored.leaf_sharding,
-        target,
-        partial(convert, one),
-        weight.stored.layout,
+        shape if stored.layout is None else stored.layout.shape(shape),
+        jax.dtypes.canonicalize_dtype(one.dtype.np),
+        [source(one)],
+        stored.leaf_sharding or otherwise,
+        stored.layout,
+        convert=lambda _, array: convert(one, array),
     )
 
 
-def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[Any]:
-    """Converts all values and puts them on their devices; no Module is changed.
-
-    Args:
-        fresh: arrays read from disk, by the ``id`` of their value. Values that are read in
-            pieces are read now.
+def read_values(fits: Sequence[Fit]) -> list[Any]:
+    """Reads and converts all values and puts them on their devices; no Module is changed.
 
     Raises:
         ValueError: an integer does not fit the 32 bits that JAX runs in.
         CheckpointError: a file cannot be read.
     """
-    remaining = dict(fresh)
-    arrays = []
-    spread = read_pieces(pieces(one) for one in fits if in_pieces(one))
-    for one in fits:
-        if in_pieces(one):
-            arrays.append(next(spread))
-            continue
-        array = remaining.pop(id(one.value), None)
-        owned = array is not None
-        array = one.value._cast(array) if owned else host_or_jax(one.value)
-        arrays.append(_place(one, convert(one, array), owned))
-    return arrays
-
-
-def host(one: Fit) -> np.ndarray:
-    """The converted value as a host array; read now if it is on disk."""
-    array = (
-        one.value._cast(read_all([one.value])[id(one.value)])
-        if is_lazy(one)
-        else host_or_jax(one.value)
-    )
-    return np.asarray(convert(one, array))
+    by_device = [is_spread(one.weight.sharding) and not is_on_device(one) for one in fits]
+    both = list(zip(fits, by_device, strict=True))
+    read = read_all([one.value for one, split in both if is_lazy(one) and not split])
+    arrays = read_destinations(destination(one) for one, split in both if split)
+    return [
+        next(arrays) if split else _put(one, read.pop(id(one.value), None)) for one, split in both
+    ]
 
 
 def convert(one: Fit, array: Any) -> Any:
@@ -264,18 +251,14 @@ def convert(one: Fit, array: Any) -> Any:
     return array.astype(target)
 
 
-def _place(one: Fit, array: Any, owned: bool) -> jax.Array:
-    """Puts ``array`` on the weight's sharding, or on JAX's default device.
+def _put(one: Fit, read: np.ndarray | None) -> jax.Array:
+    """Puts a value on the weight's sharding, or on JAX's default device.
 
     JAX on a CPU reuses aligned NumPy memory instead of copying it. That is right for memory that
-    nobody else holds (``owned``), and wrong for an array that its owner may write to later.
+    nobody else holds (``read``), and wrong for an array that its owner may write to later.
     """
-    sharding = one.weight.stored.leaf_sharding
-    array = one.weight.stored.arranged(array)
-    if isinstance(array, np.ndarray) and is_spread(sharding):
-        whole, parts = array, boxes(sharding, array.shape)
-        copies = {box: np.array(whole[slices(box)], copy=True, order="C") for box in parts}
-        return assemble(one.name, whole.shape, sharding, copies)
-    if isinstance(array, np.ndarray) and not owned:
+    array = host_or_jax(one.value) if read is None else one.value._cast(read)
+    array = one.weight.stored.arranged(convert(one, array))
+    if isinstance(array, np.ndarray) and read is None:
         array = np.array(array, copy=True, order="C")
-    return put(array, sharding, one.name)
+    return put(array, one.weight.stored.leaf_sharding, one.name)

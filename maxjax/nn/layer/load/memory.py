@@ -16,12 +16,10 @@ import jax
 
 from ....driver import memory_stats
 from ....errors import OutOfMemoryError, UserInputError
+from ....graph.placement.arrays import default_device
 from ....graph.placement.specs import axis_of, held_bytes, mesh_of
-from ....graph.program import default_device
-from ....graph.shape import StaticDim
-from ....graph.weights.given import shape_of
 from ..place import plan_places
-from .fit import Fit
+from .fit import Fit, final_shape
 
 # Smaller loads are not checked.
 SMALL_BYTES = 64 << 20
@@ -40,7 +38,7 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
         return
     devices = _devices(fits)
     on_host = [device for device in devices if device.platform == "cpu"]
-    whole = sum(math.prod(_sizes(one)) * one.dtype.np.itemsize for one in fits)
+    whole = sum(math.prod(final_shape(one)) * one.dtype.np.itemsize for one in fits)
     for device in devices:
         free = free_bytes(device)
         # CPU devices share the host's memory, and replicas are there only once.
@@ -50,15 +48,9 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
             raise OutOfMemoryError(_message(module, fits, device, largest, wanted, free))
 
 
-def _sizes(one: Fit) -> tuple[int, ...]:
-    """The shape after loading; symbolic sizes are taken from the value."""
-    known = all(isinstance(dim, StaticDim) for dim in one.dims)
-    return tuple(int(d) for d in (one.dims if known else shape_of(one.value)))
-
-
 def _part(one: Fit) -> int:
     """The bytes of the weight that one device holds."""
-    dims = _sizes(one)
+    dims = final_shape(one)
     sharding = one.weight.sharding
     spread = isinstance(sharding, jax.sharding.NamedSharding)
     return held_bytes(sharding if spread else None, dims, one.dtype.np.itemsize)
@@ -120,7 +112,7 @@ def _message(
     module: Any, fits: Sequence[Fit], device: Any, largest: tuple[int, Fit], need: int, free: int
 ) -> str:
     nbytes, one = largest
-    shape = list(_sizes(one))
+    shape = list(final_shape(one))
     sharding = one.weight.sharding
     part = shape if sharding is None else list(sharding.shard_shape(tuple(shape)))
     where = "the host" if device.platform == "cpu" else f"{device.platform}:{device.id}"
@@ -162,17 +154,16 @@ def _larger(
             return []
         nbytes = 0
         for place in places:
-            count = getattr(getattr(place.holder, "span", None), "count", 1)
+            count = len(place.holder.stored.names(place.name))
             weight = place.holder if place.holder in fits else None
-            itemsize = fits[weight].dtype.np.itemsize if weight is not None else _itemsize(place)
+            itemsize = (
+                fits[weight].dtype.np.itemsize
+                if weight is not None
+                else place.holder.stored.dtype.np.itemsize
+            )
             where = jax.sharding.NamedSharding(mesh, place.placed.spec)
             nbytes += count * held_bytes(where, place.shape, itemsize)
         if nbytes <= free:
             shown = ", ".join(f"{name}={count}" for name, count in sizes.items())
             return [f"on a mesh of {shown} ({nbytes:,} bytes for each device)"]
     return []
-
-
-def _itemsize(place: Any) -> int:
-    template = getattr(place.holder, "template", place.holder)
-    return template.stored.dtype.np.itemsize
