@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import zipfile
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from maxjax.errors import CheckpointError, CheckpointFormatError
+from tests.storage.pytorch.oracle import keep_reading
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fuzz.py"
 HERE = "tests.storage.test_fuzz"
@@ -37,6 +39,15 @@ def _script() -> ModuleType:
 
 
 fuzz = _script()
+
+
+@pytest.fixture(autouse=True)
+def parts_of_the_index(tmp_path):
+    """What torch reads from the files that the index is of, for the child: it may have no torch."""
+    beside = fuzz.index_seeds()[-1].beside
+    for name, content in beside.items():
+        (tmp_path / name).write_bytes(content)
+        keep_reading(tmp_path / name)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "index"])
@@ -173,7 +184,11 @@ def test_a_faulty_reader_is_seen(reader):
 
 @pytest.mark.parametrize(
     ("format", "reader"),
-    [(format, "changing") for format in sorted(fuzz.FORMATS)]
+    # Of damaged PyTorch files only torch itself can say what they hold.
+    [
+        pytest.param(format, "changing", marks=[pytest.mark.oracle] * (format == "pytorch"))
+        for format in sorted(fuzz.FORMATS)
+    ]
     + [("safetensors", "forgetting"), ("gguf", "forgetting"), ("npz", "forgetting")],
 )
 def test_other_values_than_those_of_the_reference_are_seen(format, reader):
@@ -195,7 +210,7 @@ def test_a_wrong_sum_that_passes_is_seen(tmp_path):
     torch.write_bytes(pytorch_corpus.FLIPPED)
     with pytest.raises(AssertionError, match="wrong CRC"):
         fuzz.npz_agrees(npz, None, {})
-    with pytest.raises(Exception, match="CRC"):
+    with pytest.raises(zipfile.BadZipFile, match="CRC"):
         fuzz.pytorch_agrees(torch, None, {})
 
 
