@@ -125,7 +125,7 @@ class Member:
 
 
 def zipped(members: list[Member]) -> bytes:
-    body, directory = b"", b""
+    body, directory = bytearray(), bytearray()  # bytes would be copied for each of many members
     for m in members:
         raw, crc = m.name.encode(), zlib.crc32(m.data) if m.crc is None else m.crc
         size = len(m.data) if m.size is None else m.size
@@ -139,7 +139,7 @@ def zipped(members: list[Member]) -> bytes:
         body += b"PK\3\4" + local + raw + m.data
     count = len(members)
     end = struct.pack("<4H2LH", 0, 0, count, count, len(directory), len(body), 0)
-    return body + directory + b"PK\5\6" + end
+    return bytes(body + directory + b"PK\5\6" + end)
 
 
 def members(value: bytes = STATE, data: dict[str, bytes] = DATA, **more: bytes) -> list[Member]:
