@@ -25,6 +25,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "recorded"
 LIBRARIES = ("torch", "transformers")
+SHARED = "tests/shared.py"  # no file: its answers have names of their own
 # Between machines the last bits of a float32 differ, and of a sum more than those.
 RTOL, ATOL = 1e-4, 2e-5
 
@@ -40,10 +41,10 @@ def recorded(compute: Callable[[], Any], name: str = "", *, is_compared: bool = 
     tests share, or a helper that is called in changing order, gives a ``name``, which is the key
     then. ``is_compared`` is False where another version may differ, as in the bytes of a file.
     """
-    file, test = _test()
     if name:
-        file, key = "tests/shared.py", name
+        file, key = SHARED, name
     else:
+        file, test = _test()
         _calls[test] += 1
         key = f"{test}/{_calls[test]}"
     if _mode == "read":
@@ -59,6 +60,11 @@ def recorded(compute: Callable[[], Any], name: str = "", *, is_compared: bool = 
         assert key in kept, f"no answer is kept as '{key}': run pytest --oracles=write {file}"
         _assert_near(value, _decoded(kept[key], kept), key)
     return value
+
+
+def is_kept(name: str) -> bool:
+    """Whether there is an answer of this name to read: also outside of tests, as in a script."""
+    return not is_live() and name in _kept(SHARED)
 
 
 def recorded_files(directory: Path, write: Callable[[], Any], name: str = "") -> None:

@@ -7,7 +7,6 @@ removed its old content, and what was loaded stays as it is. A signal would end 
 import io
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,6 @@ import gguf
 import jax
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save
 
 import maxjax
@@ -31,6 +29,7 @@ from maxjax.nn import Module
 from maxjax.storage import OpenFile, TensorTable, aligned_empty, open_checkpoint
 from maxjax.storage.parts import Part, read_parts
 from tests.storage.gguf import corpus as gguf_corpus
+from tests.storage.pytorch import corpus as pytorch_corpus
 
 SHAPE = (600, 256)  # more than what is read together with others, packed as well
 NAMES = ("a", "b", "c")
@@ -60,18 +59,6 @@ def packed(kind: gguf.GGMLQuantizationType) -> Callable[[Arrays], bytes]:
     return write
 
 
-def by_torch(**options: bool) -> Callable[[Arrays], bytes]:
-    def write(arrays: Arrays) -> bytes:
-        buffer = io.BytesIO()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            torch.save(tensors, buffer, **options)
-        return buffer.getvalue()
-
-    return write
-
-
 def by_numpy(write: Callable[..., None]) -> Callable[[Arrays], bytes]:
     def content(arrays: Arrays) -> bytes:
         buffer = io.BytesIO()
@@ -88,8 +75,8 @@ FORMATS: dict[str, tuple[str, Callable[[Arrays], bytes]]] = {
     "gguf": (".gguf", packed(TYPES.F32)),
     "gguf packed": (".gguf", packed(TYPES.Q8_0)),
     "gguf decoded": (".gguf", packed(TYPES.Q5_0)),
-    "pytorch": (".pt", by_torch()),
-    "pytorch legacy": (".pt", by_torch(_use_new_zipfile_serialization=False)),
+    "pytorch": (".pt", pytorch_corpus.saved),
+    "pytorch legacy": (".pt", pytorch_corpus.saved_legacy),
     "npz": (".npz", by_numpy(np.savez)),
     "npz deflated": (".npz", by_numpy(np.savez_compressed)),
 }

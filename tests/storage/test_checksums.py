@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from maxjax.errors import CheckpointChangedError, CheckpointCorruptError
 from maxjax.storage import aligned_empty, checksums, open_checkpoint, table
 from maxjax.storage import files as parallel
 from maxjax.storage.files import OpenFile
 from maxjax.storage.parts import Part, read_parts
+from tests.oracles.recorded import recorded_files, torch
 
 
 @pytest.fixture
@@ -29,18 +29,21 @@ def arrays() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {
         "small": rng.integers(0, 100, 20, "i4"),
-        "large": rng.random((70, 90), "f4"),  # three blocks
+        "large": rng.integers(0, 255, (70, 90)).astype("f4"),  # three blocks
         "even": rng.integers(0, 255, 10_000, "u1"),  # one block
-        "fortran": np.asfortranarray(rng.random((30, 41), "f4")),
+        "fortran": np.asfortranarray(rng.integers(0, 255, (30, 41)).astype("f4")),
         "flags": rng.integers(0, 2, 3000).astype(bool),
         "empty": np.zeros((0, 3), "f4"),
     }
 
 
 def save_torch(path: Path) -> None:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays().items()}
-    tensors["part"] = tensors["large"][3:5]
-    torch.save(tensors, path)
+    def save() -> None:
+        tensors = {name: torch.from_numpy(array) for name, array in arrays().items()}
+        tensors["part"] = tensors["large"][3:5]
+        torch.save(tensors, path)
+
+    recorded_files(path.parent, save, "checksums: pytorch")
 
 
 def save_npz(path: Path) -> None:

@@ -292,10 +292,11 @@ def test_parts_that_are_all_of_it(name, counts, verify, tmp_path, bounds, monkey
         read_parts(opened, parts)
         assert sum(reads) == nbytes
         assert not opened.checks.unchecked([opened.entries[name]])
-    for at in (start, start + nbytes // 2, start + nbytes - 1):
+    # In any order, and some of it twice; of hundreds of parts each place in one of the orders.
+    orders = (parts, parts[::-1], [*parts, *cut(name, counts)])
+    for number, at in enumerate((start, start + nbytes // 2, start + nbytes - 1)):
         flip(path, at)
-        # In any order, and some of it twice.
-        for wanted in (parts, parts[::-1], [*parts, *cut(name, counts)]):
+        for wanted in orders if len(parts) < 100 else orders[number : number + 1]:
             with open_checkpoint(path, verify=verify) as opened:
                 with pytest.raises(CheckpointCorruptError, match=f"'{name}'"):
                     read_parts(opened, wanted)

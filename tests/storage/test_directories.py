@@ -7,7 +7,6 @@ import os
 import gguf
 import numpy as np
 import pytest
-import torch
 
 from maxjax.errors import (
     CheckpointError,
@@ -19,6 +18,7 @@ from maxjax.errors import (
 from maxjax.storage import open_checkpoint
 from maxjax.storage.directory import choose
 from tests.storage.corpus import file_bytes, floats, spec
+from tests.storage.pytorch import corpus as pytorch_corpus
 from tests.storage.watch import watched
 
 INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -46,7 +46,7 @@ def put(directory, name, value=GOOD, tensors=("w",)):
     elif name.endswith(".npz"):
         np.savez(path, **values)
     else:
-        torch.save({key: torch.from_numpy(array) for key, array in values.items()}, path)
+        path.write_bytes(pytorch_corpus.saved(values))
     return path
 
 
@@ -290,8 +290,10 @@ def test_tied_tensors_in_two_files_of_a_set(tmp_path):
 
 
 def test_the_size_of_tied_tensors_may_be_counted_once(tmp_path, caplog):
-    shared = torch.arange(4.0)
-    torch.save({"a": shared, "b": shared, "c": torch.ones(2)}, tmp_path / "m.bin")
+    shared = pytorch_corpus.tensor((4,), (1,), numel=4)
+    state = pytorch_corpus.dict_of(a=shared, b=shared, c=pytorch_corpus.B)
+    data = {"data/0": floats(4), "data/1": floats(2)}
+    (tmp_path / "m.bin").write_bytes(pytorch_corpus.zipped(pytorch_corpus.members(state, data)))
     index = {"weight_map": dict.fromkeys("abc", "m.bin")}
     for total, count in ((40, 0), (24, 0), (25, 1)):
         index["metadata"] = {"total_size": total}

@@ -6,12 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 
 import maxjax
 from maxjax import Limits
@@ -25,6 +23,7 @@ from tests.storage.gguf import corpus as gguf_corpus
 from tests.storage.gguf.corpus import INFOS
 from tests.storage.gguf.corpus import gguf as build
 from tests.storage.numpy.corpus import Item, npy, one, pack
+from tests.storage.pytorch import corpus as pytorch_corpus
 
 SHARED = file_bytes({"a": A, "b": A}, D16)
 DEEP = gguf_corpus.pair("x.n", gguf_corpus.ARRAY, gguf_corpus.nested(3))
@@ -40,8 +39,21 @@ def written(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
 
 
-def saved(value: Any) -> Callable[[Path], object]:
-    return lambda path: torch.save(value, path)
+def pickled(value: bytes, data: dict[str, bytes] = pytorch_corpus.DATA) -> Callable[[Path], object]:
+    return written(pytorch_corpus.zipped(pytorch_corpus.members(value, data)))
+
+
+def nested(*keys: str) -> bytes:
+    """Dicts inside one another, with a tensor in the innermost."""
+    value = pytorch_corpus.A
+    for key in reversed(keys):
+        value = pytorch_corpus.dict_of(**{key: value})
+    return value
+
+
+LONG = pytorch_corpus.dict_of(n=b"](" + b"".join(map(pytorch_corpus.number, range(500))) + b"e")
+REPEATED = pytorch_corpus.tensor((20, 1 << 20), (0, 1), numel=1 << 20)
+REPEATS = pytorch_corpus.dict_of(**{str(i): REPEATED for i in range(20)})
 
 
 def index(path: Path) -> None:
@@ -68,14 +80,12 @@ CASES: dict[str, tuple[str, Callable[[Path], object], int]] = {
     ),
     "member_ratio": ("m.npz", written(one(npy(np.zeros(2**20, "f4")), method=8)), 100),
     "npy_header_bytes": ("m.npz", written(one(npy())), 100),
-    "pickle_bytes": ("m.pt", saved({"a": torch.ones(2)}), 100),
-    "pickle_instructions": ("m.pt", saved({"n": list(range(500))}), 100),
-    "pickle_items": ("m.pt", saved({"n": list(range(500))}), 100),
-    "pickle_depth": ("m.pt", saved({"a": {"b": {"c": torch.ones(1)}}}), 2),
-    "storage_bytes": ("m.pt", saved({"a": torch.ones(20)}), 79),
-    "expansion": (
-        "m.pt", saved({str(i): torch.ones(1 << 20).expand(20, -1) for i in range(20)}), 1,
-    ),
+    "pickle_bytes": ("m.pt", pickled(nested("a")), 100),
+    "pickle_instructions": ("m.pt", pickled(LONG), 100),
+    "pickle_items": ("m.pt", pickled(LONG), 100),
+    "pickle_depth": ("m.pt", pickled(nested("a", "b", "c")), 2),
+    "storage_bytes": ("m.pt", pickled(nested("a")), 47),
+    "expansion": ("m.pt", pickled(REPEATS, {"data/0": bytes(4 << 20)}), 1),
     "shared_bytes": ("m.safetensors", written(SHARED), 0),
 }  # fmt: skip
 

@@ -7,12 +7,12 @@ import zipfile
 
 import numpy as np
 import pytest
-import torch
 
 from maxjax.errors import CheckpointFormatError, CheckpointUnsafeError
 from maxjax.storage import open_checkpoint, sniff
 from maxjax.storage.signatures import foreign
 from tests.storage.corpus import GGUF, GOOD, HTML, LFS, PICKLE, SAFETENSORS
+from tests.storage.pytorch import corpus as pytorch_corpus
 
 
 def _npz() -> bytes:
@@ -69,10 +69,8 @@ def test_zip_by_its_first_member(content, kind):
     assert kind in error.found
 
 
-def _saved(**options) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"w": torch.ones(2)}, buffer, **options)
-    return buffer.getvalue()
+ONES = {"w": np.ones(2, np.float32)}
+SAVED = {"zip": pytorch_corpus.saved(ONES), "legacy": pytorch_corpus.saved_legacy(ONES)}
 
 
 def _npy() -> bytes:
@@ -81,17 +79,14 @@ def _npy() -> bytes:
     return buffer.getvalue()
 
 
-LEGACY = {"_use_new_zipfile_serialization": False}
-
-
 @pytest.mark.parametrize(
     ("name", "content", "end"),
     [
         ("gguf", GGUF, ".gguf"),
         ("npz", _npz(), ".npz"),
         ("npy", _npy(), ".npy"),
-        ("zip", _saved(), ".pt"),
-        ("legacy", _saved(**LEGACY), ".pt"),
+        ("zip", SAVED["zip"], ".pt"),
+        ("legacy", SAVED["legacy"], ".pt"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -107,10 +102,10 @@ def test_the_name_it_should_have(name, content, end, tmp_path):
         assert len(table.entries) == (name != "gguf")
 
 
-@pytest.mark.parametrize("saved", ["zip", "legacy"])
+@pytest.mark.parametrize("saved", SAVED)
 def test_a_name_that_says_nothing(saved, tmp_path):
     path = tmp_path / ("0" * 64)
-    path.write_bytes(_saved(**(LEGACY if saved == "legacy" else {})))
+    path.write_bytes(SAVED[saved])
     with open_checkpoint(path) as table:
         assert table.read("w").tolist() == [1.0, 1.0]
 

@@ -1,7 +1,6 @@
 """A tensor of a type that there are no arrays of: its file opens, and only it is refused."""
 
 import json
-import warnings
 from pathlib import Path
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 import maxjax
@@ -19,7 +17,9 @@ from maxjax.cli.application import main
 from maxjax.errors import CheckpointFormatError
 from maxjax.graph.weights import WeightData
 from maxjax.storage.entry import UnknownType
+from tests.oracles.recorded import torch
 from tests.storage.corpus import file_bytes
+from tests.storage.pytorch.oracle import file_of
 
 GOOD = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -54,10 +54,11 @@ def bits(path: Path) -> str:
 
 
 def quantised(path: Path) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    def state():
         odd = torch.quantize_per_tensor(torch.ones(4, 2), 0.1, 0, torch.qint8)
-        torch.save({"good": torch.tensor(GOOD), "odd": odd}, path)
+        return {"good": torch.tensor(GOOD), "odd": odd}
+
+    path.write_bytes(file_of(state, "unknown types: quantised"))
     return "a quantised tensor"
 
 
@@ -173,8 +174,7 @@ def test_a_model_of_complex_weights_in_each_format(tmp_path):
     save(tmp_path / "steps", model)
     for to, name in (("safetensors", "again.safetensors"), ("orbax", "again")):
         convert(directory, tmp_path / name, to=to)
-    theirs = torch.tensor(VALUES)
-    torch.save({"c": theirs}, tmp_path / "m.pt")
+    (tmp_path / "m.pt").write_bytes(file_of(lambda: {"c": torch.tensor(VALUES)}))
     for place in ("hf", "steps", "again.safetensors", "again", "m.pt"):
         found = Spectrum().to(mesh, rules={"c": PartitionSpec("model", None)})
         with maxjax.load_weights(tmp_path / place, verify=True) as weights:

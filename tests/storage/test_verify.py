@@ -7,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 
 from maxjax.errors import (
     CheckpointChangedError,
@@ -18,6 +17,7 @@ from maxjax.errors import (
 from maxjax.storage import open_checkpoint, verify
 from maxjax.storage.verify import Verified, second_reading
 from maxjax.storage.verify import verify as verified
+from tests.oracles.recorded import recorded_files, torch
 
 ARRAYS = {
     "a": np.arange(40, dtype=np.float32).reshape(5, 8),
@@ -40,8 +40,12 @@ def test_each_format(tmp_path, monkeypatch):
     assert check(tmp_path / "m.npz") == Verified(3, 163, 1, 2)
     np.savez_compressed(tmp_path / "c.npz", **ARRAYS)
     assert check(tmp_path / "c.npz").checksums == 2
-    torch.save({k: torch.tensor(v) for k, v in ARRAYS.items()}, tmp_path / "m.pt")
-    found = check(tmp_path / "m.pt")
+    path = tmp_path / "torch" / "m.pt"
+    path.parent.mkdir()
+    recorded_files(
+        path.parent, lambda: torch.save({k: torch.tensor(v) for k, v in ARRAYS.items()}, path)
+    )
+    found = check(path)
     assert (found.tensors, found.nbytes, found.checksums) == (3, 163, 2)  # none of an empty one
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("a", ARRAYS["a"])

@@ -1,6 +1,6 @@
 """PyTorch files: good, odd, broken and hostile ones. The payloads only write a marker file.
 
-Pickles and archives are put together byte by byte: what torch.save writes is in test_pytorch.py.
+Pickles and archives are put together byte by byte: what torch.save writes is in oracle.py.
 """
 
 import io
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from maxjax.errors import CheckpointCorruptError
 from tests.storage.corpus import (
@@ -123,7 +125,7 @@ class Member:
 
 
 def zipped(members: list[Member]) -> bytes:
-    body, directory = b"", b""
+    body, directory = bytearray(), bytearray()  # bytes would be copied for each of many members
     for m in members:
         raw, crc = m.name.encode(), zlib.crc32(m.data) if m.crc is None else m.crc
         size = len(m.data) if m.size is None else m.size
@@ -137,7 +139,7 @@ def zipped(members: list[Member]) -> bytes:
         body += b"PK\3\4" + local + raw + m.data
     count = len(members)
     end = struct.pack("<4H2LH", 0, 0, count, count, len(directory), len(body), 0)
-    return body + directory + b"PK\5\6" + end
+    return bytes(body + directory + b"PK\5\6" + end)
 
 
 def members(value: bytes = STATE, data: dict[str, bytes] = DATA, **more: bytes) -> list[Member]:
@@ -265,6 +267,45 @@ LEGACY_VIEWS = legacy(
 )  # fmt: skip
 
 
+STORAGES = {"float32": FLOAT, "bool": name("torch", "BoolStorage")}
+
+
+def saved(arrays: dict[str, np.ndarray]) -> bytes:
+    """An archive of these arrays, a storage for each, as torch.save writes it."""
+    tensors = {
+        key: tensor(*_layout(array), key=str(number), numel=array.size, kind=_kind(array))
+        for number, (key, array) in enumerate(arrays.items())
+    }
+    data = {f"data/{number}": array.tobytes() for number, array in enumerate(arrays.values())}
+    return zipped(members(dict_of(**tensors), data))
+
+
+def saved_legacy(arrays: dict[str, np.ndarray]) -> bytes:
+    """The same in the format from before version 1.6."""
+    tensors = {
+        key: legacy_tensor(size=size, stride=stride, key=key, numel=array.size, kind=_kind(array))
+        for key, array in arrays.items()
+        for size, stride in [_layout(array)]
+    }
+    storages = b"".join(struct.pack("<q", one.size) + one.tobytes() for one in arrays.values())
+    return legacy(dict_of(**tensors), b"](" + b"".join(map(text, arrays)) + b"e", storages)
+
+
+def _layout(array: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return array.shape, tuple(stride // array.itemsize for stride in array.strides)
+
+
+def _kind(array: np.ndarray) -> bytes:
+    return STORAGES[array.dtype.name]
+
+
+ARRAYS = {
+    "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "flags": np.array([True, False, True]),
+    "scalar": np.array(2.5, np.float32),
+}
+
+
 def tar(marker: Path) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -309,6 +350,8 @@ CONTROLS = [
     content("ok_crc_zero", zipped([Member(m.name, m.data, crc=0) for m in members()])),
     content("ok_20000_members", zipped(
         [*members(b"}", {}), *(Member(f"{ROOT}x/{i}", b"") for i in range(20000))])),
+    content("ok_saved", saved(ARRAYS)),
+    content("ok_saved_legacy", saved_legacy(ARRAYS)),
     content("ok_legacy", LEGACY),
     content("ok_legacy_views", LEGACY_VIEWS),
     value("key_int", b"}(" + number(7) + A + b"u"),

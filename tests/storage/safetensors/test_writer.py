@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import safetensors.torch
-import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,17 +26,12 @@ from maxjax.storage.safetensors.writer import (
 from maxjax.storage.save.outgoing import Outgoing, outgoing
 
 RNG = np.random.default_rng(5)
-# maxjax's names of the types that torch has under the same; their bytes are any.
-TORCH = {
-    "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16,
-    "float16": torch.float16, "float8_e5m2": torch.float8_e5m2,
-    "float8_e4m3fn": torch.float8_e4m3fn, "float8_e8m0fnu": torch.float8_e8m0fnu,
-    "float8_e4m3fnuz": torch.float8_e4m3fnuz, "float8_e5m2fnuz": torch.float8_e5m2fnuz,
-    "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8,
-    "uint64": torch.uint64, "uint32": torch.uint32, "uint16": torch.uint16, "uint8": torch.uint8,
-    "bool": torch.bool,
-}  # fmt: skip
-KINDS = [DType[name] for name in TORCH]
+# Types that the safetensors package has under the same names, which are torch's; their bytes are any.
+KINDS = [DType[name] for name in (
+    "float64", "float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu",
+    "float8_e4m3fnuz", "float8_e5m2fnuz", "int64", "int32", "int16", "int8", "uint64", "uint32",
+    "uint16", "uint8", "bool",
+)]  # fmt: skip
 
 
 def values(dtype, shape=(2, 3)):
@@ -53,14 +46,9 @@ def written(arrays, metadata=None, ordered=True):
     return b"".join(map(bytes, file_pieces(tensors, metadata)))
 
 
-def as_torch(array):
-    raw = torch.frombuffer(bytearray(array.tobytes() or b"\0"), dtype=torch.uint8)[: array.nbytes]
-    return raw.view(TORCH[DType.of(array.dtype).name]).reshape(array.shape)
-
-
 def oracle(arrays, metadata=None):
-    tensors = {name: as_torch(array) for name, array in arrays.items()}
-    return safetensors.torch.save(tensors, metadata)
+    """The package's own file, whose writer is the same for torch and for NumPy."""
+    return safetensors.numpy.save(arrays, metadata)
 
 
 # -- one file
@@ -68,7 +56,7 @@ def oracle(arrays, metadata=None):
 
 def test_all_types_are_tested():
     written_types = {kind.name for kind in DType if kind.safetensors} - {"float4_e2m1fn"}
-    assert written_types - set(TORCH) == {"float6_e2m3fn", "float6_e3m2fn"}
+    assert written_types - {kind.name for kind in KINDS} == {"float6_e2m3fn", "float6_e3m2fn"}
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda kind: kind.name)
@@ -89,16 +77,27 @@ def test_four_bits():
     codes = RNG.integers(0, 16, (3, 8)).astype(np.uint8)
     array = codes.view(ml_dtypes.float4_e2m1fn)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    both = torch.from_numpy(packed).view(torch.float4_e2m1fn_x2)
-    assert written({"w": array}) == safetensors.torch.save({"w": both})
+    both = {"w": ("float4_e2m1fn_x2", packed)}  # as torch has them
+    assert written({"w": array}) == serialized(both)
     tensors = {
         "w": array,
         "b": values(DType.bool),
         "i": values(DType.int8),
         "f": values(DType.float32),
     }
-    theirs = {"w": both, **{k: as_torch(v) for k, v in tensors.items() if k != "w"}}
-    assert written(tensors) == safetensors.torch.save(theirs)
+    theirs = both | {k: (v.dtype.name, v) for k, v in tensors.items() if k != "w"}
+    assert written(tensors) == serialized(theirs)
+
+
+def serialized(tensors):
+    """The package's file of arrays whose types it is told."""
+    specs = {
+        name: safetensors.TensorSpec(
+            dtype=dtype, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
+        for name, (dtype, array) in tensors.items()
+    }
+    return bytes(safetensors.serialize(specs))
 
 
 @pytest.mark.parametrize(
@@ -200,9 +199,12 @@ def fake(name, nbytes):
 
 def split(tensors, limit):
     """What huggingface_hub makes of them: files → names, and the index."""
-    state = {one.name: torch.empty(one.shape, dtype=torch.uint8, device="meta") for one in tensors}
-    pattern = "model{suffix}.safetensors"
-    return split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=limit)
+    return split_state_dict_into_shards_factory(
+        {one.name: one.shape[0] for one in tensors},
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
 
 
 @given(st.lists(st.integers(0, 120), min_size=1, max_size=30), st.integers(1, 300))

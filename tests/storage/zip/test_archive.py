@@ -24,9 +24,11 @@ from maxjax.storage.entry import Checksum, TensorEntry
 from maxjax.storage.zip import deflate
 from maxjax.storage.zip.archive import Archive, read_directory
 from maxjax.storage.zip.deflate import Deflated
+from tests.oracles.recorded import torch
 from tests.storage.mutate import mutations, rewrite
 from tests.storage.numpy.corpus import Item, flipped, pack
 from tests.storage.numpy.corpus import deflate as deflated
+from tests.storage.pytorch.oracle import file_of
 
 STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 RANDOM = random.Random(0).randbytes(3000)
@@ -123,13 +125,8 @@ def test_many_members(tmp_path):
 
 @pytest.mark.parametrize("crc", [True, False])
 def test_archive_of_torch(crc, tmp_path):
-    torch = pytest.importorskip("torch")
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(crc)
-    try:
-        torch.save({"w": torch.arange(999.0), "e": torch.ones(0)}, tmp_path / "m.zip")
-    finally:
-        torch.serialization.set_crc32_options(before)
+    content = file_of(lambda: {"w": torch.arange(999.0), "e": torch.ones(0)}, has_crcs=crc)
+    (tmp_path / "m.zip").write_bytes(content)
     archive = read_directory(open_regular(tmp_path / "m.zip"))
     with zipfile.ZipFile(tmp_path / "m.zip") as theirs:
         assert list(archive.members) == theirs.namelist()
