@@ -663,7 +663,7 @@ def in_float64(given, floats, options):
     return sum((y * w).sum() for y, w in zip((out, keys, values), WEIGHTS, strict=True))
 
 
-@pytest.mark.default("jit-plain", "jit-interleaved", "eager-cap and window")
+@pytest.mark.default("jit-plain", "jit-interleaved", "eager-plain")
 @pytest.mark.fast("jit-cap and window")
 @pytest.mark.parametrize(
     ("pairs", "options"),
