@@ -30,6 +30,8 @@ from .family import Family, PretrainedModel
 class BertConfig(ModelConfig):
     """The settings of a BERT, with Hugging Face's defaults for keys that old files lack."""
 
+    model_type = "bert"
+
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
     intermediate_size: int = setting(minimum=1, held="axis")
@@ -323,7 +325,7 @@ def _make(
 
 
 BERT = Family(
-    model_type="bert",
+    model_type=BertConfig.model_type,
     architectures=(
         "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
         "BertForSequenceClassification", "BertForMultipleChoice", "BertForTokenClassification",

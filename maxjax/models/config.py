@@ -76,8 +76,16 @@ class ModelConfig:
         (expected int, found '8')
     """
 
+    # ``model_type`` of the files that a class reads, and the class of each model type.
+    model_type: ClassVar[str] = ""
+    by_model_type: ClassVar[dict[str, type[ModelConfig]]] = {}
     # Values of keys that a file leaves out, for keys where null means something else.
     unsaid: ClassVar[Mapping[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if isinstance(name := vars(cls).get("model_type"), str):
+            ModelConfig.by_model_type.setdefault(name, cls)
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

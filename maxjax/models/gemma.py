@@ -44,6 +44,8 @@ class GemmaConfig(DecoderConfig):
         UnsupportedModelError: a file asks for bidirectional attention.
     """
 
+    model_type = "gemma"
+
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
 
     head_dim: int | None = setting(default=256, minimum=1, held="axis")
@@ -79,6 +81,8 @@ class Gemma2Config(GemmaConfig):
     Raises:
         ValueError: layers have a sliding window, and ``sliding_window`` is None.
     """
+
+    model_type = "gemma2"
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # Fields that null in a file sets to None; without the key they keep their defaults.
@@ -140,6 +144,8 @@ class Gemma3Config(Gemma2Config):
             lists the layers.
         local_rope: RoPE of the layers with the sliding window.
     """
+
+    model_type = "gemma3_text"
 
     # The published multimodal models leave out many settings of the text model.
     unsaid: ClassVar[Mapping[str, Any]] = {
@@ -282,7 +288,7 @@ class _TextFamily(Family):
 
 
 GEMMA = Gemma.family = Family(
-    model_type="gemma",
+    model_type=GemmaConfig.model_type,
     architectures=("GemmaForCausalLM", "GemmaModel"),
     config=GemmaConfig,
     make=make(Gemma),
@@ -290,7 +296,7 @@ GEMMA = Gemma.family = Family(
     ignored=KNOWN,
 )
 GEMMA2 = Gemma2.family = Family(
-    model_type="gemma2",
+    model_type=Gemma2Config.model_type,
     architectures=("Gemma2ForCausalLM", "Gemma2Model"),
     config=Gemma2Config,
     make=make(Gemma2),
@@ -298,7 +304,7 @@ GEMMA2 = Gemma2.family = Family(
     ignored=KNOWN,
 )
 GEMMA3 = Gemma3.family = _TextFamily(
-    model_type="gemma3_text",
+    model_type=Gemma3Config.model_type,
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config=Gemma3Config,
     make=make(Gemma3),

@@ -63,6 +63,8 @@ class GPT2Config(DecoderConfig):
         (32, 1024, True)
     """
 
+    model_type = "gpt2"
+
     vocab_size: int = setting(default=50257, minimum=1, held="axis")
     hidden_size: int = setting("n_embd", default=768, minimum=1, held="axis", also=("hidden_size",))
     intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
@@ -361,7 +363,7 @@ class GPT2(Decoder):
 
 
 GPT2_FAMILY = GPT2.family = Family(
-    model_type="gpt2",
+    model_type=GPT2Config.model_type,
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     config=GPT2Config,
     make=make(GPT2),

@@ -18,6 +18,8 @@ from .family import Family
 class LlamaConfig(DecoderConfig):
     """The settings of a Llama, with Hugging Face's defaults for missing keys."""
 
+    model_type = "llama"
+
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """A Llama has no sliding window, whatever its file says."""
@@ -35,7 +37,7 @@ class Llama(Decoder):
 
 
 LLAMA = Llama.family = Family(
-    model_type="llama",
+    model_type=LlamaConfig.model_type,
     architectures=("LlamaForCausalLM", "LlamaModel"),
     config=LlamaConfig,
     make=make(Llama),

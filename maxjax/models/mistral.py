@@ -19,6 +19,8 @@ from .family import Family
 class MistralConfig(DecoderConfig):
     """The settings of a Mistral: all its layers have the sliding window, if there is one."""
 
+    model_type = "mistral"
+
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
@@ -41,7 +43,7 @@ class Mistral(Decoder):
 
 
 MISTRAL = Mistral.family = Family(
-    model_type="mistral",
+    model_type=MistralConfig.model_type,
     architectures=("MistralForCausalLM", "MistralModel"),
     config=MistralConfig,
     make=make(Mistral),

@@ -20,6 +20,8 @@ from .decoder.model import BARE, KNOWN, Decoder, make
 class MixtralConfig(MoEConfig):
     """The settings of a Mixtral: a Mistral whose layers all have experts."""
 
+    model_type = "mixtral"
+
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "rope_theta": 1e6}
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
@@ -68,7 +70,7 @@ class Mixtral(Decoder):
 
 
 MIXTRAL = Mixtral.family = MoEFamily(
-    model_type="mixtral",
+    model_type=MixtralConfig.model_type,
     architectures=("MixtralForCausalLM", "MixtralModel"),
     config=MixtralConfig,
     make=make(Mixtral),

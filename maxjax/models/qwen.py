@@ -40,6 +40,8 @@ def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
 class Qwen2Config(DecoderConfig):
     """The settings of a Qwen 2 or 2.5: only the projections of queries, keys and values have biases."""
 
+    model_type = "qwen2"
+
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
@@ -55,6 +57,8 @@ class Qwen2Config(DecoderConfig):
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     """The settings of a Qwen 3: each head of queries and keys is normalised."""
+
+    model_type = "qwen3"
 
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 
@@ -83,7 +87,7 @@ class Qwen3(Decoder):
 
 
 QWEN2 = Qwen2.family = Family(
-    model_type="qwen2",
+    model_type=Qwen2Config.model_type,
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     config=Qwen2Config,
     make=make(Qwen2),
@@ -91,7 +95,7 @@ QWEN2 = Qwen2.family = Family(
     ignored=KNOWN,
 )
 QWEN3 = Qwen3.family = Family(
-    model_type="qwen3",
+    model_type=Qwen3Config.model_type,
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     config=Qwen3Config,
     make=make(Qwen3),

@@ -145,7 +145,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
         "rope.dimension_count": size.width,
         "rope.freq_base": size.rope.theta,
-        **rope_keys(size.rope, rope_settings(model.said)[1], path=path),
+        **rope_keys(size.rope, rope_settings(model.settings)[1], path=path),
     }
     if model.experts:
         found |= _experts(model)
@@ -178,7 +178,7 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     if size.logit_soft_cap:
         found["final_logit_softcapping"] = size.logit_soft_cap
     if is_third:
-        if model.said.get("attn_logit_softcapping"):
+        if model.settings.get("attn_logit_softcapping"):
             raise unsupported("Gemma 3 with 'attn_logit_softcapping' in a GGUF file", path)
         if size.local_rope.scaling is not None:
             what = "rope that is stretched in layers with a window, in a GGUF file,"
@@ -186,7 +186,7 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
         found["rope.freq_base_swa"] = size.local_rope.theta
         if not any(size.slides):
             return found
-    window = model.said.get("sliding_window") or size.max_position_embeddings
+    window = model.settings.get("sliding_window") or size.max_position_embeddings
     found["attention.sliding_window"] = window
     usual = 6 if is_third else 2
     period = _period(list(size.slides), usual)
@@ -207,10 +207,10 @@ def _period(slides: list[bool], usual: int) -> int | None:
 
 def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers with a sliding window if GGUF has no key that lists them."""
-    listed = model.said.get("layer_types")
+    listed = model.settings.get("layer_types")
     if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
         kinds = {kind for kind in listed if isinstance(kind, str)}
-        whole = model.said["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
+        whole = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
         if kinds - {"full_attention"} and not whole:
             raise unsupported(
                 f"'layer_types' with {sorted(kinds)[-1][:60]!r} in a GGUF file of "
@@ -240,7 +240,7 @@ def _plain(model: FamilyConfig) -> dict[str, Any]:
 def _check(
     model: FamilyConfig, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
 ) -> None:
-    said = dict(model.said)
+    said = dict(model.settings)
     if said.get("n_inner", ...) is None:
         said["n_inner"] = 4 * model.config.hidden_size
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}

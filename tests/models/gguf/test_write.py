@@ -30,6 +30,7 @@ from maxjax.models.gguf import (
     hf_tensors,
     pooling,
 )
+from maxjax.models.config import ModelConfig
 from maxjax.models.gguf.config.families import ARCHITECTURE_OF
 from maxjax.models.gguf.sources import read_box
 from maxjax.models.gguf.tensors.read import EXACT_KEY
@@ -278,13 +279,13 @@ def test_experts_are_read_one_by_one():
 
 
 def test_tables_and_defaults_are_of_the_same_architectures():
-    assert {name for name, _ in ARCHITECTURE_OF.values()} == set(ARCHITECTURES)
+    assert set(ARCHITECTURE_OF.values()) == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURE_OF)
 def test_defaults_are_those_of_transformers(kind):
     oracle = files.transformers.CONFIG_MAPPING[kind]()
-    for key, value in ARCHITECTURE_OF[kind][1].defaults().items():
+    for key, value in ModelConfig.by_model_type[kind].defaults().items():
         if key in ("rope_theta", "rope_local_base_freq", "sliding_window"):
             continue  # transformers 5 holds these otherwise
         if key == "hidden_act" and kind.startswith("gemma"):

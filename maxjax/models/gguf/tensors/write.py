@@ -94,7 +94,7 @@ def gguf_tensors(
         maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing
     """
     model = read_config(config, path=path)
-    architecture, tied = model.architecture, model.said.get("tie_word_embeddings") is True
+    architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
     known = _known(architecture)
     places: dict[str, _Place] = {}
     left_out, unknown = [], []
