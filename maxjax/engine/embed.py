@@ -23,7 +23,7 @@ from ..graph.placement.specs import batch_axes, mesh_of
 from ..models import Decoder
 from ..models.family import check_loaded
 from ..models.pooling import POOLINGS, Pooling, pool
-from ..text.tokenizer.tokenizer import Tokenizer, Tokens
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 
 # The smallest padded length: shorter programs are hardly faster.
 _MIN_LENGTH = 16
@@ -176,7 +176,7 @@ def _limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
 def _rows(
     tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool,
     prompt: str,
-) -> list[Tokens]:  # fmt: skip
+) -> list[Encoding]:  # fmt: skip
     if prompt and not isinstance(texts, str):
         texts = [prompt + text if isinstance(text, str) else text for text in texts]
     if pooling.lower_case and not isinstance(texts, str):
@@ -191,7 +191,7 @@ def _rows(
     return rows
 
 
-def _check_ids(model: Any, rows: list[Tokens]) -> None:
+def _check_ids(model: Any, rows: list[Encoding]) -> None:
     """Raises an error for an id outside the embedding table, which would give NaN."""
     size = model.config.vocab_size
     highest = max((max(row.ids, default=0) for row in rows), default=0)

@@ -37,7 +37,7 @@ class Atom(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """A parsed layout; :func:`layout` parses one.
 
     Attributes:
@@ -80,7 +80,7 @@ class Layout:
 
 
 @lru_cache
-def layout(text: str) -> Layout:
+def layout(text: str) -> AxisLayout:
     """Parse a layout.
 
     Args:
@@ -108,7 +108,7 @@ def layout(text: str) -> Layout:
         raise _unreadable(text, "each axis must be once on either side of '->'")
     if len(atoms) - len(named) > 1 or "*" in flipped:
         raise _unreadable(text, "at most one axis may be a part")
-    return Layout(text, groups, axes, flipped)
+    return AxisLayout(text, groups, axes, flipped)
 
 
 def _tokens(side: str, text: str) -> list[str]:
@@ -165,7 +165,7 @@ class BoundLayout:
         file_shape: shape of the tensor in the file; with stacked layers, of each layer's tensor.
     """
 
-    def __init__(self, layout: Layout, sizes: Mapping[str, int]):
+    def __init__(self, layout: AxisLayout, sizes: Mapping[str, int]):
         self.layout, self.sizes = layout, sizes
         self.shape = tuple(sizes[axis] for axis in layout.axes)
         self.file_shape = tuple(

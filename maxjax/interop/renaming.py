@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import UserInputError
-from .layouts import Layout, layout
+from .layouts import AxisLayout, layout
 
 STARS = re.compile(r"\*\*|\*")
 
@@ -39,7 +39,7 @@ class Route(NamedTuple):
     """
 
     target: str
-    change: Layout | Function | None
+    change: AxisLayout | Function | None
     index: int | None = None
 
 
@@ -53,7 +53,7 @@ class Origin(NamedTuple):
     """
 
     name: str
-    change: Layout | Function | None
+    change: AxisLayout | Function | None
     number: Callable[[int], str] | None = None
 
 
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
 class _Rule:
     source: str
     target: str
-    change: Layout | Function | None
+    change: AxisLayout | Function | None
     stacks: bool
 
     def route(self, groups: Sequence[str]) -> Route | None:
@@ -158,7 +158,7 @@ class Renaming:
     def _changed(self, route: Route) -> Route:
         return route._replace(change=route.change or self._found_change(route.target))
 
-    def _found_change(self, target: str) -> Layout | Function | None:
+    def _found_change(self, target: str) -> AxisLayout | Function | None:
         for place, _ in self._changes.find(target):
             return self._change_of[place]
         return None
@@ -210,15 +210,15 @@ def _rules(source: str, value: Any) -> list[_Rule]:
         raise UserInputError(f"'{source}' is renamed to a name, (name, layout), a list of these "
                              f"or None, not {value!r}")  # fmt: skip
     change = _change(change)
-    stacks = isinstance(change, Layout) and change.stacks is not None
+    stacks = isinstance(change, AxisLayout) and change.stacks is not None
     stars = len(STARS.findall(source)), len(STARS.findall(target)) + stacks
     if stars[0] != stars[1]:
         raise UserInputError(f"'{source}' has {stars[0]} stars and '{target}' takes {stars[1]}")
     return [_Rule(source, target, change, stacks)]
 
 
-def _change(value: Any) -> Layout | Function | None:
-    if value is None or isinstance(value, (Layout, Function)):
+def _change(value: Any) -> AxisLayout | Function | None:
+    if value is None or isinstance(value, (AxisLayout, Function)):
         return value
     if isinstance(value, str):
         return layout(value)

@@ -116,7 +116,7 @@ class GPT2Config(DecoderConfig):
         return {**other, "rope": None}
 
 
-class Conv1D(Module):
+class TransposedLinear(Module):
     """A linear layer whose weight is stored ``[in, out]``: ``x @ weight + bias``.
 
     The weight keeps the layout of the files. On a CPU, compared with the kernel for ``[out, in]``,
@@ -182,11 +182,11 @@ class GPT2Attention(DecoderAttention):
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
         """Makes ``c_attn`` and ``c_proj``."""
-        self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size, dtype)
-        self.c_proj = Conv1D(config.hidden_size, config.hidden_size, dtype)
+        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size, dtype)
+        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size, dtype)
 
     @property
-    def o_proj(self) -> Conv1D:
+    def o_proj(self) -> TransposedLinear:
         """``c_proj`` under its name in other decoders."""
         return self.c_proj
 
@@ -224,8 +224,8 @@ class GPT2MLP(Module):
         super().__init__()
         assert config.intermediate_size is not None
         self.activation_function = config.hidden_act
-        self.c_fc = Conv1D(config.hidden_size, config.intermediate_size, dtype)
-        self.c_proj = Conv1D(config.intermediate_size, config.hidden_size, dtype)
+        self.c_fc = TransposedLinear(config.hidden_size, config.intermediate_size, dtype)
+        self.c_proj = TransposedLinear(config.intermediate_size, config.hidden_size, dtype)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features."""

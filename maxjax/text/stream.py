@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import UserInputError
-from .stream_decoders import Step, clean_up, ended, steps_of, through
+from .stream_decoders import DecoderStep, clean_up, ended, steps_of, through
 
 _BROKEN = "\ufffd"
 
@@ -75,7 +75,7 @@ class TextStream:
 class _Steps:
     """The steps of the tokenizer's decoder, applied token by token."""
 
-    def __init__(self, text_of: Any, skipped: set[str], steps: list[Step]):
+    def __init__(self, text_of: Any, skipped: set[str], steps: list[DecoderStep]):
         self._text_of, self._skipped, self._steps = text_of, skipped, steps
 
     def push(self, token_id: int) -> str:

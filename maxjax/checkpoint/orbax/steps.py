@@ -44,7 +44,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-class Step:
+class NewStep:
     """The step that a save writes: the first process decides its number and temporary directory.
 
     Args:

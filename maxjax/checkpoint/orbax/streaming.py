@@ -24,7 +24,7 @@ from ..file_set import out_of_memory
 from .api import add, finish, quiet
 from .arrays import known
 from .save import commit, translated
-from .steps import Step
+from .steps import NewStep
 
 # Orbax's name for a tree that was written in parts.
 STATE = "state"
@@ -64,7 +64,7 @@ def stream(
         raise UserInputError("there is nothing to save: every tensor is empty (a size is 0)")
     metadata = custom_metadata({STATE: item})
     full = {name: data for name, data in tensors.items() if name not in item.empty}
-    target = Step(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
+    target = NewStep(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
     target.beside = dict(beside)
     # Orbax runs in a thread, as the caller's may have a running event loop (a notebook's does).
     with ThreadPoolExecutor(1, "maxjax-save") as pool:

@@ -24,7 +24,7 @@ from ...graph.weights.same import same_content
 from ...nn.layer.load.fit import Fit, fit, is_lazy
 from ...nn.layer.load.stacks import StackLoad, read
 from ...storage.limits import Limits, in_force
-from .file import Entry, Header, names_in, open_program, unreadable
+from .file import ProgramHeader, WeightEntry, names_in, open_program, unreadable
 from .signature import Arguments, Path, cut
 
 
@@ -88,7 +88,7 @@ class ExportedProgram:
         ((1, 2), (5, 2))
     """
 
-    def __init__(self, header: Header, exported: Any, path: str):
+    def __init__(self, header: ProgramHeader, exported: Any, path: str):
         count = len(header.leaves)
         self._types, arguments = exported.in_avals[:count], exported.in_avals[count:]
         self.name, self.names = header.name, list(header.weights)
@@ -303,7 +303,7 @@ def _narrowed(dtypes: Sequence[Any]) -> list[str]:
     return [said.format(wide[0])] if wide else []
 
 
-def _fit(name: str, entry: Entry, wanted: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
+def _fit(name: str, entry: WeightEntry, wanted: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
     """The Fit of a value, as in ``load_state_dict`` but also for traced arrays, or the problem."""
     dtype, shape = wanted.dtype, wanted.shape
     if isinstance(value, (np.ndarray, np.generic)):
@@ -332,7 +332,7 @@ def _different(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"'{owner}' and '{key}' are one tied weight, but their values differ"
 
 
-def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
+def _place(header: ProgramHeader, fits: Mapping[str, Fit]) -> list[Any]:
     """Reads and converts the values and puts them on the device; one array for each leaf."""
     stacked: dict[int, list[Fit]] = {}
     single: list[Fit] = []

@@ -27,7 +27,7 @@ from ...graph.weight.weight import Weight
 from ...nn.layer import Module
 from ...storage.save.durable import replace_file, require_writable
 from ...storage.strict_json import load_json
-from .file import MAGIC, PREFIX, Entry, Header
+from .file import MAGIC, PREFIX, ProgramHeader, WeightEntry
 from .signature import Signature, describe
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -104,7 +104,7 @@ def export(
     outputs = tuple(str(aval.dtype) for aval in program.out_avals)
     # Read from sys.modules: the package is always loaded, and this file must not import it.
     version = sys.modules[__name__.partition(".")[0]].__version__
-    header = Header(
+    header = ProgramHeader(
         type(model).__name__, version, jax.__version__, vjp_order, weights, leaves,
         Signature(arguments, inputs), Signature(results, outputs),
         len(blob), hashlib.sha256(blob).hexdigest(),
@@ -138,7 +138,7 @@ def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
 
 def _weights(
     model: Module,
-) -> tuple[dict[str, Entry], tuple[str | tuple[str, ...], ...], list[jax.ShapeDtypeStruct]]:
+) -> tuple[dict[str, WeightEntry], tuple[str | tuple[str, ...], ...], list[jax.ShapeDtypeStruct]]:
     """The weights by the names of a state dict, the names of each leaf, and the leaves' types."""
     definition, holders = model._mx_definition()
     by_name, aliases = model._mx_names()
@@ -146,7 +146,7 @@ def _weights(
     others: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         others.setdefault(name, []).append(alias)
-    found: dict[str, Entry] = {}
+    found: dict[str, WeightEntry] = {}
     leaves: list[str | tuple[str, ...]] = []
     types = []
     for full, holder in zip(definition.names, holders, strict=True):
@@ -161,7 +161,7 @@ def _weights(
             leaves.append(tuple(names))
         declared = holder if isinstance(holder, Weight) else holder.template
         for name in names:
-            found[name] = Entry(_declared(declared, type_), tuple(others.get(name, ())))
+            found[name] = WeightEntry(_declared(declared, type_), tuple(others.get(name, ())))
     order = [name for name in by_name if name in found]
     return {name: found[name] for name in [*order, *found]}, tuple(leaves), types
 
@@ -272,11 +272,11 @@ def _without_paths() -> Iterator[None]:
 # --- writing --------------------------------------------------------------------------------
 
 
-def _write(path: str, header: Header, program: bytes) -> None:
+def _write(path: str, header: ProgramHeader, program: bytes) -> None:
     """Writes the file atomically and flushes it to the disk."""
     text = json.dumps(header.json(), separators=(",", ":")).encode()
     # A tree too deep to be read back fails here, not when the file is needed.
-    Header.read(load_json(text, name=path))
+    ProgramHeader.read(load_json(text, name=path))
     replace_file(
         path, (PREFIX.pack(MAGIC, len(text), hashlib.sha256(text).digest()), text, program)
     )

@@ -12,7 +12,7 @@ from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError, closest, some
 from ...graph.weights import WeightData
 from ...graph.weights.same import same_content
-from ..layouts import Layout
+from ..layouts import AxisLayout
 from ..renaming import Function, Renaming, Route
 from .filling import Filling
 from .variables import Target
@@ -113,7 +113,7 @@ class Matching:
         target, given = self._targets[name], self._given[name]
         tensor, _, route = given[min(given)]
         change: Any = route.change
-        if isinstance(change, Layout):
+        if isinstance(change, AxisLayout):
             bound = change.of(target.shape)
             if bound is None:
                 self._others.append(f"'{name}' has {len(target.shape)} axes, and '{change}' gives it "

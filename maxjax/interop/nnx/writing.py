@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from ...errors import UserInputError
 from ...kernels import explicit
-from ..layouts import Layout
+from ..layouts import AxisLayout
 from ..renaming import Function, Origin, Renaming
 from .variables import Target
 
 
-class _Part(NamedTuple):
+class _TensorPart(NamedTuple):
     """A Variable that is a tensor of the checkpoint, or one of its parts.
 
     Attributes:
@@ -25,21 +25,21 @@ class _Part(NamedTuple):
     """
 
     target: Target
-    change: Layout
+    change: AxisLayout
     number: int = 0
 
 
 def written(targets: Mapping[str, Target], renaming: Renaming) -> dict[str, Any]:
     """The arrays by name; see ``nnx.tensors``."""
     found: dict[str, Any] = {}
-    pieces: dict[str, dict[int, _Part]] = {}  # by name, then by part
+    pieces: dict[str, dict[int, _TensorPart]] = {}  # by name, then by part
     for target in targets.values():
         value = target.value
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ValueError(f"'{target.name}' has no value: load one first")
         origin = renaming.origin(target.name)
         change = origin.change
-        if isinstance(change, Layout):
+        if isinstance(change, AxisLayout):
             for name, piece in _pieces(target, origin, change):
                 _enter(pieces.setdefault(name, {}), change.part[0], piece, name)
         else:
@@ -64,7 +64,9 @@ def _changed(target: Target, change: Function | None, value: Any) -> Any:
     return change.back(value)
 
 
-def _pieces(target: Target, origin: Origin, change: Layout) -> Iterator[tuple[str, _Part]]:
+def _pieces(
+    target: Target, origin: Origin, change: AxisLayout
+) -> Iterator[tuple[str, _TensorPart]]:
     """(name, part) of each tensor that a Variable is, or is a part of."""
     if len(change.axes) != len(target.shape):
         raise UserInputError(
@@ -72,13 +74,13 @@ def _pieces(target: Target, origin: Origin, change: Layout) -> Iterator[tuple[st
             f"{len(change.axes)}: correct the table"
         )
     if change.stacks is None or origin.number is None:
-        yield origin.name, _Part(target, change)
+        yield origin.name, _TensorPart(target, change)
         return
     for number in range(target.shape[change.stacks]):
-        yield origin.number(number), _Part(target, change, number)
+        yield origin.number(number), _TensorPart(target, change, number)
 
 
-def _whole(name: str, parts: Mapping[int, _Part]) -> Any:
+def _whole(name: str, parts: Mapping[int, _TensorPart]) -> Any:
     """The tensor, made of all its parts."""
     pieces = [parts[place] for place in sorted(parts)]
     first = pieces[0]
@@ -92,7 +94,7 @@ def _whole(name: str, parts: Mapping[int, _Part]) -> Any:
     return _back(first.target, first.change, [one.target.value for one in pieces], first.number)
 
 
-def _back(target: Target, change: Layout, values: list[Any], number: int) -> Any:
+def _back(target: Target, change: AxisLayout, values: list[Any], number: int) -> Any:
     """The file's tensor; an axis stays sharded along its outermost factor."""
     bound = change.of(target.shape)
     assert bound is not None

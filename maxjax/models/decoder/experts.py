@@ -34,7 +34,7 @@ from ...nn.moe import SHARES
 from ...nn.moe.experts import ExpertWeights, mixture, mixture_on_mesh, one_by_one
 from ..config import setting
 from ..family import Family
-from ..gguf.layouts import Expert as Layout
+from ..gguf.layouts import Expert as ExpertLayout
 from ..gguf.names import Source
 from ..gguf.sources import Relaid
 from .block import DecoderLayer
@@ -88,7 +88,7 @@ def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
     return default if found is None else found
 
 
-class Expert(Module):
+class ExpertMLP(Module):
     """One gated feed-forward network, whose linear layers have the checkpoint's names.
 
     Args:
@@ -128,7 +128,7 @@ class SparseMLP(Module):
     Attributes:
         gate: the router, a Linear of weight ``[X, E]``; the k experts with the highest scores are
             chosen.
-        experts: LayerList of X :class:`Expert`.
+        experts: LayerList of X :class:`ExpertMLP`.
 
     Example:
         >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -144,7 +144,7 @@ class SparseMLP(Module):
         )  # fmt: skip
         self.gate = Linear(size, config.num_experts, dtype, DeviceRef.CPU())
         self.experts = LayerList(
-            Expert(config.maps, size, config.expert_size, config.hidden_act, dtype)
+            ExpertMLP(config.maps, size, config.expert_size, config.hidden_act, dtype)
             for _ in range(config.num_experts)
         )
 
@@ -272,12 +272,12 @@ class MoEFamily(Family):
             )
         for number in range(shape[0]):
             for k, kind in enumerate(maps):
-                layout = Layout(number, shape[0], k, len(maps))
+                layout = ExpertLayout(number, shape[0], k, len(maps))
                 place = self.experts.replace("#", str(number)).replace("*", kind)
                 yield (match[1] or "") + place, _part(name, value, layout)
 
 
-def _part(name: str, value: Any, layout: Layout) -> Any:
+def _part(name: str, value: Any, layout: ExpertLayout) -> Any:
     """One expert's slice of a stack; it stays lazy if the stack is lazy."""
     if not isinstance(value, WeightData):
         return layout.apply(value)

@@ -46,7 +46,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[_Tokens, _Generation, loopcontrols],
+            extensions=[_TokenLimit, _Generation, loopcontrols],
             optimized=False,
             finalize=_written,
         )
@@ -272,7 +272,7 @@ def _filtered(name: str, node: nodes.Node) -> nodes.Filter:
 # --- extensions and globals of chat templates ---------------------------------------------------
 
 
-class _Tokens(Extension):
+class _TokenLimit(Extension):
     """Refuses a template with more tokens than jinja and Python compile quickly."""
 
     def filter_stream(self, stream: Any) -> Iterator[Any]:

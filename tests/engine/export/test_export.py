@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 import maxjax.engine.export.program as exported_module
 from maxjax import init, nn
 from maxjax.dtype import DType
-from maxjax.engine.export.file import MAGIC, PREFIX, Header
+from maxjax.engine.export.file import MAGIC, PREFIX, ProgramHeader
 from maxjax.engine.export.program import ExportedProgram, load_exported
 from maxjax.engine.export.signature import Signature, describe
 from maxjax.engine.export.write import export
@@ -1104,7 +1104,7 @@ def test_links_and_modes_are_kept(tmp_path):
 
 
 def test_a_header_reads_back(net_file):
-    header = Header.read(json.loads(header_of(net_file)))
+    header = ProgramHeader.read(json.loads(header_of(net_file)))
     assert json.loads(json.dumps(header.json())) == json.loads(header_of(net_file))
     assert header.weights["embed.weight"].aliases == ("head.weight",)
     assert DType.of(header.weights["embed.weight"].dtype) is DType.float32

@@ -19,6 +19,7 @@ from maxjax.errors import (
 )
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData, load_weights
+from maxjax.models.config import ModelConfig
 from maxjax.models.gguf import (
     ARCHITECTURES,
     Permuted,
@@ -30,7 +31,6 @@ from maxjax.models.gguf import (
     hf_tensors,
     pooling,
 )
-from maxjax.models.config import ModelConfig
 from maxjax.models.gguf.config.families import ARCHITECTURE_OF
 from maxjax.models.gguf.sources import read_box
 from maxjax.models.gguf.tensors.read import EXACT_KEY

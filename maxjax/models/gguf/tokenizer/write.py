@@ -168,7 +168,7 @@ def gguf_tokenizer_metadata(
     else:
         model = typed(tokenizer, "model", dict, path)
         kind = model.get("type") or ("BPE" if "merges" in model else None)
-        tokens = _Tokens(tokenizer, model, vocab_size, path)
+        tokens = _Vocabulary(tokenizer, model, vocab_size, path)
         if kind == "WordPiece":
             found = _wordpiece(tokenizer, tokens) | special_ids(
                 tokens.ids, settings, config, BERT_SPECIAL, path
@@ -188,7 +188,7 @@ def gguf_tokenizer_metadata(
     return found
 
 
-class _Tokens:
+class _Vocabulary:
     """The tokens by number: ``texts``, ``types``; ``ids`` by text; ``merges`` as pairs."""
 
     def __init__(
@@ -263,7 +263,7 @@ class _Tokens:
 # --- the three kinds ----------------------------------------------------------------------------
 
 
-def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
     """BERT's kind: GGUF marks the beginnings of words, BERT the continuations."""
     prefix = typed(tokens.model, "continuing_subword_prefix", str, tokens.path, PIECE)
     if prefix != PIECE:
@@ -280,7 +280,7 @@ def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
     return {"model": "bert", "tokens": texts, "token_type": types} | flags
 
 
-def _byte_level(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+def _byte_level(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
     """GPT-2's kind: bytes as letters, and merges."""
     merges = tokens.merges
     if any(" " in part for pair in merges for part in pair):
@@ -295,7 +295,7 @@ def _byte_level(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]
     }
 
 
-def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
     """Llama's kind: spaces as ▁, bytes for text without tokens, and scores for the order of merges."""
     prefix = space_prefix(tokenizer, tokens.path)
     texts, types = list(tokens.texts), tokens.types.copy()

@@ -21,8 +21,8 @@ from ..definition import Definition
 from ..layer_list import LayerList, in_turn
 from ..module import Module
 from ..walk import Walk, source_of
-from .per_layer import Layout, PerLayer
-from .scanning import Plan, loop, policy, scan
+from .per_layer import PerLayer, StackPattern
+from .scanning import ScanOptions, loop, policy, scan
 
 
 class LayerStack(LayerList, is_stack=True):
@@ -56,7 +56,7 @@ class LayerStack(LayerList, is_stack=True):
         (2, 4)
     """
 
-    _layout: Layout
+    _layout: StackPattern
     _list_class: type[LayerList]
     _mx_is_stack = True
 
@@ -75,7 +75,7 @@ class LayerStack(LayerList, is_stack=True):
         layout = _layout(found, definitions, period, first)
         self._arrange(found, layout)
 
-    def _arrange(self, layers: list[Module], layout: Layout) -> None:
+    def _arrange(self, layers: list[Module], layout: StackPattern) -> None:
         """Adds the layers and stacks those that repeat."""
         seen: dict[int, str] = {}
         plans = [
@@ -106,7 +106,7 @@ class LayerStack(LayerList, is_stack=True):
         for layer in layers:
             _mark(layer, set(), False)
         # This object remains as an empty stack, which runs its layers one by one.
-        layout = Layout(len(layers), len(layers), 1, 0)
+        layout = StackPattern(len(layers), len(layers), 1, 0)
         self._arrange(layers, layout)
         return self._list_class(layers)
 
@@ -244,14 +244,16 @@ class LayerStack(LayerList, is_stack=True):
         """
         if not isinstance(unroll, (int, bool)) or unroll < 0:
             raise ValueError(f"unroll is a number of steps or a bool, not {unroll!r}")
-        plan = Plan(self._layout, index, policy(remat) if remat else None, unroll, type(unroll))
+        plan = ScanOptions(
+            self._layout, index, policy(remat) if remat else None, unroll, type(unroll)
+        )
         running = RUNNING.modules
         if running and running[-1] is self:  # called by __call__
             return _run(self, plan, carry, xs, shared)
         return run(self, _run, (plan, carry, xs, shared), {})
 
 
-def _run(stack: LayerStack, plan: Plan, carry: Any, xs: Any, shared: Any) -> Any:
+def _run(stack: LayerStack, plan: ScanOptions, carry: Any, xs: Any, shared: Any) -> Any:
     one_by_one = hooks.token() is not None or not stack._layout.slots
     return (loop if one_by_one else scan)(stack, plan, carry, xs, shared)
 
@@ -274,7 +276,7 @@ def _definition(i: int, layer: Any) -> Definition:
 
 def _layout(
     layers: Sequence[Module], definitions: Sequence[Definition], period: int | None, first: int
-) -> Layout:
+) -> StackPattern:
     count = len(layers) - first
     if first < 0 or count < 1:
         raise ValueError(f"{len(layers)} layers cannot be stacked with first={first}: none is left")
@@ -284,7 +286,7 @@ def _layout(
         tried = [1]
     for p in tried:
         if 1 <= p <= count and all(a is b for a, b in zip(kinds, kinds[p:], strict=False)):
-            return Layout(len(layers), first, p, count // p)
+            return StackPattern(len(layers), first, p, count // p)
     p = 1 if period is None else period
     if not 1 <= p <= count:
         raise ValueError(f"period={p} does not go with {count} layers")

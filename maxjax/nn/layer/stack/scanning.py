@@ -21,13 +21,13 @@ from ....graph.value import TensorValue, unwrap
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice
 from ..definition import Definition, rebuild
-from .per_layer import Layout, PerLayer
+from .per_layer import PerLayer, StackPattern
 
 
-class Plan(NamedTuple):
+class ScanOptions(NamedTuple):
     """The options of a run: the arguments of ``LayerStack.scan`` that are not arrays."""
 
-    layout: Layout
+    layout: StackPattern
     index: str | None
     remat: Any
     unroll: int | bool
@@ -38,14 +38,16 @@ class _Static(NamedTuple):
     """The static arguments of one trace of the loop; with the types of the arrays, its cache key."""
 
     definition: Definition
-    plan: Plan
+    plan: ScanOptions
     tree: Any
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
     values: bool  # whether Weights give TensorValues: graph/kind.py
 
 
-def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
+def scan(
+    stack: Any, plan: ScanOptions, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]
+) -> Any:
     """Runs the stack as one loop; see ``LayerStack.scan``."""
     definition, holders = stack._mx_definition()
     arrays = [holder.stored.array() for holder in holders]
@@ -72,7 +74,9 @@ def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
     return (carry, *outputs) if outputs else carry
 
 
-def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
+def loop(
+    stack: Any, plan: ScanOptions, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]
+) -> Any:
     """Runs the layers one by one, so that hooks see each call."""
     layout = plan.layout
     carry = _plain(carry)
@@ -117,7 +121,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def _per_layer(x: Any, layout: Layout) -> PerLayer:
+def _per_layer(x: Any, layout: StackPattern) -> PerLayer:
     if isinstance(x, PerLayer):
         if x.layout != layout:
             raise ValueError(f"a PerLayer for {x.layout} does not go with a stack of {layout}")
