@@ -55,7 +55,7 @@ graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
-nn/layer: hooks lent static walk definition call_stack place sharded
+nn/layer: hooks assigned_list static walk definition call_stack place sharded
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
 nn/layer/stack: per_layer scanning layer_stack

@@ -102,7 +102,7 @@ class RotaryEmbedding(Module):
         if _freqs_cis is not None:
             raise NotImplementedError(
                 f"{type(self).__name__}(_freqs_cis=...) is not supported: a Module holds arrays in "
-                "Weights only. rotate(x, cos, sin) turns by a table of your own"
+                "Weights only. rotate(x, cos, sin) takes your own table"
             )
         self.dim, self.n_heads, self.theta = dim, n_heads, float(theta)
         self.max_seq_len, self.interleaved = max_seq_len, interleaved

@@ -72,14 +72,14 @@ def stream(
             sums: dict[str, int] = {}
             for batch in _batches(full):
                 arrays = {name: known("tensors", name, _read(data)) for name, data in batch.items()}
-                pool.submit(_add, target.written, arrays, metadata).result()
+                pool.submit(_quietly, add, target.written, arrays, metadata).result()
                 for name, array in arrays.items():
                     sums[f"{STATE}/{name}"] = crc32_of_boxes(
                         array.shape, [(whole(array.shape), array)]
                     )
                     if progress is not None:
                         progress(array.nbytes)
-            pool.submit(_finish, target.written).result()
+            pool.submit(_quietly, finish, target.written).result()
             assert target.staging is not None
             commit(target, target.staging, sums, lambda steps: steps)
         except BaseException as error:
@@ -90,14 +90,9 @@ def stream(
     return target.path
 
 
-def _add(path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+def _quietly(function: Callable[..., None], *args: Any) -> None:
     with quiet():
-        add(path, arrays, metadata)
-
-
-def _finish(path: str) -> None:
-    with quiet():
-        finish(path)
+        function(*args)
 
 
 def _nbytes(data: WeightData) -> int:

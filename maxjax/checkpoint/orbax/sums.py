@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...storage.boxes import Box
+from ...storage.boxes import Box, extents
 from ...storage.checksums import crc32_of_boxes
 from ...storage.crc32 import combine, crc32
 from .arrays import held_parts, is_on_host, owners
@@ -51,7 +51,7 @@ class ArraySums:
         for name in list(self._parts):
             shape, mine, others, dtype = self._parts.pop(name)
             parts = [(box, np.asarray(part)) for box, part in mine]
-            parts += [(box, _zeros(box, dtype)) for box in others]
+            parts += [(box, np.zeros(extents(box), dtype)) for box in others]
             self._sums[name] = crc32_of_boxes(shape, parts)
 
     def share(self, folder: str) -> None:
@@ -75,10 +75,6 @@ class ArraySums:
             if count % 2 == 0:
                 found[name] ^= zeros_sum(lengths[name])
         return found
-
-
-def _zeros(box: Box, dtype: Any) -> np.ndarray:
-    return np.zeros([stop - start for start, stop in box], dtype)
 
 
 def zeros_sum(nbytes: int) -> int:

@@ -32,11 +32,8 @@ from ...models.config import read_object
 from ...models.decoder.config import DecoderConfig
 from ...models.gguf import config_of
 from ...nn.attention import AttentionWithRope
-from ...nn.layer.place import plan_places
+from ...nn.layer.place import UNKNOWN_SIZES, plan_places
 from ...nn.layer.walk import Walk
-
-# The reason that plan_places gives for a weight with symbolic sizes, which counts as 0 bytes.
-UNKNOWN = "its sizes are not known yet"
 
 
 class TensorGroup(NamedTuple):
@@ -148,7 +145,7 @@ def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
     known = all(isinstance(d, StaticDim) for d in template.stored.dims)
     shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in template.stored.dims)
     where, spec, parts = _sharding_of(holder), PartitionSpec(), 1
-    why = template.stored.why if known else UNKNOWN
+    why = template.stored.why if known else UNKNOWN_SIZES
     if where is not None and math.prod(shape):
         stacked = isinstance(holder, StackedWeight)
         global_shape = (holder.span.count, *shape) if stacked else shape

@@ -23,8 +23,9 @@ from ...graph.placement.specs import axis_of
 from ...graph.weights import load_weights
 from ...models import name_rules as names
 from ...nn.layer import Module
+from ...nn.layer.place import UNKNOWN_SIZES
 from ...storage.limits import Limits, allowing
-from .footprint import UNKNOWN, Footprint, TensorGroup, cache_bytes, of_checkpoint, of_module
+from .footprint import Footprint, TensorGroup, cache_bytes, of_checkpoint, of_module
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,9 @@ def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
     devices = source.devices if mesh is None else mesh.size
     taken = sum(kind.bytes_per_device for kind in kinds)
     hbm = _memory_of(placed_on) if request.hbm is None else request.hbm
-    unknown = [name for one in held if one.why == UNKNOWN for name in one.names]
+    unknown = [name for one in held if one.why == UNKNOWN_SIZES for name in one.names]
     if unknown:
-        notes.append(f"these sizes are not known yet and count as nothing: {some(unknown, 3)}")
+        notes.append(f"these sizes are not known yet and count as 0 bytes: {some(unknown, 3)}")
     fits = None if hbm is None or unknown else taken + cached <= hbm
     replicated = [k for k in kinds if devices > 1 and k.bytes and k.bytes_per_device == k.bytes]
     largest = heapq.nlargest(
@@ -320,7 +321,8 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
     named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
     narrow = dataclasses.replace(request, dtype=DType.bfloat16)
     totals = [
-        (wanted, _total_bytes(source.held(None, wanted.dtype))) for wanted in (request, narrow)
+        (wanted, sum(len(one.names) * one.nbytes for one in source.held(None, wanted.dtype)))
+        for wanted in (request, narrow)
     ]
     for doublings in range(_MAX_GROWTH.bit_length()):
         for wanted, nbytes in totals:
@@ -337,10 +339,6 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
                     dtype = None if wanted.dtype is request.dtype else "bfloat16"
                     return Suggestion(sizes, devices, dtype, *taken)
     return None
-
-
-def _total_bytes(held: list[TensorGroup]) -> int:
-    return sum(len(one.names) * one.nbytes for one in held)
 
 
 def _attempt(source: Footprint, sizes: dict[str, int], request: _Request) -> tuple[int, int] | None:

@@ -149,8 +149,11 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     }
     if model.experts:
         found |= _experts(model)
-    more = {"llama": _window, "gemma2": _gemma, "gemma3": _gemma}.get(model.architecture)
-    return found | (more(model, path) if more else {})
+    if model.architecture in ("gemma2", "gemma3"):
+        found |= _gemma(model, path)
+    elif model.architecture == "llama" and size.sliding_window:  # Mistral and Mixtral
+        found["attention.sliding_window"] = size.sliding_window
+    return found
 
 
 def _experts(model: FamilyConfig) -> dict[str, Any]:
@@ -161,12 +164,6 @@ def _experts(model: FamilyConfig) -> dict[str, Any]:
     if model.architecture == "qwen2moe":
         found["expert_shared_feed_forward_length"] = size.shared_size
     return found
-
-
-def _window(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    """The sliding window of Mistral and Mixtral."""
-    window = model.config.sliding_window
-    return {"attention.sliding_window": window} if window else {}
 
 
 def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
     """A read-only copy as a constant, compared by dtype, shape and the digest of its bytes."""
     if type(value) not in (np.ndarray, np.memmap):
         raise TypeError(
-            _array_refusal(where, f"is a {type(value).__name__}, which no constant can be")
+            _array_refusal(where, f"is a {type(value).__name__}, which cannot be a constant")
         )
     if value.dtype.hasobject:
         raise TypeError(_array_refusal(where, "is an array of Python objects"))

@@ -77,10 +77,13 @@ class MoEGate(Module):
     ):
         super().__init__()
         if shares not in SHARES:
-            raise ValueError(f"shares are one of {', '.join(SHARES)}, not {shares!r}")
+            raise ValueError(f"shares must be one of {', '.join(SHARES)}, not {shares!r}")
         self.shares = shares
         if not 0 < num_experts_per_token <= num_experts:
-            raise ValueError(f"{num_experts_per_token} of {num_experts} experts cannot be chosen")
+            raise ValueError(
+                f"num_experts_per_token is {num_experts_per_token}: it must be from 1 to "
+                f"num_experts, which is {num_experts}"
+            )
         self.devices, self.hidden_dim = list(devices), hidden_dim
         self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
         if not is_sharding:
@@ -200,11 +203,11 @@ class MoE(Module):
             chosen, shares = map(unwrap, self.gate(tokens))
             shares = shares.astype(jnp.float32)
             if _are_plain(self.experts):
-                maps = [
-                    ExpertWeights(*(m.weight.stored.operand() for m in _maps(e)))
+                expert_weights = [
+                    ExpertWeights(*(m.weight.stored.operand() for m in _linears(e)))
                     for e in self.experts
                 ]
-                y = mixture(tokens, chosen, shares, maps, self._activation)
+                y = mixture(tokens, chosen, shares, expert_weights, self._activation)
             else:
                 each = [lambda x, e=e: unwrap(e(x)) for e in self.experts]
                 y = one_by_one(tokens, chosen, shares, each)
@@ -230,7 +233,7 @@ class MoE(Module):
         gate = [holder.stored.used() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
         fused = shared and _are_plain(shared) and _split_of(shared, mesh) == {axes}
-        weights = [unwrap(m.weight) for e in shared if fused for m in _maps(e)]
+        weights = [unwrap(m.weight) for e in shared if fused for m in _linears(e)]
 
         def local(gate: Any, x: Any, both: Any, down: Any, weights: Any) -> jax.Array:
             chosen, shares = map(unwrap, rebuild(definition, gate)(x))
@@ -252,7 +255,7 @@ class MoE(Module):
 
     def _split(self) -> tuple[Any, tuple[str, ...]]:
         """The mesh of the experts, and the mesh axes that split their inner features."""
-        mesh = mesh_of([m.weight.sharding for e in self.experts for m in _maps(e)])
+        mesh = mesh_of([m.weight.sharding for e in self.experts for m in _linears(e)])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
         found = _split_of(self.experts, mesh)
@@ -287,7 +290,7 @@ class MoE(Module):
         self._strategy = strategy
 
 
-def _maps(mlp: Any) -> tuple[Any, Any, Any]:
+def _linears(mlp: Any) -> tuple[Any, Any, Any]:
     return mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
@@ -297,7 +300,7 @@ def _split_of(mlps: Any, mesh: Any) -> set[tuple[str, ...]]:
     return {
         tuple(name for name in split_over(m.weight, axis) if name != fsdp)
         for mlp in mlps
-        for m, axis in zip(_maps(mlp), (0, 0, 1), strict=True)
+        for m, axis in zip(_linears(mlp), (0, 0, 1), strict=True)
     }
 
 

@@ -34,20 +34,20 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
         OutOfMemoryError: they cannot. The message has the largest tensor, the bytes needed and free,
             and the smallest larger mesh or a narrower dtype that would suffice.
     """
-    sizes = [(_part(one), one) for one in fits]
+    sizes = [(_part(fit), fit) for fit in fits]
     need = sum(nbytes for nbytes, _ in sizes)
     if need < SMALL_BYTES:
         return
     devices = _devices(fits)
     on_host = [device for device in devices if device.platform == "cpu"]
-    whole = sum(math.prod(_sizes(one)) * one.dtype.np.itemsize for one in fits)
+    total = sum(math.prod(_sizes(fit)) * fit.dtype.np.itemsize for fit in fits)
     for device in devices:
         free = free_bytes(device)
         # CPU devices share the host's memory, and replicas are there only once.
-        wanted = need if device not in on_host else min(whole, need * len(on_host))
-        if free is not None and wanted > free:
+        needed = need if device not in on_host else min(total, need * len(on_host))
+        if free is not None and needed > free:
             largest = max(sizes, key=lambda item: item[0])
-            raise OutOfMemoryError(_message(module, fits, device, largest, wanted, free))
+            raise OutOfMemoryError(_message(module, fits, device, largest, needed, free))
 
 
 def _sizes(one: Fit) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ def _devices(fits: Iterable[Fit]) -> list[Any]:
     shardings = {one.weight.sharding for one in fits}
     found: dict[Any, None] = {}
     for sharding in shardings:
-        here = [default_device()] if sharding is None else sharding.addressable_devices
-        found.update(dict.fromkeys(here))
+        devices = [default_device()] if sharding is None else sharding.addressable_devices
+        found.update(dict.fromkeys(devices))
     return sorted(found, key=lambda device: device.id)
 
 
@@ -164,15 +164,11 @@ def _larger(
         for place in places:
             count = getattr(getattr(place.holder, "span", None), "count", 1)
             weight = place.holder if place.holder in fits else None
-            itemsize = fits[weight].dtype.np.itemsize if weight is not None else _itemsize(place)
-            where = jax.sharding.NamedSharding(mesh, place.placed.spec)
-            nbytes += count * held_bytes(where, place.shape, itemsize)
+            template = getattr(place.holder, "template", place.holder)
+            dtype = fits[weight].dtype if weight is not None else template.stored.dtype
+            sharding = jax.sharding.NamedSharding(mesh, place.placed.spec)
+            nbytes += count * held_bytes(sharding, place.shape, dtype.np.itemsize)
         if nbytes <= free:
             shown = ", ".join(f"{name}={count}" for name, count in sizes.items())
             return [f"on a mesh of {shown} ({nbytes:,} bytes for each device)"]
     return []
-
-
-def _itemsize(place: Any) -> int:
-    template = getattr(place.holder, "template", place.holder)
-    return template.stored.dtype.np.itemsize

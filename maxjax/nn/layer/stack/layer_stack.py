@@ -8,7 +8,7 @@ whose Weights are views, and state dicts say ``layers.3.weight``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....graph.weight.epoch import structure_changed
@@ -132,8 +132,8 @@ class LayerStack(LayerList, is_stack=True):
                 span = self._layout.span(slot)
                 layer = self._mx_children[span.pattern]
                 place = (i - span.start) // span.step
-                held = vars(self).get("_mx_elsewhere", {})
-                made.setdefault(i, layer if place == 0 else _replica(layer, i, place, held))
+                elsewhere = vars(self).get("_mx_elsewhere", {})
+                made.setdefault(i, layer if place == 0 else _replica(layer, i, place, elsewhere))
         return made[i]
 
     @property
@@ -289,7 +289,7 @@ def _layout(
             return StackPattern(len(layers), first, p, count // p)
     p = 1 if period is None else period
     if not 1 <= p <= count:
-        raise ValueError(f"period={p} does not go with {count} layers")
+        raise ValueError(f"period={p} does not fit {count} layers")
     i = next(i for i in range(count - p) if kinds[i] is not kinds[i + p])
     more = "" if period is not None or count < 4 else ", and no pattern of them repeats"
     raise ValueError(
@@ -370,30 +370,33 @@ def _mark(layer: Module, shared: set[int], in_stack: bool) -> None:
 
 
 def _replica(
-    layer: Module, number: int, place: int, held: Mapping[tuple[int, str], Module]
+    layer: Module, number: int, place: int, elsewhere: Mapping[tuple[int, str], Module]
 ) -> Module:
     """A copy of ``layer``, the first layer of the stack, for another place of the stack.
 
-    Modules that the model also ``held`` elsewhere, by layer number and path, are reused.
+    Modules that the model also holds ``elsewhere``, by layer number and path, are reused.
     """
     walk = Walk(layer, stacked=True)
     own: list[tuple[Module, Module]] = []
     made: dict[int, Module] = {}
     for module, path in zip(walk.modules, walk.paths, strict=True):
-        new = held.get((number, path)) if module._mx_in_stack else module
+        new = elsewhere.get((number, path)) if module._mx_in_stack else module
         if new is None:
             new = object.__new__(type(module))
             own.append((module, new))
         made[id(module)] = new
 
-    def there(weight: Weight) -> Weight:
+    def at_place(weight: Weight) -> Weight:
         home = weight.stored.home
         return weight if home is None else home[0].view(place)
 
     for module, new in own:
-        weights = {local: there(weight) for local, weight in module._mx_weights.items()}
+        weights = {local: at_place(weight) for local, weight in module._mx_weights.items()}
         children = {attr: made[id(child)] for attr, child in module._mx_children.items()}
-        shards = {attr: _shard_of(shard, there) for attr, shard in module._mx_shards.items()}
+        shards = {
+            attr: shard.of(at_place(shard.host)) if hasattr(shard, "host") else shard
+            for attr, shard in module._mx_shards.items()
+        }
         vars(new).update(
             {name: vars(module)[name] for name in module._mx_statics},
             _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
@@ -406,8 +409,3 @@ def _replica(
         if "_mx_source" in vars(module):
             vars(new)["_mx_source"] = made.get(id(source_of(module)))
     return made[id(layer)]
-
-
-def _shard_of(shard: Any, there: Callable[[Weight], Weight]) -> Any:
-    """The same part of the Weight at another place of a stack."""
-    return shard.of(there(shard.host)) if hasattr(shard, "host") else shard

@@ -216,7 +216,7 @@ def test_pieces_of_the_users_are_looked_for_in_the_text(llama):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"normalizer": None}, "leaves spaces"),
+        ({"normalizer": None}, "does not replace spaces"),
         ({"normalizer": {"type": "NFKC"}}, "normalizer 'NFKC'"),
         ({"normalizer": {"type": "Prepend", "prepend": "_"}}, "normalizer 'Prepend'"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "split by 'Whitespace'"),
