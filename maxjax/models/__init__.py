@@ -119,9 +119,9 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
     if architectures is not None and not (
         isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
     ):
-        raise CheckpointFormatError("'architectures' is not a list of names", path=path)
+        raise CheckpointFormatError("'architectures' is not a list of strings", path=path)
     if model_type is not None and not isinstance(model_type, str):
-        raise CheckpointFormatError("'model_type' is not a name", path=path)
+        raise CheckpointFormatError("'model_type' is not a string", path=path)
     # An unknown architecture of a known model type is other code under an old name.
     if architectures:
         for family in FAMILIES:
@@ -190,10 +190,10 @@ def build(
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
     settings = family.config.from_dict(raw, path=path)
-    says, headless = getattr(settings, "tie_word_embeddings", None), False
-    if says is not None:
-        tied = is_tied(family, found, says, tie=tie, path=weights._path)
-        if tied is not says:
+    tie_setting, headless = getattr(settings, "tie_word_embeddings", None), False
+    if tie_setting is not None:
+        tied = is_tied(family, found, tie_setting, tie=tie, path=weights._path)
+        if tied is not tie_setting:
             settings, raw = replace(settings, tie_word_embeddings=tied), with_tie(raw, tied)  # type: ignore[call-arg]
         found = one_head(found, family.tied) if tied else found
         headless = not tied and family.tied[0] not in found and family.is_bare(named)

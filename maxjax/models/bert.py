@@ -52,14 +52,14 @@ class BertConfig(ModelConfig):
             )
         if self.hidden_act not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}, which is none of {known}")
+            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}: it must be one of {known}")
         if self.position_embedding_type != "absolute":
             kind = self.position_embedding_type
             raise UnsupportedModelError(
-                f"BERT with 'position_embedding_type' {kind!r}: only 'absolute'"
+                f"BERT with 'position_embedding_type' {kind!r}: only 'absolute' is supported"
             )
         if self.is_decoder:
-            raise UnsupportedModelError("BERT as a decoder ('is_decoder'): only as an encoder")
+            raise UnsupportedModelError("BERT as a decoder ('is_decoder') is not supported")
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,17 @@ class BertEmbeddings(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the small tables of positions and token types; the token table has its own rule."""
-        whole = ShardingStrategy.replicate(1)
-        return {f"{name}_embeddings.weight": whole for name in ("position", "token_type")}
+        replicated = ShardingStrategy.replicate(1)
+        return {f"{name}_embeddings.weight": replicated for name in ("position", "token_type")}
 
     def __call__(self, input_ids: Any, token_type_ids: Any, position_ids: Any) -> jax.Array:
-        words = self.word_embeddings(input_ids)  # [B, T, E]
-        kinds = self.token_type_embeddings(token_type_ids)  # [B, T, E]
-        places = self.position_embeddings(position_ids)  # [1 or B, T, E]
+        tokens = self.word_embeddings(input_ids)  # [B, T, E]
+        types = self.token_type_embeddings(token_type_ids)  # [B, T, E]
+        positions = self.position_embeddings(position_ids)  # [1 or B, T, E]
         dtype = self.LayerNorm.compute_dtype.np
-        places = jnp.broadcast_to(places.astype(dtype), words.shape)
-        total = words.astype(dtype) + kinds.astype(dtype) + places
-        return self.LayerNorm(total).astype(words.dtype)
+        positions = jnp.broadcast_to(positions.astype(dtype), tokens.shape)
+        total = tokens.astype(dtype) + types.astype(dtype) + positions
+        return self.LayerNorm(total).astype(tokens.dtype)
 
 
 class BertSelfAttention(Module):

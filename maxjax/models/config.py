@@ -92,8 +92,8 @@ class ModelConfig:
         """The default of each key that a file may leave out, for keys that have one."""
         fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]
         found = {field.metadata.get("key") or field.name: field.default for field in fields}
-        said = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
-        return {**said, **cls.unsaid}
+        given = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
+        return {**given, **cls.unsaid}
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:

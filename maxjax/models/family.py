@@ -174,8 +174,8 @@ class PretrainedModel(Module):
     def hf_config(self, config: Mapping[str, Any] | None) -> None:
         if config is not None and "architectures" in config:
             named = self.family.architectures
-            whole = getattr(self, "lm_head", self) is not None
-            config = {**config, "architectures": [named[0 if whole else -1]]}
+            has_head = getattr(self, "lm_head", self) is not None
+            config = {**config, "architectures": [named[0 if has_head else -1]]}
         self._config_text = None if config is None else json.dumps(config)
 
     def load_state_dict(
@@ -213,10 +213,10 @@ class PretrainedModel(Module):
             return found
         if table in found and not tie and not same_content(found[head], found[table]):
             raise ValueError(
-                f"'{head}' differs from '{table}', and this model's head is that table. "
-                "maxjax.load and maxjax.models.build(weights) give a checkpoint like this one a "
-                "head of its own, and build(weights, tie=False) any; load_state_dict(..., tie=True) "
-                "leaves the head aside"
+                f"'{head}' differs from '{table}', but this model's head is tied to that table. "
+                "maxjax.load and maxjax.models.build(weights) make a model with a separate head from "
+                "such a checkpoint, build(weights, tie=False) from any; "
+                "load_state_dict(..., tie=True) ignores the head of the checkpoint"
             )
         return one_head(found, self.family.tied)
 

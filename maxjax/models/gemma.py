@@ -31,7 +31,7 @@ _THETA, _LOCAL_THETA = 1e6, 1e4
 _PLACES = (("language_model.", ""), ("model.language_model.", "model."))
 _SIGHT = ("vision_tower.*", "multi_modal_projector.*")
 # Top-level keys of a multimodal configuration that also apply to its text model.
-_BESIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+_TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GemmaConfig(DecoderConfig):
         """A Gemma 1 has no sliding window, and its MLP no biases."""
         if raw.get("use_bidirectional_attention"):
             raise UnsupportedModelError(
-                "'use_bidirectional_attention' is set: tokens look back only here"
+                "'use_bidirectional_attention': only causal attention is supported"
             )
         # The first releases say "gelu" and mean its tanh approximation.
         act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
@@ -191,11 +191,11 @@ class Gemma3Config(Gemma2Config):
         """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
-            raise ValueError(f"'rope_parameters' is not an object but {type(given).__name__}")
+            raise ValueError(f"'rope_parameters' must be an object, not {type(given).__name__}")
         wrong = [str(key)[:60] for key in given if key not in ("full_attention", _SLIDING)]
         if wrong:
             raise UnsupportedModelError(
-                f"'rope_parameters' of a Gemma 3 with {wrong[0]!r} for all layers: it has one "
+                f"'rope_parameters' of a Gemma 3 with {wrong[0]!r} for all layers: it must have one "
                 f"object each for 'full_attention' and {_SLIDING!r}"
             )
         # In the old spelling, ``rope_scaling`` applies only to the layers that see all tokens.
@@ -217,7 +217,7 @@ def _part(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under a key, or an empty one if the key is missing."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping):
-        raise ValueError(f"'{key}' is not an object but {type(found).__name__}")
+        raise ValueError(f"'{key}' must be an object, not {type(found).__name__}")
     return found
 
 
@@ -235,9 +235,9 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         if raw.get("model_type") == "gemma3":
             raise ValueError("'text_config' is missing")
         return raw
-    beside = {key: raw[key] for key in _BESIDE if raw.get(key) is not None}
-    itself = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-    return {**_part(raw, "text_config"), **beside, **itself}
+    shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    return {**_part(raw, "text_config"), **shared, **names}
 
 
 class Gemma(Decoder):

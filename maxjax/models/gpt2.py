@@ -33,7 +33,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import add_bias
 from ..nn.norm import LayerNorm
 from .config import setting
-from .decoder.attention import Cached, DecoderAttention, Step, placed
+from .decoder.attention import Cached, DecoderAttention, Step, resharded
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderModel, make
 from .decoder.rope import Rope
@@ -97,7 +97,7 @@ class GPT2Config(DecoderConfig):
         if self.hidden_act not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(
-                f"'activation_function' is {self.hidden_act[:80]!r}, which is none of {known}"
+                f"'activation_function' is {self.hidden_act[:80]!r}: it must be one of {known}"
             )
         if self.intermediate_size is None:
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
@@ -111,7 +111,7 @@ class GPT2Config(DecoderConfig):
             UnsupportedModelError: the model has cross-attention to an encoder.
         """
         if raw.get("add_cross_attention"):
-            raise UnsupportedModelError("'add_cross_attention': a GPT-2 with an encoder")
+            raise UnsupportedModelError("'add_cross_attention' of a GPT-2 is not supported")
         other = {own: raw.get(name) for name, own in _SPELLINGS.items() if raw.get(own) is None}
         return {**other, "rope": None}
 
@@ -145,8 +145,8 @@ class TransposedLinear(Module):
         mesh = explicit.mesh_of(x, weight)
         run = _product
         if mesh is not None:
-            wanted = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
-            run = explicit.automatic(_product, mesh, wanted)
+            spec = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
+            run = explicit.automatic(_product, mesh, spec)
         return add_bias(run(x, weight), self.bias)
 
     def initializer(self, name: str) -> Any:
@@ -210,9 +210,9 @@ class GPT2Attention(DecoderAttention):
         y = self.c_attn(x)  # [..., 3 H D]
         # The weight's shards do not end where queries and keys do, so the result, which is small,
         # is gathered on every device.
-        y = placed(last_axis_whole(y, weight, 1), -1, ())
+        y = resharded(last_axis_whole(y, weight, 1), -1, ())
         return [
-            placed(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
+            resharded(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
             for a in jnp.split(y, 3, axis=-1)
         ]
 
@@ -299,8 +299,8 @@ class GPT2Transformer(DecoderModel):
         positions = step.positions(1 if ids.ndim == 1 else ids.shape[1])  # [B or 1, T]
         positions = positions[:, 0] if ids.ndim == 1 else positions
         # NaN here would reach other tokens, because attention multiplies masked values by zero.
-        where = self.wpe(jnp.minimum(positions, self.max_length - 1))
-        return self.wte(ids).astype(self.dtype.np) + where.astype(self.dtype.np)
+        learned = self.wpe(jnp.minimum(positions, self.max_length - 1))
+        return self.wte(ids).astype(self.dtype.np) + learned.astype(self.dtype.np)
 
     def __call__(
         self, ids: jax.Array, step: Step, cached: Cached, at: jax.Array | None = None

@@ -163,6 +163,22 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def llama3_multipliers(dim: int, theta: float, scaling: Llama3RopeScalingParams) -> np.ndarray:
+    """The factor of each frequency in Llama 3.1 and 3.2, float64 ``[dim // 2]``.
+
+    Example:
+        >>> llama3_multipliers(8, 500000.0, Llama3RopeScalingParams(8.0, 1.0, 4.0, 8192)).round(3)
+        array([1.   , 1.   , 0.371, 0.125])
+    """
+    rotations = scaling.orig_max_position * _plain(dim, theta) / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low == high:
+        kept = (rotations >= high).astype(np.float64)
+    else:
+        kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return kept + (1 - kept) / scaling.factor
+
+
 # --- the variants: (dim, theta, scaling, length) → float64 [dim // 2] -----------------------
 
 
@@ -181,14 +197,7 @@ def _dynamic(dim: int, theta: float, scaling: DynamicScalingParams, length: int)
 
 
 def _llama3(dim: int, theta: float, scaling: Llama3RopeScalingParams, length: int) -> np.ndarray:
-    freqs = _plain(dim, theta)
-    rotations = scaling.orig_max_position * freqs / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if low == high:
-        kept = (rotations >= high).astype(np.float64)
-    else:
-        kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
-    return freqs * (kept + (1 - kept) / scaling.factor)
+    return _plain(dim, theta) * llama3_multipliers(dim, theta, scaling)
 
 
 def _yarn(

@@ -115,7 +115,7 @@ def convert(
 def _format(target: Path, to: str | None) -> str:
     end = {".safetensors": "safetensors", ".gguf": "gguf"}.get(target.suffix.lower())
     if to is not None and to not in FORMATS:
-        raise UserInputError(f"to={to!r} is none of {', '.join(FORMATS)}")
+        raise UserInputError(f"to={to!r}: it must be one of {', '.join(FORMATS)}")
     if to is not None and end is not None and end != to:
         raise UserInputError(f"{target} is the name of a {end} file, and {to} was asked for")
     if target.suffix.lower() in {*SUFFIXES, *UNREADABLE} and end is None and not target.is_dir():
@@ -133,7 +133,7 @@ def _encoding(quantize: str | None, kind: str) -> str | None:
     if quantize is None:
         return None
     if quantize.lower() not in QUANTIZED:
-        raise UserInputError(f"quantize={quantize!r} is none of {', '.join(QUANTIZED)}")
+        raise UserInputError(f"quantize={quantize!r}: it must be one of {', '.join(QUANTIZED)}")
     if kind != "gguf":
         raise UserInputError(f"quantize={quantize!r} is for GGUF files: {kind} has no such blocks")
     return quantize.upper()

@@ -70,8 +70,8 @@ class MoEConfig(DecoderConfig):
         super().__post_init__()
         if any(self.sparse) and self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"'num_experts_per_tok' {self.num_experts_per_tok} of {self.num_experts} experts"
-                " cannot be chosen"
+                f"'num_experts_per_tok' {self.num_experts_per_tok} is more than the "
+                f"{self.num_experts} experts"
             )
 
     @property
@@ -201,16 +201,16 @@ class SparseMLP(Module):
         The axes are None if the experts are split differently or quantised.
         """
         weights = [[m.weight for m in e.linears] for e in self.experts]
-        mesh = mesh_of([w.sharding for maps in weights for w in maps])
+        mesh = mesh_of([w.sharding for expert in weights for w in expert])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
         fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
         found = {
             tuple(name for name in split_over(w, axis) if name != fsdp)
-            for maps in weights
-            for w, axis in zip(maps, (0, 0, 1), strict=True)
+            for expert in weights
+            for w, axis in zip(expert, (0, 0, 1), strict=True)
         }
-        packed = any(w.quantization_encoding is not None for maps in weights for w in maps)
+        packed = any(w.quantization_encoding is not None for expert in weights for w in expert)
         return mesh, None if packed or len(found) != 1 else found.pop()
 
 

@@ -220,7 +220,7 @@ def hf_names(
         for name, layout in entries:
             if name in found:
                 raise CheckpointFormatError(
-                    f"'{found[name].tensor}' and '{tensor}' are both '{name}'", path=path
+                    f"'{found[name].tensor}' and '{tensor}' are both the weight '{name}'", path=path
                 )
             found[name] = Source(tensor, layout)
     if unknown:
@@ -234,7 +234,7 @@ def _find(architecture: str, path: Any) -> Table:
     table = ARCHITECTURES.get(architecture)
     if table is None:
         known = ", ".join(ARCHITECTURES)
-        what = f"the GGUF architecture {architecture[:80]!r} (there are {known})"
+        what = f"the GGUF architecture {architecture[:80]!r} (maxjax supports {known})"
         raise unsupported(what, path)
     return table
 

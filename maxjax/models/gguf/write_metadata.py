@@ -89,7 +89,7 @@ def gguf_metadata(
         numbers = {text: number for number, text in POOLING.items()}
         if pooling not in numbers:
             raise UserInputError(
-                f"pooling {pooling!r} is none of {', '.join(filter(None, numbers))}"
+                f"pooling is {pooling!r}: it must be one of {', '.join(filter(None, numbers))}"
             )
         keys["pooling_type"] = numbers[pooling]
     for line in check_read(model.architecture, keys, tensors, path=path):
@@ -178,8 +178,7 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
         if model.settings.get("attn_logit_softcapping"):
             raise unsupported("Gemma 3 with 'attn_logit_softcapping' in a GGUF file", path)
         if size.local_rope.scaling is not None:
-            what = "rope that is stretched in layers with a window, in a GGUF file,"
-            raise unsupported(what, path)
+            raise unsupported("rope scaling in sliding-window layers of a GGUF file", path)
         found["rope.freq_base_swa"] = size.local_rope.theta
         if not any(size.slides):
             return found
@@ -207,8 +206,8 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
     listed = model.settings.get("layer_types")
     if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
         kinds = {kind for kind in listed if isinstance(kind, str)}
-        whole = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
-        if kinds - {"full_attention"} and not whole:
+        alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
+        if kinds - {"full_attention"} and not alike:
             raise unsupported(
                 f"'layer_types' with {sorted(kinds)[-1][:60]!r} in a GGUF file of "
                 f"{model.architecture!r}", path,
@@ -231,15 +230,15 @@ def _plain(model: FamilyConfig) -> dict[str, Any]:
     return {**found, "attention.causal": False} if is_bert else found
 
 
-# --- whether it comes back the same -------------------------------------------------------------
+# --- whether the configuration survives the round trip -------------------------------------------
 
 
 def _check(
     model: FamilyConfig, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
 ) -> None:
-    said = dict(model.settings)
-    if said.get("n_inner", ...) is None:
-        said["n_inner"] = 4 * model.config.hidden_size
+    settings = dict(model.settings)
+    if settings.get("n_inner", ...) is None:
+        settings["n_inner"] = 4 * model.config.hidden_size
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     divisors = model.divisors(path)
     again = hf_config(metadata, shapes, rope_freqs=divisors, path=path)
@@ -248,21 +247,21 @@ def _check(
         if not again.get("sliding_window") or not any(
             kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
         ):
-            said.pop("sliding_window", None)  # of no layer
+            settings.pop("sliding_window", None)  # of no layer
     if model.architecture == "bert":
-        said.pop("tie_word_embeddings", None)  # the model has no head
+        settings.pop("tie_word_embeddings", None)  # the model has no head
     for key, value in {**_FIXED.get(model.architecture, _FIXED["llama"]), **again}.items():
-        there = said.get(key)
-        if key in _NOT_COMPARED or there is None or _alike(there, value):
+        given = settings.get(key)
+        if key in _NOT_COMPARED or given is None or _alike(given, value):
             continue
         if key in ("vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias"):
             raise CheckpointMismatchError(
-                f"the configuration's '{key}' does not go with the tensors",
+                f"the configuration's '{key}' does not fit the tensors",
                 path=path,
-                expected=there,
+                expected=given,
                 found=value,
             )
-        raise unsupported(f"{key!r} {str(there)[:80]} in a GGUF file (it would be {value})", path)
+        raise unsupported(f"{key!r} {str(given)[:80]} in a GGUF file (it would be {value})", path)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -80,7 +80,8 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURE_OF:
         known = ", ".join(ARCHITECTURE_OF)
-        raise unsupported(f"model_type {str(kind)[:80]!r} in a GGUF file (there are {known})", path)
+        what = f"model_type {str(kind)[:80]!r} in a GGUF file (maxjax supports {known})"
+        raise unsupported(what, path)
     architecture, family = ARCHITECTURE_OF[kind], ModelConfig.by_model_type[kind]
     values = {**family.defaults(), **config}
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):

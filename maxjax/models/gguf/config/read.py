@@ -88,7 +88,7 @@ def hf_config(
     model = MODELS.get(architecture)
     if model is None:
         known = ", ".join(MODELS)
-        what = f"the GGUF architecture {architecture[:80]!r} (there are {known})"
+        what = f"the GGUF architecture {architecture[:80]!r} (maxjax supports {known})"
         raise unsupported(what, path)
     config: Config = {"architectures": [model.architecture], "model_type": model.model_type}
     config |= model.fixed
@@ -170,7 +170,11 @@ def _rows(tensor: str, tensors: Shapes, path: Any) -> int:
     shape = tuple(tensors[tensor])
     if len(shape) != 2 or not shape[0]:
         raise CheckpointFormatError(
-            "not a table", path=path, tensor=tensor, expected="shape [rows, width]", found=shape
+            "not an embedding table",
+            path=path,
+            tensor=tensor,
+            expected="shape [rows, width]",
+            found=shape,
         )
     return int(shape[0])
 

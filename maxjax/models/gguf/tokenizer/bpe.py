@@ -108,7 +108,7 @@ def _splitting(given: Settings) -> Splitting:
     found = SPLITTINGS.get(name)
     if found is None:
         raise given.unsupported(
-            f"the way of splitting text {short(name)} (tokenizer.ggml.pre; there are "
+            f"the pre-tokenizer {short(name)} (tokenizer.ggml.pre; maxjax supports "
             f"{some(sorted(SPLITTINGS), 100)})"
         )
     return found
@@ -256,7 +256,7 @@ def _scored(
     for token, index in joined.items():
         if len(token) > _LONGEST_PIECE:
             raise CheckpointLimitError(
-                f"the token {token[:40]!r}… is too long to be made of others",
+                f"the token {token[:40]!r}… is too long",
                 path=given.path, expected=f"at most {_LONGEST_PIECE}", found=len(token),
             )  # fmt: skip
         for cut in range(1, len(token)):

@@ -70,7 +70,7 @@ def tokenizer_json(
     kind = given.text("model")
     if kind not in _KINDS:
         raise given.unsupported(
-            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; there are {some(list(_KINDS))})"
+            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; maxjax supports {some(list(_KINDS))})"
         )
     return _KINDS[kind](given)
 
@@ -103,8 +103,8 @@ def chat_template(
     if not given.has(f"chat_template.{name}"):
         start = "tokenizer.chat_template."
         known = [key[len(start) :] for key in metadata if key.startswith(start)]
-        there = f"there are {some(known)}" if known else "there are none with a name"
-        raise UserInputError(f"no chat template is called {name!r}: {there}")
+        others = some(known) if known else "no template with a name"
+        raise UserInputError(f"there is no chat template {name!r}: the file has {others}")
     return given.text(f"chat_template.{name}")
 
 
@@ -162,6 +162,6 @@ def _kept(metadata: Mapping[str, Any], path: Any) -> dict[str, Any]:
     found = load_json(text.encode("utf-8", "surrogateescape"), name=where)
     if not isinstance(found, dict):
         raise CheckpointFormatError(
-            f"metadata key '{HF_JSON}' is no object", path=path, found=type(found).__name__
+            f"metadata key '{HF_JSON}' is not an object", path=path, found=type(found).__name__
         )
     return found

@@ -32,7 +32,7 @@ def wordpiece(given: Settings) -> dict[str, Any]:
     unknown = _special(given, tokens, "unknown")
     if unknown is None:
         raise CheckpointFormatError(
-            "no token for what is unknown: 'tokenizer.ggml.unknown_token_id' is missing",
+            "there is no unknown token: 'tokenizer.ggml.unknown_token_id' is missing",
             path=given.path,
         )
     special = [i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN, USER)]

@@ -213,7 +213,7 @@ class _Vocabulary:
             size = max(count, len(self.ids))
         if count > size:
             raise CheckpointMismatchError(
-                "the tokenizer has more tokens than the table of words has rows",
+                "the tokenizer has more tokens than the embedding table has rows",
                 path=path, expected=f"at most {size}", found=count,
             )  # fmt: skip
         self._number(size)
@@ -253,8 +253,8 @@ class _Vocabulary:
         found = []
         for item in typed(self.model, "merges", list, self.path):
             pair = item.split(" ") if isinstance(item, str) else item
-            whole = isinstance(pair, list) and len(pair) == 2
-            if not whole or not all(isinstance(part, str) for part in pair):
+            is_pair = isinstance(pair, list) and len(pair) == 2
+            if not is_pair or not all(isinstance(part, str) for part in pair):
                 raise wrong("merges", "pairs of tokens", item, self.path)
             found.append((pair[0], pair[1]))
         return found

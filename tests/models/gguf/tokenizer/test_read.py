@@ -198,7 +198,7 @@ def test_templates_as_gguf_writes_them(tmp_path):
     data = {key: field.contents() for key, field in reader.fields.items()}
     assert chat_template(data) == "{{ a }}"
     assert {name: chat_template(data, name) for name in templates} == templates
-    with pytest.raises(UserInputError, match="'other': there are (tool_use, rag|rag, tool_use)"):
+    with pytest.raises(UserInputError, match="'other': the file has (tool_use, rag|rag, tool_use)"):
         chat_template(data, "other")
 
 
