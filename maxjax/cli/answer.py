@@ -164,15 +164,15 @@ def nan_error(model: Any, completion: Any, find: bool) -> FloatingPointError:
         find: whether to search for the layer, which takes a forward pass without ``jit``.
     """
     count = len(completion.tokens)
-    told = f"after {count} tokens of the answer the logits are NaN or infinite"
+    problem = f"after {count} tokens of the answer the logits are NaN or infinite"
     if not find:
-        return FloatingPointError(f"{told}. --debug-nans names the layer")
+        return FloatingPointError(f"{problem}. --debug-nans names the layer")
     from ..engine.generate.nans import first_nan
 
     name = first_nan(model, [*completion.prompt_tokens, *completion.tokens])
     if name is None:
-        return FloatingPointError(f"{told}, but not if the same tokens are run layer by layer")
-    return FloatingPointError(f"{told}. The first layer with such an output is {name}")
+        return FloatingPointError(f"{problem}, but not if the same tokens are run layer by layer")
+    return FloatingPointError(f"{problem}. The first layer with such an output is {name}")
 
 
 def stats(

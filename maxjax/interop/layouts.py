@@ -64,7 +64,7 @@ class AxisLayout:
         return (found[0].part, found[0].parts) if found else (0, 1)
 
     @property
-    def whole(self) -> tuple[Any, ...]:
+    def all_parts(self) -> tuple[Any, ...]:
         """A key that is equal for the layouts of all parts of one tensor."""
         groups = tuple(tuple((a.name, a.parts) for a in group) for group in self.groups)
         return groups, self.axes, self.flipped

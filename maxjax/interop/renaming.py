@@ -151,8 +151,8 @@ class Renaming:
             found = self._rules[place].origin(groups)
             return found._replace(change=found.change or self._found_change(target))
         if all(route.target != target for route in self.routes(target)):
-            raise UserInputError(f"'{target}' has no name in the checkpoint: the table uses "
-                                 f"'{target}' for something else. Add an entry for it")  # fmt: skip
+            raise UserInputError(f"'{target}' has no name in the checkpoint: the table maps the tensor "
+                                 f"'{target}' to another array. Add an entry for it")  # fmt: skip
         return Origin(target, self._found_change(target))
 
     def _changed(self, route: Route) -> Route:
@@ -207,7 +207,7 @@ def _rules(source: str, value: Any) -> list[_Rule]:
         return [rule for one in value for rule in _rules(source, one)]
     target, change = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(target, str):
-        raise UserInputError(f"'{source}' is renamed to a name, (name, layout), a list of these "
+        raise UserInputError(f"'{source}' must be renamed to a name, (name, layout), a list of these "
                              f"or None, not {value!r}")  # fmt: skip
     change = _change(change)
     stacks = isinstance(change, AxisLayout) and change.stacks is not None
@@ -226,5 +226,5 @@ def _change(value: Any) -> AxisLayout | Function | None:
         return Function(value)
     if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
         return Function(*value)
-    raise UserInputError(f"a transform is a layout ('o i -> i o'), a function, or a pair of "
-                         f"functions (there, back), not {value!r}")  # fmt: skip
+    raise UserInputError(f"a transform must be a layout ('o i -> i o'), a function, or a pair of "
+                         f"functions (forward, inverse), not {value!r}")  # fmt: skip

@@ -46,20 +46,20 @@ def steps_of(backend: Any) -> list[DecoderStep] | None:
         return None
     listed = data.get("decoders") if data.get("type") == "Sequence" else [data]
     steps: list[DecoderStep] = []
-    is_one = False  # whether all tokens have been fused into one, of which later steps see parts
+    is_fused = False  # whether all tokens have been fused into one, of which later steps see parts
     for item in listed or ():
         kind = item.get("type")
         if kind == "Fuse":
-            is_one = True
+            is_fused = True
             continue
         if kind == "Strip":
-            step = _strip(item, is_one)
+            step = _strip(item, is_fused)
         else:
-            step = None if is_one or kind not in _KINDS else _KINDS[kind](item)
+            step = None if is_fused or kind not in _KINDS else _KINDS[kind](item)
         if step is None:
             return None
         steps.append(step)
-        is_one = is_one or kind == "ByteLevel"
+        is_fused = is_fused or kind == "ByteLevel"
     return steps
 
 
@@ -135,7 +135,7 @@ class _ByteRuns:
             return ["\ufffd"] * len(data)
 
 
-class _StripWhole:
+class _StripEnds:
     """Strips a character from both ends of the complete text, at most the given numbers of times."""
 
     def __init__(self, content: str, start: int, stop: int):
@@ -158,7 +158,7 @@ class _StripWhole:
         return []  # the characters held back are those to strip at the end
 
 
-class _Everywhere:
+class _ReplaceAll:
     """Replaces a text in the concatenation of all tokens, from the left."""
 
     def __init__(self, old: str, new: str):
@@ -191,7 +191,7 @@ def cleaned(text: str) -> str:
 
 def clean_up() -> list[DecoderStep]:
     """The steps of :func:`cleaned` for a text in pieces."""
-    return [_Everywhere(old, new) for old, new in _SPACES]
+    return [_ReplaceAll(old, new) for old, new in _SPACES]
 
 
 class _Suffix:
@@ -209,10 +209,10 @@ class _Suffix:
         return [] if self._last is None else [self._last.replace(self._suffix, "")]
 
 
-def _strip(item: Mapping[str, Any], is_one: bool) -> DecoderStep:
+def _strip(item: Mapping[str, Any], is_fused: bool) -> DecoderStep:
     content, start, stop = item["content"], item["start"], item["stop"]
-    if is_one:
-        return _StripWhole(content, start, stop)
+    if is_fused:
+        return _StripEnds(content, start, stop)
 
     def stripped(index: int, text: str) -> str:
         first = min(start, len(text) - len(text.lstrip(content)))

@@ -45,7 +45,7 @@ def module_arrays(
             raise UserInputError(
                 f"{title}: weight '{name}' has no value: load a checkpoint, or call maxjax.init()"
             )
-        yield name, own_value(known(title, name, _value(weight, layers))), weight
+        yield name, own_value(storable(title, name, _value(weight, layers))), weight
 
 
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
@@ -108,15 +108,15 @@ def _layer_sharding(own: Any) -> Any:
     )
 
 
-def known(title: str, name: str, value: Any) -> Any:
+def storable(title: str, name: str, value: Any) -> Any:
     """The value, checked to have a dtype that orbax can store."""
     dtype = np.dtype(value.dtype)
     try:
         DType.of(dtype)
-        is_known = dtype.name not in _UNKNOWN
+        is_storable = dtype.name not in _UNKNOWN
     except (TypeError, ValueError, KeyError):
-        is_known = False
-    if not is_known:
+        is_storable = False
+    if not is_storable:
         raise UserInputError(
             f"{title}: '{name}' is {dtype.name}, which cannot be stored: convert it first"
         )

@@ -212,10 +212,10 @@ def commit(target: NewStep, staging: Staging, sums: Mapping[str, int], keep: Kee
     staging.write(f"{name}/{NAME}", [to_bytes({DIRECTORY: [Record(0, dict(sums))]})])
     with staging.saving("flushing the files", needed=target.needed):
         flush_tree(target.written)
-    there = steps_in(target.root)
-    kept = {*keep([*there, target.number]), target.number}
-    gone = [str(number) for number in there if number not in kept]
-    staging.commit([name], remove=gone)
+    steps = steps_in(target.root)
+    kept = {*keep([*steps, target.number]), target.number}
+    deleted = [str(number) for number in steps if number not in kept]
+    staging.commit([name], remove=deleted)
 
 
 def flush_tree(folder: str) -> None:

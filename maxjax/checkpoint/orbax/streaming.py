@@ -22,7 +22,7 @@ from ...storage.checksums import crc32_of_boxes
 from ...storage.orbax.maxjax_metadata import Extras, custom_metadata
 from ..file_set import out_of_memory
 from .api import add, finish, quiet
-from .arrays import known
+from .arrays import storable
 from .save import commit, translated
 from .steps import NewStep
 
@@ -71,7 +71,9 @@ def stream(
         try:
             sums: dict[str, int] = {}
             for batch in _batches(full):
-                arrays = {name: known("tensors", name, _read(data)) for name, data in batch.items()}
+                arrays = {
+                    name: storable("tensors", name, _read(data)) for name, data in batch.items()
+                }
                 pool.submit(_quietly, add, target.written, arrays, metadata).result()
                 for name, array in arrays.items():
                     sums[f"{STATE}/{name}"] = crc32_of_boxes(

@@ -95,7 +95,7 @@ class ProgramHeader(NamedTuple):
         if sorted(used) != sorted(found.weights) or () in found.leaves:
             raise ValueError("'leaves' has other names than 'weights'")
         if not isinstance(found.inputs.restore(found.inputs.dtypes), tuple):
-            raise ValueError("'inputs' is no tuple")
+            raise ValueError("'inputs' is not a tuple")
         return found
 
 
@@ -129,7 +129,7 @@ def open_program(path: str, limits: Limits) -> tuple[ProgramHeader, Any]:
     if not least <= exported.calling_convention_version <= most:
         raise unreadable(header, path)
     if problem:
-        problem = f"the header does not go with the program: {problem}"
+        problem = f"the header does not match the program: {problem}"
         raise CheckpointFormatError(problem, path=path, hint=_AGAIN)
     return header, exported
 
@@ -233,7 +233,7 @@ def _header(file: OpenFile, text: bytes, limits: Limits) -> ProgramHeader:
     except CheckpointError:
         raise
     except ValueError as error:
-        problem = f"the header is not as export writes it: {error}"
+        problem = f"the header is not valid: {error}"
         raise CheckpointFormatError(problem, path=file.path, hint=_AGAIN) from error
 
 
@@ -246,7 +246,7 @@ def _require_size(file: OpenFile, offset: int, wanted: int, what: str) -> None:
 
 
 def _corrupt(file: OpenFile, what: str, expected: str, found: str) -> CheckpointCorruptError:
-    problem = f"the {what} is not what was written: its SHA-256 differs"
+    problem = f"the {what} is damaged: its SHA-256 differs"
     return CheckpointCorruptError(
         problem, path=file.path, expected=expected, found=found, hint=_FETCH
     )

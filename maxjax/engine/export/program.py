@@ -195,13 +195,13 @@ class ExportedProgram:
 
     def _explain(self, error: Exception, values: list[Any]) -> ValueError | None:
         """A clearer error for one that JAX raises when it lowers or compiles the program, or None."""
-        here = _platform_of(values)
-        if here not in self.platforms:
-            wanted = ", ".join(repr(name) for name in (*self.platforms, here))
+        platform = _platform_of(values)
+        if platform not in self.platforms:
+            platforms = ", ".join(repr(name) for name in (*self.platforms, platform))
             return CheckpointMismatchError(
                 "the program was exported for another platform than it is run on",
-                path=self._path, expected=" or ".join(self.platforms), found=here,
-                hint=f"Export it with platforms=({wanted}).",
+                path=self._path, expected=" or ".join(self.platforms), found=platform,
+                hint=f"Export it with platforms=({platforms}).",
             )  # fmt: skip
         if "StableHLO" in str(error):
             return unreadable(self._header, self._path)
@@ -298,9 +298,12 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 def _narrowed(dtypes: Sequence[Any]) -> list[str]:
-    wide = [d for d in dtypes if isinstance(d, np.dtype) and jax.dtypes.canonicalize_dtype(d) != d]
-    said = "it was exported with jax_enable_x64, for {}, and JAX runs in 32 bits here"
-    return [said.format(wide[0])] if wide else []
+    for dtype in dtypes:
+        if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            return [
+                f"it was exported with jax_enable_x64, for {dtype}: set jax_enable_x64 here too"
+            ]
+    return []
 
 
 def _fit(name: str, entry: WeightEntry, wanted: jax.ShapeDtypeStruct, value: Any) -> Fit | str:

@@ -73,7 +73,7 @@ class Signature(NamedTuple):
         return repr(self.restore(map(Kind.of, avals, self.dtypes)))
 
 
-_OTHER_NUMBER = "a tree has another number of leaves than it should"
+_OTHER_NUMBER = "a tree has the wrong number of leaves"
 
 
 def field(data: Any, name: str, kind: type) -> Any:
@@ -87,7 +87,7 @@ def field(data: Any, name: str, kind: type) -> Any:
 def texts(data: Any) -> tuple[str, ...]:
     """A list of strings as a tuple; ValueError for anything else."""
     if not isinstance(data, list) or not all(isinstance(text, str) for text in data):
-        raise ValueError(f"{data!r:.80} is no list of names")
+        raise ValueError(f"{data!r:.80} is not a list of strings")
     return tuple(data)
 
 
@@ -136,7 +136,7 @@ def describe(value: Any, leaves: list[Any]) -> Any:
     if kind != "dict":
         return {kind: inner}
     if wrong := [key for key in keys if type(key) not in (str, int)]:
-        raise TypeError(f"a key of a dict must be a text or an integer here, not {wrong[0]!r}")
+        raise TypeError(f"a key of a dict must be a string or an integer here, not {wrong[0]!r}")
     if len(set(map(type, keys))) > 1:
         raise TypeError(f"the keys of a dict must be of one type here: {keys!r:.80}")
     return {kind: [list(pair) for pair in zip(keys, inner, strict=True)]}
@@ -152,13 +152,13 @@ def _restore(tree: Any, leaves: Iterator[Any]) -> Any:
         raise ValueError(_OTHER_NUMBER)
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and tree else ("", None)
     if not isinstance(inner, list) or kind not in ("tuple", "list", "dict") or len(tree) > 1:
-        raise ValueError(f"{tree!r:.80} is no tree")
+        raise ValueError(f"{tree!r:.80} is not a valid tree")
     if kind != "dict":
         children = [_restore(child, leaves) for child in inner]
         return tuple(children) if kind == "tuple" else children
     pairs = all(isinstance(p, list) and len(p) == 2 and type(p[0]) in (str, int) for p in inner)
     if not pairs or len({type(key) for key, _ in inner}) > 1:
-        raise ValueError(f"{tree!r:.80} is no tree")
+        raise ValueError(f"{tree!r:.80} is not a valid tree")
     found = {key: _restore(child, leaves) for key, child in inner}
     if len(found) != len(inner):
         raise ValueError(f"{tree!r:.80} has a key twice")

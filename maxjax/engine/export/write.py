@@ -87,7 +87,7 @@ def export(
     if not isinstance(model, Module):
         raise TypeError(f"export() takes a Module, not {type(model).__name__}")
     if type(vjp_order) is not int or vjp_order < 0:
-        raise ValueError(f"vjp_order is how often to differentiate, not {vjp_order!r}")
+        raise ValueError(f"vjp_order must be an integer of at least 0, not {vjp_order!r}")
     name = os.fsdecode(path)
     chosen = _platforms(platforms)
     require_writable(name)
@@ -129,7 +129,7 @@ def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
         return (jax_export.default_export_platform(),)
     found = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
     if not found or any(name not in PLATFORMS for name in found):
-        raise ValueError(f"platforms are some of {', '.join(PLATFORMS)}, not {list(found)}")
+        raise ValueError(f"platforms must be among {', '.join(PLATFORMS)}, not {list(found)}")
     return found
 
 
@@ -170,7 +170,7 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
     leaf = holder.stored.leaf
     if not hasattr(leaf, "shape"):
         raise ValueError(
-            f"weight '{name}' has no shape: its dimensions are symbolic, or it is no array"
+            f"weight '{name}' has no shape: its dimensions are symbolic, or it is not an array"
         )
     try:
         DType.of(leaf.dtype)

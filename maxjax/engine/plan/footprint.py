@@ -83,7 +83,7 @@ class Footprint:
 
     Attributes:
         basis: the origin of the sharding rules, as text.
-        held: a function of (mesh or None, dtype of floats or None) that returns all tensors.
+        tensors_of: a function of (mesh or None, dtype of floats or None) that returns all tensors.
         attention: a function that returns the attention layers; it raises UserInputError if they
             are not known.
         encoder: whether the model is an encoder, which has no KV cache.
@@ -93,7 +93,7 @@ class Footprint:
     """
 
     basis: str
-    held: Callable[[Any, DType | None], list[TensorGroup]]
+    tensors_of: Callable[[Any, DType | None], list[TensorGroup]]
     attention: Callable[[], list[names.Heads]]
     encoder: bool = False
     mesh: Any = None
@@ -112,14 +112,14 @@ def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
     mesh = mesh_of(shardings)
     devices = max((len(where.device_set) for where in shardings), default=1)
 
-    def held(on: Any, dtype: DType | None) -> list[TensorGroup]:
+    def tensors_of(on: Any, dtype: DType | None) -> list[TensorGroup]:
         if on is not None:
             return _as_planned(module, on, rules, dtype)
         return [_as_placed(name, holder, dtype) for name, holder, _ in leaves]
 
     return Footprint(
         "where Module.to placed it" if mesh is not None else "the model's own rules",
-        held, lambda: _attention_of(module), _is_encoder(module), mesh, devices,
+        tensors_of, lambda: _attention_of(module), _is_encoder(module), mesh, devices,
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
         parts = math.prod(global_shape) // math.prod(where.shard_shape(global_shape))
         spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[int(stacked) :])
         if where.memory_kind not in (None, "device"):
-            parts, why = 0, f"{why}; in the memory of the host ({where.memory_kind})".lstrip("; ")
+            parts, why = 0, f"{why}; in host memory ({where.memory_kind})".lstrip("; ")
     return TensorGroup(
         _names(name, holder), shape, _dtype(holder, dtype), spec, parts, why, _packing(holder)
     )
@@ -243,40 +243,40 @@ def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footpr
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
     make = cache(lambda dtype: build(weights, config, dtype, tie=tied))
 
-    def held(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
+    def tensors_of(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
         made = model if dtype is None else make(dtype)
-        return of_module(made, rules).held(mesh, None)
+        return of_module(made, rules).tensors_of(mesh, None)
 
     return Footprint(
-        "the model's own rules", held, lambda: _attention_of(model), _is_encoder(model)
+        "the model's own rules", tensors_of, lambda: _attention_of(model), _is_encoder(model)
     )
 
 
 def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) -> Footprint:
     table = names.rules(config)
-    by_name = cache(lambda name: by_pattern(table, name)[1])
+    rule_by_name = cache(lambda name: by_pattern(table, name)[1])
     groups: dict[tuple[Any, ...], tuple[list[str], Any]] = {}
     known = config is not None or not isinstance(weights, GGUFWeights)
     found_tensors = tensors(weights) if known else dict(weights._named_data())
     for tensor, data in found_tensors.items():
         pattern = names.generic(tensor)
-        given, wish = by_pattern(rules, tensor) if rules else (False, None)
+        given, rule = by_pattern(rules, tensor) if rules else (False, None)
         if not given:
-            wish = by_name(pattern)
+            rule = rule_by_name(pattern)
         encoding = data.quantization_encoding
         shape, logical = (tuple(map(int, s)) for s in (data.shape, data.logical_shape))
-        key = (pattern, shape, logical, data.dtype, encoding, given, id(wish))
-        groups.setdefault(key, ([], wish))[0].append(tensor)
+        key = (pattern, shape, logical, data.dtype, encoding, given, id(rule))
+        groups.setdefault(key, ([], rule))[0].append(tensor)
 
-    def held(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
+    def tensors_of(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
         if mesh is not None and rules is None:
             check_mesh(mesh)
         found = []
-        for (_, shape, logical, own, encoding, given, _), (members, wish) in groups.items():
+        for (_, shape, logical, own, encoding, given, _), (members, rule) in groups.items():
             block, stored, packing = (encoding.elements_per_block if encoding else 1), own, encoding
             if dtype is not None and (encoding or own.is_float()):
                 shape, block, stored, packing = logical, 1, dtype, None  # dequantised, or cast
-            placed = _placed(members[0], logical, wish, mesh, given, block)
+            placed = _placed(members[0], logical, rule, mesh, given, block)
             parts = 1 if mesh is None else _parts(placed.spec, mesh)
             found.append(
                 TensorGroup(members, shape, stored, placed.spec, parts, placed.why, packing)
@@ -289,18 +289,18 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
     said = config or {}
     encoder = said.get("model_type") in names.ENCODERS and said.get("is_decoder") is not True
     return Footprint(
-        "rules by tensor names", held, lambda: _attention_from_config(config, "config.json"), encoder,
+        "rules by tensor names", tensors_of, lambda: _attention_from_config(config, "config.json"), encoder,
         notes=note,
     )  # fmt: skip
 
 
 def _placed(
-    name: str, shape: tuple[int, ...], wish: Any, mesh: Any, given: bool, block: int
+    name: str, shape: tuple[int, ...], rule: Any, mesh: Any, given: bool, block: int
 ) -> Placed:
     if mesh is None:
         return Placed(PartitionSpec(), "")
     try:
-        return place(name, shape, wish, mesh, block)
+        return place(name, shape, rule, mesh, block)
     except UserInputError as error:
         if given:
             raise

@@ -257,7 +257,7 @@ class _Request:
 
 
 def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
-    held = source.held(mesh, request.dtype)
+    held = source.tensors_of(mesh, request.dtype)
     cached, notes = _cache(source, held, mesh or source.mesh, request)
     kinds = _kinds(held)
     placed_on = source.mesh if mesh is None else mesh
@@ -321,7 +321,7 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
     named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
     narrow = dataclasses.replace(request, dtype=DType.bfloat16)
     totals = [
-        (wanted, sum(len(one.names) * one.nbytes for one in source.held(None, wanted.dtype)))
+        (wanted, sum(len(one.names) * one.nbytes for one in source.tensors_of(None, wanted.dtype)))
         for wanted in (request, narrow)
     ]
     for doublings in range(_MAX_GROWTH.bit_length()):
@@ -345,7 +345,7 @@ def _attempt(source: Footprint, sizes: dict[str, int], request: _Request) -> tup
     """Bytes of weights and of KV cache on a device of such a mesh; None if the mesh is invalid."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
     try:
-        held = source.held(mesh, request.dtype)
+        held = source.tensors_of(mesh, request.dtype)
     except UserInputError:  # a rule of the caller does not divide evenly
         return None
     taken = sum(len(one.names) * one.nbytes_per_device for one in held)

@@ -60,7 +60,7 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return found, columns
 
 
-def edge_among(
+def threshold_among(
     found: jax.Array, values: jax.Array, settings: Sampling, amounts: Amounts
 ) -> tuple[jax.Array, jax.Array]:
     """The threshold found among ``found [B, C]``, the largest of ``values [B, V]``.
@@ -79,13 +79,13 @@ def edge_among(
     # Never a slice of ``found``: XLA would merge it with the slice inside top_k, no longer
     # recognise top_k, and sort the whole vocabulary.
     last = jnp.min(found, axis=1)
-    edge = jnp.full((found.shape[0], 1), amounts.least, jnp.float32)
+    threshold = jnp.full((found.shape[0], 1), amounts.least, jnp.float32)
     top_k = min(settings.top_k, values.shape[1])
     kth = None
     if top_k:
         rank = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
         kth = jnp.min(jnp.where(rank < top_k, found, 0.0), axis=1, keepdims=True)
-        edge = jnp.maximum(edge, kth)
+        threshold = jnp.maximum(threshold, kth)
     if settings.top_p < 1:
         # Top-p applies to the result of top-k; min-p comes after it.
         weights = jnp.exp(found)
@@ -96,12 +96,14 @@ def edge_among(
         above = jnp.cumsum(weights, axis=1) - weights
         # The largest value, 0, is always kept: it is the minimum if nothing else is.
         stays = above < amounts.top_p * total
-        edge = jnp.maximum(edge, jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True))
-    right = (edge[:, 0] > last) | (last == -jnp.inf)
-    return edge, right | (found.shape[1] == values.shape[1])
+        threshold = jnp.maximum(
+            threshold, jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True)
+        )
+    exact = (threshold[:, 0] > last) | (last == -jnp.inf)
+    return threshold, exact | (found.shape[1] == values.shape[1])
 
 
-def edge_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Array:
+def threshold_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Array:
     """The threshold ``[B, 1]``, found by bisection over all of ``values [B, V]``.
 
     Example:
@@ -110,18 +112,18 @@ def edge_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Arra
         >>> (v >= edge_of(v, settings, settings.amounts)).tolist()
         [[False, True, False]]
     """
-    edge = jnp.full((values.shape[0], 1), amounts.least, jnp.float32)
+    threshold = jnp.full((values.shape[0], 1), amounts.least, jnp.float32)
     weights = None
     if 0 < settings.top_k < values.shape[1]:
-        limit = jnp.full(edge.shape, settings.top_k, jnp.float32)
+        limit = jnp.full(threshold.shape, settings.top_k, jnp.float32)
         top_k = _bisected(values, jnp.ones_like(values), limit)
         weights = jnp.where(values >= top_k, jnp.exp(values), 0.0)
-        edge = jnp.maximum(edge, top_k)
+        threshold = jnp.maximum(threshold, top_k)
     if settings.top_p < 1:
         weights = jnp.exp(values) if weights is None else weights
         limit = amounts.top_p * jnp.sum(weights, axis=1, keepdims=True)
-        edge = jnp.maximum(edge, _bisected(values, weights, limit))
-    return edge
+        threshold = jnp.maximum(threshold, _bisected(values, weights, limit))
+    return threshold
 
 
 def _bisected(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:

@@ -142,7 +142,7 @@ class Matching:
         lacking = [number for number in numbers if number not in given]
         beyond = [given[number][0] for number in sorted(given) if number not in numbers]
         if lacking:
-            self._others.append(f"'{target.name}' has {len(numbers)} layers, and nothing is there for "
+            self._others.append(f"'{target.name}' has {len(numbers)} layers, and there is no tensor for "
                                 f"{some(lacking, _SHOWN)}")  # fmt: skip
         if beyond:
             self._others.append(f"'{target.name}' has {len(numbers)} layers, and there are "
@@ -217,12 +217,12 @@ class Matching:
         except UserInputError:
             origin = name
         left = self.diff.unexpected[:_COMPARED]
-        there = {self._there(tensor): tensor for tensor in left}
-        like = closest(origin, left) or there.get(closest(name, there) or "")
+        by_mapped_name = {self._mapped_name(tensor): tensor for tensor in left}
+        like = closest(origin, left) or by_mapped_name.get(closest(name, by_mapped_name) or "")
         text = f"'{name}'" if origin == name else f"'{name}' (from '{origin}')"
         return text if like is None else f"{text} (is it '{like}'?)"
 
-    def _there(self, tensor: str) -> str:
+    def _mapped_name(self, tensor: str) -> str:
         """The name in the module that an unexpected tensor is mapped to."""
         routes = self._renaming.routes(tensor)
         return routes[0].target if routes else tensor

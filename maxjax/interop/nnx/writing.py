@@ -45,7 +45,7 @@ def written(targets: Mapping[str, Target], renaming: Renaming) -> dict[str, Any]
         else:
             _enter(found, origin.name, _changed(target, change, value), origin.name)
     for name, parts in pieces.items():
-        _enter(found, name, _whole(name, parts), name)
+        _enter(found, name, _joined_parts(name, parts), name)
     return found
 
 
@@ -80,7 +80,7 @@ def _pieces(
         yield origin.number(number), _TensorPart(target, change, number)
 
 
-def _whole(name: str, parts: Mapping[int, _TensorPart]) -> Any:
+def _joined_parts(name: str, parts: Mapping[int, _TensorPart]) -> Any:
     """The tensor, made of all its parts."""
     pieces = [parts[place] for place in sorted(parts)]
     first = pieces[0]
@@ -88,7 +88,7 @@ def _whole(name: str, parts: Mapping[int, _TensorPart]) -> Any:
     if len(pieces) < count:
         lacking = [place for place in range(count) if place not in parts]
         raise UserInputError(f"'{name}' has {count} parts, and the module has none for {lacking}")
-    alike = {(one.change.whole, one.target.shape, one.number) for one in pieces}
+    alike = {(one.change.all_parts, one.target.shape, one.number) for one in pieces}
     if len(alike) > 1:
         raise UserInputError(f"the parts of '{name}' differ: they need the same layout and shape")
     return _back(first.target, first.change, [one.target.value for one in pieces], first.number)
