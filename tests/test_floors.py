@@ -98,9 +98,9 @@ engine/generate: programs batch completion nans request texts conversation
 engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
-checkpoint/conversion: progress source destination to_gguf run
+checkpoint/conversion: progress source to_gguf run
 interop: layouts renaming
-interop/nnx: variables filling matching state torch_layers writing interchange __init__
+interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
 cli: terminal options environment answer model inspect embed generate chat bench convert plan application __init__

@@ -390,13 +390,13 @@ def _replica(
         home = weight.stored.home
         return weight if home is None else home[0].view(place)
 
+    def shard_at_place(shard: Any) -> Any:
+        return shard.of(at_place(shard.host)) if hasattr(shard, "host") else shard
+
     for module, new in own:
         weights = {local: at_place(weight) for local, weight in module._mx_weights.items()}
         children = {attr: made[id(child)] for attr, child in module._mx_children.items()}
-        shards = {
-            attr: shard.of(at_place(shard.host)) if hasattr(shard, "host") else shard
-            for attr, shard in module._mx_shards.items()
-        }
+        shards = {attr: shard_at_place(shard) for attr, shard in module._mx_shards.items()}
         vars(new).update(
             {name: vars(module)[name] for name in module._mx_statics},
             _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
