@@ -71,7 +71,7 @@ nn/transformer: transformer __init__
 nn: conv conv_transpose
 
 # 5 models: one file per family
-models: config bounds name_rules
+models: config bounds weights name_rules
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp

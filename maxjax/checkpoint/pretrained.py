@@ -12,8 +12,8 @@ from ..errors import UserInputError
 from ..graph.weights import WeightData
 from ..graph.weights.writing import outgoing_data, weight_data
 from ..models import PretrainedModel
-from ..models.family import main_dtype
 from ..models.pooling import pooling_files
+from ..models.weights import main_dtype
 from ..nn.layer import Module
 from ..storage.safetensors.writer import Shard, shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer

@@ -21,8 +21,8 @@ from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placement.arrays import put
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..models import Decoder
-from ..models.family import check_loaded
 from ..models.pooling import POOLINGS, Pooling, pool
+from ..models.weights import check_loaded
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 
 # The smallest padded length: shorter programs are hardly faster.

@@ -32,7 +32,7 @@ from .decoder.config import DecoderConfig as DecoderConfig
 from .decoder.model import Decoder as Decoder
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
-from .family import main_dtype, one_head, tensors
+from .family import one_head, tensors
 from .gemma import GEMMA as _GEMMA
 from .gemma import GEMMA2 as _GEMMA2
 from .gemma import GEMMA3 as _GEMMA3
@@ -66,6 +66,7 @@ from .qwen3_moe import QWEN3_MOE as _QWEN3_MOE
 from .qwen3_moe import Qwen3MoE as Qwen3MoE
 from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .ties import is_tied, with_tie
+from .weights import main_dtype
 
 FAMILIES: list[Family] = [
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3),

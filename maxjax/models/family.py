@@ -7,7 +7,6 @@ ignored, some files put a prefix before every name, and old files use other name
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
+from ..errors import CheckpointFormatError, CheckpointMismatchError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
@@ -132,27 +130,6 @@ def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
     if head in found and table not in found:
         rest[table] = found[head]
     return rest
-
-
-def main_dtype(found: Mapping[str, Any]) -> DType | None:
-    """The float dtype of most values of a checkpoint or of a model's weights; None without floats."""
-    sizes: dict[DType, int] = {}
-    for data in found.values():
-        if data.dtype.is_float():
-            sizes[data.dtype] = sizes.get(data.dtype, 0) + math.prod(map(int, data.shape))
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
-
-
-def check_loaded(model: Any) -> None:
-    """Checks that a model's weights are loaded.
-
-    Raises:
-        UserInputError: a weight is still a placeholder.
-    """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
-        raise UserInputError(
-            "the model's weights are not loaded: call model.load_state_dict(weights) first"
-        )
 
 
 class PretrainedModel(Module):

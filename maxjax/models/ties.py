@@ -12,13 +12,15 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..agreement import as_first
 from ..errors import UserInputError
 from ..graph.weights import WeightData
 from ..graph.weights.same import same_kind, same_values
-from .family import Family
+
+if TYPE_CHECKING:
+    from .family import Family
 
 _LOG = logging.getLogger("maxjax")
 

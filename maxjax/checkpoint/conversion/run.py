@@ -19,7 +19,7 @@ from ...dtype import DType
 from ...errors import UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
-from ...models.family import main_dtype
+from ...models.weights import main_dtype
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointMissingError, UserInputError, some
-from ...models.family import main_dtype
+from ...models.weights import main_dtype
 from ...nn.layer import Module
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import resolve

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ...errors import UnsupportedModelError, UserInputError
 from ...graph.placement.specs import mesh_of
-from ...models.family import check_loaded
+from ...models.weights import check_loaded
 from ...nn.kv_cache.cache import KVCache
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
