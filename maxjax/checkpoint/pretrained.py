@@ -13,7 +13,7 @@ from ..graph.weights import WeightData
 from ..graph.weights.writing import outgoing_data, weight_data
 from ..models import PretrainedModel
 from ..models.pooling import pooling_files
-from ..models.weights import main_dtype
+from ..models.weights import main_dtype, named_dtype
 from ..nn.layer import Module
 from ..storage.safetensors.writer import Shard, shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer
@@ -146,10 +146,7 @@ def float_type(dtype: Any) -> DType:
     Raises:
         UserInputError: it is not a float dtype.
     """
-    try:
-        found = DType.of(dtype)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserInputError(f"dtype={dtype!r} is not a dtype: {error}") from None
+    found = named_dtype("dtype", dtype)
     if not found.is_float():
         raise UserInputError(f"dtype must be a float type, not {found.name}")
     return found

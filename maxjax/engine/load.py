@@ -20,6 +20,7 @@ from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import Decoder, PretrainedModel, build, config_beside
 from ..models.pooling import gguf_pooling, read_pooling
+from ..models.weights import named_dtype
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
 from ..storage.save.beside import settled, waiting
@@ -115,24 +116,6 @@ def load(
     for name in unknown:
         hint = meant(name, ("dtype", "reduce_dtype", "mesh", "config", "revision", "tokenizer"))
         raise TypeError(f"load() got an unexpected keyword argument {name!r}{hint}")
-    with allowing(limits):
-        return _load(
-            path, dtype, reduce_dtype, mesh, config, verify, revision, tokenizer, tie, compile
-        )
-
-
-def _load(
-    path: Any,
-    dtype: Any,
-    reduce_dtype: Any,
-    mesh: Any,
-    config: Any,
-    verify: Verify,
-    revision: str | None,
-    tokenizer: bool,
-    tie: bool | None,
-    compile: Sequence[Any] | None,
-) -> Any:
     compile_cache.enable()
     cast_to = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)
@@ -140,7 +123,7 @@ def _load(
         raise TypeError("path must be a str or a Path, not NoneType")
     path = find_model(path, revision)
 
-    def attempt() -> Any:
+    def once() -> Any:
         weights, model, text = _prepared(
             path, config, verify, cast_to, reduce, mesh, tie, tokenizer
         )
@@ -155,7 +138,8 @@ def _load(
             weights._beside.finish()
         return model, text, program.result()
 
-    return settled(attempt)
+    with allowing(limits):
+        return settled(once)
 
 
 def _prepared(
@@ -234,10 +218,7 @@ def _has_gguf(path: Path) -> bool:
 
 
 def _float_type(option: str, dtype: Any) -> DType:
-    try:
-        found = DType.of(dtype)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
+    found = named_dtype(option, dtype)
     if found not in (DType.float32, DType.bfloat16, DType.float16, DType.float64):
         names = "float32, bfloat16, float16 or float64"
         raise UserInputError(f"{option} must be {names}, not {found.name}")

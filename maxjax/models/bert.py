@@ -23,6 +23,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linear_rules, linears
 from ..nn.norm import LayerNorm
 from .config import ModelConfig, setting
+from .decoder.config import check_activation
 from .family import Family, PretrainedModel
 
 
@@ -50,9 +51,7 @@ class BertConfig(ModelConfig):
                 f"'hidden_size' {self.hidden_size} is not a multiple of "
                 f"'num_attention_heads' {self.num_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}: it must be one of {known}")
+        check_activation("hidden_act", self.hidden_act)
         if self.position_embedding_type != "absolute":
             kind = self.position_embedding_type
             raise UnsupportedModelError(

@@ -26,7 +26,7 @@ from ..graph.placement.specs import Split, split_over
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.weight.weight import Weight
 from ..kernels import explicit
-from ..nn.activation import ACTIVATIONS, activation
+from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import LayerList, Module
@@ -34,7 +34,7 @@ from ..nn.linear import add_bias
 from ..nn.norm import LayerNorm
 from .config import setting
 from .decoder.attention import Cached, DecoderAttention, Step, resharded
-from .decoder.config import DecoderConfig, own
+from .decoder.config import DecoderConfig, check_activation, own
 from .decoder.model import Decoder, DecoderModel, make
 from .decoder.rope import Rope
 from .family import Family
@@ -94,11 +94,7 @@ class GPT2Config(DecoderConfig):
             raise ValueError(
                 f"'n_embd' {self.hidden_size} is not a multiple of 'n_head' {self.num_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(
-                f"'activation_function' is {self.hidden_act[:80]!r}: it must be one of {known}"
-            )
+        check_activation("activation_function", self.hidden_act)
         if self.intermediate_size is None:
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Facts about the weights of any model: whether they are loaded, and the dtype that most have."""
+"""The dtypes of any model's weights, and whether they are loaded."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def main_dtype(found: Mapping[str, Any]) -> DType | None:
         if data.dtype.is_float():
             sizes[data.dtype] = sizes.get(data.dtype, 0) + math.prod(map(int, data.shape))
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def named_dtype(option: str, dtype: Any) -> DType:
+    """The dtype that a user passed as an option.
+
+    Raises:
+        UserInputError: it is not a dtype.
+    """
+    try:
+        return DType.of(dtype)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
 
 
 def check_loaded(model: Any) -> None:

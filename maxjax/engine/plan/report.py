@@ -22,6 +22,7 @@ from ...graph.placement.mesh import AXES, axis_name
 from ...graph.placement.specs import axis_of
 from ...graph.weights import load_weights
 from ...models import name_rules as names
+from ...models.weights import named_dtype
 from ...nn.layer import Module
 from ...nn.layer.place import UNKNOWN_SIZES
 from ...storage.limits import Limits, allowing
@@ -402,11 +403,9 @@ def _axes(text: str) -> Iterator[tuple[str, int]]:
 def _dtype(option: str, dtype: Any) -> DType | None:
     if dtype is None:
         return None
-    try:
-        # PyTorch's tools call float16 "fp16".
-        found = DType.of(re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
+    # PyTorch's tools call float16 "fp16".
+    name = re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype
+    found = named_dtype(option, name)
     if not found.is_float() and option == "dtype":
         raise UserInputError(f"dtype must be a float type, not {found.name}")
     return found

@@ -93,9 +93,7 @@ class DecoderConfig(ModelConfig):
                 f"'num_attention_heads' {self.num_heads} is not a multiple of "
                 f"'num_key_value_heads' {self.kv_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}: it must be one of {known}")
+        check_activation("hidden_act", self.hidden_act)
         if len(self.slides) != self.num_layers:
             raise ValueError(
                 f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
@@ -167,6 +165,16 @@ class DecoderConfig(ModelConfig):
             ValueError: a value in the file is wrong.
         """
         return {}
+
+
+def check_activation(key: str, name: str) -> None:
+    """Checks that the activation function under a key of a configuration is known.
+
+    Raises:
+        ValueError: there is no function of that name.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"'{key}' is {name[:80]!r}: it must be one of {', '.join(ACTIVATIONS)}")
 
 
 def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from ...dtype import DType
 from ...errors import CheckpointFormatError
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual
-from ...graph.placement.specs import EXPERTS, axis_of, mesh_of, split_over
+from ...graph.placement.specs import EXPERTS, mesh_of
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weights import WeightData
 from ...kernels import explicit
@@ -31,7 +31,7 @@ from ...nn.activation import activation
 from ...nn.layer import LayerList, Module
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.moe import SHARES
-from ...nn.moe.experts import ExpertWeights, mixture, mixture_on_mesh, one_by_one
+from ...nn.moe.experts import ExpertWeights, inner_axes, mixture, mixture_on_mesh, one_by_one
 from ..config import setting
 from ..family import Family
 from ..gguf.layouts import Expert as ExpertLayout
@@ -204,12 +204,7 @@ class SparseMLP(Module):
         mesh = mesh_of([w.sharding for expert in weights for w in expert])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
-        fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
-        found = {
-            tuple(name for name in split_over(w, axis) if name != fsdp)
-            for expert in weights
-            for w, axis in zip(expert, (0, 0, 1), strict=True)
-        }
+        found = inner_axes(weights, mesh)
         packed = any(w.quantization_encoding is not None for expert in weights for w in expert)
         return mesh, None if packed or len(found) != 1 else found.pop()
 

@@ -11,7 +11,7 @@ Shapes: N tokens, E features, X experts with F inner features, k experts for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from ...dtype import DType, promote
 from ...graph.placement.arrays import on_mesh
-from ...graph.placement.specs import batch_axes
+from ...graph.placement.specs import axis_of, batch_axes, split_over
+from ...graph.weight.weight import Weight
 from ...kernels import matmul
 from ..linear import gated
 
@@ -88,6 +89,21 @@ def mixture_on_mesh(
     rows = P(batch_axes(mesh, x.shape[0], ("data", "fsdp", "seq")))
     specs = (rows, rows, rows, P(None, None, axes), P(None, None, axes))
     return on_mesh(local, mesh, specs, rows)(x, chosen, shares, *_stacked(experts))
+
+
+def inner_axes(experts: Iterable[Sequence[Weight]], mesh: Any) -> set[tuple[str, ...]]:
+    """The sets of mesh axes that split the F inner features; one entry if all experts agree.
+
+    Args:
+        experts: Weights of the gate, up and down projections of each expert.
+        mesh: mesh that they are sharded over.
+    """
+    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
+    return {
+        tuple(name for name in split_over(weight, axis) if name != fsdp)
+        for weights in experts
+        for weight, axis in zip(weights, (0, 0, 1), strict=True)
+    }
 
 
 def sorted_mixture(

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError, some
 from ...models.config import read_object
-from ...models.gguf.tokenizer.splits import SPLITTINGS
+from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
 from ...storage.files import open_regular
 from ...storage.limits import in_force
 
@@ -67,10 +67,7 @@ def _byte_level(normalizer: Any = None, name: str = "gpt-2") -> Callable[..., di
         if settings.get("add_prefix_space") is True:
             steps = split["pretokenizers"] if split["type"] == "Sequence" else [split]
             steps[-1]["add_prefix_space"] = True
-        decoder = {
-            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
-        }  # fmt: skip
-        return {"normalizer": normalizer, "pre_tokenizer": split, "decoder": decoder}
+        return {"normalizer": normalizer, "pre_tokenizer": split, "decoder": BYTE_LEVEL_DECODER}
 
     return parts
 

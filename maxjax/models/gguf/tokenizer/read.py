@@ -16,6 +16,7 @@ from ....errors import CheckpointFormatError, UserInputError, some
 from ....storage.strict_json import load_json
 from ..metadata import Settings
 from .bpe import ENDS, byte_level, sentencepiece
+from .tokens import SPECIAL, special_id
 from .wordpiece import PIECE as PIECE
 from .wordpiece import wordpiece
 
@@ -28,11 +29,6 @@ _KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "gpt2": byte_level,
     "llama": sentencepiece,
 }
-# GGUF's names of special tokens → those of a tokenizer_config.json.
-_SPECIAL = {
-    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token",
-    "padding": "pad_token", "mask": "mask_token",
-}  # fmt: skip
 
 
 def tokenizer_json(
@@ -123,10 +119,10 @@ def special_tokens(
     given = Settings(metadata, "tokenizer.ggml.", path)
     tokens = given.items("tokens", str, []) if given.has("tokens") else []
     found = {}
-    for key, name in _SPECIAL.items():
-        index = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+    for name, key in SPECIAL.items():
+        index = special_id(given, tokens, key)
         if index is not None:
-            found[name] = tokens[index]
+            found[f"{name}_token"] = tokens[index]
     return found
 
 
@@ -144,10 +140,7 @@ def end_ids(
     """
     given = Settings(metadata, "tokenizer.ggml.", path)
     tokens = given.items("tokens", str, []) if given.has("tokens") else []
-    found = [
-        given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
-        for key in ("eos", "eot", "eom")
-    ]
+    found = [special_id(given, tokens, key) for key in ("eos", "eot", "eom")]
     ends = ENDS
     if {"<|return|>", "<|call|>"} <= set(tokens):  # of gpt-oss, where <|end|> ends a part alone
         ends = ENDS - {"<|end|>"}

@@ -47,6 +47,12 @@ _CASED = (
 )
 
 
+BYTE_LEVEL_DECODER = {
+    "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
+}  # fmt: skip
+"""The decoder of GPT-2's kind of tokenizer."""
+
+
 @dataclass(frozen=True)
 class Splitting:
     """The normalisation and splitting of a text, and the defaults of a tokenizer.

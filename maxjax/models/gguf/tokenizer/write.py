@@ -20,11 +20,9 @@ from ....errors import CheckpointFormatError, CheckpointMismatchError
 from ..metadata import short, unsupported
 from .read import HF_JSON, PIECE
 from .splits import bert_flags, pre_name, space_prefix
-from .tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, WORD
+from .tokens import BYTE, CONTROL, NORMAL, SPECIAL, UNKNOWN, UNUSED, USER, WORD
 
-# tokenizer_config.json's names of special tokens → GGUF's, and of BERT's, where [CLS] begins.
-SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
-            "mask": "mask"}  # fmt: skip
+# As tokens.SPECIAL, for BERT, where [CLS] begins a text.
 BERT_SPECIAL = {"cls": "bos", "sep": "seperator", "unk": "unknown", "pad": "padding",
                  "mask": "mask"}  # fmt: skip
 
