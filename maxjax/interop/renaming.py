@@ -121,11 +121,6 @@ class Renaming:
         self._changes = _Finder(list(changes))
         self._change_of = [_change(value) for value in changes.values()]
 
-    @property
-    def is_function(self) -> bool:
-        """Whether names are made by a function, which has no inverse."""
-        return self._function is not None
-
     def routes(self, name: str) -> list[Route]:
         """The arrays that a tensor of the checkpoint becomes; none if it is to be left out."""
         if self._function is not None:

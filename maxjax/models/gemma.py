@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Self
 from ..errors import CheckpointFormatError, UnsupportedModelError
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import BARE, KNOWN, Decoder, make
+from .decoder.model import KNOWN, Decoder, DecoderFamily, make
 from .decoder.rope import Rope, rope_of
-from .family import Family, PretrainedModel
+from .family import PretrainedModel
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"
@@ -276,7 +276,7 @@ class Gemma3(Decoder):
 
 
 @dataclass(frozen=True)
-class _TextFamily(Family):
+class _TextFamily(DecoderFamily):
     """A family whose files may be multimodal, with the text model's tensors under a prefix."""
 
     def name(self, tensor: str) -> str | None:
@@ -287,28 +287,23 @@ class _TextFamily(Family):
         return super().name(tensor)
 
 
-GEMMA = Gemma.family = Family(
+GEMMA = Gemma.family = DecoderFamily(
     model_type=GemmaConfig.model_type,
     architectures=("GemmaForCausalLM", "GemmaModel"),
     config=GemmaConfig,
     make=make(Gemma),
-    bare=BARE,
-    ignored=KNOWN,
 )
-GEMMA2 = Gemma2.family = Family(
+GEMMA2 = Gemma2.family = DecoderFamily(
     model_type=Gemma2Config.model_type,
     architectures=("Gemma2ForCausalLM", "Gemma2Model"),
     config=Gemma2Config,
     make=make(Gemma2),
-    bare=BARE,
-    ignored=KNOWN,
 )
 GEMMA3 = Gemma3.family = _TextFamily(
     model_type=Gemma3Config.model_type,
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config=Gemma3Config,
     make=make(Gemma3),
-    bare=BARE,
     ignored=(*KNOWN, *_SIGHT, *(f"model.{name}" for name in _SIGHT)),
 )
 # The same text model, read from multimodal checkpoints.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .decoder.config import DecoderConfig
-from .decoder.model import BARE, KNOWN, Decoder, make
-from .family import Family
+from .decoder.model import Decoder, DecoderFamily, make
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,9 @@ class Llama(Decoder):
     """
 
 
-LLAMA = Llama.family = Family(
+LLAMA = Llama.family = DecoderFamily(
     model_type=LlamaConfig.model_type,
     architectures=("LlamaForCausalLM", "LlamaModel"),
     config=LlamaConfig,
     make=make(Llama),
-    bare=BARE,
-    ignored=KNOWN,
 )

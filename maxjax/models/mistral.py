@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import BARE, KNOWN, Decoder, make
-from .family import Family
+from .decoder.model import Decoder, DecoderFamily, make
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,9 @@ class Mistral(Decoder):
     """
 
 
-MISTRAL = Mistral.family = Family(
+MISTRAL = Mistral.family = DecoderFamily(
     model_type=MistralConfig.model_type,
     architectures=("MistralForCausalLM", "MistralModel"),
     config=MistralConfig,
     make=make(Mistral),
-    bare=BARE,
-    ignored=KNOWN,
 )

@@ -13,7 +13,7 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.config import own
 from .decoder.experts import MAPS_W, MoEConfig, MoEFamily, MoELayer, expert_count
-from .decoder.model import BARE, KNOWN, Decoder, make
+from .decoder.model import Decoder, make
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,6 @@ MIXTRAL = Mixtral.family = MoEFamily(
     config=MixtralConfig,
     make=make(Mixtral),
     renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
-    bare=BARE,
-    ignored=KNOWN,
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
 )

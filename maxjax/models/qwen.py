@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import BARE, KNOWN, Decoder, make
-from .family import Family
+from .decoder.model import Decoder, DecoderFamily, make
 
 # Defaults of the window's settings: it is used only if ``use_sliding_window`` is true.
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -86,19 +85,15 @@ class Qwen3(Decoder):
     """A Qwen 3 language model."""
 
 
-QWEN2 = Qwen2.family = Family(
+QWEN2 = Qwen2.family = DecoderFamily(
     model_type=Qwen2Config.model_type,
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     config=Qwen2Config,
     make=make(Qwen2),
-    bare=BARE,
-    ignored=KNOWN,
 )
-QWEN3 = Qwen3.family = Family(
+QWEN3 = Qwen3.family = DecoderFamily(
     model_type=Qwen3Config.model_type,
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     config=Qwen3Config,
     make=make(Qwen3),
-    bare=BARE,
-    ignored=KNOWN,
 )

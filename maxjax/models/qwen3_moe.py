@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import own
 from .decoder.experts import MoEConfig, MoEFamily, MoELayer, expert_count
-from .decoder.model import BARE, KNOWN, Decoder, make
+from .decoder.model import Decoder, make
 from .qwen import WINDOW
 
 
@@ -107,6 +107,4 @@ QWEN3_MOE = Qwen3MoE.family = MoEFamily(
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     config=Qwen3MoEConfig,
     make=make(Qwen3MoE),
-    bare=BARE,
-    ignored=KNOWN,
 )

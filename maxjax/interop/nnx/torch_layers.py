@@ -62,7 +62,7 @@ def torch_rules(
         if isinstance(variable, nnx.RngState) or rank is None:
             continue
         layer, _, attribute = path.rpartition(".")
-        name = _name(owner, attribute, rank)
+        name = _name(owner, attribute)
         outer, _, part = layer.rpartition(".")
         if outer in attention:
             _fuse(table, layers, outer, part, name, path)
@@ -82,7 +82,7 @@ class _Name(NamedTuple):
     rank: int | None = None
 
 
-def _name(owner: Any, attribute: str, rank: int) -> _Name:
+def _name(owner: Any, attribute: str) -> _Name:
     if isinstance(owner, nnx.Linear):
         known = {"kernel": _Name("weight", "o i -> i o", 2), "bias": _Name("bias", None, 1)}
     elif isinstance(owner, nnx.LinearGeneral) and not owner.batch_axis:

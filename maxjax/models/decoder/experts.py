@@ -33,12 +33,12 @@ from ...nn.linear import Linear, linear_rules, linears
 from ...nn.moe import SHARES
 from ...nn.moe.experts import ExpertWeights, inner_axes, mixture, mixture_on_mesh, one_by_one
 from ..config import setting
-from ..family import Family
 from ..gguf.layouts import Expert as ExpertLayout
 from ..gguf.names import Source
 from ..gguf.sources import Relaid
 from .block import DecoderLayer
 from .config import DecoderConfig, own
+from .model import DecoderFamily
 
 # Names of an expert's linear layers, in the order gate, up, down.
 MAPS_W = ("w1", "w3", "w2")
@@ -227,7 +227,7 @@ _FUSED = re.compile(
 
 
 @dataclass(frozen=True)
-class MoEFamily(Family):
+class MoEFamily(DecoderFamily):
     """A Family whose files may hold the experts of a layer as one tensor.
 
     Attributes:

@@ -394,5 +394,16 @@ def make(kind: type[Decoder]) -> Any:
     return make_decoder
 
 
+@dataclasses.dataclass(frozen=True)
+class DecoderFamily(Family):
+    """A Family of decoders with the tensor names of Llama's files.
+
+    Files without the head may leave out "model.", and tables of RoPE frequencies are ignored.
+    """
+
+    bare: tuple[str, tuple[str, ...]] = BARE
+    ignored: tuple[str, ...] = KNOWN
+
+
 # For models made in code; no checkpoint names this family.
 Decoder.family = Family("decoder", ("Decoder",), DecoderConfig, make(Decoder))

@@ -59,7 +59,7 @@ class Rope:
         """
         if width % 2:
             raise ValueError(
-                f"RoPE rotates pairs of features, so heads cannot have {width} of them"
+                f"RoPE rotates pairs of features, so the width of a head must be even, not {width}"
             )
         if isinstance(self.scaling, LongRoPEScalingParams):
             for listed in (self.scaling.short_factor, self.scaling.long_factor):

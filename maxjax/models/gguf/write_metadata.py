@@ -130,15 +130,21 @@ def _most(tensors: Mapping[str, WeightData]) -> str:
 # --- what several architectures have ------------------------------------------------------------
 
 
+def _sizes(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+    }
+
+
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     size = model.config
     found = {
-        "vocab_size": size.vocab_size,
-        "context_length": size.max_position_embeddings,
-        "embedding_length": size.hidden_size,
-        "block_count": size.num_layers,
-        "feed_forward_length": size.intermediate_size,
-        "attention.head_count": size.num_heads,
+        **_sizes(size),
         "attention.head_count_kv": size.kv_heads,
         "attention.key_length": size.width,
         "attention.value_length": size.width,
@@ -216,18 +222,10 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
 
 def _plain(model: FamilyConfig) -> dict[str, Any]:
     """The settings of GPT-2 and of BERT, which have neither RoPE nor grouped-query attention."""
-    size = model.config
-    is_bert = model.architecture == "bert"
-    found = {
-        "vocab_size": size.vocab_size,
-        "context_length": size.max_position_embeddings,
-        "embedding_length": size.hidden_size,
-        "block_count": size.num_layers,
-        "feed_forward_length": size.intermediate_size,
-        "attention.head_count": size.num_heads,
-        "attention.layer_norm_epsilon": size.layer_norm_eps if is_bert else size.rms_norm_eps,
-    }
-    return {**found, "attention.causal": False} if is_bert else found
+    found, epsilon = _sizes(model.config), "attention.layer_norm_epsilon"
+    if model.architecture == "bert":
+        return {**found, epsilon: model.config.layer_norm_eps, "attention.causal": False}
+    return {**found, epsilon: model.config.rms_norm_eps}
 
 
 # --- whether the configuration survives the round trip -------------------------------------------

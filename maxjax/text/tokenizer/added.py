@@ -276,10 +276,10 @@ def with_numbers(
     if not unmet and not has_gaps:
         return None
     if not isinstance(model, Mapping) or not isinstance(vocab, Mapping):
-        _warn(backend, unmet, path)
+        _warn(unmet, path)
         return None
     inside = _numbered(vocab, given, [*own, *(token.content for token in beside.tokens)])
-    _warn(backend, {text: n for text, n in unmet.items() if inside.get(text) != n}, path)
+    _warn({text: n for text, n in unmet.items() if inside.get(text) != n}, path)
     if not inside or not (has_gaps or any(text in inside for text in unmet)):
         return None
     return {**document, "model": {**model, "vocab": {**vocab, **inside}}}
@@ -303,7 +303,7 @@ def _numbered(
     return found
 
 
-def _warn(backend: Any, unmet: Mapping[str, int], path: Any) -> None:
+def _warn(unmet: Mapping[str, int], path: Any) -> None:
     if unmet:
         listed = [f"{text[:80]!r} ({number})" for text, number in unmet.items()]
         _LOG.warning(
