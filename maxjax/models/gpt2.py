@@ -124,7 +124,7 @@ class TransposedLinear(Module):
         bias: Weight ``[out_dim]``.
 
     Example:
-        >>> layer = Conv1D(3, 2, DType.float32)
+        >>> layer = TransposedLinear(3, 2, DType.float32)
         >>> _ = layer.load_state_dict({"weight": jnp.ones((3, 2)), "bias": jnp.zeros(2)})
         >>> print(layer(jnp.ones((1, 3))))
         [[3. 3.]]

@@ -72,8 +72,8 @@ def threshold_among(
     Example:
         >>> v = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
         >>> settings = Sampling(temperature=1, top_p=0.6)
-        >>> edge, right = edge_among(v, v, settings, settings.amounts)
-        >>> (v >= edge).tolist(), right.tolist()
+        >>> threshold, exact = threshold_among(v, v, settings, settings.amounts)
+        >>> (v >= threshold).tolist(), exact.tolist()
         ([[True, True, False]], [True])
     """
     # Never a slice of ``found``: XLA would merge it with the slice inside top_k, no longer
@@ -109,7 +109,7 @@ def threshold_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax
     Example:
         >>> v = jnp.log(jnp.array([[0.3, 0.5, 0.2]]))
         >>> settings = Sampling(temperature=1, top_k=1)
-        >>> (v >= edge_of(v, settings, settings.amounts)).tolist()
+        >>> (v >= threshold_of(v, settings, settings.amounts)).tolist()
         [[False, True, False]]
     """
     threshold = jnp.full((values.shape[0], 1), amounts.least, jnp.float32)

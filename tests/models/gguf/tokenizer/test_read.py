@@ -204,7 +204,7 @@ def test_templates_as_gguf_writes_them(tmp_path):
 
 def test_no_template():
     assert chat_template({}) is None
-    with pytest.raises(UserInputError, match="none with a name"):
+    with pytest.raises(UserInputError, match="no template with a name"):
         chat_template({}, "rag")
     with pytest.raises(CheckpointFormatError, match="tokenizer.chat_template' has the wrong type"):
         chat_template({"tokenizer.chat_template": 3}, path="m.gguf")
