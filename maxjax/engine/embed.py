@@ -128,8 +128,7 @@ def _encode(
 def _pooling(model: Any, batch_size: Any, given: Any) -> Pooling:
     if not hasattr(model, "family") or not hasattr(model, "max_length"):
         raise UserInputError(
-            f"{type(model).__name__} is neither a text encoder nor a decoder: there is nothing to "
-            "embed texts with"
+            f"{type(model).__name__} is neither a text encoder nor a decoder: it cannot embed texts"
         )
     check_loaded(model)
     if type(batch_size) is not int or batch_size < 1:
@@ -197,8 +196,8 @@ def _check_ids(model: Any, rows: list[Encoding]) -> None:
     highest = max((max(row.ids, default=0) for row in rows), default=0)
     if highest >= size:
         raise UserInputError(
-            f"the tokenizer gives the token id {highest}, and the vocabulary of the model has {size} "
-            "tokens: they do not belong together"
+            f"the tokenizer gives the token id {highest}, but the vocabulary of the model has {size} "
+            "tokens: the tokenizer belongs to another model"
         )
 
 

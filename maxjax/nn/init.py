@@ -144,7 +144,7 @@ def _choose(name: str, weight: Weight, layer: Module | None, initializer: Any) -
         return chosen
     if not weight.dtype.is_float():
         raise TypeError(
-            f"weight '{name}' is {weight.dtype}: random integers mean nothing; "
+            f"weight '{name}' is {weight.dtype}, which has no default initializer: "
             "load a value, or pass an initializer"
         )
     if name.rsplit(".", 1)[-1] == "bias":

@@ -155,7 +155,7 @@ def test_ids_that_are_none():
             TextStream(tokenizer).push(wrong)
     stream = TextStream(tokenizer)
     assert stream.push(10**6) == "" and stream.flush() == "" and stream.flush() == ""
-    with pytest.raises(UserInputError, match="has ended"):
+    with pytest.raises(UserInputError, match="has been flushed"):
         stream.push(0)
 
 

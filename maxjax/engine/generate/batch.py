@@ -249,7 +249,7 @@ def check_model(model: Any) -> None:
     """
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
         raise UserInputError(
-            f"{type(model).__name__} is not a language model: there is nothing to generate with"
+            f"{type(model).__name__} is not a language model: it cannot generate text"
         )
     check_loaded(model)
     leaves = jax.tree.leaves(model)

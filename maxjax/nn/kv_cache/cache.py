@@ -83,13 +83,9 @@ class KVCache:
         Raises:
             UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8.
         """
-        batch, heads, capacity, width = (
-            _count(name, n)
-            for name, n in [
-                ("batch", batch), ("num_kv_heads", num_kv_heads),
-                ("capacity", capacity), ("head_dim", head_dim),
-            ]
-        )  # fmt: skip
+        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity}
+        for name, size in {**sizes, "head_dim": head_dim}.items():
+            _count(name, size)
         if num_layers or not sliding_layers:
             _count("num_layers", num_layers)
         kind = DType.of(dtype)
@@ -99,7 +95,9 @@ class KVCache:
         if isinstance(sharding, NamedSharding):
             spec = (*sharding.spec, None, None)
             per_row = NamedSharding(sharding.mesh, PartitionSpec(spec[1]))
-        slots_of = lambda n, slots: Slots.empty((n, batch, heads, slots, width), kind.np, sharding)
+        slots_of = lambda n, slots: Slots.empty(
+            (n, batch, num_kv_heads, slots, head_dim), kind.np, sharding
+        )
         sliding = None
         if sliding_layers:
             _count("sliding_layers", sliding_layers)

@@ -108,8 +108,8 @@ class Module(Layer, StateDict, ABC):
         for name, value in vars(cls).items():
             if isinstance(value, (Module, Weight)):
                 raise TypeError(
-                    f"{cls.__name__}.{name} is a {type(value).__name__} of the class, which its instances would "
-                    f"share and none would see: assign it in __init__, self.{name} = …"
+                    f"{cls.__name__}.{name} is a {type(value).__name__} in the class body, where no instance "
+                    f"sees it: assign it in __init__, self.{name} = …"
                 )
         if vars(cls).get("__slots__"):
             raise TypeError(

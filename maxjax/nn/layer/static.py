@@ -99,8 +99,8 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
 
 
 _HELD_BY = (
-    "Use a list, tuple or LayerList of Modules; of a dict the values, with its keys as an attribute "
-    "of their own (module.xs = list(d.values()); module.names = list(d)); and one attribute for each Weight"
+    "Hold Modules in a list, tuple or LayerList (for a dict: module.xs = list(d.values()); "
+    "module.names = list(d)), and each Weight in an attribute of its own"
 )
 MIXED = (
     "; a list holds Modules or plain data, not both: give the Modules a list of their own, "

@@ -164,8 +164,9 @@ def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) 
     ignores = model.get("ignore_merges") is True
     last = steps[-1] if steps else {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is True:
-        kinds = ", ".join(str(step.get("type"))[:40] for step in steps) or "nothing"
-        raise unsupported(f"the pre-tokenizer {kinds} in a GGUF file", path)
+        kinds = ", ".join(str(step.get("type"))[:40] for step in steps)
+        what = f"the pre-tokenizer {kinds}" if kinds else "a tokenizer without a pre-tokenizer"
+        raise unsupported(f"{what} in a GGUF file", path)
     splits, whole = steps[:-1], last.get("use_regex", True) is not False
     name = None
     if whole and not splits and not ignores:

@@ -76,7 +76,7 @@ def _types(given: Settings, tokens: list[str]) -> list[int]:
 
 
 def _spelled(tokens: list[str], types: list[int]) -> list[str]:
-    """Tokens as BERT spells them: GGUF marks the beginnings of words, BERT what goes on."""
+    """Tokens as BERT spells them: GGUF marks the beginnings of words, BERT the continuations."""
     if not any(token.startswith(WORD) for token in tokens):
         return tokens  # some writers leave BERT's spelling
 

@@ -32,7 +32,6 @@ def special_ids(
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
     names: Mapping[str, str],
-    path: Any,
 ) -> dict[str, int]:
     """The ids of special tokens, from the tokenizer's settings or else from the configuration."""
     found = {}
@@ -162,20 +161,18 @@ def gguf_tokenizer_metadata(
     """
     settings, config = settings or {}, config or {}
     if tokenizer is None:
-        found: dict[str, Any] = {"model": "none"} | special_ids({}, {}, config, SPECIAL, path)
+        found: dict[str, Any] = {"model": "none"} | special_ids({}, {}, config, SPECIAL)
     else:
         model = typed(tokenizer, "model", dict, path)
         kind = model.get("type") or ("BPE" if "merges" in model else None)
         tokens = _Vocabulary(tokenizer, model, vocab_size, path)
         if kind == "WordPiece":
-            found = _wordpiece(tokenizer, tokens) | special_ids(
-                tokens.ids, settings, config, BERT_SPECIAL, path
-            )
+            found = _wordpiece(tokenizer, tokens)
+            found |= special_ids(tokens.ids, settings, config, BERT_SPECIAL)
         elif kind == "BPE":
-            made = _sentencepiece if model.get("byte_fallback") is True else _byte_level
-            found = made(tokenizer, tokens) | special_ids(
-                tokens.ids, settings, config, SPECIAL, path
-            )
+            is_llama = model.get("byte_fallback") is True
+            found = (_sentencepiece if is_llama else _byte_level)(tokenizer, tokens)
+            found |= special_ids(tokens.ids, settings, config, SPECIAL)
             found |= added_around(tokenizer, settings, found)
         else:
             raise unsupported(f"a tokenizer of type {short(kind)} in a GGUF file", path)

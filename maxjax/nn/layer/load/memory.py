@@ -129,7 +129,9 @@ def _message(
         f"'{one.name}' {one.dtype.name} {shape}, of which each device holds {part}: {nbytes:,} bytes"
     )
     changes = _changes(module, fits, need, free, device.platform == "cpu")
-    return f"{text}. It would fit {' or '.join(changes) or 'on no larger mesh and in no narrower dtype'}."
+    if not changes:
+        return f"{text}. It would not fit on a larger mesh or in a narrower dtype either."
+    return f"{text}. It would fit {' or '.join(changes)}."
 
 
 def _changes(module: Any, fits: Sequence[Fit], need: int, free: int, on_host: bool) -> list[str]:

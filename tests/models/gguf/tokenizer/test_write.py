@@ -159,7 +159,7 @@ def test_special_tokens_are_those_that_gguf_finds(tmp_path):
     ("change", "says"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "normalizer 'Lowercase'"),
-        ({"pre_tokenizer": None}, "pre-tokenizer nothing"),
+        ({"pre_tokenizer": None}, "without a pre-tokenizer"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "pre-tokenizer Whitespace"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "ByteLevel"),
         ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "ByteLevel"),
