@@ -143,10 +143,10 @@ class Matching:
         beyond = [given[number][0] for number in sorted(given) if number not in numbers]
         if lacking:
             self._others.append(f"'{target.name}' has {len(numbers)} layers, and there is no tensor for "
-                                f"{some(lacking, _SHOWN)}")  # fmt: skip
+                                f"layers {some(lacking, _SHOWN)}")  # fmt: skip
         if beyond:
-            self._others.append(f"'{target.name}' has {len(numbers)} layers, and there are "
-                                f"{some(beyond, _SHOWN)}")  # fmt: skip
+            self._others.append(f"'{target.name}' has {len(numbers)} layers, and there are tensors for "
+                                f"more: {some(beyond, _SHOWN)}")  # fmt: skip
         return numbers
 
     def _fitting(
