@@ -164,10 +164,14 @@ def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str,
     return found
 
 
-def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:
-    """The random seed, or None for greedy sampling; warns of options that have no effect."""
+def chosen_key(options: argparse.Namespace, sampling: Any) -> tuple[int | None, Any]:
+    """The seed and its random key, None for greedy sampling; warns of options that have no effect."""
     if not sampling.is_greedy:
-        return int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+        import jax
+
+        given = options.seed
+        seed = int.from_bytes(os.urandom(4), "little") if given is None else given
+        return seed, jax.random.key(seed)
     idle = [name for name in _FILTERS if getattr(options, name)]
     if idle and (idle != ["top_p"] or options.top_p < 1):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
@@ -175,16 +179,7 @@ def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:
             f"maxjax: warning: {names} has no effect, since sampling is greedy: give --temperature",
             file=sys.stderr,
         )
-    return None
-
-
-def key_of(seed: int | None) -> Any:
-    """The random key of a seed; None for None."""
-    if seed is None:
-        return None
-    import jax
-
-    return jax.random.key(seed)
+    return None, None
 
 
 def system_message(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -62,6 +62,15 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
     return y.astype(x.dtype)
 
 
+def dynamic_multipliers(lengths: jax.Array, width: int, scaling: DynamicScalingParams) -> jax.Array:
+    """The factor of each frequency for sequences of these lengths: ``[..., 1]`` → ``[..., width / 2]``."""
+    longer = jnp.maximum(lengths / scaling.max_position_embeddings, 1.0)
+    growth = scaling.factor * longer - (scaling.factor - 1)
+    # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
+    power = jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
+    return growth ** power.reshape((1,) * (lengths.ndim - 1) + (-1,))
+
+
 class RotaryEmbedding(Module):
     """Rotates queries or keys by their positions; has no weights. Arguments in MAX's order.
 
@@ -222,11 +231,7 @@ class DynamicRotaryEmbedding(_Scaled):
         if scaling is None or width <= 2:
             return angles
         length = jnp.max(positions, initial=0.0) + 1
-        longer = jnp.maximum(length / scaling.max_position_embeddings, 1.0)
-        growth = scaling.factor * longer - (scaling.factor - 1)
-        # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
-        slower = growth ** jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
-        return angles * slower.reshape((1,) * positions.ndim + (-1,))
+        return angles * dynamic_multipliers(length.reshape((1,) * angles.ndim), width, scaling)
 
 
 class YarnRotaryEmbedding(_Scaled):

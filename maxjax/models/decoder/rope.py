@@ -27,6 +27,7 @@ from ...nn.rope_scaling import (
     inv_freqs,
     yarn_mscale,
 )
+from ...nn.rotary_embedding import dynamic_multipliers
 
 DEFAULT_THETA = 10_000.0
 
@@ -99,12 +100,7 @@ class Rope:
             long = wide * jnp.asarray(self._freqs(width, original + 1))[None, None, :]
             angles = jnp.where(lengths > original, long, angles)
         elif isinstance(self.scaling, DynamicScalingParams) and width > 2:
-            factor = self.scaling.factor
-            longer = jnp.maximum(lengths / self.scaling.max_position_embeddings, 1.0)
-            growth = factor * longer - (factor - 1)
-            # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
-            power = jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
-            angles = angles * growth ** power[None, None, :]
+            angles = angles * dynamic_multipliers(lengths, width, self.scaling)
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
     def _freqs(self, width: int, length: int = 0) -> np.ndarray:

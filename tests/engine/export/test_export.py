@@ -912,7 +912,7 @@ HEADERS = {
                      "numbers of arrays"),
     "inputs and leaves": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": []}}, "the wrong number of leaves"),
     "inputs that are no tuple": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"list": ["leaf"] * 2}}},
-                                 "no tuple"),
+                                 "not a tuple"),
     "no tree": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {"set": []}}}, "is not a valid tree"),
     "keys of two kinds": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {
         "dict": [["a", "leaf"], [1, "leaf"]]}}}, "is not a valid tree"),
