@@ -143,9 +143,9 @@ class _Stop:
 @contextmanager
 def _interrupts() -> Iterator[_Stop]:
     stop, number = _Stop(), signal.SIGINT
-    here = threading.current_thread() is threading.main_thread()
+    is_main = threading.current_thread() is threading.main_thread()
     # A process that ignores SIGINT, such as a background job, or has its own handler keeps it.
-    if not here or signal.getsignal(number) is not signal.default_int_handler:
+    if not is_main or signal.getsignal(number) is not signal.default_int_handler:
         yield stop
         return
     before = signal.signal(number, stop)

@@ -61,9 +61,9 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-new-tokens", type=positive, metavar="N", help="end it after N tokens")
     group.add_argument("--stop", action="append", type=text, metavar="TEXT",
                        help="end it before this text; may be given several times")  # fmt: skip
-    for name, says in _SAMPLING.items():
+    for name, help_text in _SAMPLING.items():
         option = f"--{name.replace('_', '-')}"
-        group.add_argument(option, type=setting(name), metavar="X", help=says)
+        group.add_argument(option, type=setting(name), metavar="X", help=help_text)
     group.add_argument("--seed", type=seed, metavar="N",
                        help="the same seed gives the same text (default: random)")  # fmt: skip
     group.add_argument("--system", metavar="TEXT", help="a system message before the chat")
@@ -131,13 +131,13 @@ def _mesh(text: str) -> Any:
     from ..graph.placement.mesh import make_mesh
 
     sizes = dict(read_mesh(text).shape)
-    needed, there = math.prod(sizes.values()), jax.devices()
-    if needed > len(there):
-        kind = there[0].platform
+    needed, devices = math.prod(sizes.values()), jax.devices()
+    if needed > len(devices):
+        kind = devices[0].platform
         cpu = "" if kind == "cpu" else "JAX_PLATFORMS=cpu "
         raise UserInputError(
-            f"--mesh {text} needs {needed} devices, and there {'is' if len(there) == 1 else 'are'}"
-            f" {len(there)} ({kind}). To try it on one CPU, set {cpu}JAX_NUM_CPU_DEVICES={needed}"
+            f"--mesh {text} needs {needed} devices, and there {'is' if len(devices) == 1 else 'are'}"
+            f" {len(devices)} ({kind}). To try it on one CPU, set {cpu}JAX_NUM_CPU_DEVICES={needed}"
         )
     return make_mesh(**sizes)
 
@@ -170,8 +170,8 @@ def chosen_key(options: argparse.Namespace, sampling: Any) -> tuple[int | None, 
         import jax
 
         given = options.seed
-        seed = int.from_bytes(os.urandom(4), "little") if given is None else given
-        return seed, jax.random.key(seed)
+        number = int.from_bytes(os.urandom(4), "little") if given is None else given
+        return number, jax.random.key(number)
     idle = [name for name in _FILTERS if getattr(options, name)]
     if idle and (idle != ["top_p"] or options.top_p < 1):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)

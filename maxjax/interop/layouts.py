@@ -103,8 +103,8 @@ def layout(text: str) -> AxisLayout:
     flipped = frozenset(token[1:] for token in sides[1] if token.startswith("-"))
     atoms = [atom for group in groups for atom in group]
     named = [atom.name for atom in atoms if atom.name is not None]
-    wanted = [axis for axis in axes if axis != "*"]
-    if not arrow or sorted(named) != sorted(set(wanted)) or len(set(axes)) < len(axes):
+    on_right = [axis for axis in axes if axis != "*"]
+    if not arrow or sorted(named) != sorted(set(on_right)) or len(set(axes)) < len(axes):
         raise _unreadable(text, "each axis must be once on either side of '->'")
     if len(atoms) - len(named) > 1 or "*" in flipped:
         raise _unreadable(text, "at most one axis may be a part")

@@ -106,8 +106,8 @@ class StackedLinear(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, in the order of the names."""
-        apart = not self.stacked or self.weight.stored.layout is not None
-        y = explicit.concatenate(self.apart(x), -1) if apart else self._matmul(x)
+        by_layer = not self.stacked or self.weight.stored.layout is not None
+        y = explicit.concatenate(self.apart(x), -1) if by_layer else self._matmul(x)
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:

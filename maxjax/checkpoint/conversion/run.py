@@ -94,7 +94,7 @@ def convert(
         )
     target = Path(destination)
     kind = _format(target, to)
-    wanted = None if dtype is None else float_type(dtype)
+    target_dtype = None if dtype is None else float_type(dtype)
     limit = size_in_bytes(max_shard_size)
     encoding = _encoding(quantize, kind)
     with allowing(limits), opened(source) as found:
@@ -102,13 +102,13 @@ def convert(
             as_hugging_face(found)
         _check_destination(
             found, target, kind, ["config.json", *found.beside, *found.made],
-            dtype=wanted, encoding=encoding, overwrite=overwrite,
+            dtype=target_dtype, encoding=encoding, overwrite=overwrite,
         )  # fmt: skip
         if kind == "gguf":
-            return to_gguf(found, target, wanted, encoding, watch)
+            return to_gguf(found, target, target_dtype, encoding, watch)
         data = found.tensors
-        if wanted is not None:
-            data = {name: cast(one, wanted) for name, one in data.items()}
+        if target_dtype is not None:
+            data = {name: cast(one, target_dtype) for name, one in data.items()}
         if kind == "orbax":
             return _to_orbax(found, data, target, watch)
         return _to_safetensors(found, data, target, limit, watch)
@@ -177,10 +177,10 @@ def _check_destination(
             f"{target} is the checkpoint that is converted ({found.path}), and {lost}: "
             "name another destination"
         )
-    there = _replaced_files(target, kind, others)
-    if there and not overwrite:
+    replaced = _replaced_files(target, kind, others)
+    if replaced and not overwrite:
         raise UserInputError(
-            f"{target}: there is {some(there, 3)} already: name another destination, or pass "
+            f"{target}: there is {some(replaced, 3)} already: name another destination, or pass "
             "overwrite=True (--overwrite) to replace it"
         )
 

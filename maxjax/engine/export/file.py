@@ -237,11 +237,11 @@ def _header(file: OpenFile, text: bytes, limits: Limits) -> ProgramHeader:
         raise CheckpointFormatError(problem, path=file.path, hint=_AGAIN) from error
 
 
-def _require_size(file: OpenFile, offset: int, wanted: int, what: str) -> None:
-    if file.size - offset < wanted:
+def _require_size(file: OpenFile, offset: int, nbytes: int, what: str) -> None:
+    if file.size - offset < nbytes:
         raise CheckpointTruncatedError(
             f"the file ends inside the {what}", path=file.path, offset=offset,
-            expected=f"{wanted} bytes", found=f"{max(file.size - offset, 0)} bytes", hint=_FETCH,
+            expected=f"{nbytes} bytes", found=f"{max(file.size - offset, 0)} bytes", hint=_FETCH,
         )  # fmt: skip
 
 

@@ -306,9 +306,9 @@ def _narrowed(dtypes: Sequence[Any]) -> list[str]:
     return []
 
 
-def _fit(name: str, entry: WeightEntry, wanted: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
+def _fit(name: str, entry: WeightEntry, declared: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
     """The Fit of a value, as in ``load_state_dict`` but also for traced arrays, or the problem."""
-    dtype, shape = wanted.dtype, wanted.shape
+    dtype, shape = declared.dtype, declared.shape
     if isinstance(value, (np.ndarray, np.generic)):
         value = np.asarray(value).astype(value.dtype.newbyteorder("="), copy=False)
     if isinstance(value, (jax.Array, np.ndarray)):

@@ -203,9 +203,9 @@ class Arguments:
 
     def _arrange(self, plain: Any, value: Any, path: Path, args: Path) -> Any:
         """The leaves of ``value`` in the containers of ``plain``; ValueError if they do not fit."""
-        wanted, names, inner = level(plain)
+        expected, names, inner = level(plain)
         kind, keys, children = level(value)
-        if kind != wanted or set(keys) != set(names):
+        if kind != expected or set(keys) != set(names):
             raise ValueError(self._differ(path, args))
         if kind == LEAF:
             return children[0]
@@ -244,10 +244,10 @@ class Arguments:
             for size, dim in zip(leaf.shape, kind.shape, strict=True):
                 try:
                     with naming(sizes):
-                        wanted = to_size(dim)
+                        expected = to_size(dim)
                 except (ValueError, NotImplementedError):
                     continue
-                if size != wanted:
+                if size != expected:
                     raise self._wrong(i, leaf, sizes)
 
 
@@ -257,12 +257,12 @@ def _same(shape: Path, kind: Kind, sizes: dict[str, Any]) -> bool:
         return False
     for size, dim in zip(shape, kind.shape, strict=True):
         if isinstance(dim, int):
-            wanted = dim
+            expected = dim
         elif dim.isidentifier():
-            wanted = sizes.setdefault(dim, size)
+            expected = sizes.setdefault(dim, size)
         else:
             continue
-        if size != wanted or (isinstance(size, int) and size < 1 and isinstance(dim, str)):
+        if size != expected or (isinstance(size, int) and size < 1 and isinstance(dim, str)):
             return False
     return True
 

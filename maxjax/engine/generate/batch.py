@@ -155,9 +155,9 @@ class Batch:
         Returns:
             False if the cache no longer holds that prefix; a new Batch is needed then.
         """
-        held = int(np.asarray(self.state.cache.lengths)[0])
+        cached = int(np.asarray(self.state.cache.lengths)[0])
         before, kept = self._prompts[0], 0
-        while kept < min(held, len(before), len(prompt) - 1) and before[kept] == prompt[kept]:
+        while kept < min(cached, len(before), len(prompt) - 1) and before[kept] == prompt[kept]:
             kept += 1
         cache = self.state.cache.rewind([kept])
         if cache is None:

@@ -169,12 +169,12 @@ def _names(name: str, holder: Any) -> Sequence[str]:
     return [holder.span.name(name, i) for i in range(holder.span.count)]
 
 
-def _dtype(holder: Any, wanted: DType | None) -> DType:
+def _dtype(holder: Any, override: DType | None) -> DType:
     template = holder.template if isinstance(holder, StackedWeight) else holder
     leaf = getattr(holder.stored.leaf, "dtype", None)
     # JAX without x64 has no 64-bit arrays.
     found = DType.of(jax.dtypes.canonicalize_dtype(template.dtype.np) if leaf is None else leaf)
-    return wanted if wanted is not None and found.is_float() else found
+    return override if override is not None and found.is_float() else found
 
 
 def _parts(spec: PartitionSpec, mesh: Any) -> int:
@@ -193,12 +193,12 @@ def _attention_of(module: Any) -> list[names.Heads]:
             names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
         ]
     config = getattr(module, "config", None)
-    said = _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
+    heads = _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
     if not isinstance(config, DecoderConfig) or not any(config.slides):
-        return said
+        return heads
     sliding = sum(config.slides)
     kinds = ((config.num_layers - sliding, None), (sliding, config.sliding_window))
-    return [one._replace(layers=count, window=window) for one in said for count, window in kinds]
+    return [one._replace(layers=count, window=window) for one in heads for count, window in kinds]
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -286,8 +286,10 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
     note = () if config is not None else (
         "there is no config.json: the number of heads is not known, and the rows of queries, keys "
         "and values are sharded without regard to heads",)  # fmt: skip
-    said = config or {}
-    encoder = said.get("model_type") in names.ENCODERS and said.get("is_decoder") is not True
+    settings = config or {}
+    encoder = (
+        settings.get("model_type") in names.ENCODERS and settings.get("is_decoder") is not True
+    )
     return Footprint(
         "rules by tensor names", tensors_of, lambda: _attention_from_config(config, "config.json"), encoder,
         notes=note,
@@ -311,10 +313,10 @@ def _placed(
 
 def _attention_from_config(config: Any, who: str) -> list[names.Heads]:
     """The attention layers that a config describes."""
-    said = names.text_part(config)
+    settings = names.text_part(config)
     found = names.heads(config)
-    if said.get("kv_lora_rank") or said.get("is_encoder_decoder"):
-        what = "latent attention" if said.get("kv_lora_rank") else "an encoder with a decoder"
+    if settings.get("kv_lora_rank") or settings.get("is_encoder_decoder"):
+        what = "latent attention" if settings.get("kv_lora_rank") else "an encoder with a decoder"
         raise UserInputError(
             f"the size of the KV cache of {what} is not known: leave batch= and length= out"
         )

@@ -93,8 +93,8 @@ def sample(
     if mesh is not None:  # under explicit sharding each operation would need an out_sharding
         batch = explicit.entries(logits)[:1]
         count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
-        wanted = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
-        choose = explicit.automatic(choose, mesh, wanted)
+        specs = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
+        choose = explicit.automatic(choose, mesh, specs)
     return Sampled(*choose(logits, keys, history, amounts or settings.amounts))
 
 

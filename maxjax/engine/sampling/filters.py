@@ -54,8 +54,8 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     tiles = tiles.reshape(batch, blocks, _BLOCK)
     _, chosen = jax.lax.top_k(jnp.max(tiles, axis=-1), count)
     chosen = jnp.sort(chosen, axis=-1)  # keeps equal values in the order of their columns
-    held = jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(batch, -1)
-    found, places = jax.lax.top_k(held, count)
+    candidates = jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(batch, -1)
+    found, places = jax.lax.top_k(candidates, count)
     columns = jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
     return found, columns
 

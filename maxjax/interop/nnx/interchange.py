@@ -213,10 +213,10 @@ def written(targets: Mapping[str, Target], renaming: Renaming) -> dict[str, Any]
     return found
 
 
-def _enter(held: dict[Any, Any], key: Any, value: Any, name: str) -> None:
-    if key in held:
+def _enter(entries: dict[Any, Any], key: Any, value: Any, name: str) -> None:
+    if key in entries:
         raise UserInputError(f"the table gives two arrays of the module the name '{name}'")
-    held[key] = value
+    entries[key] = value
 
 
 def _changed(target: Target, change: Function | None, value: Any) -> Any:
@@ -273,7 +273,7 @@ def _back(target: Target, change: AxisLayout, values: list[Any], number: int) ->
     if mesh is None:
         return back(jnp.int32(number), *values)
     # On a mesh with Explicit axes JAX refuses to merge axes that are split.
-    held = dict(zip(change.axes, explicit.entries(values[0]), strict=True))
+    axes_of = dict(zip(change.axes, explicit.entries(values[0]), strict=True))
     first = [group[0].name if group else None for group in change.groups]
-    wanted = [held.get(name, ()) if name else () for name in first]
-    return explicit.automatic(back, mesh, wanted)(jnp.int32(number), *values)
+    spec = [axes_of.get(name, ()) if name else () for name in first]
+    return explicit.automatic(back, mesh, spec)(jnp.int32(number), *values)

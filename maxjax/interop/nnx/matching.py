@@ -102,8 +102,8 @@ class Matching:
             if target is None:
                 continue
             taken = True
-            held = self._given.setdefault(target.name, {})
-            other = held.setdefault(route.index or 0, (name, value, route))
+            layers = self._given.setdefault(target.name, {})
+            other = layers.setdefault(route.index or 0, (name, value, route))
             if other[0] != name and not _agree(other, (name, value, route)):
                 self._others.append(f"'{other[0]}' and '{name}' are both for '{target.name}', "
                                     "but differ")  # fmt: skip
@@ -153,31 +153,31 @@ class Matching:
         self, target: Target, change: Any, tensor: str, value: WeightData
     ) -> WeightData | None:
         """The data in the Variable's dtype; None if it does not fit."""
-        wanted = DType.of(target.dtype)
-        packed = value._is_packed and wanted.is_float()
+        dtype = DType.of(target.dtype)
+        packed = value._is_packed and dtype.is_float()
         sizes = tuple(int(size) for size in (value.logical_shape if packed else value.shape))
         if not isinstance(change, Function):
             expected = target.shape if change is None else change.file_shape
             if sizes != expected:
                 self._shapes.append(Different(target.name, tensor, expected, sizes))
                 return None
-        if value.dtype is wanted or isinstance(change, Function) and self._cast:
+        if value.dtype is dtype or isinstance(change, Function) and self._cast:
             return value
-        same_kind = value.dtype.is_float() and wanted.is_float() or packed
-        integers = value.dtype.is_integral() and wanted.is_integral()
+        same_kind = value.dtype.is_float() and dtype.is_float() or packed
+        integers = value.dtype.is_integral() and dtype.is_integral()
         if not (self._cast and (same_kind or integers)):
             found = value.quantization_encoding if packed else value.dtype
-            self._dtypes.append(Different(target.name, tensor, str(wanted), str(found)))
+            self._dtypes.append(Different(target.name, tensor, str(dtype), str(found)))
             return None
-        return value.astype(wanted) if same_kind else value
+        return value.astype(dtype) if same_kind else value
 
     # -- the error
 
     def is_refused(self, strict: bool) -> bool:
         """Whether the checkpoint must not be loaded."""
         diff = self.diff
-        apart = diff.missing or diff.unexpected
-        return bool(diff.shapes or diff.dtypes or diff.others or (strict and apart))
+        unmatched = diff.missing or diff.unexpected
+        return bool(diff.shapes or diff.dtypes or diff.others or (strict and unmatched))
 
     def error(self, path: str | None, strict: bool) -> CheckpointMismatchError:
         """One error for all that does not fit."""

@@ -258,7 +258,7 @@ class DecoderAttention(Module):
         """Prefill of a sliding layer: attends to the cache and the new tokens, then stores the last of them."""
         length, size = q.shape[1], slots.size
         positions, starts = step.positions(length), step.starts[:, None]
-        old, new = slots.alone(layer), slots.rounded(k, v)  # as all later tokens see them
+        old, new = slots.layer_slots(layer), slots.rounded(k, v)  # as all later tokens see them
 
         def attend(count: int) -> jax.Array:
             if not count:

@@ -246,17 +246,17 @@ class MoEFamily(DecoderFamily):
             CheckpointFormatError: two tensors have the same name in the model, or a tensor of
                 stacked experts has another shape.
         """
-        apart: dict[str, Any] = {}
+        split: dict[str, Any] = {}
         for name, value in checkpoint.items():
             match = _FUSED.fullmatch(name)
             parts = [(name, value)] if match is None else self._parts(match, name, value)
             for part, data in parts:
-                if part in apart:
+                if part in split:
                     raise CheckpointFormatError(
                         f"'{name}' and another tensor are both the weight '{part}'"
                     )
-                apart[part] = data
-        return super().adapt(apart)
+                split[part] = data
+        return super().adapt(split)
 
     def _parts(self, match: re.Match[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
         shape = tuple(int(n) for n in value.shape)

@@ -114,8 +114,8 @@ class LayerList(Module, stands_for=list):
             ValueError: the layers differ; the message names the difference.
             TypeError: the list holds items that are not Modules.
         """
-        held = {*self._mx_children, *self._mx_locals, *self._mx_statics}
-        if more := sorted(name for name in held if not name.isdecimal()):
+        names = {*self._mx_children, *self._mx_locals, *self._mx_statics}
+        if more := sorted(name for name in names if not name.isdecimal()):
             raise TypeError(f"this {type(self).__name__} holds more than layers ({', '.join(more)}): put the layers "
                             "into a LayerList of their own and stack that")  # fmt: skip
         return self._stack_type(self.layers, period=period, first=first, list_class=type(self))

@@ -128,9 +128,9 @@ def _with_added(
 
 def _changes_tokens(own: list[Any], beside: TokenFiles) -> bool:
     """Whether the other files change the list of added tokens in ``tokenizer.json``."""
-    there = {item.get("content"): item for item in own if isinstance(item, dict)}
+    listed = {item.get("content"): item for item in own if isinstance(item, dict)}
     for token in beside.tokens:
-        item = there.get(token.content)
+        item = listed.get(token.content)
         added = token.made()
         if item is None or any(
             getattr(added, flag) != item.get(flag, False)

@@ -167,13 +167,13 @@ def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) 
         kinds = ", ".join(str(step.get("type"))[:40] for step in steps)
         what = f"the pre-tokenizer {kinds}" if kinds else "a tokenizer without a pre-tokenizer"
         raise unsupported(f"{what} in a GGUF file", path)
-    splits, whole = steps[:-1], last.get("use_regex", True) is not False
+    splits, by_words = steps[:-1], last.get("use_regex", True) is not False
     name = None
-    if whole and not splits and not ignores:
+    if by_words and not splits and not ignores:
         name = "gpt-2"
-    elif whole and len(splits) == 1 and splits[0].get("type") == "Digits" and not ignores:
+    elif by_words and len(splits) == 1 and splits[0].get("type") == "Digits" and not ignores:
         name = "smollm" if splits[0].get("individual_digits") is True else None
-    elif not whole and len(splits) == 1:
+    elif not by_words and len(splits) == 1:
         name = _PATTERNS.get((_pattern(splits[0]) or "", ignores))
     if name is None:
         shown = ", ".join(f"{step.get('type')} {step.get('pattern', '')}" for step in steps)

@@ -46,7 +46,7 @@ class StackPattern(NamedTuple):
         return (i - self.first) % self.period if self.first <= i < self.end else None
 
     @property
-    def alone(self) -> list[int]:
+    def unstacked(self) -> list[int]:
         """The layers that run individually."""
         return [i for i in range(self.count) if self.slot_of(i) is None]
 
@@ -109,7 +109,7 @@ class PerLayer:
                 raise ValueError(f"layers {numbers} are equal, but their values are not: "
                                  f"{' and '.join(sorted(kinds)[:2])}")  # fmt: skip
             slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
-        return cls(slots, [values[i] for i in layout.alone], layout)
+        return cls(slots, [values[i] for i in layout.unstacked], layout)
 
     @classmethod
     def split(cls, tree: Any, layout: StackPattern) -> PerLayer:
@@ -118,7 +118,7 @@ class PerLayer:
             jax.tree.map(lambda a, s=slot: a[layout.first + s : layout.end : layout.period], tree)
             for slot in range(layout.slots)
         ]
-        rest = [jax.tree.map(lambda a, i=i: a[i], tree) for i in layout.alone]
+        rest = [jax.tree.map(lambda a, i=i: a[i], tree) for i in layout.unstacked]
         return cls(slots, rest, layout)
 
     def merged(self) -> Any:
