@@ -162,7 +162,7 @@ def test_a_width_costs_nothing_without_a_file():
     for width, reason in ((7, "must be even, not 7"),):
         with pytest.raises(ValueError, match=reason):
             Rope().check(width)
-    with pytest.raises(ValueError, match="no frequencies"):
+    with pytest.raises(ValueError, match="no valid frequencies"):
         Rope(1.0, YarnScalingParams(2.0, 32.0, 1.0, 64, True)).check(8)
 
 

@@ -177,7 +177,7 @@ def test_another_pattern_has_no_name():
         gguf_tokenizer_metadata(data)
     data = files.byte_level("qwen2")
     data["model"]["ignore_merges"] = True
-    with pytest.raises(NotImplementedError, match="ignore_merges is True"):
+    with pytest.raises(NotImplementedError, match="ignore_merges=True"):
         gguf_tokenizer_metadata(data)
     data = files.byte_level("qwen2")
     data["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "MergedWithNext"
