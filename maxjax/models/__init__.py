@@ -174,7 +174,7 @@ def build(
         reduce_dtype: dtype in which norms, softmax and pooling are computed; decoders always use
             float32.
         stacked: whether the layers of a decoder are a LayerStack, compiled once, or each has
-            weights of its own.
+            its own weights.
         tie: whether the head is the embedding table. None follows the configuration unless the
             file holds a different head: then the head gets a weight of its own, and a warning is
             logged.

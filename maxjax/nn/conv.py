@@ -37,10 +37,8 @@ class _Conv(Module):
             )
         self.in_channels, self.out_channels = in_channels, out_channels
         self.num_groups, self.permute, self.device = num_groups, permute, device
-        self.stride, self.dilation = (
-            sizes(stride, axes, "stride"),
-            sizes(dilation, axes, "dilation"),
-        )
+        self.stride = sizes(stride, axes, "stride")
+        self.dilation = sizes(dilation, axes, "dilation")
         self.padding = paddings(padding, axes)
         inner = in_channels // num_groups
         shape = (out_channels, inner, *kernel) if permute else (*kernel, inner, out_channels)

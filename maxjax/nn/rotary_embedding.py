@@ -2,7 +2,7 @@
 
 Each pair of features is rotated by an angle proportional to the position, so that the dot product
 of a query and a key depends only on their distance. There are no weights, and compiled programs
-hold no table: cos and sin are computed for the positions at hand.
+hold no table: cos and sin are computed for the positions of each call.
 
 Shapes: batch B, T tokens, H heads, head dimension D.
 """

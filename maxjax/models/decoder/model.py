@@ -157,7 +157,7 @@ class Decoder(PretrainedModel):
         return self
 
     def unstack(self) -> Decoder:
-        """Gives each layer weights of its own again, bit for bit.
+        """Gives each layer its own weights again, bit for bit.
 
         Returns:
             The model itself.

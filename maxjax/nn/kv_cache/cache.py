@@ -25,7 +25,7 @@ from .slots import Slots
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the tokens of B sequences, each with a length of its own.
+    """Keys and values of the tokens of B sequences of different lengths.
 
     Attributes:
         full: slots of the layers that attend to all tokens: token t of a sequence is in slot t of

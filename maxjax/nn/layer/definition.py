@@ -173,13 +173,8 @@ def define(root: Any) -> Cache:
     definition = _INTERNED.get(key)
     if definition is None:
         definition = Definition()
-        definition.key, definition.names, definition.owned, definition.aliases = (
-            key,
-            names,
-            owned,
-            aliases,
-        )
-        definition.nodes = nodes
+        definition.key, definition.nodes, definition.names = key, nodes, names
+        definition.owned, definition.aliases = owned, aliases
         definition.weights = tuple(around(w, None, None) for w in weights)
         definition.stacked = walk.stacked
         definition.shards = tuple(

@@ -153,7 +153,7 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
         for file, other in ((pairs, MERGES), (merges, VOCAB)):
             if not file.is_file():
                 raise CheckpointMissingError(
-                    f"is missing, and {other} beside it needs it", path=file,
+                    f"the file is missing, and {other} in the directory needs it", path=file,
                     hint=f"Download it as well, or write tokenizer.json. {_ALONE}",
                 )  # fmt: skip
         model = _bpe(pairs, merges)

@@ -85,7 +85,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     architecture, family = ARCHITECTURE_OF[kind], ModelConfig.by_model_type[kind]
     values = {**family.defaults(), **config}
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if kind == "gemma2" and not values[key]:  # llama.cpp has a number of its own then
+        if kind == "gemma2" and not values[key]:  # llama.cpp would use its default then
             raise unsupported(f"Gemma 2 without '{key}' in a GGUF file", path)
     model = FamilyConfig(architecture, values, family.from_dict(config, path=path))
     read = model.config

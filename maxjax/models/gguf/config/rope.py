@@ -173,7 +173,7 @@ def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict
         raise unsupported("yarn with 'mscale' or without 'truncate' in a GGUF file", path)
     # llama.cpp multiplies by the default factor, whatever the file says.
     if not math.isclose(rope.magnitude, yarn_mscale(scaling.factor), rel_tol=1e-6):
-        raise unsupported("yarn with an 'attention_factor' of its own in a GGUF file", path)
+        raise unsupported("yarn with a custom 'attention_factor' in a GGUF file", path)
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     return {
         "rope.scaling.type": "yarn",

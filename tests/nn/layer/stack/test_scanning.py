@@ -172,7 +172,9 @@ def test_a_list_is_one_for_each_layer_and_a_tuple_is_a_tree(make):
 
 def test_what_is_no_number_of_layers_is_refused():
     _, stack = pair()
-    with pytest.raises(ValueError, match=r"a leading axis of 3 layers; x\['a'\] has shape \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"a leading axis of 3 layers; x\['a'\] has shape \(2, 4\)"
+    ):
         stack.scan(X, {"a": rows(2)}, mode="cache")
     with pytest.raises(ValueError, match=r"x has shape \(\)"):
         stack.scan(X, 1.0, mode="cache")
