@@ -56,7 +56,7 @@ graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
-nn/layer: hooks lent static walk definition call_stack place sharded
+nn/layer: hooks assigned_list static walk definition call_stack place sharded
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
 nn/layer/stack: per_layer scanning layer_stack
@@ -72,7 +72,7 @@ nn/transformer: transformer __init__
 nn: conv conv_transpose
 
 # 5 models: one file per family
-models: config bounds name_rules
+models: config bounds weights name_rules
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
@@ -99,9 +99,9 @@ engine/generate: programs batch completion nans request texts conversation
 engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
-checkpoint/conversion: progress source destination to_gguf run
+checkpoint/conversion: progress source to_gguf run
 interop: layouts renaming
-interop/nnx: variables filling matching state torch_layers writing interchange __init__
+interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
 cli: terminal options environment answer model inspect embed generate chat bench convert plan application __init__

@@ -99,7 +99,7 @@ def write_set(
     with Staging(directory) as staging:
         folder = staging.directory
         _end_interrupted(folder)
-        before = _weights_there(folder)
+        before = _current_weights(folder)
         found = _records(folder, before)
         if before:
             staging.keeps(f"The checkpoint that was there before is untouched: {staging.shown}.")
@@ -118,13 +118,13 @@ def write_set(
             records[INDEX] = Record(len(text), {}, (len(text), crc32(text)))
         last = INDEX if text else SINGLE
         counts = [one.beside for name in before[:1] for one in found.get(name, ())]
-        said = _stage_others(staging, others, [one for one in counts if one is not None])
+        description = _stage_others(staging, others, [one for one in counts if one is not None])
         # In the record of each file: until the index is in place, the files are read without it.
-        records = {name: replace(one, beside=said) for name, one in records.items()}
+        records = {name: replace(one, beside=description) for name, one in records.items()}
         # The index is deleted before its files, so that it never names a missing one.
-        gone = {*before, *_strays(folder, before, found)} - {last, *names}
-        gone = sorted(gone, key=lambda name: (name != INDEX, name))
-        _commit(staging, found, records, [*(n for n in names if n != last), last], gone)
+        deleted = {*before, *_strays(folder, before, found)} - {last, *names}
+        deleted = sorted(deleted, key=lambda name: (name != INDEX, name))
+        _commit(staging, found, records, [*(n for n in names if n != last), last], deleted)
 
 
 def _commit(
@@ -132,7 +132,7 @@ def _commit(
     found: Mapping[str, list[Record]],
     records: Mapping[str, Record],
     names: Sequence[str],
-    gone: Sequence[str] = (),
+    deleted: Sequence[str] = (),
 ) -> None:
     """Rename the files into place; the last of ``names``, renamed alone, is the commit.
 
@@ -142,12 +142,12 @@ def _commit(
     staged.
     """
     folder, last = staging.directory, names[-1]
-    said = records[last].beside
+    description = records[last].beside
     old = {name: [*found.get(name, ()), *_minimal_record(folder, name, new, found)]
            for name, new in records.items()}  # fmt: skip
-    standing = SINGLE if SINGLE in gone else last
-    if said is not None:
-        known = _existing_description(folder, said)
+    standing = SINGLE if SINGLE in deleted else last
+    if description is not None:
+        known = _existing_description(folder, description)
         old[standing] = [
             replace(one, beside=one.beside or known)
             for one in old.get(standing) or found.get(standing, ())
@@ -158,28 +158,28 @@ def _commit(
         [staging.waiting] if os.path.isdir(os.path.join(staging.folder, staging.waiting)) else []
     )
     # Readers prefer a model.safetensors to a set of files with an index.
-    retire = [SINGLE] if SINGLE in gone else []
+    retire = [SINGLE] if SINGLE in deleted else []
     try:
         first = [name for name in names if name != last]
-        staging.commit([DIGESTS, *waits], first, [last], retire=retire, remove=gone)
+        staging.commit([DIGESTS, *waits], first, [last], retire=retire, remove=deleted)
         # A file that could not be deleted keeps its record, which says that maxjax wrote it.
-        gone = [name for name in gone if not os.path.lexists(os.path.join(folder, name))]
-        rest = {name: of for name, of in found.items() if name not in gone}
+        deleted = [name for name in deleted if not os.path.lexists(os.path.join(folder, name))]
+        rest = {name: of for name, of in found.items() if name not in deleted}
         final = {**rest, **{name: [_final_record(one)] for name, one in records.items()}}
-        _finish(staging, said, final if final != both else None)
+        _finish(staging, description, final if final != both else None)
     except BaseException:
         _end_interrupted(folder)
         raise
 
 
 def _finish(
-    staging: Staging, said: Description | None, final: Mapping[str, Sequence[Record]] | None
+    staging: Staging, description: Description | None, final: Mapping[str, Sequence[Record]] | None
 ) -> None:
     """The steps after the commit; as the new weights are valid already, their errors only warn."""
     try:
         with staging.saving("putting the other files into place"):
-            if said is not None:
-                _with_retry(lambda: put_into_place(staging.directory, said))
+            if description is not None:
+                _with_retry(lambda: put_into_place(staging.directory, description))
         if final is not None:
             staging.write(DIGESTS, [to_bytes(final)])
             staging.commit([DIGESTS])
@@ -201,14 +201,14 @@ def _with_retry(act: Callable[[], None]) -> None:
 
 def _final_record(record: Record) -> Record:
     """The record without what matters only until the old files are deleted."""
-    said = record.beside
-    return record if said is None else replace(record, beside=Description(said.files))
+    description = record.beside
+    return record if description is None else replace(record, beside=Description(description.files))
 
 
-def _existing_description(folder: str, said: Description) -> Description:
+def _existing_description(folder: str, description: Description) -> Description:
     """The other files of the checkpoint that is replaced, if its own record does not name them."""
     files = {}
-    for name in {**said.files, **said.gone}:
+    for name in {**description.files, **description.gone}:
         with contextlib.suppress(CheckpointError):  # there is no such file
             files[name] = sum_of(open_regular(os.path.join(folder, name)))
     return Description(files)
@@ -280,12 +280,12 @@ def _end_interrupted(folder: str) -> None:
     """Move the files that an interrupted save left staged into place, if its weights are valid."""
     if waiting(folder):
         with contextlib.suppress(CheckpointError, OSError):
-            said = beside_of(folder).said
-            if said is not None:
-                put_into_place(folder, said)
+            description = beside_of(folder).said
+            if description is not None:
+                put_into_place(folder, description)
 
 
-def _weights_there(folder: str) -> list[str]:
+def _current_weights(folder: str) -> list[str]:
     """The names of the files that make up the safetensors checkpoint of a directory."""
     names = [name for name in (SINGLE, INDEX) if os.path.lexists(os.path.join(folder, name))]
     if INDEX in names:
@@ -333,13 +333,13 @@ def _stage_others(
         for folder, _, _ in os.walk(os.path.join(staging.folder, staging.waiting), topdown=False):
             flush_folder(folder)
     # The files of a tokenizer belong together: old ones must not be read with the new ones.
-    gone = {
+    deleted = {
         name: crc
-        for said in before
-        for name, crc in said.files.items()
+        for description in before
+        for name, crc in description.files.items()
         if name not in files and any(head in files and part(name) for head, part in _FILE_SETS)
     }
-    return Description(files, gone) if files else None
+    return Description(files, deleted) if files else None
 
 
 def _has(path: str, content: bytes) -> bool:

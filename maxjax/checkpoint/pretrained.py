@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from ..errors import UserInputError
 from ..graph.weights import WeightData
 from ..graph.weights.writing import outgoing_data, weight_data
 from ..models import PretrainedModel
-from ..models.family import main_dtype
 from ..models.pooling import pooling_files
+from ..models.weights import main_dtype, named_dtype
 from ..nn.layer import Module
-from ..storage.safetensors.writer import shards, size_in_bytes
+from ..storage.safetensors.writer import Shard, shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
 
@@ -83,12 +82,12 @@ def save_pretrained(
     if tokenizer is not None:
         others |= tokenizer_files(tokenizer)
     pieces = {name: [content] for name, content in others.items()}
-    write_set(directory, partial(_files, outgoing, limit), pieces, METADATA, progress=progress)
+
+    def files(taken: Sequence[str]) -> Sequence[Shard]:
+        return shards(outgoing, limit, taken=taken)
+
+    write_set(directory, files, pieces, METADATA, progress=progress)
     return Path(directory)
-
-
-def _files(outgoing: Any, limit: int, taken: Any) -> Any:
-    return shards(outgoing, limit, taken=taken)
 
 
 def model_data(model: Module) -> dict[str, WeightData]:
@@ -147,10 +146,7 @@ def float_type(dtype: Any) -> DType:
     Raises:
         UserInputError: it is not a float dtype.
     """
-    try:
-        found = DType.of(dtype)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserInputError(f"dtype={dtype!r} is not a dtype: {error}") from None
+    found = named_dtype("dtype", dtype)
     if not found.is_float():
         raise UserInputError(f"dtype must be a float type, not {found.name}")
     return found

@@ -143,9 +143,9 @@ class _Stop:
 @contextmanager
 def _interrupts() -> Iterator[_Stop]:
     stop, number = _Stop(), signal.SIGINT
-    here = threading.current_thread() is threading.main_thread()
+    is_main = threading.current_thread() is threading.main_thread()
     # A process that ignores SIGINT, such as a background job, or has its own handler keeps it.
-    if not here or signal.getsignal(number) is not signal.default_int_handler:
+    if not is_main or signal.getsignal(number) is not signal.default_int_handler:
         yield stop
         return
     before = signal.signal(number, stop)
@@ -164,15 +164,15 @@ def nan_error(model: Any, completion: Any, find: bool) -> FloatingPointError:
         find: whether to search for the layer, which takes a forward pass without ``jit``.
     """
     count = len(completion.tokens)
-    told = f"after {count} tokens of the answer the logits are NaN or infinite"
+    problem = f"after {count} tokens of the answer the logits are NaN or infinite"
     if not find:
-        return FloatingPointError(f"{told}. --debug-nans names the layer")
+        return FloatingPointError(f"{problem}. --debug-nans names the layer")
     from ..engine.generate.nans import first_nan
 
     name = first_nan(model, [*completion.prompt_tokens, *completion.tokens])
     if name is None:
-        return FloatingPointError(f"{told}, but not if the same tokens are run layer by layer")
-    return FloatingPointError(f"{told}. The first layer with such an output is {name}")
+        return FloatingPointError(f"{problem}, but not if the same tokens are run layer by layer")
+    return FloatingPointError(f"{problem}. The first layer with such an output is {name}")
 
 
 def stats(

@@ -54,10 +54,10 @@ def bench(options: argparse.Namespace) -> Iterable[str]:
     os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")
     with stoppable():
         opened = open_model(options, tokenizer=False)
-        longest, wanted = opened.model.max_length, options.prompt + options.new
-        if wanted > longest:
+        longest, needed = opened.model.max_length, options.prompt + options.new
+        if needed > longest:
             raise UserInputError(
-                f"--prompt {options.prompt} and --new {options.new} are {wanted} tokens, and the"
+                f"--prompt {options.prompt} and --new {options.new} are {needed} tokens, and the"
                 f" model's context is {longest}"
             )
         probe = Bandwidth(opened.model)

@@ -19,8 +19,7 @@ from ..errors import UserInputError
 from .answer import Answer, nan_error, say, show, stats, tokens
 from .model import (
     LoadedModel,
-    chosen_seed,
-    key_of,
+    chosen_key,
     model_arguments,
     open_model,
     sampling_arguments,
@@ -79,13 +78,13 @@ class _Chat:
 
         defaults = getattr(opened.model, "generation", None) or GenerationDefaults()
         self._sampling = chosen_sampling(defaults, None, values)
-        self._seed = chosen_seed(options, self._sampling)
+        self._seed, key = chosen_key(options, self._sampling)
         self._options, self._model = options, opened.model
         self._loaded: float | None = opened.seconds
         self._conversation = Conversation(
             opened.model, opened.tokenizer, opening,
             max_new_tokens=options.max_new_tokens or defaults.max_new_tokens or _MAX_NEW_TOKENS,
-            stop=options.stop, key=key_of(self._seed), chunk=options.chunk,
+            stop=options.stop, key=key, chunk=options.chunk,
             cache_dtype=options.cache_dtype,
             template_kwargs=template_variables(options, opened.tokenizer), **values,
         )  # fmt: skip

@@ -63,8 +63,8 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
                 pooling=options.pooling, prompt_name=options.prompt_name,
             )  # [n, d] float32  # fmt: skip
     except UserInputError as error:
-        said = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
-        raise UserInputError(said) from error
+        text = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
+        raise UserInputError(text) from error
     if options.output is not None:
         _save_npy(options.output, embeddings)
         return []

@@ -41,13 +41,15 @@ def environment() -> dict[str, Any]:
         >>> sorted(environment())
         ['caches', 'devices', 'kernels', 'problems', 'variables', 'versions']
     """
+    from ..kernels import native
+
     devices, problems = _devices()
     fallback = cpu_fallback(devices)
     return {
         "versions": versions(),
         "devices": devices,
         "caches": _caches(),
-        "kernels": _kernels(),
+        "kernels": {"CPU": native.status()},  # those of matmuls with weights
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "problems": problems + ([fallback] if fallback else []),
     }
@@ -100,13 +102,6 @@ def _caches() -> dict[str, str | None]:
         "models (huggingface_hub)": str(constants.HF_HUB_CACHE),
         "compiled programs (jax)": None if compiled is None else str(compiled),
     }
-
-
-def _kernels() -> dict[str, str]:
-    """The kernels that compute matmuls with weights on a CPU."""
-    from ..kernels import native
-
-    return {"CPU": native.status()}
 
 
 def accelerator_signs(dev: Path = Path("/dev")) -> list[str]:

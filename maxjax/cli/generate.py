@@ -14,8 +14,7 @@ from ..errors import UserInputError
 from .answer import nan_error, say, show, stats
 from .model import (
     TINY,
-    chosen_seed,
-    key_of,
+    chosen_key,
     model_arguments,
     open_model,
     sampling_arguments,
@@ -63,8 +62,8 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
         opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values
     )
     ids = request.tokens(_text(options, prompt, opened.tokenizer), 0, True)
-    seed = chosen_seed(options, request.sampling)
-    batch = request.batch(ids, key_of(seed), options.chunk, options.cache_dtype)
+    seed, key = chosen_key(options, request.sampling)
+    batch = request.batch(ids, key, options.chunk, options.cache_dtype)
     stream = Stream(request, batch, ids)
     del batch  # the stream closes it
     try:

@@ -61,9 +61,9 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-new-tokens", type=positive, metavar="N", help="end it after N tokens")
     group.add_argument("--stop", action="append", type=text, metavar="TEXT",
                        help="end it before this text; may be given several times")  # fmt: skip
-    for name, says in _SAMPLING.items():
+    for name, help_text in _SAMPLING.items():
         option = f"--{name.replace('_', '-')}"
-        group.add_argument(option, type=setting(name), metavar="X", help=says)
+        group.add_argument(option, type=setting(name), metavar="X", help=help_text)
     group.add_argument("--seed", type=seed, metavar="N",
                        help="the same seed gives the same text (default: random)")  # fmt: skip
     group.add_argument("--system", metavar="TEXT", help="a system message before the chat")
@@ -131,13 +131,13 @@ def _mesh(text: str) -> Any:
     from ..graph.placement.mesh import make_mesh
 
     sizes = dict(read_mesh(text).shape)
-    needed, there = math.prod(sizes.values()), jax.devices()
-    if needed > len(there):
-        kind = there[0].platform
+    needed, devices = math.prod(sizes.values()), jax.devices()
+    if needed > len(devices):
+        kind = devices[0].platform
         cpu = "" if kind == "cpu" else "JAX_PLATFORMS=cpu "
         raise UserInputError(
-            f"--mesh {text} needs {needed} devices, and there {'is' if len(there) == 1 else 'are'}"
-            f" {len(there)} ({kind}). To try it on one CPU, set {cpu}JAX_NUM_CPU_DEVICES={needed}"
+            f"--mesh {text} needs {needed} devices, and there {'is' if len(devices) == 1 else 'are'}"
+            f" {len(devices)} ({kind}). To try it on one CPU, set {cpu}JAX_NUM_CPU_DEVICES={needed}"
         )
     return make_mesh(**sizes)
 
@@ -164,10 +164,14 @@ def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str,
     return found
 
 
-def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:
-    """The random seed, or None for greedy sampling; warns of options that have no effect."""
+def chosen_key(options: argparse.Namespace, sampling: Any) -> tuple[int | None, Any]:
+    """The seed and its random key, None for greedy sampling; warns of options that have no effect."""
     if not sampling.is_greedy:
-        return int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+        import jax
+
+        given = options.seed
+        number = int.from_bytes(os.urandom(4), "little") if given is None else given
+        return number, jax.random.key(number)
     idle = [name for name in _FILTERS if getattr(options, name)]
     if idle and (idle != ["top_p"] or options.top_p < 1):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
@@ -175,16 +179,7 @@ def chosen_seed(options: argparse.Namespace, sampling: Any) -> int | None:
             f"maxjax: warning: {names} has no effect, since sampling is greedy: give --temperature",
             file=sys.stderr,
         )
-    return None
-
-
-def key_of(seed: int | None) -> Any:
-    """The random key of a seed; None for None."""
-    if seed is None:
-        return None
-    import jax
-
-    return jax.random.key(seed)
+    return None, None
 
 
 def system_message(options: argparse.Namespace) -> list[dict[str, Any]]:

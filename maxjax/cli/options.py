@@ -54,8 +54,8 @@ def import_jax() -> None:
     During the import of JAX's extension modules Ctrl-C would crash the process.
     """
     number = signal.SIGINT
-    here = threading.current_thread() is threading.main_thread()
-    if "jax" in sys.modules or not here or signal.getsignal(number) is signal.SIG_IGN:
+    is_main = threading.current_thread() is threading.main_thread()
+    if "jax" in sys.modules or not is_main or signal.getsignal(number) is signal.SIG_IGN:
         return
     pressed: list[int] = []
     before = signal.signal(number, lambda number, _: pressed.append(number))
@@ -77,7 +77,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         >>> integer(0)("3")
         3
     """
-    wanted = f"an integer of at least {least}" if most is None else (
+    expected = f"an integer of at least {least}" if most is None else (
         f"an integer from {least} to {most}"
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             number = least - 1
         if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{_short(text)}: it must be {wanted}")
+            raise argparse.ArgumentTypeError(f"{_short(text)}: it must be {expected}")
         return number
 
     return read
@@ -121,8 +121,8 @@ def setting(name: str) -> Callable[[str], Any]:
         try:
             Sampling(**{name: number})
         except UserInputError as error:
-            wanted = str(error).partition(": ")[2]
-            raise argparse.ArgumentTypeError(f"{_short(text)}: {wanted}") from None
+            expected = str(error).partition(": ")[2]
+            raise argparse.ArgumentTypeError(f"{_short(text)}: {expected}") from None
         if name == "top_p" and number == 0:
             raise argparse.ArgumentTypeError(
                 f"{text}: it must be a number above 0, up to 1; for the most probable token alone,"

@@ -21,9 +21,9 @@ from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placement.arrays import put
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..models import Decoder
-from ..models.family import check_loaded
 from ..models.pooling import POOLINGS, Pooling, pool
-from ..text.tokenizer.tokenizer import Tokenizer, Tokens
+from ..models.weights import check_loaded
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 
 # The smallest padded length: shorter programs are hardly faster.
 _MIN_LENGTH = 16
@@ -84,8 +84,8 @@ def embed(
     limit = _limit(model, tokenizer, pooling)
     rows = _rows(tokenizer, texts, pooling, limit, truncate, prompt)
     _check_ids(model, rows)
-    left = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
-    run = partial(_encode, model, modes=pooling.modes, normalize=normalize, left=left)
+    skipped = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
+    run = partial(_encode, model, modes=pooling.modes, normalize=normalize, skipped=skipped)
     mesh = mesh_of([getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)])
     pending = []
     for batch in batches([len(row.ids) for row in rows], batch_size, limit):
@@ -105,9 +105,9 @@ def embed(
     return result
 
 
-@partial(jax.jit, static_argnames=("modes", "normalize", "left"))
+@partial(jax.jit, static_argnames=("modes", "normalize", "skipped"))
 def _encode(
-    model: Any, batch: Any, *, modes: tuple[str, ...], normalize: bool, left: int = 0
+    model: Any, batch: Any, *, modes: tuple[str, ...], normalize: bool, skipped: int = 0
 ) -> jax.Array:
     if isinstance(model, Decoder):
         lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
@@ -116,8 +116,8 @@ def _encode(
         states = model(*batch).last_hidden_state  # [B, T, E]
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
     mask = batch.attention_mask
-    if left:  # the tokens of the prompt do not count
-        mask = jnp.where(jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :] >= left, mask, 0)
+    if skipped:  # the tokens of the prompt do not count
+        mask = jnp.where(jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :] >= skipped, mask, 0)
     pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
     return pooled.astype(jnp.float32)  # [B, d]
 
@@ -125,24 +125,23 @@ def _encode(
 # --- checks ---------------------------------------------------------------------------------
 
 
-def _pooling(model: Any, batch_size: Any, wanted: Any) -> Pooling:
+def _pooling(model: Any, batch_size: Any, given: Any) -> Pooling:
     if not hasattr(model, "family") or not hasattr(model, "max_length"):
         raise UserInputError(
-            f"{type(model).__name__} is neither a text encoder nor a decoder: there is nothing to "
-            "embed texts with"
+            f"{type(model).__name__} is neither a text encoder nor a decoder: it cannot embed texts"
         )
     check_loaded(model)
     if type(batch_size) is not int or batch_size < 1:
         raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
-    said = getattr(model, "pooling", None)
-    if isinstance(wanted, str):
-        if wanted not in POOLINGS:
+    default = getattr(model, "pooling", None)
+    if isinstance(given, str):
+        if given not in POOLINGS:
             known = ", ".join(map(repr, POOLINGS))
-            raise UserInputError(f"pooling={wanted[:60]!r} is not one of {known}")
-        wanted = replace(said or Pooling(), modes=(wanted,), unsupported=None)
-    elif wanted is not None and not isinstance(wanted, Pooling):
-        raise UserInputError(f"pooling must be a name or a Pooling, not {type(wanted).__name__}")
-    pooling = wanted or said
+            raise UserInputError(f"pooling={given[:60]!r} is not one of {known}")
+        given = replace(default or Pooling(), modes=(given,), unsupported=None)
+    elif given is not None and not isinstance(given, Pooling):
+        raise UserInputError(f"pooling must be a name or a Pooling, not {type(given).__name__}")
+    pooling = given or default
     if pooling is None and isinstance(model, Decoder):
         raise UserInputError(
             f"{type(model).__name__} is a decoder, and its files do not say how its token states are "
@@ -176,7 +175,7 @@ def _limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
 def _rows(
     tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool,
     prompt: str,
-) -> list[Tokens]:  # fmt: skip
+) -> list[Encoding]:  # fmt: skip
     if prompt and not isinstance(texts, str):
         texts = [prompt + text if isinstance(text, str) else text for text in texts]
     if pooling.lower_case and not isinstance(texts, str):
@@ -191,14 +190,14 @@ def _rows(
     return rows
 
 
-def _check_ids(model: Any, rows: list[Tokens]) -> None:
+def _check_ids(model: Any, rows: list[Encoding]) -> None:
     """Raises an error for an id outside the embedding table, which would give NaN."""
     size = model.config.vocab_size
     highest = max((max(row.ids, default=0) for row in rows), default=0)
     if highest >= size:
         raise UserInputError(
-            f"the tokenizer gives the token id {highest}, and the vocabulary of the model has {size} "
-            "tokens: they do not belong together"
+            f"the tokenizer gives the token id {highest}, but the vocabulary of the model has {size} "
+            "tokens: the tokenizer belongs to another model"
         )
 
 

@@ -74,9 +74,9 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
     """
     if file is not None:
         if file not in names:
-            there = some([n for n in names if n.endswith(".gguf")], 5) or "no GGUF file"
+            others = some([n for n in names if n.endswith(".gguf")], 5) or "no GGUF file"
             raise CheckpointMissingError(
-                f"the repository has no file {file!r}", path=repo, found=there
+                f"the repository has no file {file!r}", path=repo, found=others
             )
         weights = _parts(file, names)
     else:
@@ -88,10 +88,10 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
     return sorted({*small, *weights})
 
 
-def place(repo: str, wanted: Sequence[str], there: Sequence[str]) -> str:
-    """The file to open in a folder that contains ``there``; "" to open the folder itself.
+def place(repo: str, downloaded: Sequence[str], present: Sequence[str]) -> str:
+    """The file to open in a folder that contains the files ``present``; "" to open the folder itself.
 
-    A directory with weights in two formats is ambiguous; ``wanted`` decides which are used.
+    A directory with weights in two formats is ambiguous; the files ``downloaded`` decide which are used.
 
     Example:
         >>> place("o/n", ["model.safetensors"], ["model.safetensors"])
@@ -99,8 +99,8 @@ def place(repo: str, wanted: Sequence[str], there: Sequence[str]) -> str:
         >>> place("o/n", ["config.json", "m.gguf"], ["config.json", "m.gguf", "other.gguf"])
         'm.gguf'
     """
-    first = _weights(repo, wanted)
-    gguf = [name for name in there if name.endswith(".gguf")]
+    first = _weights(repo, downloaded)
+    gguf = [name for name in present if name.endswith(".gguf")]
     index = [name for name in first if name.endswith(".json")]
     single = gguf and "/" not in first[0] and (first[0].endswith(".gguf") or len(first) == 1)
     return first[0] if single else index[0] if gguf and index else ""
@@ -138,8 +138,9 @@ def _one_gguf(repo: str, names: Sequence[str]) -> list[str]:
         found = []
     if names and not found:
         raise CheckpointFormatError(
-            "the repository has several GGUF files" if top else "its GGUF files are in folders",
-            path=repo, expected="one by name", found=some(names, 5),
+            "the repository has several GGUF files"
+            if top else "the repository has GGUF files in subfolders only",
+            path=repo, expected="the name of one", found=some(names, 5),
             hint=f"Add its name: {repo}/{names[0]}.",
         )  # fmt: skip
     return found

@@ -20,6 +20,7 @@ from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..models import Decoder, PretrainedModel, build, config_beside
 from ..models.pooling import gguf_pooling, read_pooling
+from ..models.weights import named_dtype
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
 from ..storage.save.beside import settled, waiting
@@ -115,52 +116,37 @@ def load(
     for name in unknown:
         hint = meant(name, ("dtype", "reduce_dtype", "mesh", "config", "revision", "tokenizer"))
         raise TypeError(f"load() got an unexpected keyword argument {name!r}{hint}")
-    with allowing(limits):
-        return _load(
-            path, dtype, reduce_dtype, mesh, config, verify, revision, tokenizer, tie, compile
-        )
-
-
-def _load(
-    path: Any,
-    dtype: Any,
-    reduce_dtype: Any,
-    mesh: Any,
-    config: Any,
-    verify: Verify,
-    revision: str | None,
-    tokenizer: bool,
-    tie: bool | None,
-    compile: Sequence[Any] | None,
-) -> Any:
     compile_cache.enable()
-    wanted = None if dtype == "auto" else _float_type("dtype", dtype)
+    cast_to = None if dtype == "auto" else _float_type("dtype", dtype)
     reduce = _float_type("reduce_dtype", reduce_dtype)
     if path is None:  # find_model would take it for "tiny"
         raise TypeError("path must be a str or a Path, not NoneType")
     path = find_model(path, revision)
 
     def once() -> Any:
-        weights, model, text = _prepared(path, config, verify, wanted, reduce, mesh, tie, tokenizer)
+        weights, model, text = _prepared(
+            path, config, verify, cast_to, reduce, mesh, tie, tokenizer
+        )
         with weights:
             if compile is None:
-                model.load_state_dict(weights, cast=wanted is not None, tie=tie)
+                model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
                 weights._beside.finish()
                 return model, text
             with ThreadPoolExecutor(1, "maxjax-compile") as pool:
                 program = pool.submit(model.compile, *compile)
-                model.load_state_dict(weights, cast=wanted is not None, tie=tie)
+                model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
             weights._beside.finish()
         return model, text, program.result()
 
-    return settled(once)
+    with allowing(limits):
+        return settled(once)
 
 
 def _prepared(
     path: Path,
     config: Any,
     verify: Verify,
-    wanted: Any,
+    cast_to: Any,
     reduce: Any,
     mesh: Any,
     tie: Any,
@@ -178,14 +164,14 @@ def _prepared(
         config_beside(path)  # raises early: nothing can be loaded without a config
     weights = load_weights(path, verify=verify)
     try:
-        if wanted is None:
+        if cast_to is None:
             _refuse_float64(weights)
         with weights._beside.files() as folder:
             if place == directory:
                 pooling = read_pooling(folder)[0]
             if config is None and not isinstance(weights, GGUFWeights):
                 config = config_beside(folder)
-            model = build(weights, config, wanted, reduce_dtype=reduce, tie=tie)
+            model = build(weights, config, cast_to, reduce_dtype=reduce, tie=tie)
             if mesh is not None:
                 model.to(mesh)
             if isinstance(weights, GGUFWeights):
@@ -232,16 +218,13 @@ def _has_gguf(path: Path) -> bool:
 
 
 def _float_type(option: str, dtype: Any) -> DType:
-    try:
-        found = DType.of(dtype)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
+    found = named_dtype(option, dtype)
     if found not in (DType.float32, DType.bfloat16, DType.float16, DType.float64):
         names = "float32, bfloat16, float16 or float64"
         raise UserInputError(f"{option} must be {names}, not {found.name}")
     if found is DType.float64 and not _has_float64():
         raise UserInputError(
-            f"{option}='float64' needs jax_enable_x64: without it JAX computes in 32 bits"
+            f"{option}='float64' needs jax_enable_x64: JAX has no float64 without it"
         )
     return found
 
@@ -256,6 +239,6 @@ def _refuse_float64(weights: Weights) -> None:
     for name, entry in weights._family.open_table().entries.items():
         if entry.dtype in (DType.float64, DType.complex128):
             raise CheckpointMismatchError(
-                f"is {entry.dtype.name}, and JAX computes in 32 bits", path=weights._path,
+                f"is {entry.dtype.name}, which JAX has with jax_enable_x64 only", path=weights._path,
                 tensor=name, hint="Pass dtype='float32', or set jax_enable_x64.",
             )  # fmt: skip

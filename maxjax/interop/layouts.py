@@ -37,7 +37,7 @@ class Atom(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """A parsed layout; :func:`layout` parses one.
 
     Attributes:
@@ -64,7 +64,7 @@ class Layout:
         return (found[0].part, found[0].parts) if found else (0, 1)
 
     @property
-    def whole(self) -> tuple[Any, ...]:
+    def all_parts(self) -> tuple[Any, ...]:
         """A key that is equal for the layouts of all parts of one tensor."""
         groups = tuple(tuple((a.name, a.parts) for a in group) for group in self.groups)
         return groups, self.axes, self.flipped
@@ -80,7 +80,7 @@ class Layout:
 
 
 @lru_cache
-def layout(text: str) -> Layout:
+def layout(text: str) -> AxisLayout:
     """Parse a layout.
 
     Args:
@@ -103,12 +103,12 @@ def layout(text: str) -> Layout:
     flipped = frozenset(token[1:] for token in sides[1] if token.startswith("-"))
     atoms = [atom for group in groups for atom in group]
     named = [atom.name for atom in atoms if atom.name is not None]
-    wanted = [axis for axis in axes if axis != "*"]
-    if not arrow or sorted(named) != sorted(set(wanted)) or len(set(axes)) < len(axes):
+    on_right = [axis for axis in axes if axis != "*"]
+    if not arrow or sorted(named) != sorted(set(on_right)) or len(set(axes)) < len(axes):
         raise _unreadable(text, "each axis must be once on either side of '->'")
     if len(atoms) - len(named) > 1 or "*" in flipped:
         raise _unreadable(text, "at most one axis may be a part")
-    return Layout(text, groups, axes, flipped)
+    return AxisLayout(text, groups, axes, flipped)
 
 
 def _tokens(side: str, text: str) -> list[str]:
@@ -165,7 +165,7 @@ class BoundLayout:
         file_shape: shape of the tensor in the file; with stacked layers, of each layer's tensor.
     """
 
-    def __init__(self, layout: Layout, sizes: Mapping[str, int]):
+    def __init__(self, layout: AxisLayout, sizes: Mapping[str, int]):
         self.layout, self.sizes = layout, sizes
         self.shape = tuple(sizes[axis] for axis in layout.axes)
         self.file_shape = tuple(

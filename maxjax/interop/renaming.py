@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import UserInputError
-from .layouts import Layout, layout
+from .layouts import AxisLayout, layout
 
 STARS = re.compile(r"\*\*|\*")
 
@@ -39,7 +39,7 @@ class Route(NamedTuple):
     """
 
     target: str
-    change: Layout | Function | None
+    change: AxisLayout | Function | None
     index: int | None = None
 
 
@@ -53,7 +53,7 @@ class Origin(NamedTuple):
     """
 
     name: str
-    change: Layout | Function | None
+    change: AxisLayout | Function | None
     number: Callable[[int], str] | None = None
 
 
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
 class _Rule:
     source: str
     target: str
-    change: Layout | Function | None
+    change: AxisLayout | Function | None
     stacks: bool
 
     def route(self, groups: Sequence[str]) -> Route | None:
@@ -121,11 +121,6 @@ class Renaming:
         self._changes = _Finder(list(changes))
         self._change_of = [_change(value) for value in changes.values()]
 
-    @property
-    def is_function(self) -> bool:
-        """Whether names are made by a function, which has no inverse."""
-        return self._function is not None
-
     def routes(self, name: str) -> list[Route]:
         """The arrays that a tensor of the checkpoint becomes; none if it is to be left out."""
         if self._function is not None:
@@ -151,14 +146,14 @@ class Renaming:
             found = self._rules[place].origin(groups)
             return found._replace(change=found.change or self._found_change(target))
         if all(route.target != target for route in self.routes(target)):
-            raise UserInputError(f"'{target}' has no name in the checkpoint: the table uses "
-                                 f"'{target}' for something else. Add an entry for it")  # fmt: skip
+            raise UserInputError(f"'{target}' has no name in the checkpoint: the table maps the tensor "
+                                 f"'{target}' to another array. Add an entry for it")  # fmt: skip
         return Origin(target, self._found_change(target))
 
     def _changed(self, route: Route) -> Route:
         return route._replace(change=route.change or self._found_change(route.target))
 
-    def _found_change(self, target: str) -> Layout | Function | None:
+    def _found_change(self, target: str) -> AxisLayout | Function | None:
         for place, _ in self._changes.find(target):
             return self._change_of[place]
         return None
@@ -207,18 +202,18 @@ def _rules(source: str, value: Any) -> list[_Rule]:
         return [rule for one in value for rule in _rules(source, one)]
     target, change = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(target, str):
-        raise UserInputError(f"'{source}' is renamed to a name, (name, layout), a list of these "
+        raise UserInputError(f"'{source}' must be renamed to a name, (name, layout), a list of these "
                              f"or None, not {value!r}")  # fmt: skip
     change = _change(change)
-    stacks = isinstance(change, Layout) and change.stacks is not None
+    stacks = isinstance(change, AxisLayout) and change.stacks is not None
     stars = len(STARS.findall(source)), len(STARS.findall(target)) + stacks
     if stars[0] != stars[1]:
         raise UserInputError(f"'{source}' has {stars[0]} stars and '{target}' takes {stars[1]}")
     return [_Rule(source, target, change, stacks)]
 
 
-def _change(value: Any) -> Layout | Function | None:
-    if value is None or isinstance(value, (Layout, Function)):
+def _change(value: Any) -> AxisLayout | Function | None:
+    if value is None or isinstance(value, (AxisLayout, Function)):
         return value
     if isinstance(value, str):
         return layout(value)
@@ -226,5 +221,5 @@ def _change(value: Any) -> Layout | Function | None:
         return Function(value)
     if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
         return Function(*value)
-    raise UserInputError(f"a transform is a layout ('o i -> i o'), a function, or a pair of "
-                         f"functions (there, back), not {value!r}")  # fmt: skip
+    raise UserInputError(f"a transform must be a layout ('o i -> i o'), a function, or a pair of "
+                         f"functions (forward, inverse), not {value!r}")  # fmt: skip

@@ -32,7 +32,7 @@ from .decoder.config import DecoderConfig as DecoderConfig
 from .decoder.model import Decoder as Decoder
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
-from .family import main_dtype, one_head, tensors
+from .family import one_head, tensors
 from .gemma import GEMMA as _GEMMA
 from .gemma import GEMMA2 as _GEMMA2
 from .gemma import GEMMA3 as _GEMMA3
@@ -66,6 +66,7 @@ from .qwen3_moe import QWEN3_MOE as _QWEN3_MOE
 from .qwen3_moe import Qwen3MoE as Qwen3MoE
 from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .ties import is_tied, with_tie
+from .weights import main_dtype
 
 FAMILIES: list[Family] = [
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3),
@@ -119,9 +120,9 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
     if architectures is not None and not (
         isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
     ):
-        raise CheckpointFormatError("'architectures' is not a list of names", path=path)
+        raise CheckpointFormatError("'architectures' is not a list of strings", path=path)
     if model_type is not None and not isinstance(model_type, str):
-        raise CheckpointFormatError("'model_type' is not a name", path=path)
+        raise CheckpointFormatError("'model_type' is not a string", path=path)
     # An unknown architecture of a known model type is other code under an old name.
     if architectures:
         for family in FAMILIES:
@@ -173,7 +174,7 @@ def build(
         reduce_dtype: dtype in which norms, softmax and pooling are computed; decoders always use
             float32.
         stacked: whether the layers of a decoder are a LayerStack, compiled once, or each has
-            weights of its own.
+            its own weights.
         tie: whether the head is the embedding table. None follows the configuration unless the
             file holds a different head: then the head gets a weight of its own, and a warning is
             logged.
@@ -190,10 +191,10 @@ def build(
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
     settings = family.config.from_dict(raw, path=path)
-    says, headless = getattr(settings, "tie_word_embeddings", None), False
-    if says is not None:
-        tied = is_tied(family, found, says, tie=tie, path=weights._path)
-        if tied is not says:
+    tie_setting, headless = getattr(settings, "tie_word_embeddings", None), False
+    if tie_setting is not None:
+        tied = is_tied(family, found, tie_setting, tie=tie, path=weights._path)
+        if tied is not tie_setting:
             settings, raw = replace(settings, tie_word_embeddings=tied), with_tie(raw, tied)  # type: ignore[call-arg]
         found = one_head(found, family.tied) if tied else found
         headless = not tied and family.tied[0] not in found and family.is_bare(named)

@@ -23,12 +23,15 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linear_rules, linears
 from ..nn.norm import LayerNorm
 from .config import ModelConfig, setting
+from .decoder.config import check_activation
 from .family import Family, PretrainedModel
 
 
 @dataclass(frozen=True)
 class BertConfig(ModelConfig):
     """The settings of a BERT, with Hugging Face's defaults for keys that old files lack."""
+
+    model_type = "bert"
 
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
@@ -48,16 +51,14 @@ class BertConfig(ModelConfig):
                 f"'hidden_size' {self.hidden_size} is not a multiple of "
                 f"'num_attention_heads' {self.num_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}, which is none of {known}")
+        check_activation("hidden_act", self.hidden_act)
         if self.position_embedding_type != "absolute":
             kind = self.position_embedding_type
             raise UnsupportedModelError(
-                f"BERT with 'position_embedding_type' {kind!r}: only 'absolute'"
+                f"BERT with 'position_embedding_type' {kind!r}: only 'absolute' is supported"
             )
         if self.is_decoder:
-            raise UnsupportedModelError("BERT as a decoder ('is_decoder'): only as an encoder")
+            raise UnsupportedModelError("BERT as a decoder ('is_decoder') is not supported")
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,17 @@ class BertEmbeddings(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the small tables of positions and token types; the token table has its own rule."""
-        whole = ShardingStrategy.replicate(1)
-        return {f"{name}_embeddings.weight": whole for name in ("position", "token_type")}
+        replicated = ShardingStrategy.replicate(1)
+        return {f"{name}_embeddings.weight": replicated for name in ("position", "token_type")}
 
     def __call__(self, input_ids: Any, token_type_ids: Any, position_ids: Any) -> jax.Array:
-        words = self.word_embeddings(input_ids)  # [B, T, E]
-        kinds = self.token_type_embeddings(token_type_ids)  # [B, T, E]
-        places = self.position_embeddings(position_ids)  # [1 or B, T, E]
+        tokens = self.word_embeddings(input_ids)  # [B, T, E]
+        types = self.token_type_embeddings(token_type_ids)  # [B, T, E]
+        positions = self.position_embeddings(position_ids)  # [1 or B, T, E]
         dtype = self.LayerNorm.compute_dtype.np
-        places = jnp.broadcast_to(places.astype(dtype), words.shape)
-        total = words.astype(dtype) + kinds.astype(dtype) + places
-        return self.LayerNorm(total).astype(words.dtype)
+        positions = jnp.broadcast_to(positions.astype(dtype), tokens.shape)
+        total = tokens.astype(dtype) + types.astype(dtype) + positions
+        return self.LayerNorm(total).astype(tokens.dtype)
 
 
 class BertSelfAttention(Module):
@@ -323,7 +324,7 @@ def _make(
 
 
 BERT = Family(
-    model_type="bert",
+    model_type=BertConfig.model_type,
     architectures=(
         "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
         "BertForSequenceClassification", "BertForMultipleChoice", "BertForTokenClassification",

@@ -44,8 +44,8 @@ def check_bounds(
         >>> check_bounds(LlamaConfig, {"head_dim": 10**9}, {"model.layers.0.q.weight": (32, 8)})
         Traceback (most recent call last):
         ...
-        maxjax.errors.CheckpointMismatchError: 'head_dim' is more than the file holds (expected at
-        most 32, the longest axis of 'model.layers.0.q.weight', found 1000000000)
+        maxjax.errors.CheckpointMismatchError: 'head_dim' is larger than the tensors of the file
+        allow (expected at most 32, the longest axis of 'model.layers.0.q.weight', found 1000000000)
     """
     if not tensors:
         return
@@ -53,7 +53,7 @@ def check_bounds(
     layers = [int(m[1]) for m in map(_LAYER.search, tensors) if m is not None]
     limits = {"axis": (max(tensors[longest], default=0), f"the longest axis of '{longest}'")}
     if layers:
-        limits["layers"] = (max(layers) + 1, "as its tensors' names count")
+        limits["layers"] = (max(layers) + 1, "the number of layers in the tensors' names")
     raw, unused = config.counted(raw)
     for field in dataclasses.fields(config):
         key = field.metadata.get("key") or field.name
@@ -63,6 +63,6 @@ def check_bounds(
             if most is None or type(value) is not int or value <= most or key in unused:
                 continue
             raise CheckpointMismatchError(
-                f"'{name}' is more than the file holds", path=path,
+                f"'{name}' is larger than the tensors of the file allow", path=path,
                 expected=f"at most {most}, {what}", found=value if value < 10**30 else "more",
             )  # fmt: skip

@@ -14,7 +14,7 @@ from ..errors import CheckpointFormatError
 from ..storage.strict_json import load_json
 
 # JAX indexes with 32-bit integers, so no size in a configuration can be larger.
-_MAX_SIZE = 2**31 - 1
+MAX_SIZE = 2**31 - 1
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def setting(
     *,
     default: Any = dataclasses.MISSING,
     minimum: float = 0,
-    maximum: float = _MAX_SIZE,
+    maximum: float = MAX_SIZE,
     held: str | None = None,
     also: tuple[str, ...] = (),
 ) -> Any:
@@ -76,16 +76,24 @@ class ModelConfig:
         (expected int, found '8')
     """
 
+    # ``model_type`` of the files that a class reads, and the class of each model type.
+    model_type: ClassVar[str] = ""
+    by_model_type: ClassVar[dict[str, type[ModelConfig]]] = {}
     # Values of keys that a file leaves out, for keys where null means something else.
     unsaid: ClassVar[Mapping[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if isinstance(name := vars(cls).get("model_type"), str):
+            ModelConfig.by_model_type.setdefault(name, cls)
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The default of each key that a file may leave out, for keys that have one."""
         fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]
         found = {field.metadata.get("key") or field.name: field.default for field in fields}
-        said = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
-        return {**said, **cls.unsaid}
+        given = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
+        return {**given, **cls.unsaid}
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
@@ -126,24 +134,25 @@ def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path
     if type(value) not in kinds:  # a bool is an int to isinstance
         names = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
         raise CheckpointFormatError(
-            f"'{key}' has the wrong type", path=path, expected=names, found=_short(value)
+            f"'{key}' has the wrong type", path=path, expected=names, found=short(value)
         )
     if type(value) in (int, float):
-        limits = {"minimum": 0, "maximum": _MAX_SIZE} | dict(field.metadata)
+        limits = {"minimum": 0, "maximum": MAX_SIZE} | dict(field.metadata)
         minimum, maximum = limits["minimum"], limits["maximum"]
         if not minimum <= value <= maximum:
             raise CheckpointFormatError(
                 f"'{key}' is out of range",
                 path=path,
                 expected=f"{minimum} to {maximum}",
-                found=_short(value),
+                found=short(value),
             )
     return value
 
 
-def _short(value: Any, limit: int = 60) -> str:
-    # repr(value) of a nested value from a file can be megabytes, so only scalars are shown.
+def short(value: Any, limit: int = 60) -> str:
+    """A value of a file for a message: shortened, and only the type of a list."""
     if not isinstance(value, (str, int, float, bool)):
         return type(value).__name__
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    # Cut before repr: a string of a file can be megabytes long.
+    text = repr(value[:limit] if isinstance(value, str) else value)
+    return text if len(str(value)) <= limit else f"{text[:limit]}…"

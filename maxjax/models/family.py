@@ -7,7 +7,6 @@ ignored, some files put a prefix before every name, and old files use other name
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
+from ..errors import CheckpointFormatError, CheckpointMismatchError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
@@ -134,27 +132,6 @@ def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
     return rest
 
 
-def main_dtype(found: Mapping[str, Any]) -> DType | None:
-    """The float dtype of most values of a checkpoint or of a model's weights; None without floats."""
-    sizes: dict[DType, int] = {}
-    for data in found.values():
-        if data.dtype.is_float():
-            sizes[data.dtype] = sizes.get(data.dtype, 0) + math.prod(map(int, data.shape))
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
-
-
-def check_loaded(model: Any) -> None:
-    """Checks that a model's weights are loaded.
-
-    Raises:
-        UserInputError: a weight is still a placeholder.
-    """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
-        raise UserInputError(
-            "the model's weights are not loaded: call model.load_state_dict(weights) first"
-        )
-
-
 class PretrainedModel(Module):
     """Base class of complete models, which load the checkpoints of their family unchanged."""
 
@@ -174,8 +151,8 @@ class PretrainedModel(Module):
     def hf_config(self, config: Mapping[str, Any] | None) -> None:
         if config is not None and "architectures" in config:
             named = self.family.architectures
-            whole = getattr(self, "lm_head", self) is not None
-            config = {**config, "architectures": [named[0 if whole else -1]]}
+            has_head = getattr(self, "lm_head", self) is not None
+            config = {**config, "architectures": [named[0 if has_head else -1]]}
         self._config_text = None if config is None else json.dumps(config)
 
     def load_state_dict(
@@ -213,10 +190,10 @@ class PretrainedModel(Module):
             return found
         if table in found and not tie and not same_content(found[head], found[table]):
             raise ValueError(
-                f"'{head}' differs from '{table}', and this model's head is that table. "
-                "maxjax.load and maxjax.models.build(weights) give a checkpoint like this one a "
-                "head of its own, and build(weights, tie=False) any; load_state_dict(..., tie=True) "
-                "leaves the head aside"
+                f"'{head}' differs from '{table}', but this model's head is tied to that table. "
+                "maxjax.load and maxjax.models.build(weights) make a model with a separate head from "
+                "such a checkpoint, build(weights, tie=False) from any; "
+                "load_state_dict(..., tie=True) ignores the head of the checkpoint"
             )
         return one_head(found, self.family.tied)
 

@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Self
 from ..errors import CheckpointFormatError, UnsupportedModelError
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import BARE, KNOWN, Decoder, make
+from .decoder.model import KNOWN, Decoder, DecoderFamily, make
 from .decoder.rope import Rope, rope_of
-from .family import Family, PretrainedModel
+from .family import PretrainedModel
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"
@@ -31,7 +31,7 @@ _THETA, _LOCAL_THETA = 1e6, 1e4
 _PLACES = (("language_model.", ""), ("model.language_model.", "model."))
 _SIGHT = ("vision_tower.*", "multi_modal_projector.*")
 # Top-level keys of a multimodal configuration that also apply to its text model.
-_BESIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+_TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class GemmaConfig(DecoderConfig):
     Raises:
         UnsupportedModelError: a file asks for bidirectional attention.
     """
+
+    model_type = "gemma"
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
 
@@ -61,7 +63,7 @@ class GemmaConfig(DecoderConfig):
         """A Gemma 1 has no sliding window, and its MLP no biases."""
         if raw.get("use_bidirectional_attention"):
             raise UnsupportedModelError(
-                "'use_bidirectional_attention' is set: tokens look back only here"
+                "'use_bidirectional_attention': only causal attention is supported"
             )
         # The first releases say "gelu" and mean its tanh approximation.
         act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
@@ -79,6 +81,8 @@ class Gemma2Config(GemmaConfig):
     Raises:
         ValueError: layers have a sliding window, and ``sliding_window`` is None.
     """
+
+    model_type = "gemma2"
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # Fields that null in a file sets to None; without the key they keep their defaults.
@@ -141,6 +145,8 @@ class Gemma3Config(Gemma2Config):
         local_rope: RoPE of the layers with the sliding window.
     """
 
+    model_type = "gemma3_text"
+
     # The published multimodal models leave out many settings of the text model.
     unsaid: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
@@ -185,11 +191,11 @@ class Gemma3Config(Gemma2Config):
         """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
-            raise ValueError(f"'rope_parameters' is not an object but {type(given).__name__}")
+            raise ValueError(f"'rope_parameters' must be an object, not {type(given).__name__}")
         wrong = [str(key)[:60] for key in given if key not in ("full_attention", _SLIDING)]
         if wrong:
             raise UnsupportedModelError(
-                f"'rope_parameters' of a Gemma 3 with {wrong[0]!r} for all layers: it has one "
+                f"'rope_parameters' of a Gemma 3 with {wrong[0]!r} for all layers: it must have one "
                 f"object each for 'full_attention' and {_SLIDING!r}"
             )
         # In the old spelling, ``rope_scaling`` applies only to the layers that see all tokens.
@@ -211,7 +217,7 @@ def _part(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under a key, or an empty one if the key is missing."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping):
-        raise ValueError(f"'{key}' is not an object but {type(found).__name__}")
+        raise ValueError(f"'{key}' must be an object, not {type(found).__name__}")
     return found
 
 
@@ -229,9 +235,9 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         if raw.get("model_type") == "gemma3":
             raise ValueError("'text_config' is missing")
         return raw
-    beside = {key: raw[key] for key in _BESIDE if raw.get(key) is not None}
-    itself = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-    return {**_part(raw, "text_config"), **beside, **itself}
+    shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    return {**_part(raw, "text_config"), **shared, **names}
 
 
 class Gemma(Decoder):
@@ -270,7 +276,7 @@ class Gemma3(Decoder):
 
 
 @dataclass(frozen=True)
-class _TextFamily(Family):
+class _TextFamily(DecoderFamily):
     """A family whose files may be multimodal, with the text model's tensors under a prefix."""
 
     def name(self, tensor: str) -> str | None:
@@ -281,28 +287,23 @@ class _TextFamily(Family):
         return super().name(tensor)
 
 
-GEMMA = Gemma.family = Family(
-    model_type="gemma",
+GEMMA = Gemma.family = DecoderFamily(
+    model_type=GemmaConfig.model_type,
     architectures=("GemmaForCausalLM", "GemmaModel"),
     config=GemmaConfig,
     make=make(Gemma),
-    bare=BARE,
-    ignored=KNOWN,
 )
-GEMMA2 = Gemma2.family = Family(
-    model_type="gemma2",
+GEMMA2 = Gemma2.family = DecoderFamily(
+    model_type=Gemma2Config.model_type,
     architectures=("Gemma2ForCausalLM", "Gemma2Model"),
     config=Gemma2Config,
     make=make(Gemma2),
-    bare=BARE,
-    ignored=KNOWN,
 )
 GEMMA3 = Gemma3.family = _TextFamily(
-    model_type="gemma3_text",
+    model_type=Gemma3Config.model_type,
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config=Gemma3Config,
     make=make(Gemma3),
-    bare=BARE,
     ignored=(*KNOWN, *_SIGHT, *(f"model.{name}" for name in _SIGHT)),
 )
 # The same text model, read from multimodal checkpoints.

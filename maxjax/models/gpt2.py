@@ -26,15 +26,15 @@ from ..graph.placement.specs import Split, split_over
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.weight.weight import Weight
 from ..kernels import explicit
-from ..nn.activation import ACTIVATIONS, activation
+from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import LayerList, Module
 from ..nn.linear import add_bias
 from ..nn.norm import LayerNorm
 from .config import setting
-from .decoder.attention import Cached, DecoderAttention, Step, placed
-from .decoder.config import DecoderConfig, own
+from .decoder.attention import Cached, DecoderAttention, Step, resharded
+from .decoder.config import DecoderConfig, check_activation, own
 from .decoder.model import Decoder, DecoderModel, make
 from .decoder.rope import Rope
 from .family import Family
@@ -62,6 +62,8 @@ class GPT2Config(DecoderConfig):
         >>> config.intermediate_size, config.max_position_embeddings, config.tie_word_embeddings
         (32, 1024, True)
     """
+
+    model_type = "gpt2"
 
     vocab_size: int = setting(default=50257, minimum=1, held="axis")
     hidden_size: int = setting("n_embd", default=768, minimum=1, held="axis", also=("hidden_size",))
@@ -92,11 +94,7 @@ class GPT2Config(DecoderConfig):
             raise ValueError(
                 f"'n_embd' {self.hidden_size} is not a multiple of 'n_head' {self.num_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(
-                f"'activation_function' is {self.hidden_act[:80]!r}, which is none of {known}"
-            )
+        check_activation("activation_function", self.hidden_act)
         if self.intermediate_size is None:
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
         super().__post_init__()
@@ -109,12 +107,12 @@ class GPT2Config(DecoderConfig):
             UnsupportedModelError: the model has cross-attention to an encoder.
         """
         if raw.get("add_cross_attention"):
-            raise UnsupportedModelError("'add_cross_attention': a GPT-2 with an encoder")
+            raise UnsupportedModelError("'add_cross_attention' of a GPT-2 is not supported")
         other = {own: raw.get(name) for name, own in _SPELLINGS.items() if raw.get(own) is None}
         return {**other, "rope": None}
 
 
-class Conv1D(Module):
+class TransposedLinear(Module):
     """A linear layer whose weight is stored ``[in, out]``: ``x @ weight + bias``.
 
     The weight keeps the layout of the files. On a CPU, compared with the kernel for ``[out, in]``,
@@ -126,7 +124,7 @@ class Conv1D(Module):
         bias: Weight ``[out_dim]``.
 
     Example:
-        >>> layer = Conv1D(3, 2, DType.float32)
+        >>> layer = TransposedLinear(3, 2, DType.float32)
         >>> _ = layer.load_state_dict({"weight": jnp.ones((3, 2)), "bias": jnp.zeros(2)})
         >>> print(layer(jnp.ones((1, 3))))
         [[3. 3.]]
@@ -143,8 +141,8 @@ class Conv1D(Module):
         mesh = explicit.mesh_of(x, weight)
         run = _product
         if mesh is not None:
-            wanted = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
-            run = explicit.automatic(_product, mesh, wanted)
+            spec = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
+            run = explicit.automatic(_product, mesh, spec)
         return add_bias(run(x, weight), self.bias)
 
     def initializer(self, name: str) -> Any:
@@ -180,11 +178,11 @@ class GPT2Attention(DecoderAttention):
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
         """Makes ``c_attn`` and ``c_proj``."""
-        self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size, dtype)
-        self.c_proj = Conv1D(config.hidden_size, config.hidden_size, dtype)
+        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size, dtype)
+        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size, dtype)
 
     @property
-    def o_proj(self) -> Conv1D:
+    def o_proj(self) -> TransposedLinear:
         """``c_proj`` under its name in other decoders."""
         return self.c_proj
 
@@ -208,9 +206,9 @@ class GPT2Attention(DecoderAttention):
         y = self.c_attn(x)  # [..., 3 H D]
         # The weight's shards do not end where queries and keys do, so the result, which is small,
         # is gathered on every device.
-        y = placed(last_axis_whole(y, weight, 1), -1, ())
+        y = resharded(last_axis_whole(y, weight, 1), -1, ())
         return [
-            placed(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
+            resharded(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
             for a in jnp.split(y, 3, axis=-1)
         ]
 
@@ -222,8 +220,8 @@ class GPT2MLP(Module):
         super().__init__()
         assert config.intermediate_size is not None
         self.activation_function = config.hidden_act
-        self.c_fc = Conv1D(config.hidden_size, config.intermediate_size, dtype)
-        self.c_proj = Conv1D(config.intermediate_size, config.hidden_size, dtype)
+        self.c_fc = TransposedLinear(config.hidden_size, config.intermediate_size, dtype)
+        self.c_proj = TransposedLinear(config.intermediate_size, config.hidden_size, dtype)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features."""
@@ -297,8 +295,8 @@ class GPT2Transformer(DecoderModel):
         positions = step.positions(1 if ids.ndim == 1 else ids.shape[1])  # [B or 1, T]
         positions = positions[:, 0] if ids.ndim == 1 else positions
         # NaN here would reach other tokens, because attention multiplies masked values by zero.
-        where = self.wpe(jnp.minimum(positions, self.max_length - 1))
-        return self.wte(ids).astype(self.dtype.np) + where.astype(self.dtype.np)
+        learned = self.wpe(jnp.minimum(positions, self.max_length - 1))
+        return self.wte(ids).astype(self.dtype.np) + learned.astype(self.dtype.np)
 
     def __call__(
         self, ids: jax.Array, step: Step, cached: Cached, at: jax.Array | None = None
@@ -361,7 +359,7 @@ class GPT2(Decoder):
 
 
 GPT2_FAMILY = GPT2.family = Family(
-    model_type="gpt2",
+    model_type=GPT2Config.model_type,
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     config=GPT2Config,
     make=make(GPT2),

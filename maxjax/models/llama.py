@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from .decoder.config import DecoderConfig
-from .decoder.model import BARE, KNOWN, Decoder, make
-from .family import Family
+from .decoder.model import Decoder, DecoderFamily, make
 
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
     """The settings of a Llama, with Hugging Face's defaults for missing keys."""
+
+    model_type = "llama"
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,11 +35,9 @@ class Llama(Decoder):
     """
 
 
-LLAMA = Llama.family = Family(
-    model_type="llama",
+LLAMA = Llama.family = DecoderFamily(
+    model_type=LlamaConfig.model_type,
     architectures=("LlamaForCausalLM", "LlamaModel"),
     config=LlamaConfig,
     make=make(Llama),
-    bare=BARE,
-    ignored=KNOWN,
 )

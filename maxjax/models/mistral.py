@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import BARE, KNOWN, Decoder, make
-from .family import Family
+from .decoder.model import Decoder, DecoderFamily, make
 
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
     """The settings of a Mistral: all its layers have the sliding window, if there is one."""
+
+    model_type = "mistral"
 
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
@@ -40,11 +41,9 @@ class Mistral(Decoder):
     """
 
 
-MISTRAL = Mistral.family = Family(
-    model_type="mistral",
+MISTRAL = Mistral.family = DecoderFamily(
+    model_type=MistralConfig.model_type,
     architectures=("MistralForCausalLM", "MistralModel"),
     config=MistralConfig,
     make=make(Mistral),
-    bare=BARE,
-    ignored=KNOWN,
 )

@@ -13,12 +13,14 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.config import own
 from .decoder.experts import MAPS_W, MoEConfig, MoEFamily, MoELayer, expert_count
-from .decoder.model import BARE, KNOWN, Decoder, make
+from .decoder.model import Decoder, make
 
 
 @dataclass(frozen=True)
 class MixtralConfig(MoEConfig):
     """The settings of a Mixtral: a Mistral whose layers all have experts."""
+
+    model_type = "mixtral"
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "rope_theta": 1e6}
 
@@ -68,13 +70,11 @@ class Mixtral(Decoder):
 
 
 MIXTRAL = Mixtral.family = MoEFamily(
-    model_type="mixtral",
+    model_type=MixtralConfig.model_type,
     architectures=("MixtralForCausalLM", "MixtralModel"),
     config=MixtralConfig,
     make=make(Mixtral),
     renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
-    bare=BARE,
-    ignored=KNOWN,
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
 )

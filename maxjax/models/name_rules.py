@@ -100,34 +100,34 @@ def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         if isinstance(part, Mapping) or not mark:
             part = part if isinstance(part, Mapping) else config
             model = part.get("model_type", config.get("model_type"))
-            flipped = TRANSPOSED_MAPS if isinstance(model, str) and model in TRANSPOSED else ()
-            for name, wish in _entries(heads(part), flipped):
+            transposed = TRANSPOSED_MAPS if isinstance(model, str) and model in TRANSPOSED else ()
+            for name, rule in _entries(heads(part), transposed):
                 for start in (mark,) if mark else ("", "*."):
-                    found[f"{start}{name}"] = wish
+                    found[f"{start}{name}"] = rule
     return found
 
 
-def _entries(counts: Heads, flipped: tuple[str, ...]) -> Iterator[tuple[str, Split]]:
+def _entries(counts: Heads, transposed: tuple[str, ...]) -> Iterator[tuple[str, Split]]:
     """(Name, Split) for the weight and the bias of every layer in the table."""
     for pattern in STACKED_EXPERTS.split():
         yield pattern, Split(ShardingStrategy.axiswise(0, 1), EXPERTS)
     for side, what, over, layers in TABLE:
         for layer in layers.split():
-            turned = layer in flipped
-            weight, bias = _strategies(side, what, counts, turned)
+            is_transposed = layer in transposed
+            weight, bias = _strategies(side, what, counts, is_transposed)
             instead = ShardingStrategy.columnwise(1) if side == "table" else None
             yield f"{layer}.weight", Split(weight, over, instead)
             yield f"{layer}.bias", Split(bias, over)
 
 
 def _strategies(
-    side: str, what: str, counts: Heads, turned: bool
+    side: str, what: str, counts: Heads, is_transposed: bool
 ) -> tuple[ShardingStrategy, ShardingStrategy]:
     """The strategies of the weight and of the bias, which is split as the outputs are."""
     segments = _segments(what, counts)
     if side == "in":
-        return _along(int(not turned), what, segments), ShardingStrategy.replicate(1)
-    return _along(int(turned), what, segments), _along(0, what, segments)
+        return _along(int(not is_transposed), what, segments), ShardingStrategy.replicate(1)
+    return _along(int(is_transposed), what, segments), _along(0, what, segments)
 
 
 def _along(axis: int, what: str, segments: list[Segment]) -> ShardingStrategy:
@@ -171,17 +171,17 @@ def heads(config: Any) -> Heads:
         >>> heads({"n_layer": 2, "n_head": 4, "n_embd": 32})
         Heads(layers=2, heads=4, kv_heads=4, head_dim=8, value_dim=8, window=None)
     """
-    said = text_part(config)
-    found = {what: _count(said, keys) for what, keys in KEYS.items()}
+    settings = text_part(config)
+    found = {what: _count(settings, keys) for what, keys in KEYS.items()}
     h, k, d = found["heads"], found["kv_heads"], found["head_dim"]
     if k is None:
-        k = 1 if said.get("multi_query") is True else h
-    latent = [_count(said, (key,)) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+        k = 1 if settings.get("multi_query") is True else h
+    latent = [_count(settings, (key,)) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if all(latent):
         d = sum(n or 0 for n in latent)
     elif d is None and h and found["hidden"]:
         d = found["hidden"] // h
-    return Heads(found["layers"], h, k, d, _count(said, ("v_head_dim",)) or d)
+    return Heads(found["layers"], h, k, d, _count(settings, ("v_head_dim",)) or d)
 
 
 def text_part(config: Any) -> Mapping[str, Any]:
@@ -194,6 +194,6 @@ def text_part(config: Any) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else config
 
 
-def _count(said: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+def _count(settings: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     """The first of these settings that is a positive integer, or None: a file may hold anything."""
-    return next((n for n in map(said.get, keys) if type(n) is int and n > 0), None)
+    return next((n for n in map(settings.get, keys) if type(n) is int and n > 0), None)

@@ -68,7 +68,7 @@ class Pooling:
         found = dict(self.prompts)
         if name is not None and name not in found:
             known = ", ".join(map(repr, found)) or "none"
-            raise UserInputError(f"the model has no prompt {str(name)[:60]!r}: there are {known}")
+            raise UserInputError(f"the model has no prompt {str(name)[:60]!r}: it has {known}")
         return found[name] if name is not None else ""
 
 
@@ -241,14 +241,14 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
 
 def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
     """The (name, text) of a model's prompts, and the name of the default one."""
-    said = read_object(file) if file.exists() else {}
-    prompts, name = said.get("prompts"), said.get("default_prompt_name")
+    settings = read_object(file) if file.exists() else {}
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     prompts = {} if prompts is None else prompts
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise CheckpointFormatError("'prompts' is not a text for each name", path=file)
+        raise CheckpointFormatError("'prompts' is not an object of strings", path=file)
     if name is not None and (not isinstance(name, str) or name not in prompts):
         raise CheckpointFormatError(
-            "'default_prompt_name' is no name of a prompt", path=file,
+            "'default_prompt_name' is not the name of a prompt", path=file,
             expected=", ".join(prompts) or "none", found=str(name)[:60],
         )  # fmt: skip
     return tuple(prompts.items()), name
@@ -358,7 +358,7 @@ def _modes(file: Path) -> tuple[str, ...] | str:
     if unknown:
         return f"the pooling {unknown[0][:80]!r}"
     if not names:
-        raise CheckpointFormatError("no pooling mode is chosen", path=file)
+        raise CheckpointFormatError("no pooling mode is set", path=file)
     return tuple(mode for mode in POOLINGS if mode in names)
 
 

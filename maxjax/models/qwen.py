@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import BARE, KNOWN, Decoder, make
-from .family import Family
+from .decoder.model import Decoder, DecoderFamily, make
 
 # Defaults of the window's settings: it is used only if ``use_sliding_window`` is true.
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -40,6 +39,8 @@ def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
 class Qwen2Config(DecoderConfig):
     """The settings of a Qwen 2 or 2.5: only the projections of queries, keys and values have biases."""
 
+    model_type = "qwen2"
+
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
@@ -55,6 +56,8 @@ class Qwen2Config(DecoderConfig):
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     """The settings of a Qwen 3: each head of queries and keys is normalised."""
+
+    model_type = "qwen3"
 
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 
@@ -82,19 +85,15 @@ class Qwen3(Decoder):
     """A Qwen 3 language model."""
 
 
-QWEN2 = Qwen2.family = Family(
-    model_type="qwen2",
+QWEN2 = Qwen2.family = DecoderFamily(
+    model_type=Qwen2Config.model_type,
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     config=Qwen2Config,
     make=make(Qwen2),
-    bare=BARE,
-    ignored=KNOWN,
 )
-QWEN3 = Qwen3.family = Family(
-    model_type="qwen3",
+QWEN3 = Qwen3.family = DecoderFamily(
+    model_type=Qwen3Config.model_type,
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     config=Qwen3Config,
     make=make(Qwen3),
-    bare=BARE,
-    ignored=KNOWN,
 )

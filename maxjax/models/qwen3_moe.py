@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import own
 from .decoder.experts import MoEConfig, MoEFamily, MoELayer, expert_count
-from .decoder.model import BARE, KNOWN, Decoder, make
+from .decoder.model import Decoder, make
 from .qwen import WINDOW
 
 
@@ -39,6 +39,8 @@ def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
 @dataclass(frozen=True)
 class Qwen3MoEConfig(MoEConfig):
     """The settings of a Qwen 3 with experts in all or some layers."""
+
+    model_type = "qwen3_moe"
 
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 4}
 
@@ -69,6 +71,25 @@ class Qwen3MoEConfig(MoEConfig):
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Qwen2MoEConfig(Qwen3MoEConfig):
+    """The settings of a Qwen 2 MoE, which maxjax converts to and from GGUF but cannot run."""
+
+    model_type = "qwen2_moe"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {**Qwen3MoEConfig.unsaid, "num_key_value_heads": 16}
+
+    num_experts: int = setting(default=60, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
+    shared_size: int | None = setting(
+        "shared_expert_intermediate_size", default=5632, minimum=1, held="axis"
+    )
+    attention_bias: bool = setting(default=True)
+    output_bias: bool | None = own(False)
+    qk_norm: bool = own(False)
+
+
 class Qwen3MoE(Decoder):
     """A Qwen 3 MoE language model.
 
@@ -82,10 +103,8 @@ class Qwen3MoE(Decoder):
 
 
 QWEN3_MOE = Qwen3MoE.family = MoEFamily(
-    model_type="qwen3_moe",
+    model_type=Qwen3MoEConfig.model_type,
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     config=Qwen3MoEConfig,
     make=make(Qwen3MoE),
-    bare=BARE,
-    ignored=KNOWN,
 )

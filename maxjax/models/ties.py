@@ -12,13 +12,15 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..agreement import as_first
 from ..errors import UserInputError
 from ..graph.weights import WeightData
 from ..graph.weights.same import same_kind, same_values
-from .family import Family
+
+if TYPE_CHECKING:
+    from .family import Family
 
 _LOG = logging.getLogger("maxjax")
 
@@ -26,7 +28,7 @@ _LOG = logging.getLogger("maxjax")
 def is_tied(
     family: Family,
     found: Mapping[str, WeightData],
-    says: bool,
+    configured: bool,
     *,
     tie: bool | None = None,
     path: str | os.PathLike[str] | None = None,
@@ -53,20 +55,20 @@ def is_tied(
             raise UserInputError(f"tie must be True, False or None, not {tie!r}")
         return tie
     head, table = (found.get(name) for name in family.tied)
-    if not says or head is None or table is None:
-        return says
+    if not configured or head is None or table is None:
+        return configured
     if same_kind(head, table):
         question = _question(head, table, path)
         if as_first(question, lambda: str(same_values(head, table))) == str(True):
             return True
         why = "has other values"
     else:
-        why = f"is {head!r} and no {table!r}"
+        why = f"is {head!r}, not {table!r}"
     where = f"{os.fspath(path)}: " if path is not None else ""
     _LOG.warning(
         "%sthe configuration says that '%s' is '%s', but it %s: the two are not tied. "
-        "Write tie_word_embeddings: false into config.json, or pass tie=False; tie=True leaves "
-        "the head in the file aside", where, *family.tied, why,
+        "Write tie_word_embeddings: false into config.json, or pass tie=False; tie=True ignores "
+        "the head in the file", where, *family.tied, why,
     )  # fmt: skip
     return False
 

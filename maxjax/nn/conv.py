@@ -32,14 +32,13 @@ class _Conv(Module):
         axes = len(kernel)
         if num_groups < 1 or in_channels % num_groups or out_channels % num_groups:
             raise ValueError(
-                f"{in_channels} channels to {out_channels} cannot be parted into {num_groups} groups"
+                f"in_channels {in_channels} and out_channels {out_channels} must be multiples of "
+                f"num_groups, which is {num_groups}"
             )
         self.in_channels, self.out_channels = in_channels, out_channels
         self.num_groups, self.permute, self.device = num_groups, permute, device
-        self.stride, self.dilation = (
-            sizes(stride, axes, "stride"),
-            sizes(dilation, axes, "dilation"),
-        )
+        self.stride = sizes(stride, axes, "stride")
+        self.dilation = sizes(dilation, axes, "dilation")
         self.padding = paddings(padding, axes)
         inner = in_channels // num_groups
         shape = (out_channels, inner, *kernel) if permute else (*kernel, inner, out_channels)

@@ -75,7 +75,7 @@ class Embedding(Module):
         """
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
-            raise TypeError(f"an Embedding is looked up by integers, not {rows.dtype}")
+            raise TypeError(f"an Embedding takes integers as indices, not {rows.dtype}")
         y = last_axis_whole(embed(self.weight, rows), self.weight)
         return TensorValue(y) if wraps(indices) else y
 

@@ -46,7 +46,7 @@ def init(
         >>> model.weight.value.shape
         (2, 3)
     """
-    plan: list[_Draw] = []
+    groups: list[_Draw] = []
     stacks: dict[int, _Draw] = {}
     for name, (weight, layer) in _owners(model):
         if not weight.stored.is_lazy:
@@ -57,28 +57,28 @@ def init(
             )
         fill = _choose(name, weight, layer, initializer)
         home = weight.stored.home
-        known = None if home is None else stacks.get(id(home[0]))
-        if known is None or known.fill is not fill:
-            known = _Draw(fill, weight.stored.leaf, [], [])
-            plan.append(known)
+        group = None if home is None else stacks.get(id(home[0]))
+        if group is None or group.fill is not fill:
+            group = _Draw(fill, weight.stored.leaf, [], [])
+            groups.append(group)
             if home is not None:
-                stacks[id(home[0])] = known
-        known.names.append(name)
-        known.weights.append(weight)
+                stacks[id(home[0])] = group
+        group.names.append(name)
+        group.weights.append(weight)
 
     def draw(key: jax.Array) -> list[jax.Array]:
-        return [one.values(key) for one in plan]
+        return [group.values(key) for group in groups]
 
-    run = jax.jit(draw, out_shardings=[one.sharding for one in plan])
+    run = jax.jit(draw, out_shardings=[group.sharding for group in groups])
     try:
         drawn = run(key)
     except jax.errors.JaxRuntimeError as error:
-        largest = max(plan, key=lambda one: one.leaf.size)
+        largest = max(groups, key=lambda group: group.leaf.size)
         raise out_of_memory(
             error, largest.names[0], largest.leaf.shape, largest.leaf.dtype, largest.sharding
         ) from error
-    for one, values in zip(plan, drawn, strict=True):
-        one.store(values)
+    for group, values in zip(groups, drawn, strict=True):
+        group.store(values)
     return model
 
 
@@ -98,7 +98,7 @@ class _Draw(NamedTuple):
     def values(self, key: jax.Array) -> jax.Array:
         """The drawn values, ``[n, ...]`` for a stack: exactly those each weight would have on its own."""
 
-        def one(code: Any) -> jax.Array:
+        def draw(code: Any) -> jax.Array:
             weight = self.weights[0]
             shape = (
                 self.leaf.shape if weight.stored.layout is None else tuple(map(int, weight.shape))
@@ -108,7 +108,7 @@ class _Draw(NamedTuple):
             )
 
         codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
-        return one(codes[0]) if self.weights[0].stored.home is None else jax.vmap(one)(codes)
+        return draw(codes[0]) if self.weights[0].stored.home is None else jax.vmap(draw)(codes)
 
     def store(self, values: jax.Array) -> None:
         home = self.weights[0].stored.home
@@ -143,7 +143,7 @@ def _choose(name: str, weight: Weight, layer: Module | None, initializer: Any) -
         return chosen
     if not weight.dtype.is_float():
         raise TypeError(
-            f"weight '{name}' is {weight.dtype}: random integers mean nothing; "
+            f"weight '{name}' is {weight.dtype}, which has no default initializer: "
             "load a value, or pass an initializer"
         )
     if name.rsplit(".", 1)[-1] == "bias":
@@ -192,20 +192,20 @@ def partition(
             return jnp.issubdtype(value.dtype, jnp.floating)
         if callable(patterns):
             return bool(patterns(name, value))
-        found = {any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in names[name]}
-        if len(found) > 1:
+        selected = {any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in names[name]}
+        if len(selected) > 1:
             raise ValueError(
                 f"partition({trainable!r}) takes some of the layers of a LayerStack and not others: "
                 f"{names[name][0]} and so on are one array. Take all of them, or unstack() first"
             )
-        return found.pop()
+        return selected.pop()
 
     flags = jax.tree.map_with_path(
         lambda path, v: chosen(jax.tree_util.keystr(path, simple=True), v), model
     )
-    ours = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
-    theirs = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
-    return ours, theirs
+    trained = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
+    rest = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
+    return trained, rest
 
 
 def _names(model: Module) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ class LinearScalingParams:
 
 @dataclass(frozen=True)
 class DynamicScalingParams:
-    """Lets theta grow with the length of the sequence ("dynamic NTK"). MAX has no such variant.
+    """Increases theta with the length of the sequence ("dynamic NTK"). MAX has no such variant.
 
     Attributes:
         factor: strength of the growth.
@@ -43,8 +43,8 @@ class Llama3RopeScalingParams:
 
     Attributes:
         factor: divisor of the frequencies of slow pairs.
-        low_freq_factor, high_freq_factor: number of turns over ``orig_max_position`` up to which
-            a pair is slow, and from which it is fast.
+        low_freq_factor, high_freq_factor: number of rotations over ``orig_max_position`` up to
+            which a pair is slow, and from which it is fast.
         orig_max_position: context length of the original training.
     """
 
@@ -60,8 +60,8 @@ class YarnScalingParams:
 
     Attributes:
         factor: divisor of the frequencies of slow pairs.
-        beta_fast, beta_slow: number of turns over ``original_max_position_embeddings`` from which
-            a pair is fast, and up to which it is slow.
+        beta_fast, beta_slow: number of rotations over ``original_max_position_embeddings`` from
+            which a pair is fast, and up to which it is slow.
         original_max_position_embeddings: context length of the original training.
         truncate: whether the pair indices found for the betas are rounded to integers.
     """
@@ -116,7 +116,7 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
 
     Args:
         dim: number of rotated features; even.
-        theta: base of the frequencies: pair i turns by ``theta^(-2i / dim)`` per position.
+        theta: base of the frequencies: pair i is rotated by ``theta^(-2i / dim)`` per position.
         scaling: one of this module's ``…Params``, or None.
         length: length of the sequence, on which the variants dynamic and LongRoPE depend.
 
@@ -129,14 +129,12 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
         (array([1. , 0.1], dtype=float32), array([0.5 , 0.05], dtype=float32))
     """
     if dim % 2:
-        raise ValueError(f"RoPE turns pairs of features: it needs an even number, not {dim}")
+        raise ValueError(f"RoPE rotates pairs of features, so dim must be even, not {dim}")
     # A Module keeps a frozen subclass of what it is given, so a look-up by exact type would fail.
     variant = next((fn for kind, fn in _VARIANTS.items() if isinstance(scaling, kind)), None)
     if variant is None:
         known = ", ".join(kind.__name__ for kind in _VARIANTS if kind is not type(None))
-        raise TypeError(
-            f"rope scaling by {type(scaling).__name__} is unknown; there are None, {known}"
-        )
+        raise TypeError(f"unknown rope scaling {type(scaling).__name__}: it must be None, {known}")
     return variant(dim, theta, scaling, length).astype(np.float32)
 
 
@@ -165,6 +163,22 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def llama3_multipliers(dim: int, theta: float, scaling: Llama3RopeScalingParams) -> np.ndarray:
+    """The factor of each frequency in Llama 3.1 and 3.2, float64 ``[dim // 2]``.
+
+    Example:
+        >>> llama3_multipliers(8, 500000.0, Llama3RopeScalingParams(8.0, 1.0, 4.0, 8192)).round(3)
+        array([1.   , 1.   , 0.371, 0.125])
+    """
+    rotations = scaling.orig_max_position * _plain(dim, theta) / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low == high:
+        kept = (rotations >= high).astype(np.float64)
+    else:
+        kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return kept + (1 - kept) / scaling.factor
+
+
 # --- the variants: (dim, theta, scaling, length) → float64 [dim // 2] -----------------------
 
 
@@ -183,14 +197,7 @@ def _dynamic(dim: int, theta: float, scaling: DynamicScalingParams, length: int)
 
 
 def _llama3(dim: int, theta: float, scaling: Llama3RopeScalingParams, length: int) -> np.ndarray:
-    freqs = _plain(dim, theta)
-    turns = scaling.orig_max_position * freqs / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if low == high:
-        kept = (turns >= high).astype(np.float64)
-    else:
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return freqs * (kept + (1 - kept) / scaling.factor)
+    return _plain(dim, theta) * llama3_multipliers(dim, theta, scaling)
 
 
 def _yarn(
@@ -200,10 +207,9 @@ def _yarn(
     factor = scaling.scaling_factor if deepseek else scaling.factor
     original = scaling.original_max_position_embeddings
 
-    def pair(
-        turns: float,
-    ) -> float:  # index of the pair with that many turns over the original length
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def pair(rotations: float) -> float:
+        """The index of the pair with that many rotations over the original length."""
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if deepseek or scaling.truncate:

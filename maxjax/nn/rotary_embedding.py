@@ -2,7 +2,7 @@
 
 Each pair of features is rotated by an angle proportional to the position, so that the dot product
 of a query and a key depends only on their distance. There are no weights, and compiled programs
-hold no table: cos and sin are computed for the positions at hand.
+hold no table: cos and sin are computed for the positions of each call.
 
 Shapes: batch B, T tokens, H heads, head dimension D.
 """
@@ -62,6 +62,15 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
     return y.astype(x.dtype)
 
 
+def dynamic_multipliers(lengths: jax.Array, width: int, scaling: DynamicScalingParams) -> jax.Array:
+    """The factor of each frequency for sequences of these lengths: ``[..., 1]`` → ``[..., width / 2]``."""
+    longer = jnp.maximum(lengths / scaling.max_position_embeddings, 1.0)
+    growth = scaling.factor * longer - (scaling.factor - 1)
+    # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
+    power = jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
+    return growth ** power.reshape((1,) * (lengths.ndim - 1) + (-1,))
+
+
 class RotaryEmbedding(Module):
     """Rotates queries or keys by their positions; has no weights. Arguments in MAX's order.
 
@@ -102,7 +111,7 @@ class RotaryEmbedding(Module):
         if _freqs_cis is not None:
             raise NotImplementedError(
                 f"{type(self).__name__}(_freqs_cis=...) is not supported: a Module holds arrays in "
-                "Weights only. rotate(x, cos, sin) turns by a table of your own"
+                "Weights only. rotate(x, cos, sin) takes your own table"
             )
         self.dim, self.n_heads, self.theta = dim, n_heads, float(theta)
         self.max_seq_len, self.interleaved = max_seq_len, interleaved
@@ -222,11 +231,7 @@ class DynamicRotaryEmbedding(_Scaled):
         if scaling is None or width <= 2:
             return angles
         length = jnp.max(positions, initial=0.0) + 1
-        longer = jnp.maximum(length / scaling.max_position_embeddings, 1.0)
-        growth = scaling.factor * longer - (scaling.factor - 1)
-        # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
-        slower = growth ** jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
-        return angles * slower.reshape((1,) * positions.ndim + (-1,))
+        return angles * dynamic_multipliers(length.reshape((1,) * angles.ndim), width, scaling)
 
 
 class YarnRotaryEmbedding(_Scaled):

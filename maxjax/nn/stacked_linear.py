@@ -65,8 +65,8 @@ class StackedLinear(Module):
             raise NotImplementedError("StackedLinear(quant_config=...) is not supported yet")
         if len(names) != len(out_dims) or len(set(names)) != len(names) or not names:
             raise ValueError(
-                f"StackedLinear needs a name for each of its maps, all different: {list(names)} for "
-                f"lengths {list(out_dims)}"
+                f"StackedLinear needs one name for each of its linear layers, all different, not "
+                f"{list(names)} for out_dims {list(out_dims)}"
             )
         self.in_dim, self.out_dims, self.names = in_dim, tuple(out_dims), tuple(names)
         self.stacked, self.has_bias, self.clip_weight = stacked, has_bias, clip_weight
@@ -106,15 +106,15 @@ class StackedLinear(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, in the order of the names."""
-        apart = not self.stacked or self.weight.stored.layout is not None
-        y = explicit.concatenate(self.apart(x), -1) if apart else self._product(x)
+        by_layer = not self.stacked or self.weight.stored.layout is not None
+        y = explicit.concatenate(self.apart(x), -1) if by_layer else self._matmul(x)
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:
         """The result of each linear layer by itself: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
         if self.stacked:
             layout = self.weight.stored.layout
-            return self.split(self._product(x)) if layout is None else self._by_device(x, layout)
+            return self.split(self._matmul(x)) if layout is None else self._by_device(x, layout)
         return linears([getattr(self, name) for name in self.names], x)
 
     def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
@@ -130,7 +130,7 @@ class StackedLinear(Module):
         ends = list(accumulate(layout.own))[:-1]
         return [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
 
-    def _product(self, x: Any) -> jax.Array:
+    def _matmul(self, x: Any) -> jax.Array:
         weight = self.weight if self.clip_weight is None else self.stacked_weight
         y = matmul(x, weight)
         return y if self.bias is None else add_bias(y, self.bias)

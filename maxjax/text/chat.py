@@ -55,8 +55,8 @@ def apply_chat_template(
         )
     messages = [_message(i, message) for i, message in enumerate(_listed(messages))]
     if not messages:
-        raise UserInputError("the chat is empty: give it at least one message")
-    template = _chosen(tokenizer, chat_template, tools)
+        raise UserInputError("the chat is empty: pass at least one message")
+    template = _template_source(tokenizer, chat_template, tools)
     values = {
         **tokenizer.special_tokens,
         **kwargs,
@@ -79,7 +79,7 @@ def chat_tokens(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **options
     return tokenizer.encode(apply_chat_template(tokenizer, messages, **options), special=False)
 
 
-def _chosen(tokenizer: Any, given: str | None, tools: Any) -> str:
+def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
     """The source of the template: by name, as given, or the tokenizer's default."""
     templates = tokenizer.chat_templates
     if given is not None:
@@ -90,7 +90,9 @@ def _chosen(tokenizer: Any, given: str | None, tools: Any) -> str:
         return templates["default"]
     if templates:
         names = some(sorted(templates))
-        raise UserInputError(f"which chat template? Pass chat_template=, one of: {names}")
+        raise UserInputError(
+            f"there are several chat templates: pass chat_template=, one of {names}"
+        )
     raise UserInputError(
         "this model has no chat template, so it was not trained for chats. Pass a plain prompt "
         "instead, or chat_template="

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import UserInputError
-from .stream_decoders import Step, clean_up, ended, steps_of, through
+from .stream_decoders import DecoderStep, clean_up, ended, steps_of, through
 
-_BROKEN = "\ufffd"
+_REPLACEMENT = "\ufffd"
 
 
 class TextStream:
@@ -38,13 +38,13 @@ class TextStream:
     def __init__(self, tokenizer: Any, *, skip_special: bool = True):
         backend = tokenizer._backend
         steps = steps_of(backend)
-        self._work: _Steps | _Window
+        self._decoder: _Steps | _Window
         if steps is None:
-            self._work = _Window(tokenizer, skip_special)
+            self._decoder = _Window(tokenizer, skip_special)
         else:
             added = backend.get_added_tokens_decoder().values() if skip_special else ()
             skipped = {token.content for token in added if token.special}
-            self._work = _Steps(backend.id_to_token, skipped, steps)
+            self._decoder = _Steps(backend.id_to_token, skipped, steps)
         # The last step, also for decoders without steps here.
         self._clean = clean_up() if getattr(tokenizer, "cleans_up", False) else []
         self._ended = False
@@ -58,24 +58,24 @@ class TextStream:
             UserInputError: the id is not an integer from 0 to 2**32 - 1, or :meth:`flush` was called.
         """
         if self._ended:
-            raise UserInputError("the stream of text has ended: make a new one")
+            raise UserInputError("the stream has been flushed: make a new one")
         token_id = int(token_id)
         if not 0 <= token_id < 1 << 32:
-            raise UserInputError(f"{token_id} is no token id")
-        return through(self._clean, [self._work.push(token_id)])
+            raise UserInputError(f"{token_id} is not a token id")
+        return through(self._clean, [self._decoder.push(token_id)])
 
     def flush(self) -> str:
         """Ends the text and returns what was held back; an incomplete character becomes U+FFFD."""
         if self._ended:
             return ""
         self._ended = True
-        return through(self._clean, [self._work.flush()]) + ended(self._clean)
+        return through(self._clean, [self._decoder.flush()]) + ended(self._clean)
 
 
 class _Steps:
     """The steps of the tokenizer's decoder, applied token by token."""
 
-    def __init__(self, text_of: Any, skipped: set[str], steps: list[Step]):
+    def __init__(self, text_of: Any, skipped: set[str], steps: list[DecoderStep]):
         self._text_of, self._skipped, self._steps = text_of, skipped, steps
 
     def push(self, token_id: int) -> str:
@@ -101,15 +101,15 @@ class _Window:
         self._ids.append(token_id)
         before = self._decode(self._ids[self._start : self._given])
         now = self._decode(self._ids[self._start :])
-        if len(now) <= len(before) or now.endswith(_BROKEN) or not now.startswith(before):
+        if len(now) <= len(before) or now.endswith(_REPLACEMENT) or not now.startswith(before):
             return ""
         self._start, self._given = self._given, len(self._ids)
         self._shown += now[len(before) :]
         return now[len(before) :]
 
     def flush(self) -> str:
-        whole = self._decode(self._ids)
-        return whole[len(self._shown) :] if whole.startswith(self._shown) else ""
+        text = self._decode(self._ids)
+        return text[len(self._shown) :] if text.startswith(self._shown) else ""
 
 
 class StopStrings:

@@ -27,7 +27,7 @@ _SPACES = (
 _CLEANUP = (*_SPACES[:7], (" do not", " don't"), *_SPACES[7:])
 
 
-class Step(Protocol):
+class DecoderStep(Protocol):
     """A step of a decoder: texts of tokens → texts of tokens; ``end`` returns what was held back."""
 
     def feed(self, text: str) -> list[str]: ...
@@ -35,7 +35,7 @@ class Step(Protocol):
     def end(self) -> list[str]: ...
 
 
-def steps_of(backend: Any) -> list[Step] | None:
+def steps_of(backend: Any) -> list[DecoderStep] | None:
     """The steps of a tokenizer's decoder; None if one of them has no implementation here."""
     decoder = backend.decoder
     if decoder is None:
@@ -45,32 +45,32 @@ def steps_of(backend: Any) -> list[Step] | None:
     except (AttributeError, TypeError, ValueError):
         return None
     listed = data.get("decoders") if data.get("type") == "Sequence" else [data]
-    steps: list[Step] = []
-    is_one = False  # whether all tokens have been fused into one, of which later steps see parts
+    steps: list[DecoderStep] = []
+    is_fused = False  # whether all tokens have been fused into one, of which later steps see parts
     for item in listed or ():
         kind = item.get("type")
         if kind == "Fuse":
-            is_one = True
+            is_fused = True
             continue
         if kind == "Strip":
-            step = _strip(item, is_one)
+            step = _strip(item, is_fused)
         else:
-            step = None if is_one or kind not in _KINDS else _KINDS[kind](item)
+            step = None if is_fused or kind not in _KINDS else _KINDS[kind](item)
         if step is None:
             return None
         steps.append(step)
-        is_one = is_one or kind == "ByteLevel"
+        is_fused = is_fused or kind == "ByteLevel"
     return steps
 
 
-def through(steps: list[Step], texts: list[str]) -> str:
+def through(steps: list[DecoderStep], texts: list[str]) -> str:
     """The text that is certain after the steps were fed these texts."""
     for step in steps:
         texts = [out for text in texts for out in step.feed(text)]
     return "".join(texts)
 
 
-def ended(steps: list[Step]) -> str:
+def ended(steps: list[DecoderStep]) -> str:
     """The text that the steps held back, each passed through the steps after it."""
     return "".join(through(steps[i + 1 :], step.end()) for i, step in enumerate(steps))
 
@@ -135,7 +135,7 @@ class _ByteRuns:
             return ["\ufffd"] * len(data)
 
 
-class _StripWhole:
+class _StripEnds:
     """Strips a character from both ends of the complete text, at most the given numbers of times."""
 
     def __init__(self, content: str, start: int, stop: int):
@@ -158,7 +158,7 @@ class _StripWhole:
         return []  # the characters held back are those to strip at the end
 
 
-class _Everywhere:
+class _ReplaceAll:
     """Replaces a text in the concatenation of all tokens, from the left."""
 
     def __init__(self, old: str, new: str):
@@ -189,9 +189,9 @@ def cleaned(text: str) -> str:
     return text
 
 
-def clean_up() -> list[Step]:
+def clean_up() -> list[DecoderStep]:
     """The steps of :func:`cleaned` for a text in pieces."""
-    return [_Everywhere(old, new) for old, new in _SPACES]
+    return [_ReplaceAll(old, new) for old, new in _SPACES]
 
 
 class _Suffix:
@@ -209,10 +209,10 @@ class _Suffix:
         return [] if self._last is None else [self._last.replace(self._suffix, "")]
 
 
-def _strip(item: Mapping[str, Any], is_one: bool) -> Step:
+def _strip(item: Mapping[str, Any], is_fused: bool) -> DecoderStep:
     content, start, stop = item["content"], item["start"], item["stop"]
-    if is_one:
-        return _StripWhole(content, start, stop)
+    if is_fused:
+        return _StripEnds(content, start, stop)
 
     def stripped(index: int, text: str) -> str:
         first = min(start, len(text) - len(text.lstrip(content)))
@@ -222,20 +222,20 @@ def _strip(item: Mapping[str, Any], is_one: bool) -> Step:
     return _EachToken(stripped)
 
 
-def _replace(item: Mapping[str, Any]) -> Step | None:
+def _replace(item: Mapping[str, Any]) -> DecoderStep | None:
     """A step that replaces a string; None for a regular expression, whose syntax differs in Python."""
     pattern = item["pattern"].get("String")
     return _EachToken(lambda i, text: text.replace(pattern, item["content"])) if pattern else None
 
 
-def _metaspace(item: Mapping[str, Any]) -> Step:
+def _metaspace(item: Mapping[str, Any]) -> DecoderStep:
     mark, is_first_kept = item["replacement"], item.get("prepend_scheme", "always") == "never"
     return _EachToken(
         lambda i, text: text.replace(mark, " " if i or is_first_kept else ""),
     )
 
 
-def _wordpiece(item: Mapping[str, Any]) -> Step:
+def _wordpiece(item: Mapping[str, Any]) -> DecoderStep:
     prefix = item["prefix"]
 
     def change(index: int, text: str) -> str:
@@ -248,7 +248,7 @@ def _wordpiece(item: Mapping[str, Any]) -> Step:
     return _EachToken(change)
 
 
-_KINDS: dict[str, Callable[[Mapping[str, Any]], Step | None]] = {
+_KINDS: dict[str, Callable[[Mapping[str, Any]], DecoderStep | None]] = {
     "ByteLevel": lambda item: _ByteLevel(),
     "ByteFallback": lambda item: _ByteRuns(),
     "BPEDecoder": lambda item: _Suffix(item["suffix"]),

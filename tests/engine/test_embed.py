@@ -280,7 +280,7 @@ def test_a_tokenizer_of_another_model(minilm, loaded):
         def tokens(self, texts, *, max_length=None):
             return [row._replace(ids=[30522]) for row in loaded[1].tokens(texts)]
 
-    with pytest.raises(UserInputError, match="30522.*do not belong together"):
+    with pytest.raises(UserInputError, match="30522.*belongs to another model"):
         embed(loaded[0], Other(), ["a"])
 
 

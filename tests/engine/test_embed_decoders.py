@@ -119,7 +119,7 @@ def test_prompts_and_whether_they_are_pooled(tmp_path):
         plain = np.stack([states_of(theirs, tokenizer, t).mean(0) for t in TEXTS])
         for options in ({"prompt": ""}, {"prompt_name": "document"}):
             np.testing.assert_allclose(embed(model, tokenizer, TEXTS, **options), plain, atol=2e-4)
-    with pytest.raises(UserInputError, match="no prompt 'q': there are 'query', 'document'"):
+    with pytest.raises(UserInputError, match="no prompt 'q': it has 'query', 'document'"):
         embed(model, tokenizer, TEXTS, prompt_name="q")
     with pytest.raises(UserInputError, match="pass one of them"):
         embed(model, tokenizer, TEXTS, prompt_name="query", prompt="x")

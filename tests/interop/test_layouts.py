@@ -143,7 +143,7 @@ def test_the_way_back():
     ]:  # fmt: skip
         assert table.origin(target).name == name
     assert table.origin("t.k.w").number(12) == "s.12.k.w"
-    with pytest.raises(UserInputError, match="for something else"):
+    with pytest.raises(UserInputError, match="to another array"):
         table.origin("skip.this")
 
 

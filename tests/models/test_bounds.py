@@ -159,10 +159,10 @@ def test_a_width_costs_nothing_without_a_file():
         assert tracemalloc.get_traced_memory()[1] < BYTES
     finally:
         tracemalloc.stop()
-    for width, reason in ((7, "even number, not 7"),):
+    for width, reason in ((7, "must be even, not 7"),):
         with pytest.raises(ValueError, match=reason):
             Rope().check(width)
-    with pytest.raises(ValueError, match="no frequencies"):
+    with pytest.raises(ValueError, match="no valid frequencies"):
         Rope(1.0, YarnScalingParams(2.0, 32.0, 1.0, 64, True)).check(8)
 
 

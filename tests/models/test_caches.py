@@ -174,7 +174,7 @@ def test_rewinding():
             text = np.concatenate([ids[row, :n], ids_of(2, 7, 1)[row], ids[row, n:]])[None]
             close(found[row], call(model, text)[0, n : n + 7])
     for wrong in ([5, 9], [4], [-1, 2], [0.5, 1]):
-        with pytest.raises(UserInputError, match="cannot be cut to"):
+        with pytest.raises(UserInputError, match="cannot be rewound to"):
             cache.rewind(wrong)
     whole = dataclasses.replace(full_cache(model, 2, 20), lengths=cache.lengths)
     np.testing.assert_array_equal(whole.rewind([4, 1]).lengths, [4, 1])

@@ -116,7 +116,9 @@ def test_a_rope_that_there_is_not_is_refused():
     model = Decoder(DecoderConfig(48, 16, 24, num_layers=1, num_heads=4), stacked=False)
     maxjax.init(model, jax.random.key(0))
     model.model.layers[0].self_attn.rope = "globl"
-    with pytest.raises(UserInputError, match="'globl' is none of 'global', 'local', 'none'"):
+    with pytest.raises(
+        UserInputError, match="'globl': it must be one of 'global', 'local', 'none'"
+    ):
         model(np.zeros((1, 3), np.int32))
 
 

@@ -291,7 +291,9 @@ def test_normalised_heads_as_qwen3_has_them():
 
 
 def test_what_the_layer_refuses():
-    with pytest.raises(ValueError, match="4 heads of queries cannot share 3"):
+    with pytest.raises(
+        ValueError, match="num_attention_heads 4 is not a multiple of num_key_value_heads 3"
+    ):
         layer_of(num_key_value_heads=3)
     with pytest.raises(NotImplementedError, match="CHUNKED"):
         layer_of(mask_variant=MHAMaskVariant.CHUNKED_CAUSAL_MASK)

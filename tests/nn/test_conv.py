@@ -133,7 +133,7 @@ def test_initialised_by_fan_in(permute):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="3 groups"):
+    with pytest.raises(ValueError, match="num_groups, which is 3"):
         nn.Conv2d(3, 4, 6, "float32", num_groups=3)
     with pytest.raises(ValueError, match="stride is one number or 2"):
         nn.Conv2d(3, 4, 6, "float32", stride=(1, 1, 1))

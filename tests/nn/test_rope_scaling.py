@@ -115,5 +115,7 @@ def test_what_is_refused():
         inv_freqs(3, 1e4)
     with pytest.raises(ValueError, match="needs 3 factors, not 4"):
         inv_freqs(6, 1e4, LONG)
-    with pytest.raises(TypeError, match="dict is unknown; there are None, LinearScalingParams"):
+    with pytest.raises(
+        TypeError, match="unknown rope scaling dict: it must be None, LinearScalingParams"
+    ):
         inv_freqs(8, 1e4, {"factor": 2})

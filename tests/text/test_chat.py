@@ -166,7 +166,7 @@ def test_which_of_several(directory, tmp_path, oracle):
         "d", "t", "t", "own"
     )  # fmt: skip
     found.chat_templates.pop("default")
-    with pytest.raises(UserInputError, match="which chat template.*tool_use"):
+    with pytest.raises(UserInputError, match="several chat templates.*tool_use"):
         use()
 
 

@@ -151,11 +151,11 @@ def test_a_decoder_that_is_not_known_still_gives_the_text():
 def test_ids_that_are_none():
     tokenizer = Tokenizer(MADE["words"]())
     for wrong in (-1, 2**32, 2**70):
-        with pytest.raises(UserInputError, match="no token id"):
+        with pytest.raises(UserInputError, match="not a token id"):
             TextStream(tokenizer).push(wrong)
     stream = TextStream(tokenizer)
     assert stream.push(10**6) == "" and stream.flush() == "" and stream.flush() == ""
-    with pytest.raises(UserInputError, match="has ended"):
+    with pytest.raises(UserInputError, match="has been flushed"):
         stream.push(0)
 
 

@@ -13,10 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import UserInputError
+import numpy as np
+
+from ...dtype import DType
+from ...errors import UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
-from ...models.family import main_dtype
+from ...models.weights import main_dtype
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes
@@ -24,7 +27,6 @@ from ..file_set import INDEX, SINGLE, json_bytes, write_file, write_set
 from ..orbax.steps import COMMITTED
 from ..orbax.streaming import stream
 from ..pretrained import cast, flat_name, float_type, with_dtype
-from .destination import check_destination
 from .progress import Converted, Watch, result_of, watched
 from .source import Opened, as_hugging_face, content, opened
 from .to_gguf import to_gguf
@@ -92,21 +94,21 @@ def convert(
         )
     target = Path(destination)
     kind = _format(target, to)
-    wanted = None if dtype is None else float_type(dtype)
+    target_dtype = None if dtype is None else float_type(dtype)
     limit = size_in_bytes(max_shard_size)
     encoding = _encoding(quantize, kind)
     with allowing(limits), opened(source) as found:
         if kind != "gguf" and isinstance(found.weights, GGUFWeights):
             as_hugging_face(found)
-        check_destination(
+        _check_destination(
             found, target, kind, ["config.json", *found.beside, *found.made],
-            dtype=wanted, encoding=encoding, overwrite=overwrite,
+            dtype=target_dtype, encoding=encoding, overwrite=overwrite,
         )  # fmt: skip
         if kind == "gguf":
-            return to_gguf(found, target, wanted, encoding, watch)
+            return to_gguf(found, target, target_dtype, encoding, watch)
         data = found.tensors
-        if wanted is not None:
-            data = {name: cast(one, wanted) for name, one in data.items()}
+        if target_dtype is not None:
+            data = {name: cast(one, target_dtype) for name, one in data.items()}
         if kind == "orbax":
             return _to_orbax(found, data, target, watch)
         return _to_safetensors(found, data, target, limit, watch)
@@ -115,7 +117,7 @@ def convert(
 def _format(target: Path, to: str | None) -> str:
     end = {".safetensors": "safetensors", ".gguf": "gguf"}.get(target.suffix.lower())
     if to is not None and to not in FORMATS:
-        raise UserInputError(f"to={to!r} is none of {', '.join(FORMATS)}")
+        raise UserInputError(f"to={to!r}: it must be one of {', '.join(FORMATS)}")
     if to is not None and end is not None and end != to:
         raise UserInputError(f"{target} is the name of a {end} file, and {to} was asked for")
     if target.suffix.lower() in {*SUFFIXES, *UNREADABLE} and end is None and not target.is_dir():
@@ -133,10 +135,104 @@ def _encoding(quantize: str | None, kind: str) -> str | None:
     if quantize is None:
         return None
     if quantize.lower() not in QUANTIZED:
-        raise UserInputError(f"quantize={quantize!r} is none of {', '.join(QUANTIZED)}")
+        raise UserInputError(f"quantize={quantize!r}: it must be one of {', '.join(QUANTIZED)}")
     if kind != "gguf":
         raise UserInputError(f"quantize={quantize!r} is for GGUF files: {kind} has no such blocks")
     return quantize.upper()
+
+
+# --- the destination --------------------------------------------------------------------------
+
+
+def _check_destination(
+    found: Opened,
+    target: Path,
+    kind: str,
+    others: Iterable[str],
+    *,
+    dtype: DType | None,
+    encoding: str | None,
+    overwrite: bool,
+) -> None:
+    """Refuse a destination that exists, and one that is the source if that would lose values.
+
+    A step of orbax replaces nothing: it is added to the steps that are there.
+
+    Args:
+        found: the source.
+        target: the destination.
+        kind: format of the destination, "safetensors", "gguf" or "orbax".
+        others: names of the files that will be written beside the weights.
+        dtype, encoding: dtype or encoding that weights are converted to.
+        overwrite: whether an existing checkpoint may be replaced.
+
+    Raises:
+        UserInputError: the destination is refused; the message says how to proceed.
+    """
+    source = [file.path for file in found.weights._family.open_table().files]
+    part = _is_source(source, found.path, target)
+    lost = _lost(found, target, source, dtype, encoding) if part else None
+    if lost is not None:
+        raise UserInputError(
+            f"{target} is the checkpoint that is converted ({found.path}), and {lost}: "
+            "name another destination"
+        )
+    replaced = _replaced_files(target, kind, others)
+    if replaced and not overwrite:
+        raise UserInputError(
+            f"{target}: there is {some(replaced, 3)} already: name another destination, or pass "
+            "overwrite=True (--overwrite) to replace it"
+        )
+
+
+def _replaced_files(target: Path, kind: str, others: Iterable[str]) -> list[str]:
+    """The files at the destination that would be replaced, or no longer be what is opened there."""
+    if kind == "orbax" or not os.path.lexists(target):
+        return []
+    if not target.is_dir():
+        return [f"'{target.name}'"]
+    names = sorted(entry.name for entry in target.iterdir() if not entry.name.startswith("."))
+    weights = [n for n in names if Path(n).suffix.lower() in SUFFIXES or n.endswith(".index.json")]
+    replaced = [name for name in others if os.path.lexists(target / name)]
+    return [f"'{name}'" for name in dict.fromkeys([*weights, *replaced])]
+
+
+def _is_source(source: list[str], path: Path, target: Path) -> bool:
+    """Whether the destination is the source, one of its files, or the directory that holds it."""
+    if not target.exists():
+        return False
+    if not target.is_dir():
+        return any(os.path.samefile(file, target) for file in source if os.path.exists(file))
+    place = os.path.realpath(target)
+    places = [os.path.realpath(name) for name in (path, *source)]
+    # Only the directory itself counts: what lies deeper in it is not replaced.
+    return any(place in (one, os.path.dirname(one)) for one in places)
+
+
+def _lost(
+    found: Opened, target: Path, source: list[str], dtype: DType | None, encoding: str | None
+) -> str | None:
+    """What would be lost of the source if it were replaced, as a clause; None for nothing."""
+    if not target.is_dir() and len(source) > 1:
+        return "is made of several files, of which this is one"
+    if encoding is not None:
+        return f"quantize={encoding.lower()!r} would lose bits of its values"
+    if dtype is not None and not all(_holds(dtype, data) for data in _data(found).values()):
+        return f"dtype={dtype.name!r} would lose bits of its values"
+    return None
+
+
+def _data(found: Opened) -> Mapping[str, WeightData]:
+    return found.tensors or {name: place.data() for name, place in found.weights.items()}
+
+
+def _holds(dtype: DType, data: WeightData) -> bool:
+    """Whether a dtype can hold every value of a tensor; only floats are converted."""
+    if data._is_packed:
+        return False
+    if not data.dtype.is_float() or data.dtype is dtype:
+        return True
+    return np.promote_types(data.dtype.np, dtype.np) == dtype.np
 
 
 # --- safetensors ------------------------------------------------------------------------------

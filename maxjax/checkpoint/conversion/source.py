@@ -139,7 +139,7 @@ def content(path: Path) -> Iterator[memoryview]:
 
 
 def as_hugging_face(found: Opened) -> None:
-    """Give a checkpoint that was opened as GGUF the names and files of Hugging Face."""
+    """Give an open GGUF checkpoint the names and files of Hugging Face."""
     weights = found.weights
     assert isinstance(weights, GGUFWeights)
     found.tensors, found.config = model_tensors(weights), config_of(weights)

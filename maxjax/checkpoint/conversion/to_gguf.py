@@ -132,7 +132,7 @@ def _new_gguf(
         )  # fmt: skip
     model = read_config(config, path=path)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.tensors.items()}
-    check_bounds(type(model.config), model.said, shapes, path=path)
+    check_bounds(type(model.config), model.settings, shapes, path=path)
     made = gguf_tensors(config, found.tensors, path=path)
     if made.left_out:
         _LOG.warning(

@@ -36,16 +36,16 @@ def module_arrays(
     """
     layers: dict[int, list[Any]] = {}
     for name, weight in module.raw_state_dict().items():
-        held = weight.stored.leaf
-        if type(held) is jax.ShapeDtypeStruct and weight.stored.source is not None:
-            held = weight.stored.read()
-        if not hasattr(held, "dtype") and holes and not jax.tree.leaves(held):
+        leaf = weight.stored.leaf
+        if type(leaf) is jax.ShapeDtypeStruct and weight.stored.source is not None:
+            leaf = weight.stored.read()
+        if not hasattr(leaf, "dtype") and holes and not jax.tree.leaves(leaf):
             continue
-        if not hasattr(held, "dtype") or type(held) is jax.ShapeDtypeStruct:
+        if not hasattr(leaf, "dtype") or type(leaf) is jax.ShapeDtypeStruct:
             raise UserInputError(
                 f"{title}: weight '{name}' has no value: load a checkpoint, or call maxjax.init()"
             )
-        yield name, own_value(known(title, name, _value(weight, layers))), weight
+        yield name, own_value(storable(title, name, _value(weight, layers))), weight
 
 
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
@@ -73,10 +73,10 @@ def unstacked(stack: StackedWeight) -> list[Any]:
     if sharding is None:
         return [own[i] for i in range(count)]
     shape = own.shape[1:]
-    held = [(next(iter(s.data.devices())), np.asarray(s.data)) for s in own.addressable_shards]
+    shards = [(next(iter(s.data.devices())), np.asarray(s.data)) for s in own.addressable_shards]
     return [
         jax.make_array_from_single_device_arrays(
-            shape, sharding, [_put(array[i], device) for device, array in held], dtype=own.dtype
+            shape, sharding, [_put(array[i], device) for device, array in shards], dtype=own.dtype
         )
         for i in range(count)
     ]
@@ -108,15 +108,15 @@ def _layer_sharding(own: Any) -> Any:
     )
 
 
-def known(title: str, name: str, value: Any) -> Any:
+def storable(title: str, name: str, value: Any) -> Any:
     """The value, checked to have a dtype that orbax can store."""
     dtype = np.dtype(value.dtype)
     try:
         DType.of(dtype)
-        is_known = dtype.name not in _UNKNOWN
+        is_storable = dtype.name not in _UNKNOWN
     except (TypeError, ValueError, KeyError):
-        is_known = False
-    if not is_known:
+        is_storable = False
+    if not is_storable:
         raise UserInputError(
             f"{title}: '{name}' is {dtype.name}, which cannot be stored: convert it first"
         )
@@ -125,8 +125,8 @@ def known(title: str, name: str, value: Any) -> Any:
 
 def own_value(value: Any) -> Any:
     """The array for orbax: with several processes, an array of this one alone becomes NumPy's."""
-    alone = isinstance(value, jax.Array) and value.is_fully_addressable
-    return np.asarray(value) if alone and jax.process_count() > 1 else value
+    is_local = isinstance(value, jax.Array) and value.is_fully_addressable
+    return np.asarray(value) if is_local and jax.process_count() > 1 else value
 
 
 def held_parts(array: Any) -> list[tuple[Any, Any]]:

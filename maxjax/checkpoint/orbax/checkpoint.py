@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointMissingError, UserInputError, some
-from ...models.family import main_dtype
+from ...models.weights import main_dtype
 from ...nn.layer import Module
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import resolve
@@ -158,7 +158,7 @@ def _trees(model: Module | None, items: Mapping[str, Any], copy: bool) -> dict[s
     for name, tree in items.items():
         if name == MODEL or not name.isidentifier():
             raise UserInputError(
-                f"no tree can be called '{name}': the name must be an identifier other than '{MODEL}'"
+                f"'{name}' cannot be the name of a tree: use an identifier other than '{MODEL}'"
             )
         trees[name] = tree_item(name, tree, copy=copy)
     if not any(tree.nested for tree in trees.values()):
@@ -226,9 +226,9 @@ def _directory(root: str, step: int | None) -> str:
         return resolve(root)
     directory = os.path.join(root, str(step))
     if not os.path.isdir(directory):
-        there = some(steps_in(root)) or "no steps"
+        steps = some(steps_in(root)) or "no steps"
         raise CheckpointMissingError(
-            "no such step", path=directory, expected=str(step), found=there
+            "no such step", path=directory, expected=str(step), found=steps
         )
     return directory
 

@@ -1,4 +1,4 @@
-"""One tree of a checkpoint, open, with what maxjax keeps beside its arrays."""
+"""Opens one tree of a checkpoint: its arrays, and the metadata that maxjax stores with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from .steps import COMMITTED
 
 @dataclass(slots=True)
 class Saved:
-    """One tree of a checkpoint, open: its arrays, and what maxjax keeps beside them."""
+    """An open tree of a checkpoint.
+
+    Attributes:
+        title: name of the tree.
+        path: directory of the checkpoint.
+        weights, table: its arrays, as a cursor and as a table.
+        plain: leaves that are numbers or text, by name.
+        encodings: encodings of quantised leaves, by name.
+        keys: implementations of random keys, by name.
+        is_ours: whether maxjax wrote the checkpoint.
+    """
 
     title: str
     path: str
@@ -30,25 +40,27 @@ class Saved:
 
     @property
     def names(self) -> set[str]:
-        """Of all leaves."""
+        """The names of all leaves."""
         return {*self.plain, *self.table.entries}
 
     def close(self) -> None:
-        """Closes its files."""
+        """Close the files."""
         self.weights.close()
 
 
 def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
-    """The tree of this name of a checkpoint; None if it has none.
+    """Open the tree called ``title`` of a checkpoint; None if there is no such tree.
+
+    The model may have another name if it is the checkpoint's only tree.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     found = orbax_items(directory)
     item = title if title in found else None
     if item is None and title == MODEL:
         item = next(iter(found)) if len(found) == 1 else None
-    # Any of its trees has what maxjax wrote.
+    # The metadata that maxjax wrote is the same in every tree.
     table = open_orbax(directory, item=next(iter(found)) if item is None else item)
     try:
         saved = _saved(directory, title, item, table)
@@ -63,12 +75,15 @@ def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
 
 
 def _saved(directory: str, title: str, item: str | None, table: TensorTable) -> Saved | None:
-    """The tree ``title``, which orbax calls ``item``; None for that if all its arrays are empty."""
+    """The tree ``title``, which orbax calls ``item``: None if orbax has no such tree.
+
+    That is so for a tree whose arrays are all empty, which only maxjax's metadata lists.
+    """
     own = read_own(table.metadata, directory, item or title, must_sum=True)
     if item is None and not own.has_tree:
         return None
     plain = own.plain()
-    if item is None:  # orbax has no directory for it
+    if item is None:
         file = open_regular(os.path.join(directory, COMMITTED))
         table = TensorTable("orbax", [file], {entry.name: entry for entry in own.empty})
     weights = Weights._of(table, directory)

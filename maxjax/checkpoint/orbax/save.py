@@ -23,7 +23,7 @@ from ...storage.save.durable import flush_folder, save_failed
 from ...storage.save.staging import Staging
 from .api import Writing, barrier, quiet, system_error
 from .arrays import is_on_host
-from .steps import Step, steps_in
+from .steps import NewStep, steps_in
 from .sums import ArraySums
 from .tree import Item
 
@@ -90,12 +90,12 @@ def start(
         beside: other files of the step: name → content.
 
     Raises:
-        CheckpointError: an error of :class:`Step`, or the save failed at its start.
+        CheckpointError: an error of :class:`NewStep`, or the save failed at its start.
     """
     before = _running.get(os.path.realpath(root))
     if before is not None:
         before._wait_over()
-    target = Step(root, step, sum(item.nbytes for item in items.values()))
+    target = NewStep(root, step, sum(item.nbytes for item in items.values()))
     target.beside = dict(beside or {})
     response = Response(root)
     arguments = (response, target, dict(items), keep)
@@ -147,7 +147,7 @@ def _wait_all() -> None:
             response._future.exception()
 
 
-def _run(response: Response, target: Step, items: dict[str, Item], keep: Keep) -> None:
+def _run(response: Response, target: NewStep, items: dict[str, Item], keep: Keep) -> None:
     """The function that the thread of a save runs."""
     try:
         try:
@@ -164,7 +164,7 @@ def _run(response: Response, target: Step, items: dict[str, Item], keep: Keep) -
         response._begun.set()
 
 
-def _save(response: Response, target: Step, items: dict[str, Item], keep: Keep) -> Path:
+def _save(response: Response, target: NewStep, items: dict[str, Item], keep: Keep) -> Path:
     metadata = custom_metadata(items)
     nested = {name: item.nested for name, item in items.items() if item.nested}
     writing = Writing(target.written, nested, metadata)
@@ -190,7 +190,7 @@ def _save(response: Response, target: Step, items: dict[str, Item], keep: Keep) 
     return target.path
 
 
-def _finish(response: Response, target: Step, sums: ArraySums, keep: Keep) -> None:
+def _finish(response: Response, target: NewStep, sums: ArraySums, keep: Keep) -> None:
     """Commit the step in the first process when all have written; the others wait for it."""
     name = os.path.basename(target.folder)
     barrier(f"maxjax-written-{name}")
@@ -204,7 +204,7 @@ def _finish(response: Response, target: Step, sums: ArraySums, keep: Keep) -> No
         barrier(f"maxjax-renamed-{name}")
 
 
-def commit(target: Step, staging: Staging, sums: Mapping[str, int], keep: Keep) -> None:
+def commit(target: NewStep, staging: Staging, sums: Mapping[str, int], keep: Keep) -> None:
     """Flush what was written and rename it into place; then delete the steps that are not kept."""
     name = str(target.number)
     for file, content in target.beside.items():
@@ -212,10 +212,10 @@ def commit(target: Step, staging: Staging, sums: Mapping[str, int], keep: Keep) 
     staging.write(f"{name}/{NAME}", [to_bytes({DIRECTORY: [Record(0, dict(sums))]})])
     with staging.saving("flushing the files", needed=target.needed):
         flush_tree(target.written)
-    there = steps_in(target.root)
-    kept = {*keep([*there, target.number]), target.number}
-    gone = [str(number) for number in there if number not in kept]
-    staging.commit([name], remove=gone)
+    steps = steps_in(target.root)
+    kept = {*keep([*steps, target.number]), target.number}
+    deleted = [str(number) for number in steps if number not in kept]
+    staging.commit([name], remove=deleted)
 
 
 def flush_tree(folder: str) -> None:
@@ -230,7 +230,7 @@ def flush_tree(folder: str) -> None:
         flush_folder(where)
 
 
-def translated(error: BaseException, target: Step) -> BaseException:
+def translated(error: BaseException, target: NewStep) -> BaseException:
     """An error of orbax as an error of maxjax."""
     ours = (CheckpointError, PeerLostError, KeyboardInterrupt, SystemExit, MemoryError)
     if isinstance(error, ours):

@@ -44,7 +44,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-class Step:
+class NewStep:
     """The step that a save writes: the first process decides its number and temporary directory.
 
     Args:
@@ -63,17 +63,17 @@ class Step:
         self.beside: dict[str, bytes] = {}  # other files of the step
         self.needed = nbytes
         found: dict[str, Any] = {}
-        refused: CheckpointError | None = None
+        failure: CheckpointError | None = None
         if jax.process_index() == 0:
             try:
                 self.staging = self._open(root, step)
                 found = {"step": self.number, "folder": self.staging.folder}
             except CheckpointError as error:
-                refused, found = error, {"error": str(error)[: _MESSAGE_BYTES // 8]}
+                failure, found = error, {"error": str(error)[: _MESSAGE_BYTES // 8]}
         if jax.process_count() > 1:
-            found = _from_first(found)
-        if refused is not None:
-            raise refused
+            found = _broadcast_from_first(found)
+        if failure is not None:
+            raise failure
         if "error" in found:
             raise save_failed(f"process 0 cannot save: {found['error']}", root)
         self.root, self.number, self.folder = root, int(found["step"]), str(found["folder"])
@@ -83,11 +83,11 @@ class Step:
     def _open(self, root: str, step: int | None) -> Staging:
         staging = Staging(root)
         try:
-            there = steps_in(root)
-            if there:
-                last = os.path.join(root, str(there[-1]))
+            steps = steps_in(root)
+            if steps:
+                last = os.path.join(root, str(steps[-1]))
                 staging.keeps(f"The checkpoint that was there before is intact: {last}.")
-            self.number = (there[-1] + 1 if there else 0) if step is None else step
+            self.number = (steps[-1] + 1 if steps else 0) if step is None else step
             if os.path.lexists(os.path.join(root, str(self.number))):
                 hint = "Save another step, or delete this one first: steps are not overwritten."
                 path = os.path.join(root, str(self.number))
@@ -104,7 +104,7 @@ class Step:
             self.staging.close()
 
 
-def _from_first(found: Mapping[str, Any]) -> dict[str, Any]:
+def _broadcast_from_first(found: Mapping[str, Any]) -> dict[str, Any]:
     """The first process's message, broadcast to all."""
     from jax.experimental import multihost_utils
 

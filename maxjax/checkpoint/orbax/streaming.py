@@ -23,9 +23,9 @@ from ...storage.checksums import crc32_of_boxes
 from ...storage.orbax.maxjax_metadata import Extras, custom_metadata
 from ..file_set import out_of_memory
 from .api import add, finish, quiet
-from .arrays import known
+from .arrays import storable
 from .save import commit, translated
-from .steps import Step
+from .steps import NewStep
 
 # Orbax's name for a tree that was written in parts.
 STATE = "state"
@@ -65,22 +65,24 @@ def stream(
         raise UserInputError("there is nothing to save: every tensor is empty (a size is 0)")
     metadata = custom_metadata({STATE: item})
     full = {name: data for name, data in tensors.items() if name not in item.empty}
-    target = Step(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
+    target = NewStep(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
     target.beside = dict(beside)
     # Orbax runs in a thread, as the caller's may have a running event loop (a notebook's does).
     with ThreadPoolExecutor(1, "maxjax-save") as pool:
         try:
             sums: dict[str, int] = {}
             for batch in _batches(full):
-                arrays = {name: known("tensors", name, _read(data)) for name, data in batch.items()}
-                pool.submit(_add, target.written, arrays, metadata).result()
+                arrays = {
+                    name: storable("tensors", name, _read(data)) for name, data in batch.items()
+                }
+                pool.submit(_quietly, add, target.written, arrays, metadata).result()
                 for name, array in arrays.items():
                     sums[f"{STATE}/{name}"] = crc32_of_boxes(
                         array.shape, [(whole(array.shape), array)]
                     )
                     if progress is not None:
                         progress(array.nbytes)
-            pool.submit(_finish, target.written).result()
+            pool.submit(_quietly, finish, target.written).result()
             assert target.staging is not None
             commit(target, target.staging, sums, lambda steps: steps)
         except BaseException as error:
@@ -91,14 +93,9 @@ def stream(
     return target.path
 
 
-def _add(path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+def _quietly(function: Callable[..., None], *args: Any) -> None:
     with quiet():
-        add(path, arrays, metadata)
-
-
-def _finish(path: str) -> None:
-    with quiet():
-        finish(path)
+        function(*args)
 
 
 def _nbytes(data: WeightData) -> int:

@@ -1,4 +1,4 @@
-"""The checksums of the arrays of a checkpoint, of which each process has its parts."""
+"""The checksums of the arrays of a checkpoint, computed by all processes from their parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...storage.boxes import Box
+from ...storage.boxes import Box, extents
 from ...storage.checksums import crc32_of_boxes
 from ...storage.crc32 import combine, crc32
 from .arrays import held_parts, is_on_host, owners
@@ -21,8 +21,8 @@ from .tree import Item
 class ArraySums:
     """The checksums of arrays.
 
-    A part that another process has counts as zeros here: sums of equal length add up by XOR,
-    but for that of zeros, which is in all of them.
+    Each process counts the parts of others as zeros. The XOR of their CRC-32s is that of the complete
+    array; for an even number of processes, the CRC-32 of zeros has to be added.
     """
 
     def __init__(self, items: Mapping[str, Item]):
@@ -47,22 +47,22 @@ class ArraySums:
         self._parts[name] = (tuple(array.shape), mine, others, dtype)
 
     def compute(self) -> None:
-        """Sums up; what lies on other devices than CPUs comes to the host for it, one by one."""
+        """Compute the checksums; arrays on accelerators are copied to the host one by one."""
         for name in list(self._parts):
             shape, mine, others, dtype = self._parts.pop(name)
             parts = [(box, np.asarray(part)) for box, part in mine]
-            parts += [(box, _zeros(box, dtype)) for box in others]
+            parts += [(box, np.zeros(extents(box), dtype)) for box in others]
             self._sums[name] = crc32_of_boxes(shape, parts)
 
     def share(self, folder: str) -> None:
-        """Leaves them for the first process, where this is another one."""
+        """Write this process's checksums to a file for the first process, unless this is the first."""
         if jax.process_index() > 0:
             path = os.path.join(folder, f"sums-{jax.process_index()}")
             with open(path, "x") as file:
                 json.dump([self._sums, self._shapes], file)
 
     def all(self, folder: str) -> dict[str, int]:
-        """Those of whole arrays, once all processes have left theirs."""
+        """The checksums of complete arrays, after all processes have called :meth:`share`."""
         found, counts, lengths = dict(self._sums), dict.fromkeys(self._sums, 1), dict(self._shapes)
         for process in range(1, jax.process_count()):
             with open(os.path.join(folder, f"sums-{process}")) as file:
@@ -75,10 +75,6 @@ class ArraySums:
             if count % 2 == 0:
                 found[name] ^= zeros_sum(lengths[name])
         return found
-
-
-def _zeros(box: Box, dtype: Any) -> np.ndarray:
-    return np.zeros([stop - start for start, stop in box], dtype)
 
 
 def zeros_sum(nbytes: int) -> int:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from ...errors import UserInputError
 from ...nn.layer import Module
 from ...storage.orbax.maxjax_metadata import Extras
-from .arrays import known, module_arrays, own_value
+from .arrays import module_arrays, own_value, storable
 
 # Types of leaves that are not arrays: they are also written exactly, as text in the metadata.
 PLAIN = (bool, int, float, complex, str, bytes)
@@ -46,9 +46,9 @@ class Item(Extras):
         """Size of the arrays on the disk in bytes, for all processes."""
         return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in self.arrays.values())
 
-    def add(self, title: str, way: tuple[str, ...], value: Any, shown: Any) -> None:
+    def add(self, title: str, path: tuple[str, ...], value: Any, shown: Any) -> None:
         """Add a leaf; ``shown`` is the value that orbax is given, None for nothing."""
-        name = ".".join(way)
+        name = ".".join(path)
         if name in self.arrays or name in self.plain or name in self.empty:
             raise UserInputError(
                 f"{title}: two leaves would both be called '{name}', since the parts of a name are "
@@ -63,7 +63,7 @@ class Item(Extras):
             self.arrays[name] = value
         if shown is None:
             return
-        *outer, last = way
+        *outer, last = path
         place = self.nested
         for key in outer:
             place = place.setdefault(key, {})
@@ -100,19 +100,19 @@ def tree_item(title: str, tree: Any, *, copy: bool) -> Item:
         UserInputError: a leaf cannot be saved; two leaves have the same name.
     """
     item = Item()
-    for way, leaf in leaves(tree):
+    for path, leaf in leaves(tree):
         if isinstance(leaf, Module):
-            for name, value, weight in module_arrays(f"{title}: {'.'.join(way)}", leaf):
-                inner = (*way, name) if way else (name,)
+            for name, value, weight in module_arrays(f"{title}: {'.'.join(path)}", leaf):
+                inner = (*path, name) if path else (name,)
                 item.add(title, inner, value, value)
                 if weight.quantization_encoding is not None and value.dtype == np.uint8:
                     item.encodings[".".join(inner)] = weight.quantization_encoding.value
             continue
-        way = way or (ONLY,)
-        value, shown = _leaf(title, ".".join(way), leaf, copy)
-        item.add(title, way, value, shown)
+        path = path or (ONLY,)
+        value, shown = _leaf(title, ".".join(path), leaf, copy)
+        item.add(title, path, value, shown)
         if is_key(leaf):
-            item.keys[".".join(way)] = str(jax.random.key_impl(leaf))
+            item.keys[".".join(path)] = str(jax.random.key_impl(leaf))
     return item
 
 
@@ -155,7 +155,7 @@ def _leaf(title: str, name: str, leaf: Any, copy: bool) -> tuple[Any, Any]:
         if is_key(leaf):
             return jax.random.key_data(leaf), leaf
         value = np.array(leaf, order="C") if copy and isinstance(leaf, np.ndarray) else leaf
-        value = own_value(known(title, name, value))
+        value = own_value(storable(title, name, value))
         return value, value
     if isinstance(leaf, PLAIN):
         fits = isinstance(leaf, int) and -(1 << 63) <= leaf < 1 << 63

@@ -36,19 +36,19 @@ _FETCH = "Fetch it again, or export the model again."
 _AGAIN = "Export the model again."
 
 
-class Entry(NamedTuple):
+class WeightEntry(NamedTuple):
     """A weight's entry in the header: its declared dtype, and its other names if it is tied."""
 
     dtype: str
     aliases: tuple[str, ...]
 
     @classmethod
-    def read(cls, data: Any) -> Entry:
+    def read(cls, data: Any) -> WeightEntry:
         """Reads an entry of parsed JSON; ValueError for anything else."""
         return cls(field(data, "dtype", str), texts(data.get("aliases")))
 
 
-class Header(NamedTuple):
+class ProgramHeader(NamedTuple):
     """The header of a file: what it says of its program beyond what JAX stores.
 
     Attributes:
@@ -66,7 +66,7 @@ class Header(NamedTuple):
     maxjax: str
     jax: str
     vjp_order: int
-    weights: dict[str, Entry]
+    weights: dict[str, WeightEntry]
     leaves: tuple[str | tuple[str, ...], ...]
     inputs: Signature
     outputs: Signature
@@ -79,14 +79,14 @@ class Header(NamedTuple):
         return {"format": VERSION, **self._asdict(), "weights": weights, **trees}
 
     @classmethod
-    def read(cls, data: Any) -> Header:
+    def read(cls, data: Any) -> ProgramHeader:
         """Reads parsed JSON; ValueError names the field that is wrong."""
         entries = field(data, "weights", dict).items()
         leaves = field(data, "leaves", list)
         found = cls(
             **{name: field(data, name, str) for name in ("name", "maxjax", "jax", "sha256")},
             **{name: field(data, name, int) for name in ("vjp_order", "nbytes")},
-            weights={name: Entry.read(entry) for name, entry in entries},
+            weights={name: WeightEntry.read(entry) for name, entry in entries},
             leaves=tuple(leaf if isinstance(leaf, str) else texts(leaf) for leaf in leaves),
             inputs=Signature.read(field(data, "inputs", dict)),
             outputs=Signature.read(field(data, "outputs", dict)),
@@ -95,19 +95,19 @@ class Header(NamedTuple):
         if sorted(used) != sorted(found.weights) or () in found.leaves:
             raise ValueError("'leaves' has other names than 'weights'")
         if not isinstance(found.inputs.restore(found.inputs.dtypes), tuple):
-            raise ValueError("'inputs' is no tuple")
+            raise ValueError("'inputs' is not a tuple")
         return found
 
 
 def names_in(leaf: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the weights in one of ``Header.leaves``."""
+    """The names of the weights in one of ``ProgramHeader.leaves``."""
     return (leaf,) if isinstance(leaf, str) else leaf
 
 
 # --- reading --------------------------------------------------------------------------------
 
 
-def open_program(path: str, limits: Limits) -> tuple[Header, Any]:
+def open_program(path: str, limits: Limits) -> tuple[ProgramHeader, Any]:
     """The header of a file and its ``jax.export.Exported``.
 
     Raises:
@@ -129,12 +129,12 @@ def open_program(path: str, limits: Limits) -> tuple[Header, Any]:
     if not least <= exported.calling_convention_version <= most:
         raise unreadable(header, path)
     if problem:
-        problem = f"the header does not go with the program: {problem}"
+        problem = f"the header does not match the program: {problem}"
         raise CheckpointFormatError(problem, path=path, hint=_AGAIN)
     return header, exported
 
 
-def unreadable(header: Header, path: str) -> CheckpointMismatchError:
+def unreadable(header: ProgramHeader, path: str) -> CheckpointMismatchError:
     """The error for a program that JAX cannot read, at loading or at compilation."""
     return CheckpointMismatchError(
         "this version of JAX cannot read the program", path=path,
@@ -143,7 +143,7 @@ def unreadable(header: Header, path: str) -> CheckpointMismatchError:
     )  # fmt: skip
 
 
-def _disagreements(header: Header, exported: Any) -> Iterator[str]:
+def _disagreements(header: ProgramHeader, exported: Any) -> Iterator[str]:
     """The differences between the header and the program."""
     count, inputs, outputs = len(header.leaves), header.inputs.dtypes, header.outputs.dtypes
     trees = jax.tree.structure((([0] * count, [0] * len(inputs)), {})), [0] * len(outputs)
@@ -168,7 +168,7 @@ def _other_type(dtype: str, aval: Any) -> Iterator[str]:
         yield f"{Kind.of(aval)} is listed as {dtype}"
 
 
-def read(path: str, limits: Limits) -> tuple[Header, bytearray]:
+def read(path: str, limits: Limits) -> tuple[ProgramHeader, bytearray]:
     """The header of a file and the bytes of its program, both checked by their SHA-256.
 
     Raises:
@@ -219,7 +219,7 @@ def _prefix(file: OpenFile, limits: Limits) -> tuple[int, bytes]:
     return length, digest
 
 
-def _header(file: OpenFile, text: bytes, limits: Limits) -> Header:
+def _header(file: OpenFile, text: bytes, limits: Limits) -> ProgramHeader:
     data = load_json(text, limits=limits, name=file.path)
     try:
         if (version := field(data, "format", int)) != VERSION:
@@ -229,24 +229,24 @@ def _header(file: OpenFile, text: bytes, limits: Limits) -> Header:
                 f"the file is of {age} version (written by maxjax {data.get('maxjax')})",
                 path=file.path, expected=f"format {VERSION}", found=f"format {version}", hint=hint,
             )  # fmt: skip
-        return Header.read(data)
+        return ProgramHeader.read(data)
     except CheckpointError:
         raise
     except ValueError as error:
-        problem = f"the header is not as export writes it: {error}"
+        problem = f"the header is not valid: {error}"
         raise CheckpointFormatError(problem, path=file.path, hint=_AGAIN) from error
 
 
-def _require_size(file: OpenFile, offset: int, wanted: int, what: str) -> None:
-    if file.size - offset < wanted:
+def _require_size(file: OpenFile, offset: int, nbytes: int, what: str) -> None:
+    if file.size - offset < nbytes:
         raise CheckpointTruncatedError(
             f"the file ends inside the {what}", path=file.path, offset=offset,
-            expected=f"{wanted} bytes", found=f"{max(file.size - offset, 0)} bytes", hint=_FETCH,
+            expected=f"{nbytes} bytes", found=f"{max(file.size - offset, 0)} bytes", hint=_FETCH,
         )  # fmt: skip
 
 
 def _corrupt(file: OpenFile, what: str, expected: str, found: str) -> CheckpointCorruptError:
-    problem = f"the {what} is not what was written: its SHA-256 differs"
+    problem = f"the {what} is damaged: its SHA-256 differs"
     return CheckpointCorruptError(
         problem, path=file.path, expected=expected, found=found, hint=_FETCH
     )

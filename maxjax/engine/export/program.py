@@ -23,7 +23,7 @@ from ...graph.weights.same import same_content
 from ...nn.layer.load.fit import Fit, fit, is_on_device
 from ...nn.layer.load.stacks import read
 from ...storage.limits import Limits, in_force
-from .file import Entry, Header, names_in, open_program, unreadable
+from .file import ProgramHeader, WeightEntry, names_in, open_program, unreadable
 from .signature import Arguments, Path, cut
 
 
@@ -87,7 +87,7 @@ class ExportedProgram:
         ((1, 2), (5, 2))
     """
 
-    def __init__(self, header: Header, exported: Any, path: str):
+    def __init__(self, header: ProgramHeader, exported: Any, path: str):
         count = len(header.leaves)
         self._types, arguments = exported.in_avals[:count], exported.in_avals[count:]
         self.name, self.names = header.name, list(header.weights)
@@ -194,13 +194,13 @@ class ExportedProgram:
 
     def _explain(self, error: Exception, values: list[Any]) -> ValueError | None:
         """A clearer error for one that JAX raises when it lowers or compiles the program, or None."""
-        here = _platform_of(values)
-        if here not in self.platforms:
-            wanted = ", ".join(repr(name) for name in (*self.platforms, here))
+        platform = _platform_of(values)
+        if platform not in self.platforms:
+            platforms = ", ".join(repr(name) for name in (*self.platforms, platform))
             return CheckpointMismatchError(
                 "the program was exported for another platform than it is run on",
-                path=self._path, expected=" or ".join(self.platforms), found=here,
-                hint=f"Export it with platforms=({wanted}).",
+                path=self._path, expected=" or ".join(self.platforms), found=platform,
+                hint=f"Export it with platforms=({platforms}).",
             )  # fmt: skip
         if "StableHLO" in str(error):
             return unreadable(self._header, self._path)
@@ -297,14 +297,17 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 def _narrowed(dtypes: Sequence[Any]) -> list[str]:
-    wide = [d for d in dtypes if isinstance(d, np.dtype) and jax.dtypes.canonicalize_dtype(d) != d]
-    said = "it was exported with jax_enable_x64, for {}, and JAX runs in 32 bits here"
-    return [said.format(wide[0])] if wide else []
+    for dtype in dtypes:
+        if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            return [
+                f"it was exported with jax_enable_x64, for {dtype}: set jax_enable_x64 here too"
+            ]
+    return []
 
 
-def _fit(name: str, entry: Entry, wanted: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
+def _fit(name: str, entry: WeightEntry, declared: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
     """The Fit of a value, as in ``load_state_dict`` but also for traced arrays, or the problem."""
-    dtype, shape = wanted.dtype, wanted.shape
+    dtype, shape = declared.dtype, declared.shape
     if isinstance(value, (np.ndarray, np.generic)):
         value = np.asarray(value).astype(value.dtype.newbyteorder("="), copy=False)
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -331,7 +334,7 @@ def _different(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"'{owner}' and '{key}' are one tied weight, but their values differ"
 
 
-def _place(header: Header, fits: Mapping[str, Fit]) -> list[Any]:
+def _place(header: ProgramHeader, fits: Mapping[str, Fit]) -> list[Any]:
     """Reads and converts the values and puts them on the device; one array for each leaf."""
     stacked: dict[int, tuple[list[Fit], Any]] = {}
     single: list[Fit] = []

@@ -73,7 +73,7 @@ class Signature(NamedTuple):
         return repr(self.restore(map(Kind.of, avals, self.dtypes)))
 
 
-_OTHER_NUMBER = "a tree has another number of leaves than it should"
+_OTHER_NUMBER = "a tree has the wrong number of leaves"
 
 
 def field(data: Any, name: str, kind: type) -> Any:
@@ -87,7 +87,7 @@ def field(data: Any, name: str, kind: type) -> Any:
 def texts(data: Any) -> tuple[str, ...]:
     """A list of strings as a tuple; ValueError for anything else."""
     if not isinstance(data, list) or not all(isinstance(text, str) for text in data):
-        raise ValueError(f"{data!r:.80} is no list of names")
+        raise ValueError(f"{data!r:.80} is not a list of strings")
     return tuple(data)
 
 
@@ -136,7 +136,7 @@ def describe(value: Any, leaves: list[Any]) -> Any:
     if kind != "dict":
         return {kind: inner}
     if wrong := [key for key in keys if type(key) not in (str, int)]:
-        raise TypeError(f"a key of a dict must be a text or an integer here, not {wrong[0]!r}")
+        raise TypeError(f"a key of a dict must be a string or an integer here, not {wrong[0]!r}")
     if len(set(map(type, keys))) > 1:
         raise TypeError(f"the keys of a dict must be of one type here: {keys!r:.80}")
     return {kind: [list(pair) for pair in zip(keys, inner, strict=True)]}
@@ -152,13 +152,13 @@ def _restore(tree: Any, leaves: Iterator[Any]) -> Any:
         raise ValueError(_OTHER_NUMBER)
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and tree else ("", None)
     if not isinstance(inner, list) or kind not in ("tuple", "list", "dict") or len(tree) > 1:
-        raise ValueError(f"{tree!r:.80} is no tree")
+        raise ValueError(f"{tree!r:.80} is not a valid tree")
     if kind != "dict":
         children = [_restore(child, leaves) for child in inner]
         return tuple(children) if kind == "tuple" else children
     pairs = all(isinstance(p, list) and len(p) == 2 and type(p[0]) in (str, int) for p in inner)
     if not pairs or len({type(key) for key, _ in inner}) > 1:
-        raise ValueError(f"{tree!r:.80} is no tree")
+        raise ValueError(f"{tree!r:.80} is not a valid tree")
     found = {key: _restore(child, leaves) for key, child in inner}
     if len(found) != len(inner):
         raise ValueError(f"{tree!r:.80} has a key twice")
@@ -203,9 +203,9 @@ class Arguments:
 
     def _arrange(self, plain: Any, value: Any, path: Path, args: Path) -> Any:
         """The leaves of ``value`` in the containers of ``plain``; ValueError if they do not fit."""
-        wanted, names, inner = level(plain)
+        expected, names, inner = level(plain)
         kind, keys, children = level(value)
-        if kind != wanted or set(keys) != set(names):
+        if kind != expected or set(keys) != set(names):
             raise ValueError(self._differ(path, args))
         if kind == LEAF:
             return children[0]
@@ -244,10 +244,10 @@ class Arguments:
             for size, dim in zip(leaf.shape, kind.shape, strict=True):
                 try:
                     with naming(sizes):
-                        wanted = to_size(dim)
+                        expected = to_size(dim)
                 except (ValueError, NotImplementedError):
                     continue
-                if size != wanted:
+                if size != expected:
                     raise self._wrong(i, leaf, sizes)
 
 
@@ -257,12 +257,12 @@ def _same(shape: Path, kind: Kind, sizes: dict[str, Any]) -> bool:
         return False
     for size, dim in zip(shape, kind.shape, strict=True):
         if isinstance(dim, int):
-            wanted = dim
+            expected = dim
         elif dim.isidentifier():
-            wanted = sizes.setdefault(dim, size)
+            expected = sizes.setdefault(dim, size)
         else:
             continue
-        if size != wanted or (isinstance(size, int) and size < 1 and isinstance(dim, str)):
+        if size != expected or (isinstance(size, int) and size < 1 and isinstance(dim, str)):
             return False
     return True
 

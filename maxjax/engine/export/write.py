@@ -27,7 +27,7 @@ from ...graph.weight.weight import Weight
 from ...nn.layer import Module
 from ...storage.save.durable import replace_file, require_writable
 from ...storage.strict_json import load_json
-from .file import MAGIC, PREFIX, Entry, Header
+from .file import MAGIC, PREFIX, ProgramHeader, WeightEntry
 from .signature import Signature, describe
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -87,7 +87,7 @@ def export(
     if not isinstance(model, Module):
         raise TypeError(f"export() takes a Module, not {type(model).__name__}")
     if type(vjp_order) is not int or vjp_order < 0:
-        raise ValueError(f"vjp_order is how often to differentiate, not {vjp_order!r}")
+        raise ValueError(f"vjp_order must be an integer of at least 0, not {vjp_order!r}")
     name = os.fsdecode(path)
     chosen = _platforms(platforms)
     require_writable(name)
@@ -104,7 +104,7 @@ def export(
     outputs = tuple(str(aval.dtype) for aval in program.out_avals)
     # Read from sys.modules: the package is always loaded, and this file must not import it.
     version = sys.modules[__name__.partition(".")[0]].__version__
-    header = Header(
+    header = ProgramHeader(
         type(model).__name__, version, jax.__version__, vjp_order, weights, leaves,
         Signature(arguments, inputs), Signature(results, outputs),
         len(blob), hashlib.sha256(blob).hexdigest(),
@@ -129,7 +129,7 @@ def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
         return (jax_export.default_export_platform(),)
     found = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
     if not found or any(name not in PLATFORMS for name in found):
-        raise ValueError(f"platforms are some of {', '.join(PLATFORMS)}, not {list(found)}")
+        raise ValueError(f"platforms must be among {', '.join(PLATFORMS)}, not {list(found)}")
     return found
 
 
@@ -138,7 +138,7 @@ def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
 
 def _weights(
     model: Module,
-) -> tuple[dict[str, Entry], tuple[str | tuple[str, ...], ...], list[jax.ShapeDtypeStruct]]:
+) -> tuple[dict[str, WeightEntry], tuple[str | tuple[str, ...], ...], list[jax.ShapeDtypeStruct]]:
     """The weights by the names of a state dict, the names of each leaf, and the leaves' types."""
     definition, holders = model._mx_definition()
     by_name, aliases = model._mx_names()
@@ -146,7 +146,7 @@ def _weights(
     others: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         others.setdefault(name, []).append(alias)
-    found: dict[str, Entry] = {}
+    found: dict[str, WeightEntry] = {}
     leaves: list[str | tuple[str, ...]] = []
     types = []
     for full, holder in zip(definition.names, holders, strict=True):
@@ -157,7 +157,7 @@ def _weights(
         names = [known.get(id(weight), name) for weight, name in pairs]
         leaves.append(names[0] if isinstance(holder, Weight) else tuple(names))
         for name in names:
-            found[name] = Entry(_declared(holder.stored, type_), tuple(others.get(name, ())))
+            found[name] = WeightEntry(_declared(holder.stored, type_), tuple(others.get(name, ())))
     order = [name for name in by_name if name in found]
     return {name: found[name] for name in [*order, *found]}, tuple(leaves), types
 
@@ -166,7 +166,7 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
     leaf = holder.stored.leaf
     if not hasattr(leaf, "shape"):
         raise ValueError(
-            f"weight '{name}' has no shape: its dimensions are symbolic, or it is no array"
+            f"weight '{name}' has no shape: its dimensions are symbolic, or it is not an array"
         )
     try:
         DType.of(leaf.dtype)
@@ -268,11 +268,11 @@ def _without_paths() -> Iterator[None]:
 # --- writing --------------------------------------------------------------------------------
 
 
-def _write(path: str, header: Header, program: bytes) -> None:
+def _write(path: str, header: ProgramHeader, program: bytes) -> None:
     """Writes the file atomically and flushes it to the disk."""
     text = json.dumps(header.json(), separators=(",", ":")).encode()
     # A tree too deep to be read back fails here, not when the file is needed.
-    Header.read(load_json(text, name=path))
+    ProgramHeader.read(load_json(text, name=path))
     replace_file(
         path, (PREFIX.pack(MAGIC, len(text), hashlib.sha256(text).digest()), text, program)
     )

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ...errors import UnsupportedModelError, UserInputError
 from ...graph.placement.specs import mesh_of
-from ...models.family import check_loaded
+from ...models.weights import check_loaded
 from ...nn.kv_cache.cache import KVCache
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
@@ -155,9 +155,9 @@ class Batch:
         Returns:
             False if the cache no longer holds that prefix; a new Batch is needed then.
         """
-        held = int(np.asarray(self.state.cache.lengths)[0])
+        cached = int(np.asarray(self.state.cache.lengths)[0])
         before, kept = self._prompts[0], 0
-        while kept < min(held, len(before), len(prompt) - 1) and before[kept] == prompt[kept]:
+        while kept < min(cached, len(before), len(prompt) - 1) and before[kept] == prompt[kept]:
             kept += 1
         cache = self.state.cache.rewind([kept])
         if cache is None:
@@ -249,7 +249,7 @@ def check_model(model: Any) -> None:
     """
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
         raise UserInputError(
-            f"{type(model).__name__} is not a language model: there is nothing to generate with"
+            f"{type(model).__name__} is not a language model: it cannot generate text"
         )
     check_loaded(model)
     leaves = jax.tree.leaves(model)

@@ -98,8 +98,8 @@ class Conversation:
             raise TypeError(f"the message must be a str, not {type(text).__name__}")
         check_unicode(text, "the message")
         self._interrupt()
-        said = [{"role": "user", "content": text}]
-        prompt = self._prompt(said)
+        message = [{"role": "user", "content": text}]
+        prompt = self._prompt(message)
         limit = self._request.limit(prompt)
         key = None
         if not self._request.sampling.is_greedy:
@@ -112,7 +112,7 @@ class Conversation:
         def ended(partial: PartialCompletion, clean: bool) -> None:
             if partial.tokens:
                 answer = {"role": "assistant", "content": str(partial.completion())}
-                self.messages += [*said, answer]
+                self.messages += [*message, answer]
             if clean:
                 batch.record(partial.tokens)
                 self._batch = batch
@@ -144,13 +144,13 @@ class Conversation:
         longest = self._request.model.max_length
         if tokens is None:
             tokens = min(self._request.max_new_tokens, longest // 4)
-        said = [{"role": "user", "content": text}]
+        message = [{"role": "user", "content": text}]
         before = max(self._start, self._system_length())
         turns = [
             i for i, one in enumerate(self.messages) if one.get("role") == "user" and i > before
         ]
         for start in [before, *turns, len(self.messages)]:
-            length = len(self._ids(said, start))
+            length = len(self._ids(message, start))
             if length + tokens <= longest or (start == len(self.messages) and length < longest):
                 self._start = start
                 return start - before
@@ -178,13 +178,13 @@ class Conversation:
         if stream is not None:
             stream.close()
 
-    def _prompt(self, said: list[dict[str, Any]]) -> list[int]:
-        return self._request.tokens(self._ids(said, self._start), 0, True)
+    def _prompt(self, message: list[dict[str, Any]]) -> list[int]:
+        return self._request.tokens(self._ids(message, self._start), 0, True)
 
-    def _ids(self, said: list[dict[str, Any]], start: int) -> list[int]:
+    def _ids(self, message: list[dict[str, Any]], start: int) -> list[int]:
         """Token ids of the chat: the system messages, then the messages from ``start`` on."""
         opening = self._system_length()
-        messages = [*self.messages[:opening], *self.messages[max(start, opening) :], *said]
+        messages = [*self.messages[:opening], *self.messages[max(start, opening) :], *message]
         return chat_tokens(
             self._tokenizer, messages, chat_template=self._template, **self._template_kwargs
         )

@@ -94,10 +94,6 @@ _ARGUMENTS = (
 )
 
 
-def _there_are(names: list[str]) -> str:
-    return f"; settings of Sampling are {', '.join(names)}"
-
-
 def chosen_sampling(
     defaults: GenerationDefaults, sampling: Sampling | None, changes: Mapping[str, Any]
 ) -> Sampling:
@@ -114,7 +110,8 @@ def chosen_sampling(
     unknown = [name for name in changes if name not in names]
     if unknown:
         hint = meant(unknown[0], [*names, *_ARGUMENTS])
-        raise UserInputError(f"there is no argument {unknown[0]!r}{hint or _there_are(names)}")
+        hint = hint or f"; settings of Sampling are {', '.join(names)}"
+        raise UserInputError(f"there is no argument {unknown[0]!r}{hint}")
     if sampling is None:
         return dataclasses.replace(defaults.sampling, **changes)
     if not isinstance(sampling, Sampling):

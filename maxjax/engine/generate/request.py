@@ -75,8 +75,8 @@ class Request:
         wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
             raise UserInputError(
-                f"{which} has the token id {wrong}, which is not one of the {size} of the model's "
-                "vocabulary"
+                f"{which} has the token id {wrong}, which is outside the model's vocabulary of {size} "
+                "tokens"
             )
         if len(ids) >= longest:
             raise UserInputError(

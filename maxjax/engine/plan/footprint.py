@@ -31,11 +31,8 @@ from ...models.config import read_object
 from ...models.decoder.config import DecoderConfig
 from ...models.gguf import config_of
 from ...nn.attention import AttentionWithRope
-from ...nn.layer.place import plan_places
+from ...nn.layer.place import UNKNOWN_SIZES, plan_places
 from ...nn.layer.walk import Walk
-
-# The reason that plan_places gives for a weight with symbolic sizes, which counts as 0 bytes.
-UNKNOWN = "its sizes are not known yet"
 
 
 class TensorGroup(NamedTuple):
@@ -85,7 +82,7 @@ class Footprint:
 
     Attributes:
         basis: the origin of the sharding rules, as text.
-        held: a function of (mesh or None, dtype of floats or None) that returns all tensors.
+        tensors_of: a function of (mesh or None, dtype of floats or None) that returns all tensors.
         attention: a function that returns the attention layers; it raises UserInputError if they
             are not known.
         encoder: whether the model is an encoder, which has no KV cache.
@@ -95,7 +92,7 @@ class Footprint:
     """
 
     basis: str
-    held: Callable[[Any, DType | None], list[TensorGroup]]
+    tensors_of: Callable[[Any, DType | None], list[TensorGroup]]
     attention: Callable[[], list[names.Heads]]
     encoder: bool = False
     mesh: Any = None
@@ -114,14 +111,14 @@ def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
     mesh = mesh_of(shardings)
     devices = max((len(where.device_set) for where in shardings), default=1)
 
-    def held(on: Any, dtype: DType | None) -> list[TensorGroup]:
+    def tensors_of(on: Any, dtype: DType | None) -> list[TensorGroup]:
         if on is not None:
             return _as_planned(module, on, rules, dtype)
         return [_as_placed(name, holder, dtype) for name, holder, _ in leaves]
 
     return Footprint(
         "where Module.to placed it" if mesh is not None else "the model's own rules",
-        held, lambda: _attention_of(module), _is_encoder(module), mesh, devices,
+        tensors_of, lambda: _attention_of(module), _is_encoder(module), mesh, devices,
     )  # fmt: skip
 
 
@@ -148,24 +145,24 @@ def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
     known = all(isinstance(d, StaticDim) for d in stored.dims)
     shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in stored.dims)
     where, spec, parts = _sharding_of(holder), PartitionSpec(), 1
-    why = stored.why if known else UNKNOWN
+    why = stored.why if known else UNKNOWN_SIZES
     if where is not None and math.prod(shape):
         layers = () if stored.span is None else (stored.span.count,)
         parts = math.prod((*layers, *shape)) // math.prod(where.shard_shape((*layers, *shape)))
         spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[len(layers) :])
         if where.memory_kind not in (None, "device"):
-            parts, why = 0, f"{why}; in the memory of the host ({where.memory_kind})".lstrip("; ")
+            parts, why = 0, f"{why}; in host memory ({where.memory_kind})".lstrip("; ")
     return TensorGroup(
         stored.names(name), shape, _dtype(holder, dtype), spec, parts, why, stored.packing
     )
 
 
-def _dtype(holder: Any, wanted: DType | None) -> DType:
+def _dtype(holder: Any, override: DType | None) -> DType:
     stored = holder.stored
     leaf = getattr(stored.leaf, "dtype", None)
     # JAX without x64 has no 64-bit arrays.
     found = DType.of(jax.dtypes.canonicalize_dtype(stored.dtype.np) if leaf is None else leaf)
-    return wanted if wanted is not None and found.is_float() else found
+    return override if override is not None and found.is_float() else found
 
 
 def _parts(spec: PartitionSpec, mesh: Any) -> int:
@@ -184,12 +181,12 @@ def _attention_of(module: Any) -> list[names.Heads]:
             names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
         ]
     config = getattr(module, "config", None)
-    said = _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
+    heads = _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
     if not isinstance(config, DecoderConfig) or not any(config.slides):
-        return said
+        return heads
     sliding = sum(config.slides)
     kinds = ((config.num_layers - sliding, None), (sliding, config.sliding_window))
-    return [one._replace(layers=count, window=window) for one in said for count, window in kinds]
+    return [one._replace(layers=count, window=window) for one in heads for count, window in kinds]
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -234,40 +231,40 @@ def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footpr
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
     make = cache(lambda dtype: build(weights, config, dtype, tie=tied))
 
-    def held(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
+    def tensors_of(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
         made = model if dtype is None else make(dtype)
-        return of_module(made, rules).held(mesh, None)
+        return of_module(made, rules).tensors_of(mesh, None)
 
     return Footprint(
-        "the model's own rules", held, lambda: _attention_of(model), _is_encoder(model)
+        "the model's own rules", tensors_of, lambda: _attention_of(model), _is_encoder(model)
     )
 
 
 def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) -> Footprint:
     table = names.rules(config)
-    by_name = cache(lambda name: by_pattern(table, name)[1])
+    rule_by_name = cache(lambda name: by_pattern(table, name)[1])
     groups: dict[tuple[Any, ...], tuple[list[str], Any]] = {}
     known = config is not None or not isinstance(weights, GGUFWeights)
     found_tensors = tensors(weights) if known else dict(weights._named_data())
     for tensor, data in found_tensors.items():
         pattern = names.generic(tensor)
-        given, wish = by_pattern(rules, tensor) if rules else (False, None)
+        given, rule = by_pattern(rules, tensor) if rules else (False, None)
         if not given:
-            wish = by_name(pattern)
+            rule = rule_by_name(pattern)
         encoding = data.quantization_encoding
         shape, logical = (tuple(map(int, s)) for s in (data.shape, data.logical_shape))
-        key = (pattern, shape, logical, data.dtype, encoding, given, id(wish))
-        groups.setdefault(key, ([], wish))[0].append(tensor)
+        key = (pattern, shape, logical, data.dtype, encoding, given, id(rule))
+        groups.setdefault(key, ([], rule))[0].append(tensor)
 
-    def held(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
+    def tensors_of(mesh: Any, dtype: DType | None) -> list[TensorGroup]:
         if mesh is not None and rules is None:
             check_mesh(mesh)
         found = []
-        for (_, shape, logical, own, encoding, given, _), (members, wish) in groups.items():
+        for (_, shape, logical, own, encoding, given, _), (members, rule) in groups.items():
             block, stored, packing = (encoding.elements_per_block if encoding else 1), own, encoding
             if dtype is not None and (encoding or own.is_float()):
                 shape, block, stored, packing = logical, 1, dtype, None  # dequantised, or cast
-            placed = _placed(members[0], logical, wish, mesh, given, block)
+            placed = _placed(members[0], logical, rule, mesh, given, block)
             parts = 1 if mesh is None else _parts(placed.spec, mesh)
             found.append(
                 TensorGroup(members, shape, stored, placed.spec, parts, placed.why, packing)
@@ -277,21 +274,23 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
     note = () if config is not None else (
         "there is no config.json: the number of heads is not known, and the rows of queries, keys "
         "and values are sharded without regard to heads",)  # fmt: skip
-    said = config or {}
-    encoder = said.get("model_type") in names.ENCODERS and said.get("is_decoder") is not True
+    settings = config or {}
+    encoder = (
+        settings.get("model_type") in names.ENCODERS and settings.get("is_decoder") is not True
+    )
     return Footprint(
-        "rules by tensor names", held, lambda: _attention_from_config(config, "config.json"), encoder,
+        "rules by tensor names", tensors_of, lambda: _attention_from_config(config, "config.json"), encoder,
         notes=note,
     )  # fmt: skip
 
 
 def _placed(
-    name: str, shape: tuple[int, ...], wish: Any, mesh: Any, given: bool, block: int
+    name: str, shape: tuple[int, ...], rule: Any, mesh: Any, given: bool, block: int
 ) -> Placed:
     if mesh is None:
         return Placed(PartitionSpec(), "")
     try:
-        return place(name, shape, wish, mesh, block)
+        return place(name, shape, rule, mesh, block)
     except UserInputError as error:
         if given:
             raise
@@ -302,10 +301,10 @@ def _placed(
 
 def _attention_from_config(config: Any, who: str) -> list[names.Heads]:
     """The attention layers that a config describes."""
-    said = names.text_part(config)
+    settings = names.text_part(config)
     found = names.heads(config)
-    if said.get("kv_lora_rank") or said.get("is_encoder_decoder"):
-        what = "latent attention" if said.get("kv_lora_rank") else "an encoder with a decoder"
+    if settings.get("kv_lora_rank") or settings.get("is_encoder_decoder"):
+        what = "latent attention" if settings.get("kv_lora_rank") else "an encoder with a decoder"
         raise UserInputError(
             f"the size of the KV cache of {what} is not known: leave batch= and length= out"
         )

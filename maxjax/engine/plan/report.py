@@ -22,9 +22,11 @@ from ...graph.placement.mesh import AXES, axis_name
 from ...graph.placement.specs import axis_of
 from ...graph.weights import load_weights
 from ...models import name_rules as names
+from ...models.weights import named_dtype
 from ...nn.layer import Module
+from ...nn.layer.place import UNKNOWN_SIZES
 from ...storage.limits import Limits, allowing
-from .footprint import UNKNOWN, Footprint, TensorGroup, cache_bytes, of_checkpoint, of_module
+from .footprint import Footprint, TensorGroup, cache_bytes, of_checkpoint, of_module
 
 
 @dataclass(frozen=True)
@@ -256,20 +258,20 @@ class _Request:
 
 
 def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
-    held = source.held(mesh, request.dtype)
-    cached, notes = _cache(source, held, mesh or source.mesh, request)
-    kinds = _kinds(held)
+    groups = source.tensors_of(mesh, request.dtype)
+    cached, notes = _cache(source, groups, mesh or source.mesh, request)
+    kinds = _kinds(groups)
     placed_on = source.mesh if mesh is None else mesh
     devices = source.devices if mesh is None else mesh.size
     taken = sum(kind.bytes_per_device for kind in kinds)
     hbm = _memory_of(placed_on) if request.hbm is None else request.hbm
-    unknown = [name for one in held if one.why == UNKNOWN for name in one.names]
+    unknown = [name for one in groups if one.why == UNKNOWN_SIZES for name in one.names]
     if unknown:
-        notes.append(f"these sizes are not known yet and count as nothing: {some(unknown, 3)}")
+        notes.append(f"these sizes are not known yet and count as 0 bytes: {some(unknown, 3)}")
     fits = None if hbm is None or unknown else taken + cached <= hbm
     replicated = [k for k in kinds if devices > 1 and k.bytes and k.bytes_per_device == k.bytes]
     largest = heapq.nlargest(
-        _LARGEST, ((n, one.nbytes) for one in held for n in one.names), key=lambda row: row[1]
+        _LARGEST, ((n, one.nbytes) for one in groups for n in one.names), key=lambda row: row[1]
     )
     return Plan(
         devices=devices, mesh={} if placed_on is None else dict(placed_on.shape),
@@ -281,9 +283,9 @@ def _plan(source: Footprint, mesh: Any, request: _Request) -> Plan:
     )  # fmt: skip
 
 
-def _kinds(held: list[TensorGroup]) -> list[WeightKind]:
+def _kinds(groups: list[TensorGroup]) -> list[WeightKind]:
     rows: dict[tuple[Any, ...], list[int]] = {}
-    for one in held:
+    for one in groups:
         spec = str(tuple(one.spec))
         key = (names.generic(one.names[0]), one.kind, one.logical_shape, spec, one.why)
         sums = rows.setdefault(key, [0, 0, 0])
@@ -297,7 +299,7 @@ def _kinds(held: list[TensorGroup]) -> list[WeightKind]:
 
 
 def _cache(
-    source: Footprint, held: list[TensorGroup], mesh: Any, request: _Request
+    source: Footprint, groups: list[TensorGroup], mesh: Any, request: _Request
 ) -> tuple[int, list[str]]:
     """Bytes of the KV cache on a device, and notes."""
     if request.batch is None or request.length is None:
@@ -307,7 +309,7 @@ def _cache(
     dtype = request.cache_dtype
     if dtype is None:
         sizes: dict[DType, int] = {DType.bfloat16: 0}
-        for one in held:
+        for one in groups:
             if one.dtype.is_float() and one.dtype.size_in_bits >= 16:
                 sizes[one.dtype] = sizes.get(one.dtype, 0) + len(one.names) * one.nbytes
         dtype = max(sizes, key=lambda dtype: sizes[dtype])
@@ -320,10 +322,11 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
     named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
     narrow = dataclasses.replace(request, dtype=DType.bfloat16)
     totals = [
-        (wanted, _total_bytes(source.held(None, wanted.dtype))) for wanted in (request, narrow)
+        (choice, sum(len(one.names) * one.nbytes for one in source.tensors_of(None, choice.dtype)))
+        for choice in (request, narrow)
     ]
     for doublings in range(_MAX_GROWTH.bit_length()):
-        for wanted, nbytes in totals:
+        for choice, nbytes in totals:
             for over_fsdp in range(doublings + 1):
                 sizes = dict(base)
                 for kind, power in (("model", doublings - over_fsdp), ("fsdp", over_fsdp)):
@@ -332,26 +335,22 @@ def _suggest(source: Footprint, mesh: Any, request: _Request, hbm: int) -> Sugge
                 devices = math.prod(sizes.values())
                 if nbytes > hbm * devices:
                     continue  # it would not fit even if everything were sharded
-                taken = _attempt(source, sizes, wanted)
+                taken = _attempt(source, sizes, choice)
                 if taken is not None and sum(taken) <= hbm:
-                    dtype = None if wanted.dtype is request.dtype else "bfloat16"
+                    dtype = None if choice.dtype is request.dtype else "bfloat16"
                     return Suggestion(sizes, devices, dtype, *taken)
     return None
-
-
-def _total_bytes(held: list[TensorGroup]) -> int:
-    return sum(len(one.names) * one.nbytes for one in held)
 
 
 def _attempt(source: Footprint, sizes: dict[str, int], request: _Request) -> tuple[int, int] | None:
     """Bytes of weights and of KV cache on a device of such a mesh; None if the mesh is invalid."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
     try:
-        held = source.held(mesh, request.dtype)
+        groups = source.tensors_of(mesh, request.dtype)
     except UserInputError:  # a rule of the caller does not divide evenly
         return None
-    taken = sum(len(one.names) * one.nbytes_per_device for one in held)
-    return taken, _cache(source, held, mesh, request)[0]
+    taken = sum(len(one.names) * one.nbytes_per_device for one in groups)
+    return taken, _cache(source, groups, mesh, request)[0]
 
 
 # --- options ----------------------------------------------------------------------------------
@@ -371,14 +370,14 @@ def read_mesh(mesh: Any, rules: Any = None) -> Any:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     sizes = list(_axes(mesh) if isinstance(mesh, str) else _items(mesh))
-    said = ",".join(f"{name}={size}" for name, size in sizes)
+    text = ",".join(f"{name}={size}" for name, size in sizes)
     found = {axis_name(name): size for name, size in sizes}
     if not found or any(type(n) is not int or not 0 < n <= 2**31 for n in found.values()):
         raise UserInputError(
-            f"mesh: '{said}': sizes must be positive integers, as in model=8,data=2"
+            f"mesh: '{text}': sizes must be positive integers, as in model=8,data=2"
         )
     if len(found) < len(sizes):
-        raise UserInputError(f"mesh: '{said}' names one axis twice")
+        raise UserInputError(f"mesh: '{text}' names one axis twice")
     unknown = [name for name in found if name not in AXES]
     if unknown and rules is None:
         raise UserInputError(f"mesh: there is no axis '{unknown[0]}': axes are {', '.join(AXES)}")
@@ -404,11 +403,9 @@ def _axes(text: str) -> Iterator[tuple[str, int]]:
 def _dtype(option: str, dtype: Any) -> DType | None:
     if dtype is None:
         return None
-    try:
-        # PyTorch's tools call float16 "fp16".
-        found = DType.of(re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
+    # PyTorch's tools call float16 "fp16".
+    name = re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype
+    found = named_dtype(option, name)
     if not found.is_float() and option == "dtype":
         raise UserInputError(f"dtype must be a float type, not {found.name}")
     return found

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import UserInputError, some
 from ...kernels import explicit
-from .filters import MOST_CANDIDATES, candidate_count, edge_among, edge_of, largest
+from .filters import MOST_CANDIDATES, candidate_count, largest, threshold_among, threshold_of
 from .penalties import History, adjusted, without_padding
 from .settings import GREEDY, Amounts, Sampling
 
@@ -93,8 +93,8 @@ def sample(
     if mesh is not None:  # under explicit sharding each operation would need an out_sharding
         batch = explicit.entries(logits)[:1]
         count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
-        wanted = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
-        choose = explicit.automatic(choose, mesh, wanted)
+        specs = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
+        choose = explicit.automatic(choose, mesh, specs)
     return Sampled(*choose(logits, keys, history, amounts or settings.amounts))
 
 
@@ -118,7 +118,9 @@ def process_logits(
     amounts = settings.amounts
     values = adjusted(logits, settings, amounts, history, _checked_size(logits, vocab_size))
     values = _scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
-    return _left(values, edge_of(values, settings, amounts)) if settings.is_filtered else values
+    return (
+        _kept(values, threshold_of(values, settings, amounts)) if settings.is_filtered else values
+    )
 
 
 def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
@@ -159,17 +161,17 @@ def _choose(
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
     valid = jnp.isfinite(top)[:, 0]
     if keys is None:
-        tokens = _first(values, top, _columns(values))
+        tokens = _first_equal(values, top, _columns(values))
     else:
         scaled = _scaled(values, top, amounts.temperature)
         if settings.is_filtered:
-            tokens = _drawn_filtered(scaled, keys, settings, amounts)
+            tokens = _gumbel_argmax_filtered(scaled, keys, settings, amounts)
         else:
-            tokens = _drawn(scaled, _columns(scaled), keys)
+            tokens = _gumbel_argmax(scaled, _columns(scaled), keys)
     return jnp.where(valid, tokens, 0), valid
 
 
-def _first(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Array:
+def _first_equal(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Array:
     """The smallest column that has the top value: argmax, but many times as fast."""
     none = jnp.iinfo(jnp.int32).max
     return jnp.min(jnp.where(values == top, columns, none), axis=1)
@@ -179,31 +181,33 @@ def _columns(values: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
 
 
-def _drawn(values: jax.Array, columns: jax.Array, keys: jax.Array) -> jax.Array:
+def _gumbel_argmax(values: jax.Array, columns: jax.Array, keys: jax.Array) -> jax.Array:
     scores = values + _gumbel(keys, columns)
-    return _first(scores, jnp.max(scores, axis=1, keepdims=True), columns)
+    return _first_equal(scores, jnp.max(scores, axis=1, keepdims=True), columns)
 
 
-def _drawn_filtered(
+def _gumbel_argmax_filtered(
     values: jax.Array, keys: jax.Array, settings: Sampling, amounts: Amounts
 ) -> jax.Array:
     def from_all() -> jax.Array:
-        return _drawn(_left(values, edge_of(values, settings, amounts)), _columns(values), keys)
+        return _gumbel_argmax(
+            _kept(values, threshold_of(values, settings, amounts)), _columns(values), keys
+        )
 
     count = candidate_count(settings, values.shape[1])
     if count > MOST_CANDIDATES:
         return from_all()
     found, tokens = largest(values, count)
-    edge, right = edge_among(found, values, settings, amounts)
+    threshold, exact = threshold_among(found, values, settings, amounts)
 
     def from_few() -> jax.Array:
-        return _drawn(_left(found, edge), tokens, keys)
+        return _gumbel_argmax(_kept(found, threshold), tokens, keys)
 
-    return jax.lax.cond(jnp.all(right), from_few, from_all)
+    return jax.lax.cond(jnp.all(exact), from_few, from_all)
 
 
-def _left(values: jax.Array, edge: jax.Array) -> jax.Array:
-    return jnp.where(values >= edge, values, -jnp.inf)
+def _kept(values: jax.Array, threshold: jax.Array) -> jax.Array:
+    return jnp.where(values >= threshold, values, -jnp.inf)
 
 
 def _scaled(values: jax.Array, top: jax.Array, temperature: Any) -> jax.Array:

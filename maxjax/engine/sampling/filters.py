@@ -54,13 +54,13 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     tiles = tiles.reshape(batch, blocks, _BLOCK)
     _, chosen = jax.lax.top_k(jnp.max(tiles, axis=-1), count)
     chosen = jnp.sort(chosen, axis=-1)  # keeps equal values in the order of their columns
-    held = jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(batch, -1)
-    found, places = jax.lax.top_k(held, count)
+    candidates = jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(batch, -1)
+    found, places = jax.lax.top_k(candidates, count)
     columns = jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
     return found, columns
 
 
-def edge_among(
+def threshold_among(
     found: jax.Array, values: jax.Array, settings: Sampling, amounts: Amounts
 ) -> tuple[jax.Array, jax.Array]:
     """The threshold found among ``found [B, C]``, the largest of ``values [B, V]``.
@@ -72,20 +72,20 @@ def edge_among(
     Example:
         >>> v = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
         >>> settings = Sampling(temperature=1, top_p=0.6)
-        >>> edge, right = edge_among(v, v, settings, settings.amounts)
-        >>> (v >= edge).tolist(), right.tolist()
+        >>> threshold, exact = threshold_among(v, v, settings, settings.amounts)
+        >>> (v >= threshold).tolist(), exact.tolist()
         ([[True, True, False]], [True])
     """
     # Never a slice of ``found``: XLA would merge it with the slice inside top_k, no longer
     # recognise top_k, and sort the whole vocabulary.
     last = jnp.min(found, axis=1)
-    edge = jnp.full((found.shape[0], 1), amounts.least, jnp.float32)
+    threshold = jnp.full((found.shape[0], 1), amounts.least, jnp.float32)
     top_k = min(settings.top_k, values.shape[1])
     kth = None
     if top_k:
         rank = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
         kth = jnp.min(jnp.where(rank < top_k, found, 0.0), axis=1, keepdims=True)
-        edge = jnp.maximum(edge, kth)
+        threshold = jnp.maximum(threshold, kth)
     if settings.top_p < 1:
         # Top-p applies to the result of top-k; min-p comes after it.
         weights = jnp.exp(found)
@@ -96,32 +96,34 @@ def edge_among(
         above = jnp.cumsum(weights, axis=1) - weights
         # The largest value, 0, is always kept: it is the minimum if nothing else is.
         stays = above < amounts.top_p * total
-        edge = jnp.maximum(edge, jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True))
-    right = (edge[:, 0] > last) | (last == -jnp.inf)
-    return edge, right | (found.shape[1] == values.shape[1])
+        threshold = jnp.maximum(
+            threshold, jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True)
+        )
+    exact = (threshold[:, 0] > last) | (last == -jnp.inf)
+    return threshold, exact | (found.shape[1] == values.shape[1])
 
 
-def edge_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Array:
+def threshold_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Array:
     """The threshold ``[B, 1]``, found by bisection over all of ``values [B, V]``.
 
     Example:
         >>> v = jnp.log(jnp.array([[0.3, 0.5, 0.2]]))
         >>> settings = Sampling(temperature=1, top_k=1)
-        >>> (v >= edge_of(v, settings, settings.amounts)).tolist()
+        >>> (v >= threshold_of(v, settings, settings.amounts)).tolist()
         [[False, True, False]]
     """
-    edge = jnp.full((values.shape[0], 1), amounts.least, jnp.float32)
+    threshold = jnp.full((values.shape[0], 1), amounts.least, jnp.float32)
     weights = None
     if 0 < settings.top_k < values.shape[1]:
-        limit = jnp.full(edge.shape, settings.top_k, jnp.float32)
+        limit = jnp.full(threshold.shape, settings.top_k, jnp.float32)
         top_k = _bisected(values, jnp.ones_like(values), limit)
         weights = jnp.where(values >= top_k, jnp.exp(values), 0.0)
-        edge = jnp.maximum(edge, top_k)
+        threshold = jnp.maximum(threshold, top_k)
     if settings.top_p < 1:
         weights = jnp.exp(values) if weights is None else weights
         limit = amounts.top_p * jnp.sum(weights, axis=1, keepdims=True)
-        edge = jnp.maximum(edge, _bisected(values, weights, limit))
-    return edge
+        threshold = jnp.maximum(threshold, _bisected(values, weights, limit))
+    return threshold
 
 
 def _bisected(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:

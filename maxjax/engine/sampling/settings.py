@@ -59,13 +59,13 @@ def meant(name: str, names: Iterable[str]) -> str:
         >>> meant("max_tokens", ["max_new_tokens"]), meant("temprature", ["temperature"])
         (': did you mean max_new_tokens=?', ': did you mean temperature=?')
     """
-    said = _ELSEWHERE.get(name)
-    if said is None:
+    hint = _ELSEWHERE.get(name)
+    if hint is None:
         like = closest(name, names)
-        said = like and f"{like}="
-    if not said:
+        hint = like and f"{like}="
+    if not hint:
         return ""
-    return f": did you mean {said}?" if said.endswith("=") else f": use {said}"
+    return f": did you mean {hint}?" if hint.endswith("=") else f": use {hint}"
 
 
 class Amounts(NamedTuple):
@@ -283,13 +283,13 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 
 
-def _refused(name: str, value: Any, wanted: str) -> UserInputError:
+def _refused(name: str, value: Any, expected: str) -> UserInputError:
     try:
         shown = repr(value)
     except ValueError:  # an integer with more digits than Python converts to a str
         shown = "a very large integer"
     shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
-    return UserInputError(f"{name} is {shown}: {wanted}")
+    return UserInputError(f"{name} is {shown}: {expected}")
 
 
 def _number(name: str, value: Any, lowest: float, highest: float, text: str) -> float:
@@ -328,14 +328,14 @@ def _tokens(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
-    wanted = "it must be a dict from token ids to numbers"
+    expected = "it must be a dict from token ids to numbers"
     pairs = values.items() if isinstance(values, Mapping) else values
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise _refused("logit_bias", values, wanted)
+        raise _refused("logit_bias", values, expected)
     found: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise _refused("logit_bias", values, wanted)
+            raise _refused("logit_bias", values, expected)
         token, bias = _token("logit_bias", pair[0]), pair[1]
         banning = isinstance(bias, float) and bias == -math.inf
         text = f"for token {token} it must be a float32 number or minus infinity"

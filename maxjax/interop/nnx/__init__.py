@@ -5,8 +5,8 @@ checkpoint, and ``torch_rules`` makes the renaming table for both from the modul
 ``to_state``, ``from_state`` and ``as_nnx`` convert maxjax Modules. Importing this imports flax.
 
 ``interchange`` holds ``load`` and ``tensors``; ``variables`` finds the Variables of a module,
-``matching`` assigns tensors to them, ``filling`` reads each device's part, ``writing`` is the
-inverse, ``state`` converts Modules, ``torch_layers`` knows how PyTorch stores each kind of layer.
+``matching`` assigns tensors to them, ``filling`` reads each device's part, ``state`` converts
+Modules, ``torch_layers`` knows how PyTorch stores each kind of layer.
 """
 
 from .interchange import AS_IS as AS_IS

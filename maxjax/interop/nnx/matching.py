@@ -12,7 +12,7 @@ from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError, closest, some
 from ...graph.weights import WeightData
 from ...graph.weights.same import same_content
-from ..layouts import Layout
+from ..layouts import AxisLayout
 from ..renaming import Function, Renaming, Route
 from .filling import Filling
 from .variables import Target
@@ -102,8 +102,8 @@ class Matching:
             if target is None:
                 continue
             taken = True
-            held = self._given.setdefault(target.name, {})
-            other = held.setdefault(route.index or 0, (name, value, route))
+            layers = self._given.setdefault(target.name, {})
+            other = layers.setdefault(route.index or 0, (name, value, route))
             if other[0] != name and not _agree(other, (name, value, route)):
                 self._others.append(f"'{other[0]}' and '{name}' are both for '{target.name}', "
                                     "but differ")  # fmt: skip
@@ -113,7 +113,7 @@ class Matching:
         target, given = self._targets[name], self._given[name]
         tensor, _, route = given[min(given)]
         change: Any = route.change
-        if isinstance(change, Layout):
+        if isinstance(change, AxisLayout):
             bound = change.of(target.shape)
             if bound is None:
                 self._others.append(f"'{name}' has {len(target.shape)} axes, and '{change}' gives it "
@@ -142,42 +142,42 @@ class Matching:
         lacking = [number for number in numbers if number not in given]
         beyond = [given[number][0] for number in sorted(given) if number not in numbers]
         if lacking:
-            self._others.append(f"'{target.name}' has {len(numbers)} layers, and nothing is there for "
-                                f"{some(lacking, _SHOWN)}")  # fmt: skip
+            self._others.append(f"'{target.name}' has {len(numbers)} layers, and there is no tensor for "
+                                f"layers {some(lacking, _SHOWN)}")  # fmt: skip
         if beyond:
-            self._others.append(f"'{target.name}' has {len(numbers)} layers, and there are "
-                                f"{some(beyond, _SHOWN)}")  # fmt: skip
+            self._others.append(f"'{target.name}' has {len(numbers)} layers, and there are tensors for "
+                                f"more: {some(beyond, _SHOWN)}")  # fmt: skip
         return numbers
 
     def _fitting(
         self, target: Target, change: Any, tensor: str, value: WeightData
     ) -> WeightData | None:
         """The data in the Variable's dtype; None if it does not fit."""
-        wanted = DType.of(target.dtype)
-        packed = value._is_packed and wanted.is_float()
+        dtype = DType.of(target.dtype)
+        packed = value._is_packed and dtype.is_float()
         sizes = tuple(int(size) for size in (value.logical_shape if packed else value.shape))
         if not isinstance(change, Function):
             expected = target.shape if change is None else change.file_shape
             if sizes != expected:
                 self._shapes.append(Different(target.name, tensor, expected, sizes))
                 return None
-        if value.dtype is wanted or isinstance(change, Function) and self._cast:
+        if value.dtype is dtype or isinstance(change, Function) and self._cast:
             return value
-        same_kind = value.dtype.is_float() and wanted.is_float() or packed
-        integers = value.dtype.is_integral() and wanted.is_integral()
+        same_kind = value.dtype.is_float() and dtype.is_float() or packed
+        integers = value.dtype.is_integral() and dtype.is_integral()
         if not (self._cast and (same_kind or integers)):
             found = value.quantization_encoding if packed else value.dtype
-            self._dtypes.append(Different(target.name, tensor, str(wanted), str(found)))
+            self._dtypes.append(Different(target.name, tensor, str(dtype), str(found)))
             return None
-        return value.astype(wanted) if same_kind else value
+        return value.astype(dtype) if same_kind else value
 
     # -- the error
 
     def is_refused(self, strict: bool) -> bool:
         """Whether the checkpoint must not be loaded."""
         diff = self.diff
-        apart = diff.missing or diff.unexpected
-        return bool(diff.shapes or diff.dtypes or diff.others or (strict and apart))
+        unmatched = diff.missing or diff.unexpected
+        return bool(diff.shapes or diff.dtypes or diff.others or (strict and unmatched))
 
     def error(self, path: str | None, strict: bool) -> CheckpointMismatchError:
         """One error for all that does not fit."""
@@ -217,12 +217,12 @@ class Matching:
         except UserInputError:
             origin = name
         left = self.diff.unexpected[:_COMPARED]
-        there = {self._there(tensor): tensor for tensor in left}
-        like = closest(origin, left) or there.get(closest(name, there) or "")
+        by_mapped_name = {self._mapped_name(tensor): tensor for tensor in left}
+        like = closest(origin, left) or by_mapped_name.get(closest(name, by_mapped_name) or "")
         text = f"'{name}'" if origin == name else f"'{name}' (from '{origin}')"
         return text if like is None else f"{text} (is it '{like}'?)"
 
-    def _there(self, tensor: str) -> str:
+    def _mapped_name(self, tensor: str) -> str:
         """The name in the module that an unexpected tensor is mapped to."""
         routes = self._renaming.routes(tensor)
         return routes[0].target if routes else tensor

@@ -41,7 +41,6 @@ def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
 
     Example:
         >>> import jax, maxjax
-        >>> import maxjax
         >>> from maxjax import nn
         >>> from maxjax.graph import DeviceRef
         >>> model = maxjax.init(nn.Linear(2, 3, "float32", DeviceRef.CPU()), jax.random.key(0))

@@ -62,15 +62,15 @@ def torch_rules(
         if isinstance(variable, nnx.RngState) or rank is None:
             continue
         layer, _, attribute = path.rpartition(".")
-        name = _name(owner, attribute, rank)
+        name = _name(owner, attribute)
         outer, _, part = layer.rpartition(".")
         if outer in attention:
             _fuse(table, layers, outer, part, name, path)
             continue
-        there = _there(layer, layers)
-        table[_joined(there, name.name)] = (path, _stacked(path, name, rank, there))
+        layer_name = _checkpoint_name(layer, layers)
+        table[_joined(layer_name, name.name)] = (path, _stacked(path, name, rank, layer_name))
         if isinstance(owner, nnx.BatchNorm) and attribute == "mean":
-            table[_joined(there, "num_batches_tracked")] = None
+            table[_joined(layer_name, "num_batches_tracked")] = None
     return table
 
 
@@ -82,7 +82,7 @@ class _Name(NamedTuple):
     rank: int | None = None
 
 
-def _name(owner: Any, attribute: str, rank: int) -> _Name:
+def _name(owner: Any, attribute: str) -> _Name:
     if isinstance(owner, nnx.Linear):
         known = {"kernel": _Name("weight", "o i -> i o", 2), "bias": _Name("bias", None, 1)}
     elif isinstance(owner, nnx.LinearGeneral) and not owner.batch_axis:
@@ -114,20 +114,20 @@ def _filter(owner: Any) -> dict[str, _Name]:
     """Convolutions; torch's transposed one has its kernel reversed, unless flax reverses it too."""
     rank = len(owner.kernel_shape)
     sides = [f"s{n}" for n in range(rank - 2)]
-    there = " ".join(sides)
+    spatial = " ".join(sides)
     if isinstance(owner, nnx.Conv):
-        layout = f"o i {there} -> {there} i o"
+        layout = f"o i {spatial} -> {spatial} i o"
     elif owner.transpose_kernel:
-        layout = f"i o {there} -> {there} o i"
+        layout = f"i o {spatial} -> {spatial} o i"
     else:
-        layout = f"i o {there} -> {' '.join('-' + side for side in sides)} i o"
+        layout = f"i o {spatial} -> {' '.join('-' + side for side in sides)} i o"
     return {"kernel": _Name("weight", layout, rank), "bias": _Name("bias", None, 1)}
 
 
-def _stacked(path: str, name: _Name, rank: int, there: str) -> str | None:
+def _stacked(path: str, name: _Name, rank: int, layer_name: str) -> str | None:
     """The layout, with the axis of layers if the Variable has one."""
     is_stack = name.rank is not None and rank == name.rank + 1
-    if is_stack is not ("*" in there):
+    if is_stack is not ("*" in layer_name):
         why = "has an" if is_stack else "has no"
         raise UserInputError(
             f"'{path}' {why} axis of layers: the pattern of the checkpoint's layers needs one star "
@@ -144,13 +144,13 @@ def _fuse(
     table: dict[str, Any], layers: list[_Layer], outer: str, part: str, name: _Name, path: str
 ) -> None:
     """Add a weight of an attention layer to the table, as torch.nn.MultiheadAttention stores it."""
-    there = _there(outer, layers)
+    layer_name = _checkpoint_name(outer, layers)
     if part not in _THREE:  # the output projection, and norms
         inner = "out_proj" if part == "out" else part
-        table[_joined(there, f"{inner}.{name.name}")] = (path, name.layout)
+        table[_joined(layer_name, f"{inner}.{name.name}")] = (path, name.layout)
         return
     layout = (name.layout or "").replace("(", f"({_THREE.index(part)}/3 ", 1)
-    table.setdefault(_joined(there, f"in_proj_{name.name}"), []).append((path, layout))
+    table.setdefault(_joined(layer_name, f"in_proj_{name.name}"), []).append((path, layout))
 
 
 # From a layer of the module to its name in the checkpoint; None if the pattern does not match.
@@ -172,17 +172,17 @@ def _layer(theirs: str, ours: str) -> _Layer:
         )
     pattern = re.compile(f"{compiled(ours).pattern}{r'((?:[.].*)?)' if ours else '(.*)'}", re.S)
 
-    def there(layer: str) -> str | None:
+    def find(layer: str) -> str | None:
         match = pattern.fullmatch(layer)
         if match is None:
             return None
         *groups, rest = match.groups()
         return _joined(filled(theirs, [*["*"] * extra, *groups]), rest.lstrip("."))
 
-    return there
+    return find
 
 
-def _there(layer: str, layers: list[_Layer]) -> str:
+def _checkpoint_name(layer: str, layers: list[_Layer]) -> str:
     return next((name for find in layers if (name := find(layer)) is not None), layer)
 
 

@@ -43,7 +43,7 @@ _STEP, _STEPS = 4, 3
 # What a layer's ``rope`` may be.
 _ROPES = ("global", "local", "none")
 # A position that no token sees.
-_NOWHERE = 2**31 - 1
+_NO_POSITION = 2**31 - 1
 
 
 class Step(NamedTuple):
@@ -53,7 +53,7 @@ class Step(NamedTuple):
         starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
         counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
         longest: the largest of the starts.
-        turns: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
+        rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
         numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
     """
@@ -61,7 +61,7 @@ class Step(NamedTuple):
     starts: jax.Array
     counts: jax.Array | None
     longest: jax.Array
-    turns: dict[str, tuple[jax.Array, jax.Array]]
+    rotations: dict[str, tuple[jax.Array, jax.Array]]
     tokens: jax.Array | None = None
     numbers: jax.Array | None = None
 
@@ -152,14 +152,14 @@ class DecoderAttention(Module):
         return self._axes_of(self.o_proj.weight, 1)
 
     def _axes_of(self, weight: Any, axis: int) -> tuple[str, ...]:
-        where = weight.sharding
-        if not isinstance(where, NamedSharding):
+        sharding = weight.sharding
+        if not isinstance(sharding, NamedSharding):
             return ()
         fsdp = axis_of(
-            where.mesh, "fsdp"
+            sharding.mesh, "fsdp"
         )  # weights are gathered over this axis: no heads are split
         over = tuple(name for name in split_over(weight, axis) if name != fsdp)
-        count = math.prod(where.mesh.shape[name] for name in over)
+        count = math.prod(sharding.mesh.shape[name] for name in over)
         return () if self.num_kv_heads % count else over
 
     def sharding_rules(self) -> dict[str, Any]:
@@ -190,108 +190,114 @@ class DecoderAttention(Module):
             The result, and the cache with these tokens.
         """
         if self.rope not in _ROPES:
-            raise UserInputError(f"rope = {self.rope!r} is none of {', '.join(map(repr, _ROPES))}")
+            known = ", ".join(map(repr, _ROPES))
+            raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
         q, k, v = self.project(x)
-        turns = step.turns.get(self.rope)
-        part = int(self._rotates(cached))
+        rotations = step.rotations.get(self.rope)
+        part = int(self._is_rotating(cached))
         if cached and step.numbers is not None:
             layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
         if x.ndim == 2:
-            y, slots = self._decoded(q, k, v, step, cached[part], layer, bool(part))
+            y, slots = self._decode(q, k, v, step, cached[part], layer, bool(part))
         else:
-            if turns is not None:
-                q, k = (rotate(a, *turns, interleaved=False) for a in (q, k))
+            if rotations is not None:
+                q, k = (rotate(a, *rotations, interleaved=False) for a in (q, k))
             if cached:
-                way = self._slid if part else self._prefilled
-                y, slots = way(q, k, v, step, cached[part], layer)
+                prefill = self._prefill_sliding if part else self._prefill_full
+                y, slots = prefill(q, k, v, step, cached[part], layer)
             else:
-                places = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-                y, slots = self._attend(q, k, v, step.positions(x.shape[1]), places), None
+                key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+                y, slots = self._attend(q, k, v, step.positions(x.shape[1]), key_positions), None
         if cached:
             cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
         y = y.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
         return self.o_proj(y).astype(x.dtype), cached
 
-    def _rotates(self, cached: Cached) -> bool:
+    def _is_rotating(self, cached: Cached) -> bool:
         """Whether this layer uses the rotating part of the cache."""
         return bool(cached) and self.sliding_window is not None and cached[1] is not None
 
-    def _decoded(
+    def _decode(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any,
         rotating: bool,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         if self.num_kv_heads % parts(self.o_proj.weight, 1):
-            q = placed(q, 1, ())  # the cache is replicated on every device
-        turns = step.turns.get(self.rope)
-        if turns is not None:
-            turns = turns[0][:, 0], turns[1][:, 0]  # [B, D/2]
+            q = resharded(q, 1, ())  # the cache is replicated on every device
+        rotations = step.rotations.get(self.rope)
+        if rotations is not None:
+            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, D/2]
         y, *new = decode_attention(
             q, k, v, slots.keys, slots.values, step.starts if step.tokens is None else step.tokens,
-            layer=layer, rope=turns,
+            layer=layer, rope=rotations,
             scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales,
         )  # fmt: skip
         return y, Slots(*new)
 
-    def _prefilled(
+    def _prefill_full(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
     ) -> tuple[jax.Array, Slots]:
         """Prefill of a layer that sees all tokens: writes to the cache, then attends to its first slots."""
         length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
-        place = positions if real is None else jnp.where(real, positions, size)
-        slots = slots.written(layer, k, v, place)
+        slot = positions if real is None else jnp.where(real, positions, size)
+        slots = slots.written(layer, k, v, slot)
 
-        def attend(seen: int) -> jax.Array:
-            places = jnp.arange(seen, dtype=jnp.int32)[None, :]
-            keys, values = slots.read(layer, seen, q.dtype)
-            return self._attend(q, keys, values, positions, places)
+        def attend(count: int) -> jax.Array:
+            key_positions = jnp.arange(count, dtype=jnp.int32)[None, :]
+            keys, values = slots.read(layer, count, q.dtype)
+            return self._attend(q, keys, values, positions, key_positions)
 
         # Empty slots are not read. Each of these few sizes is compiled.
         sizes = [n for n in (length * _STEP**i for i in range(_STEPS)) if n < size]
-        return _chosen(attend, [*sizes, size], step.longest + length), slots
+        return _smallest_fitting(attend, [*sizes, size], step.longest + length), slots
 
-    def _slid(
+    def _prefill_sliding(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
     ) -> tuple[jax.Array, Slots]:
         """Prefill of a sliding layer: attends to the cache and the new tokens, then stores the last of them."""
         length, size = q.shape[1], slots.size
         positions, starts = step.positions(length), step.starts[:, None]
-        old, new = slots.alone(layer), slots.rounded(k, v)  # as all later tokens see them
+        old, new = slots.layer_slots(layer), slots.rounded(k, v)  # as all later tokens see them
 
-        def attend(seen: int) -> jax.Array:
-            if not seen:
+        def attend(count: int) -> jax.Array:
+            if not count:
                 return self._attend(q, new[0], new[1], positions, positions)
-            before = old.read(0, seen, q.dtype)
-            keys, values = (explicit.concatenate(pair, 1) for pair in zip(new, before, strict=True))
-            places = _held(starts, size)[:, :seen]
-            places = jnp.where(places < 0, _NOWHERE, places)
-            places = explicit.concatenate([positions, places], 1)
-            return self._attend(q, keys, values, positions, places)
+            cached = old.read(0, count, q.dtype)
+            keys, values = (explicit.concatenate(pair, 1) for pair in zip(new, cached, strict=True))
+            key_positions = _slot_positions(starts, size)[:, :count]
+            key_positions = jnp.where(key_positions < 0, _NO_POSITION, key_positions)
+            key_positions = explicit.concatenate([positions, key_positions], 1)
+            return self._attend(q, keys, values, positions, key_positions)
 
         sizes = [n for n in (0, *(length * _STEP**i for i in range(1, _STEPS))) if n < size]
-        y = _chosen(attend, [*sizes, size], step.longest)
+        y = _smallest_fitting(attend, [*sizes, size], step.longest)
         ends = starts + (length if step.counts is None else step.counts[:, None])
-        return y, slots.replaced(layer, old, k, v, _held(ends, size) - starts)
+        return y, slots.replaced(layer, old, k, v, _slot_positions(ends, size) - starts)
 
     def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, places: jax.Array
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        key_positions: jax.Array,
     ) -> jax.Array:
-        """Causal attention of queries at ``positions`` to keys at ``places``, each ``[B or 1, tokens]``."""
-        back = positions[:, :, None] - places[:, None, :]
-        sees = back >= 0
+        """Causal attention of queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
+        distance = positions[:, :, None] - key_positions[:, None, :]
+        mask = distance >= 0
         if self.sliding_window is not None:
-            sees = sees & (back < self.sliding_window)
+            mask = mask & (distance < self.sliding_window)
         if self.num_kv_heads % parts(self.o_proj.weight, 1):
             # Too few KV heads to split: they are replicated, and repeated for each query head.
             k, v = (jnp.repeat(a, self.num_heads // self.num_kv_heads, axis=2) for a in (k, v))
         options = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
         return attention(
-            q, k, v, sees[:, None], scale=self.scale, softmax_dtype=self.softmax_dtype, **options
+            q, k, v, mask[:, None], scale=self.scale, softmax_dtype=self.softmax_dtype, **options
         )
 
 
-def _held(ends: jax.Array, size: int) -> jax.Array:
+def _slot_positions(ends: jax.Array, size: int) -> jax.Array:
     """The position in each slot ``[B, S]`` of a rotating cache after ``ends`` ``[B, 1]`` tokens.
 
     It is negative for an empty slot.
@@ -300,16 +306,18 @@ def _held(ends: jax.Array, size: int) -> jax.Array:
     return last - (last - jnp.arange(size, dtype=jnp.int32)[None, :]) % size
 
 
-def _chosen(attend: Callable[[int], jax.Array], sizes: Sequence[int], needed: Any) -> jax.Array:
+def _smallest_fitting(
+    attend: Callable[[int], jax.Array], sizes: Sequence[int], needed: Any
+) -> jax.Array:
     """``attend(size)`` for the smallest of these sizes that is at least ``needed``."""
-    *less, most = sizes
-    if not less:
-        return attend(most)
-    which = sum((needed > n).astype(jnp.int32) for n in less)
-    return jax.lax.switch(which, [functools.partial(attend, n) for n in sizes])
+    *smaller, largest = sizes
+    if not smaller:
+        return attend(largest)
+    index = sum((needed > n).astype(jnp.int32) for n in smaller)
+    return jax.lax.switch(index, [functools.partial(attend, n) for n in sizes])
 
 
-def placed(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
+def resharded(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
     """``array`` with ``axis`` split over the mesh axes ``over``, on a mesh with Explicit axes.
 
     Elsewhere it is returned unchanged and XLA chooses its sharding.
@@ -317,6 +325,6 @@ def placed(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
     mesh = explicit.mesh_of(array)
     if mesh is None:
         return array
-    wanted = explicit.entries(array)
-    wanted[axis] = over
-    return jax.sharding.reshard(array, explicit.sharding(mesh, wanted))
+    spec = explicit.entries(array)
+    spec[axis] = over
+    return jax.sharding.reshard(array, explicit.sharding(mesh, spec))

@@ -77,13 +77,13 @@ class DecoderConfig(ModelConfig):
                 f"'num_attention_heads' {self.num_heads}"
             )
         slides = self.slides or (self.sliding_window is not None,) * self.num_layers
-        found = {
+        derived = {
             "head_dim": self.head_dim or self.hidden_size // self.num_heads,
             "num_kv_heads": self.num_kv_heads or self.num_heads,
             "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
             "slides": tuple(slides),
         }
-        for name, value in found.items():
+        for name, value in derived.items():
             object.__setattr__(self, name, value)
         self._check()
 
@@ -93,15 +93,13 @@ class DecoderConfig(ModelConfig):
                 f"'num_attention_heads' {self.num_heads} is not a multiple of "
                 f"'num_key_value_heads' {self.kv_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"'hidden_act' is {self.hidden_act[:80]!r}, which is none of {known}")
+        check_activation("hidden_act", self.hidden_act)
         if len(self.slides) != self.num_layers:
             raise ValueError(
                 f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
             )
         if any(self.slides) and self.sliding_window is None:
-            raise ValueError("layers look back through a window, and 'sliding_window' is not said")
+            raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
         for rope in (self.rope, self.local_rope):
             if rope is not None:
                 rope.check(self.width)
@@ -169,6 +167,16 @@ class DecoderConfig(ModelConfig):
         return {}
 
 
+def check_activation(key: str, name: str) -> None:
+    """Checks that the activation function under a key of a configuration is known.
+
+    Raises:
+        ValueError: there is no function of that name.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"'{key}' is {name[:80]!r}: it must be one of {', '.join(ACTIVATIONS)}")
+
+
 def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
     """(Number of first layers that do not repeat, length of the repeating pattern) of these kinds.
 
@@ -201,10 +209,10 @@ def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ..
     if kinds is None:
         return tuple(default)
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError("'layer_types' is not a list of words")
+        raise ValueError("'layer_types' is not a list of strings")
     for kind in kinds:
         if kind not in _SLIDES:
             raise UnsupportedModelError(
-                f"'layer_types' with {kind[:80]!r}: there are {', '.join(_SLIDES)}"
+                f"'layer_types' with {kind[:80]!r}: supported are {', '.join(_SLIDES)}"
             )
     return tuple(_SLIDES[kind] for kind in kinds)

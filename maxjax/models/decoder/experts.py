@@ -23,7 +23,7 @@ from ...dtype import DType
 from ...errors import CheckpointFormatError
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual
-from ...graph.placement.specs import EXPERTS, axis_of, mesh_of, split_over
+from ...graph.placement.specs import EXPERTS, mesh_of
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weights import WeightData
 from ...kernels import explicit
@@ -31,14 +31,14 @@ from ...nn.activation import activation
 from ...nn.layer import LayerList, Module
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.moe import SHARES
-from ...nn.moe.experts import ExpertWeights, mixture, mixture_on_mesh, one_by_one
+from ...nn.moe.experts import ExpertWeights, inner_axes, mixture, mixture_on_mesh, one_by_one
 from ..config import setting
-from ..family import Family
-from ..gguf.layouts import Expert as Layout
+from ..gguf.layouts import Expert as ExpertLayout
 from ..gguf.names import Source
 from ..gguf.sources import Relaid
 from .block import DecoderLayer
 from .config import DecoderConfig, own
+from .model import DecoderFamily
 
 # Names of an expert's linear layers, in the order gate, up, down.
 MAPS_W = ("w1", "w3", "w2")
@@ -70,8 +70,8 @@ class MoEConfig(DecoderConfig):
         super().__post_init__()
         if any(self.sparse) and self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"'num_experts_per_tok' {self.num_experts_per_tok} of {self.num_experts} experts"
-                " cannot be chosen"
+                f"'num_experts_per_tok' {self.num_experts_per_tok} is more than the "
+                f"{self.num_experts} experts"
             )
 
     @property
@@ -88,7 +88,7 @@ def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
     return default if found is None else found
 
 
-class Expert(Module):
+class ExpertMLP(Module):
     """One gated feed-forward network, whose linear layers have the checkpoint's names.
 
     Args:
@@ -128,7 +128,7 @@ class SparseMLP(Module):
     Attributes:
         gate: the router, a Linear of weight ``[X, E]``; the k experts with the highest scores are
             chosen.
-        experts: LayerList of X :class:`Expert`.
+        experts: LayerList of X :class:`ExpertMLP`.
 
     Example:
         >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -144,7 +144,7 @@ class SparseMLP(Module):
         )  # fmt: skip
         self.gate = Linear(size, config.num_experts, dtype, DeviceRef.CPU())
         self.experts = LayerList(
-            Expert(config.maps, size, config.expert_size, config.hidden_act, dtype)
+            ExpertMLP(config.maps, size, config.expert_size, config.hidden_act, dtype)
             for _ in range(config.num_experts)
         )
 
@@ -201,16 +201,11 @@ class SparseMLP(Module):
         The axes are None if the experts are split differently or quantised.
         """
         weights = [[m.weight for m in e.linears] for e in self.experts]
-        mesh = mesh_of([w.sharding for maps in weights for w in maps])
+        mesh = mesh_of([w.sharding for expert in weights for w in expert])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
-        fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
-        found = {
-            tuple(name for name in split_over(w, axis) if name != fsdp)
-            for maps in weights
-            for w, axis in zip(maps, (0, 0, 1), strict=True)
-        }
-        packed = any(w.quantization_encoding is not None for maps in weights for w in maps)
+        found = inner_axes(weights, mesh)
+        packed = any(w.quantization_encoding is not None for expert in weights for w in expert)
         return mesh, None if packed or len(found) != 1 else found.pop()
 
 
@@ -232,7 +227,7 @@ _FUSED = re.compile(
 
 
 @dataclass(frozen=True)
-class MoEFamily(Family):
+class MoEFamily(DecoderFamily):
     """A Family whose files may hold the experts of a layer as one tensor.
 
     Attributes:
@@ -251,17 +246,17 @@ class MoEFamily(Family):
             CheckpointFormatError: two tensors have the same name in the model, or a tensor of
                 stacked experts has another shape.
         """
-        apart: dict[str, Any] = {}
+        split: dict[str, Any] = {}
         for name, value in checkpoint.items():
             match = _FUSED.fullmatch(name)
             parts = [(name, value)] if match is None else self._parts(match, name, value)
             for part, data in parts:
-                if part in apart:
+                if part in split:
                     raise CheckpointFormatError(
                         f"'{name}' and another tensor are both the weight '{part}'"
                     )
-                apart[part] = data
-        return super().adapt(apart)
+                split[part] = data
+        return super().adapt(split)
 
     def _parts(self, match: re.Match[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
         shape = tuple(int(n) for n in value.shape)
@@ -272,12 +267,12 @@ class MoEFamily(Family):
             )
         for number in range(shape[0]):
             for k, kind in enumerate(maps):
-                layout = Layout(number, shape[0], k, len(maps))
+                layout = ExpertLayout(number, shape[0], k, len(maps))
                 place = self.experts.replace("#", str(number)).replace("*", kind)
                 yield (match[1] or "") + place, _part(name, value, layout)
 
 
-def _part(name: str, value: Any, layout: Layout) -> Any:
+def _part(name: str, value: Any, layout: ExpertLayout) -> Any:
     """One expert's slice of a stack; it stays lazy if the stack is lazy."""
     if not isinstance(value, WeightData):
         return layout.apply(value)

@@ -157,7 +157,7 @@ class Decoder(PretrainedModel):
         return self
 
     def unstack(self) -> Decoder:
-        """Gives each layer weights of its own again, bit for bit.
+        """Gives each layer its own weights again, bit for bit.
 
         Returns:
             The model itself.
@@ -192,12 +192,12 @@ class Decoder(PretrainedModel):
     def _cache_sharding(self, batch: int) -> Any:
         below = (layer for _, layer in self.model.layers[0].named_modules())
         attention = next(layer for layer in below if isinstance(layer, DecoderAttention))
-        where = attention.o_proj.weight.sharding
-        if not isinstance(where, NamedSharding):
-            return where
-        rows = batch_axes(where.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
+        sharding = attention.o_proj.weight.sharding
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        rows = batch_axes(sharding.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
         spec = PartitionSpec(None, rows or None, attention.head_axes() or None, None, None)
-        return NamedSharding(where.mesh, spec)
+        return NamedSharding(sharding.mesh, spec)
 
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
@@ -228,21 +228,21 @@ class Decoder(PretrainedModel):
             cache.check_room(length if counts is None else counts)
         starts = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
         if cache is not None:
-            ids, counts = jax.tree.map(lambda a: _beside(cache, a), (ids, counts))
+            ids, counts = jax.tree.map(lambda a: _sharded_as_rows(cache, a), (ids, counts))
         step = self._step(starts, counts, length, cache)
         cached = () if cache is None else (cache.full, cache.sliding)
-        one = cache is not None and length == 1
+        is_step = cache is not None and length == 1
         at = None
         if last:
             at = jnp.full(batch, length) if counts is None else counts
             at = jnp.maximum(at - 1, 0).astype(jnp.int32)
-        x, cached = self.model(ids[:, 0] if one else ids, step, cached, at)
+        x, cached = self.model(ids[:, 0] if is_step else ids, step, cached, at)
         logits = self.logits(x)
-        if one and not last:
+        if is_step and not last:
             logits = logits[:, None]
         if cache is None:
             return logits
-        logits = _known(logits, step._replace(counts=counts), length, cache.capacity, at)
+        logits = _nan_beyond(logits, step._replace(counts=counts), length, cache.capacity, at)
         lengths = cache.lengths + (length if counts is None else counts)
         full, sliding = cached
         return logits, dataclasses.replace(cache, full=full, sliding=sliding, lengths=lengths)
@@ -288,7 +288,7 @@ class Decoder(PretrainedModel):
             )
         if cache is not None and cache.batch != given.shape[0]:
             raise UserInputError(
-                f"{given.shape[0]} rows of token ids do not go with a cache of {cache.batch}"
+                f"{given.shape[0]} rows of token ids do not fit a cache of {cache.batch} rows"
             )
         if cache is not None:
             self._check_layers(cache)
@@ -297,16 +297,16 @@ class Decoder(PretrainedModel):
             low, high = int(found.min()), int(found.max())
             if low < 0 or high >= size:
                 wrong = low if low < 0 else high
-                raise UserInputError(f"token id {wrong} is not one of the {size} of the vocabulary")
+                raise UserInputError(f"token id {wrong} is outside the vocabulary of {size} tokens")
         return jnp.asarray(given)
 
     def _check_layers(self, cache: KVCache) -> None:
-        count, wanted = self.config.num_layers, sum(self.config.slides)
+        count, expected = self.config.num_layers, sum(self.config.slides)
         sliding = 0 if cache.sliding is None else cache.sliding.layers
-        if cache.num_layers != count or sliding not in (0, wanted):
+        if cache.num_layers != count or sliding not in (0, expected):
             raise UserInputError(
-                f"a cache of {cache.num_layers} layers, of which {sliding} slide, is none of this "
-                f"model's, of {count} and {wanted}"
+                f"the cache has {cache.num_layers} layers, {sliding} of them sliding, and this model "
+                f"has {count}, {expected} of them sliding: make the cache with model.cache(...)"
             )
 
     def _step(
@@ -320,16 +320,16 @@ class Decoder(PretrainedModel):
             counts = jnp.minimum(length if counts is None else counts, room)
             if cache.full.layers:
                 numbers = jnp.asarray(_numbers(config.slides))
-        bare = Step(starts, counts, jnp.max(starts), {}, numbers=numbers)
+        step = Step(starts, counts, jnp.max(starts), {}, numbers=numbers)
         if cache is not None and counts is not None:
-            bare = bare._replace(tokens=jnp.where(counts > 0, starts, -1))
+            step = step._replace(tokens=jnp.where(counts > 0, starts, -1))
         ropes = {"global": config.rope, "local": config.local_rope}
-        turns = {
-            name: rope.cos_sin(bare.positions(length), after, config.width)
+        rotations = {
+            name: rope.cos_sin(step.positions(length), after, config.width)
             for name, rope in ropes.items()
             if rope is not None
         }
-        return bare._replace(turns=turns)
+        return step._replace(rotations=rotations)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states after the last norm ``[..., E]`` → logits ``[..., V]`` in float32.
@@ -339,15 +339,15 @@ class Decoder(PretrainedModel):
         """
         if self.lm_head is None:
             raise UserInputError(
-                "this checkpoint holds a model without its head: it has states (model.states(ids), "
-                "maxjax.embed) and no logits. Load one of the whole model"
+                "the checkpoint holds the model without its head, so there are no logits, only hidden "
+                "states (model.states(ids), maxjax.embed). Load a checkpoint that has the head"
             )
         logits = self.lm_head(x).astype(jnp.float32)
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _known(
+def _nan_beyond(
     logits: jax.Array, step: Step, length: int, capacity: int, at: jax.Array | None
 ) -> jax.Array:
     """The logits, set to NaN for tokens beyond the cache's capacity."""
@@ -371,7 +371,7 @@ def _kind(layer: Module) -> Hashable:
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
-def _beside(cache: KVCache, array: jax.Array) -> jax.Array:
+def _sharded_as_rows(cache: KVCache, array: jax.Array) -> jax.Array:
     """``array`` with its rows sharded as the cache's rows, if the cache's mesh has Explicit axes."""
     mesh = explicit.mesh_of(cache.keys)
     if mesh is None:
@@ -392,6 +392,17 @@ def make(kind: type[Decoder]) -> Any:
         return kind(config, dtype, stacked=False)
 
     return make_decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderFamily(Family):
+    """A Family of decoders with the tensor names of Llama's files.
+
+    Files without the head may leave out "model.", and tables of RoPE frequencies are ignored.
+    """
+
+    bare: tuple[str, tuple[str, ...]] = BARE
+    ignored: tuple[str, ...] = KNOWN
 
 
 # For models made in code; no checkpoint names this family.

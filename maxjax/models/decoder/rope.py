@@ -27,6 +27,7 @@ from ...nn.rope_scaling import (
     inv_freqs,
     yarn_mscale,
 )
+from ...nn.rotary_embedding import dynamic_multipliers
 
 DEFAULT_THETA = 10_000.0
 
@@ -58,7 +59,9 @@ class Rope:
                 settings give no valid frequencies.
         """
         if width % 2:
-            raise ValueError(f"RoPE turns pairs of features: it needs an even number, not {width}")
+            raise ValueError(
+                f"RoPE rotates pairs of features, so the width of a head must be even, not {width}"
+            )
         if isinstance(self.scaling, LongRoPEScalingParams):
             for listed in (self.scaling.short_factor, self.scaling.long_factor):
                 if len(listed) != width // 2:
@@ -72,7 +75,7 @@ class Rope:
             # it has not been compared with tensors yet.
             self._freqs(4)
         except ArithmeticError as error:
-            raise ValueError(f"rope with these settings has no frequencies: {error}") from None
+            raise ValueError(f"these rope settings give no valid frequencies: {error}") from None
 
     def cos_sin(
         self, positions: jax.Array, lengths: jax.Array, width: int
@@ -97,12 +100,7 @@ class Rope:
             long = wide * jnp.asarray(self._freqs(width, original + 1))[None, None, :]
             angles = jnp.where(lengths > original, long, angles)
         elif isinstance(self.scaling, DynamicScalingParams) and width > 2:
-            factor = self.scaling.factor
-            longer = jnp.maximum(lengths / self.scaling.max_position_embeddings, 1.0)
-            growth = factor * longer - (factor - 1)
-            # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
-            power = jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
-            angles = angles * growth ** power[None, None, :]
+            angles = angles * dynamic_multipliers(lengths, width, self.scaling)
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
     def _freqs(self, width: int, length: int = 0) -> np.ndarray:
@@ -142,9 +140,9 @@ def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"'{name}' is not an object but {type(given).__name__}")
-    beside = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key)}
-    return name, {**beside, **given}
+        raise ValueError(f"'{name}' must be an object, not {type(given).__name__}")
+    outer = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key)}
+    return name, {**outer, **given}
 
 
 def rope_of(
@@ -157,16 +155,16 @@ def rope_of(
     """The Rope of one object of settings, which error messages call ``name``."""
     for key, value in given.items():
         if isinstance(value, Mapping):
-            raise UnsupportedModelError(f"'{name}' with settings of its own for {key!r}")
+            raise UnsupportedModelError(f"'{name}' with separate settings for {key!r}")
     found = _Given(given, name, context, raw or {})
     if (part := found.number("partial_rotary_factor", 1.0)) != 1:
         raise UnsupportedModelError(
-            f"'partial_rotary_factor' {part:g}: heads are turned in whole only"
+            f"'partial_rotary_factor' {part:g}: only the rotation of complete heads is supported"
         )
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise UnsupportedModelError(f"'{name}' of type {str(kind)[:80]!r}: there are {known}")
+        raise UnsupportedModelError(f"'{name}' of type {str(kind)[:80]!r}: supported are {known}")
     theta = found.number("rope_theta", default_theta, minimum=1e-3)
     scaling, magnitude = _KINDS[kind](found)
     return Rope(theta, scaling, magnitude)

@@ -112,7 +112,7 @@ class Permuted(Layout):
     def _check(self, count: int) -> None:
         if count % (2 * self.heads):
             raise CheckpointFormatError(
-                "the rows of queries or keys are not pairs in each of its heads",
+                "the rows of queries or keys do not form pairs in each head",
                 expected=f"a multiple of 2 × {self.heads} heads",
                 found=f"{count} rows",
             )
@@ -165,7 +165,7 @@ class Plus(Layout):
         """
         if values.dtype.kind in "iub":
             raise UserInputError(
-                f"{self} needs values, not {values.dtype}: unpack the tensor's blocks first"
+                f"{self} needs float values, not {values.dtype}: dequantise the tensor first"
             )
         wide = np.float64 if values.dtype == np.float64 else np.float32
         return (values.astype(wide) + wide(self.value)).astype(values.dtype)
@@ -203,7 +203,7 @@ class Transposed(Layout):
         Raises:
             UserInputError: always.
         """
-        raise UserInputError(f"{self} is no map of rows: apply it to the whole tensor")
+        raise UserInputError(f"{self} does not map rows to rows: apply it to the complete tensor")
 
     def apply(self, stored: np.ndarray) -> np.ndarray:
         """See :class:`Layout`.
@@ -213,7 +213,7 @@ class Transposed(Layout):
         """
         self.shape(stored.shape)
         if stored.dtype == np.uint8:
-            raise UserInputError(f"{self} needs values: unpack the tensor's blocks first")
+            raise UserInputError(f"{self} needs float values: dequantise the tensor first")
         return stored.T
 
     def back(self) -> Layout:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
+from ..config import MAX_SIZE
+from ..config import short as short
 
-# JAX indexes with 32-bit integers, so no size in a model can be larger.
-MAX_SIZE = 2**31 - 1
 # Bounded, as in the model families, because names and lists are made for each layer and expert.
 MAX_LAYERS = 1000
 MAX_EXPERTS = 1024
@@ -169,12 +169,3 @@ def unsupported(what: str, path: str | os.PathLike[str] | None) -> UnsupportedMo
     where = "" if path is None else f"{os.fspath(path)}: "
     text = f"{where}{what} is not supported"
     return UnsupportedModelError("".join(c if c.isprintable() else "?" for c in text[:2000]))
-
-
-def short(value: Any, limit: int = 60) -> str:
-    """A value for a message: shortened, and only the type of a list."""
-    if not isinstance(value, (str, int, float, bool)):
-        return type(value).__name__
-    # Cut before repr: a string of a file can be megabytes long.
-    text = repr(value[:limit] if isinstance(value, str) else value)
-    return text if len(str(value)) <= limit else f"{text[:limit]}…"

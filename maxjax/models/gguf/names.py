@@ -210,7 +210,7 @@ def hf_names(
     found: dict[str, Source] = {}
     unknown = []
     for tensor in tensors:
-        if _generic(tensor) in ignored:
+        if re.sub(rf"\Ablk\.{_INDEX}\.", "blk.*.", tensor) in ignored:
             continue
         entries = list(_entries(table, tensor, counts))
         if not entries:
@@ -220,7 +220,7 @@ def hf_names(
         for name, layout in entries:
             if name in found:
                 raise CheckpointFormatError(
-                    f"'{found[name].tensor}' and '{tensor}' are both '{name}'", path=path
+                    f"'{found[name].tensor}' and '{tensor}' are both the weight '{name}'", path=path
                 )
             found[name] = Source(tensor, layout)
     if unknown:
@@ -234,7 +234,7 @@ def _find(architecture: str, path: Any) -> Table:
     table = ARCHITECTURES.get(architecture)
     if table is None:
         known = ", ".join(ARCHITECTURES)
-        what = f"the GGUF architecture {architecture[:80]!r} (there are {known})"
+        what = f"the GGUF architecture {architecture[:80]!r} (maxjax supports {known})"
         raise unsupported(what, path)
     return table
 
@@ -282,10 +282,6 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
                 yield name.replace("#", str(i)), counts.layout(what, i)
         else:
             yield name.replace("#", expert or ""), counts.layout(what, 0)
-
-
-def _generic(tensor: str) -> str:
-    return re.sub(rf"\Ablk\.{_INDEX}\.", "blk.*.", tensor)
 
 
 def _check_shape(tensor: str, layout: Layout, shape: Sequence[int], path: Any) -> None:

@@ -69,8 +69,8 @@ class Relaid(PartSource):
         first, last = part.region[0]
         for start in range(first, last, rows):
             stop = min(start + rows, last)
-            wanted = layout.rows(shape[0])[start:stop]
-            values, nbytes = _rows(data, wanted, part.region[1:], is_decoded)
+            indices = layout.rows(shape[0])[start:stop]
+            values, nbytes = _rows(data, indices, part.region[1:], is_decoded)
             array[start - first : stop - first] = layout.change(values)
             total += nbytes
         return total
@@ -109,12 +109,12 @@ class Exact(PartSource):
     changes these need not know of the original.
     """
 
-    def __init__(self, shifted: WeightData, was: np.ndarray, layout: Layout):
-        self._shifted, self._was, self._layout = shifted, was, layout
+    def __init__(self, shifted: WeightData, original: np.ndarray, layout: Layout):
+        self._shifted, self._original, self._layout = shifted, original, layout
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the original."""
-        return self._was.dtype, self._was.shape
+        return self._original.dtype, self._original.shape
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Reads parts into the memory of each part, and returns the number of bytes read."""
@@ -127,11 +127,11 @@ class Exact(PartSource):
         return total
 
     def _read(self) -> tuple[np.ndarray, int]:
-        now, nbytes = read_box(self._shifted, whole(self._was.shape))
-        wide = self._was.astype(now.dtype)
-        then = self._layout.change(self._layout.back().change(wide))
-        same = np.array_equal(then, now, equal_nan=True)
-        return (self._was if same else now.astype(self._was.dtype)), nbytes
+        shifted, nbytes = read_box(self._shifted, whole(self._original.shape))
+        wide = self._original.astype(shifted.dtype)
+        again = self._layout.change(self._layout.back().change(wide))
+        same = np.array_equal(again, shifted, equal_nan=True)
+        return (self._original if same else shifted.astype(self._original.dtype)), nbytes
 
 
 def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
@@ -155,11 +155,11 @@ def _decoded(data: WeightData, blocks: np.ndarray) -> np.ndarray:
 
 
 def _rows(
-    data: WeightData, wanted: np.ndarray, rest: Box, is_decoded: bool
+    data: WeightData, indices: np.ndarray, rest: Box, is_decoded: bool
 ) -> tuple[np.ndarray, int]:
     """Some rows (over all leading axes) and columns of a stored tensor, and the bytes read."""
     sizes = tuple(map(int, data.shape))
-    low, high = int(wanted.min()), int(wanted.max()) + 1
+    low, high = int(indices.min()), int(indices.max()) + 1
     columns = (0, sizes[-1]) if is_decoded else rest[-1] if rest else None
     values, total = [], 0
     for region in _regions(sizes, low, high, columns):
@@ -169,7 +169,7 @@ def _rows(
     found = values[0] if len(values) == 1 else np.concatenate(values)
     if is_decoded:
         found = _decoded(data, found)[..., slice(*rest[-1])]
-    return found[wanted - low], total
+    return found[indices - low], total
 
 
 def _regions(

@@ -89,7 +89,7 @@ def gguf_metadata(
         numbers = {text: number for number, text in POOLING.items()}
         if pooling not in numbers:
             raise UserInputError(
-                f"pooling {pooling!r} is none of {', '.join(filter(None, numbers))}"
+                f"pooling is {pooling!r}: it must be one of {', '.join(filter(None, numbers))}"
             )
         keys["pooling_type"] = numbers[pooling]
     for line in check_read(model.architecture, keys, tensors, path=path):
@@ -130,27 +130,36 @@ def _most(tensors: Mapping[str, WeightData]) -> str:
 # --- what several architectures have ------------------------------------------------------------
 
 
+def _sizes(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+    }
+
+
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     size = model.config
     found = {
-        "vocab_size": size.vocab_size,
-        "context_length": size.max_position_embeddings,
-        "embedding_length": size.hidden_size,
-        "block_count": size.num_layers,
-        "feed_forward_length": size.intermediate_size,
-        "attention.head_count": size.num_heads,
+        **_sizes(size),
         "attention.head_count_kv": size.kv_heads,
         "attention.key_length": size.width,
         "attention.value_length": size.width,
         "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
         "rope.dimension_count": size.width,
         "rope.freq_base": size.rope.theta,
-        **rope_keys(size.rope, rope_settings(model.said)[1], path=path),
+        **rope_keys(size.rope, rope_settings(model.settings)[1], path=path),
     }
     if model.experts:
         found |= _experts(model)
-    more = {"llama": _window, "gemma2": _gemma, "gemma3": _gemma}.get(model.architecture)
-    return found | (more(model, path) if more else {})
+    if model.architecture in ("gemma2", "gemma3"):
+        found |= _gemma(model, path)
+    elif model.architecture == "llama" and size.sliding_window:  # Mistral and Mixtral
+        found["attention.sliding_window"] = size.sliding_window
+    return found
 
 
 def _experts(model: FamilyConfig) -> dict[str, Any]:
@@ -163,12 +172,6 @@ def _experts(model: FamilyConfig) -> dict[str, Any]:
     return found
 
 
-def _window(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    """The sliding window of Mistral and Mixtral."""
-    window = model.config.sliding_window
-    return {"attention.sliding_window": window} if window else {}
-
-
 def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     """The soft caps, the sliding window and its layers of Gemma 2 and 3."""
     found: dict[str, Any] = {}
@@ -178,15 +181,14 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     if size.logit_soft_cap:
         found["final_logit_softcapping"] = size.logit_soft_cap
     if is_third:
-        if model.said.get("attn_logit_softcapping"):
+        if model.settings.get("attn_logit_softcapping"):
             raise unsupported("Gemma 3 with 'attn_logit_softcapping' in a GGUF file", path)
         if size.local_rope.scaling is not None:
-            what = "rope that is stretched in layers with a window, in a GGUF file,"
-            raise unsupported(what, path)
+            raise unsupported("rope scaling in sliding-window layers of a GGUF file", path)
         found["rope.freq_base_swa"] = size.local_rope.theta
         if not any(size.slides):
             return found
-    window = model.said.get("sliding_window") or size.max_position_embeddings
+    window = model.settings.get("sliding_window") or size.max_position_embeddings
     found["attention.sliding_window"] = window
     usual = 6 if is_third else 2
     period = _period(list(size.slides), usual)
@@ -207,11 +209,11 @@ def _period(slides: list[bool], usual: int) -> int | None:
 
 def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers with a sliding window if GGUF has no key that lists them."""
-    listed = model.said.get("layer_types")
+    listed = model.settings.get("layer_types")
     if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
         kinds = {kind for kind in listed if isinstance(kind, str)}
-        whole = model.said["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
-        if kinds - {"full_attention"} and not whole:
+        alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
+        if kinds - {"full_attention"} and not alike:
             raise unsupported(
                 f"'layer_types' with {sorted(kinds)[-1][:60]!r} in a GGUF file of "
                 f"{model.architecture!r}", path,
@@ -220,29 +222,21 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
 
 def _plain(model: FamilyConfig) -> dict[str, Any]:
     """The settings of GPT-2 and of BERT, which have neither RoPE nor grouped-query attention."""
-    size = model.config
-    is_bert = model.architecture == "bert"
-    found = {
-        "vocab_size": size.vocab_size,
-        "context_length": size.max_position_embeddings,
-        "embedding_length": size.hidden_size,
-        "block_count": size.num_layers,
-        "feed_forward_length": size.intermediate_size,
-        "attention.head_count": size.num_heads,
-        "attention.layer_norm_epsilon": size.layer_norm_eps if is_bert else size.rms_norm_eps,
-    }
-    return {**found, "attention.causal": False} if is_bert else found
+    found, epsilon = _sizes(model.config), "attention.layer_norm_epsilon"
+    if model.architecture == "bert":
+        return {**found, epsilon: model.config.layer_norm_eps, "attention.causal": False}
+    return {**found, epsilon: model.config.rms_norm_eps}
 
 
-# --- whether it comes back the same -------------------------------------------------------------
+# --- whether the configuration survives the round trip -------------------------------------------
 
 
 def _check(
     model: FamilyConfig, metadata: Mapping[str, Any], tensors: Mapping[str, WeightData], path: Any
 ) -> None:
-    said = dict(model.said)
-    if said.get("n_inner", ...) is None:
-        said["n_inner"] = 4 * model.config.hidden_size
+    settings = dict(model.settings)
+    if settings.get("n_inner", ...) is None:
+        settings["n_inner"] = 4 * model.config.hidden_size
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     divisors = model.divisors(path)
     again = hf_config(metadata, shapes, rope_freqs=divisors, path=path)
@@ -251,21 +245,21 @@ def _check(
         if not again.get("sliding_window") or not any(
             kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
         ):
-            said.pop("sliding_window", None)  # of no layer
+            settings.pop("sliding_window", None)  # of no layer
     if model.architecture == "bert":
-        said.pop("tie_word_embeddings", None)  # the model has no head
+        settings.pop("tie_word_embeddings", None)  # the model has no head
     for key, value in {**_FIXED.get(model.architecture, _FIXED["llama"]), **again}.items():
-        there = said.get(key)
-        if key in _NOT_COMPARED or there is None or _alike(there, value):
+        given = settings.get(key)
+        if key in _NOT_COMPARED or given is None or _alike(given, value):
             continue
         if key in ("vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias"):
             raise CheckpointMismatchError(
-                f"the configuration's '{key}' does not go with the tensors",
+                f"the configuration's '{key}' does not fit the tensors",
                 path=path,
-                expected=there,
+                expected=given,
                 found=value,
             )
-        raise unsupported(f"{key!r} {str(there)[:80]} in a GGUF file (it would be {value})", path)
+        raise unsupported(f"{key!r} {str(given)[:80]} in a GGUF file (it would be {value})", path)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -11,7 +11,7 @@ __getattr__ = _absent(
         "MultiheadAttention RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope LatentAttentionWithRope "
         "TensorParallelAttentionWithRope TensorParallelLatentAttentionWithRope DistributedAttentionImpl "
         "DataParallelAttentionWithRope MLAPrefillMetadata": (
-            "AttentionWithRope is the one there is; on a mesh Module.to splits it"
+            "use AttentionWithRope; on a mesh, Module.to shards it"
         ),
     },
 )

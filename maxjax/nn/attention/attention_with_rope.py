@@ -238,7 +238,8 @@ class AttentionWithRope(Module):
         super().__init__()
         if num_attention_heads % num_key_value_heads:
             raise ValueError(
-                f"{num_attention_heads} heads of queries cannot share {num_key_value_heads} of keys"
+                f"num_attention_heads {num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {num_key_value_heads}"
             )
         if mask_variant not in _IS_CAUSAL or quant_config is not None:
             what = (
@@ -299,7 +300,7 @@ class AttentionWithRope(Module):
         if self.num_key_value_heads % parts(self.o_proj.weight, 1):
             # There are too few KV heads to split: each device has all, and uses those of its queries.
             k, v = (jnp.repeat(a, self.n_heads // self.num_key_value_heads, axis=2) for a in (k, v))
-        y = attention(q, k, v, self._sees(mask, q, k), scale=self.scale)  # [B, T, H, D]
+        y = attention(q, k, v, self._combined_mask(mask, q, k), scale=self.scale)  # [B, T, H, D]
         y = y.reshape(*tokens.shape[:-1], self.n_heads * self.head_dim)
         y = y if array.ndim == 3 else y[0]
         return self.o_proj(TensorValue(y) if wraps(x) else y)
@@ -308,11 +309,11 @@ class AttentionWithRope(Module):
         """Queries ``[B, T, H, D]``, keys and values ``[B, T, K, D]``."""
         q, k, v = (
             part.reshape(*part.shape[:-1], part.shape[-1] // self.head_dim, self.head_dim)
-            for part in self._apart(x)
+            for part in self._split_qkv(x)
         )
         return [self.q_norm(q), self.k_norm(k), v] if self.use_qk_norm else [q, k, v]
 
-    def _apart(self, x: Any) -> list[jax.Array]:
+    def _split_qkv(self, x: Any) -> list[jax.Array]:
         if not self.qkv_proj.stacked or self.qkv_proj.weight.stored.layout is not None:
             return self.qkv_proj.apart(x)
         # The weight is replicated, while heads may be split: do not split the queries before that.
@@ -326,14 +327,14 @@ class AttentionWithRope(Module):
         pairs = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 2, 2)
         return pairs[..., 0], pairs[..., 1]
 
-    def _sees(self, mask: Any, q: jax.Array, k: jax.Array) -> jax.Array | None:
+    def _combined_mask(self, mask: Any, q: jax.Array, k: jax.Array) -> jax.Array | None:
         """The mask of the variant, the window and the caller together: ``[B or 1, H or 1, T or 1, S]``."""
         scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         given = None if mask is None else _mask_4d(unwrap(mask), scores)
         if not _IS_CAUSAL[self.mask_variant] and self.sliding_window is None:
             return given
-        back = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]  # [T, S]
-        sees = back >= 0 if _IS_CAUSAL[self.mask_variant] else jnp.ones(back.shape, bool)
+        distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]  # [T, S]
+        visible = distance >= 0 if _IS_CAUSAL[self.mask_variant] else jnp.ones(distance.shape, bool)
         if self.sliding_window is not None:
-            sees = sees & (back < self.sliding_window)
-        return sees[None, None] if given is None else sees[None, None] & given
+            visible = visible & (distance < self.sliding_window)
+        return visible[None, None] if given is None else visible[None, None] & given

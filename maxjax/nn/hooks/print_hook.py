@@ -54,7 +54,7 @@ class PrintHook:
             self._names[id(layer)] = name
             self._layers.append(layer)
 
-    def _wanted(self, name: str) -> bool:
+    def _is_selected(self, name: str) -> bool:
         if self._filter is None:
             return True
         return bool(self._filter(name)) if callable(self._filter) else name in self._filter
@@ -63,7 +63,7 @@ class PrintHook:
         name = self._names.get(id(layer), type(layer).__name__)
         self._calls[name] = count = self._calls.get(name, 0) + 1
         label = name if count == 1 else f"{name}({count})"
-        if not self._wanted(name):
+        if not self._is_selected(name):
             return
         for key, value in [*enumerate(args), *kwargs.items()]:
             _show(f"{label}-input_{key}", value)

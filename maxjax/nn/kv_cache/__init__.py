@@ -11,7 +11,7 @@ __getattr__ = _absent(
     {
         "PagedCacheValues KVCacheParams MultiKVCacheParams KVCacheParamInterface KVCacheInputs "
         "KVCacheInputsPerDevice KVCacheMetrics RecurrentStateInputsPerDevice build_max_lengths_tensor": (
-            "keys and values are an argument and a result of the model here: maxjax.nn.KVCache"
+            "use maxjax.nn.KVCache, which is an argument and a result of the model"
         ),
     },
 )

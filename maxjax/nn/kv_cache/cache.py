@@ -25,7 +25,7 @@ from .slots import Slots
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the tokens of B sequences, each with a length of its own.
+    """Keys and values of the tokens of B sequences of different lengths.
 
     Attributes:
         full: slots of the layers that attend to all tokens: token t of a sequence is in slot t of
@@ -83,13 +83,9 @@ class KVCache:
         Raises:
             UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8.
         """
-        batch, heads, capacity, width = (
-            _count(name, n)
-            for name, n in [
-                ("batch", batch), ("num_kv_heads", num_kv_heads),
-                ("capacity", capacity), ("head_dim", head_dim),
-            ]
-        )  # fmt: skip
+        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity}
+        for name, size in {**sizes, "head_dim": head_dim}.items():
+            _count(name, size)
         if num_layers or not sliding_layers:
             _count("num_layers", num_layers)
         kind = DType.of(dtype)
@@ -99,13 +95,17 @@ class KVCache:
         if isinstance(sharding, NamedSharding):
             spec = (*sharding.spec, None, None)
             per_row = NamedSharding(sharding.mesh, PartitionSpec(spec[1]))
-        made = lambda n, slots: Slots.empty((n, batch, heads, slots, width), kind.np, sharding)
+        slots_of = lambda n, slots: Slots.empty(
+            (n, batch, num_kv_heads, slots, head_dim), kind.np, sharding
+        )
         sliding = None
         if sliding_layers:
             _count("sliding_layers", sliding_layers)
-            sliding = made(sliding_layers, min(_count("window", window), capacity))
+            sliding = slots_of(sliding_layers, min(_count("window", window), capacity))
         lengths = jnp.zeros(batch, jnp.int32, device=per_row)
-        return cls(made(num_layers, capacity), sliding, lengths, window if sliding_layers else None)
+        return cls(
+            slots_of(num_layers, capacity), sliding, lengths, window if sliding_layers else None
+        )
 
     @property
     def keys(self) -> jax.Array:
@@ -147,12 +147,12 @@ class KVCache:
             >>> cache.grow(2)
             Traceback (most recent call last):
             ...
-            maxjax.errors.UserInputError: a cache of 4 slots cannot become one of 2
+            maxjax.errors.UserInputError: a KV cache of capacity 4 cannot shrink to 2
         """
         more = _count("capacity", capacity) - self.capacity
         if more < 0:
             raise UserInputError(
-                f"a cache of {self.capacity} slots cannot become one of {capacity}"
+                f"a KV cache of capacity {self.capacity} cannot shrink to {capacity}"
             )
         if not more:
             return self
@@ -180,19 +180,19 @@ class KVCache:
             >>> cache.rewind([0, 0]).lengths.tolist()
             [0, 0]
         """
-        there, wanted = np.asarray(jax.device_get(self.lengths)), np.asarray(lengths)
-        whole = wanted.shape == there.shape and np.issubdtype(wanted.dtype, np.integer)
-        if not whole or (wanted < 0).any() or (wanted > there).any():
+        stored, kept = np.asarray(jax.device_get(self.lengths)), np.asarray(lengths)
+        valid = kept.shape == stored.shape and np.issubdtype(kept.dtype, np.integer)
+        if not valid or (kept < 0).any() or (kept > stored).any():
             raise UserInputError(
-                f"a cache of {there.tolist()} tokens cannot be cut to {wanted.tolist()}"
+                f"a KV cache of {stored.tolist()} tokens cannot be rewound to {kept.tolist()}"
             )
         if self.sliding is not None:
             # The next token attends to one less than the window; the oldest of these may be lost.
-            kept = (there <= self.sliding.size) | (wanted >= there - 1) | (wanted == 0)
-            if not kept.all():
+            complete = (stored <= self.sliding.size) | (kept >= stored - 1) | (kept == 0)
+            if not complete.all():
                 return None
-        cut = jax.device_put(wanted.astype(np.int32), self.lengths.sharding)
-        return dataclasses.replace(self, lengths=cut)
+        rewound = jax.device_put(kept.astype(np.int32), self.lengths.sharding)
+        return dataclasses.replace(self, lengths=rewound)
 
     def check_room(self, counts: Any) -> None:
         """Checks that so many more tokens fit, if the numbers are concrete (outside of ``jax.jit``).

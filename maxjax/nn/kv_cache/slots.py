@@ -77,8 +77,8 @@ class Slots:
 
         Tokens with a place beyond S are dropped; the other places of a row must differ.
         """
-        pairs = zip(jax.tree.leaves(self), self._kept(k, v), strict=True)
-        return Slots(*(_written(whole, new, layer, place) for whole, new in pairs))
+        pairs = zip(jax.tree.leaves(self), self._stored(k, v), strict=True)
+        return Slots(*(_written(array, new, layer, place) for array, new in pairs))
 
     def read(self, layer: Any, seen: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the first slots of a layer, ``[B, seen, K, D]`` each."""
@@ -87,8 +87,8 @@ class Slots:
             return keys.astype(dtype), values.astype(dtype)
         return restored(keys, scales[0], dtype), restored(values, scales[1], dtype)
 
-    def alone(self, layer: Any) -> Slots:
-        """The slots of one layer alone."""
+    def layer_slots(self, layer: Any) -> Slots:
+        """The slots of one layer."""
         return jax.tree.map(lambda a: _at(a, layer, (1, *a.shape[1:])), self)
 
     def replaced(
@@ -97,16 +97,16 @@ class Slots:
         """These slots with all of one layer rewritten: new tokens, and those of ``old`` where there is none.
 
         Args:
-            old: slots of this layer alone. As an operand it is read before the layer is written,
+            old: slots of this layer only. As an operand it is read before the layer is written,
                 so XLA does not need to copy the whole array.
             k, v: ``[B, T, K, D]``.
             source: index of the token (of T) that goes into each slot, ``[B, S]``; negative: none.
         """
-        wholes, one = jax.tree.leaves(self), jax.tree.leaves(old)
-        arrays = zip(wholes, one, self._kept(k, v), strict=True)
-        return Slots(*(_replaced(*each, layer, source) for each in arrays))
+        leaves, old_leaves = jax.tree.leaves(self), jax.tree.leaves(old)
+        parts = zip(leaves, old_leaves, self._stored(k, v), strict=True)
+        return Slots(*(_replaced(*each, layer, source) for each in parts))
 
-    def _kept(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    def _stored(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Keys and values in their stored form, in the order of the leaves."""
         if self.scales is None:
             return [k, v]
@@ -133,42 +133,42 @@ def _padding(pads: tuple[tuple[int, int], ...], where: Any) -> Any:
     return jax.jit(lambda a: jnp.pad(a, pads), out_shardings=where)
 
 
-def _first(whole: jax.Array, layer: Any, seen: int) -> jax.Array:
+def _first(array: jax.Array, layer: Any, seen: int) -> jax.Array:
     """The first slots of one layer, ``[B, seen, K, ...]``."""
-    part = _at(whole, layer, (1, *whole.shape[1:3], seen, *whole.shape[4:]))
+    part = _at(array, layer, (1, *array.shape[1:3], seen, *array.shape[4:]))
     return part[0].swapaxes(1, 2)
 
 
-def _at(whole: jax.Array, layer: Any, shape: tuple[int, ...]) -> jax.Array:
+def _at(array: jax.Array, layer: Any, shape: tuple[int, ...]) -> jax.Array:
     """The slice of this shape that begins at a layer."""
-    start = (layer, *(0,) * (whole.ndim - 1))
-    return jax.lax.dynamic_slice(whole, start, shape, allow_negative_indices=False)
+    start = (layer, *(0,) * (array.ndim - 1))
+    return jax.lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
 
 
-def _replaced(whole: jax.Array, old: jax.Array, new: jax.Array, layer: Any, source: Any) -> Any:
-    def run(whole: jax.Array, old: jax.Array, new: jax.Array, layer: Any, source: Any) -> jax.Array:
+def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, source: Any) -> Any:
+    def run(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, source: Any) -> jax.Array:
         each = source.reshape(*source.shape, *(1,) * (new.ndim - 2))  # [B, S, 1, ...]
-        new = jnp.take_along_axis(new.astype(whole.dtype), jnp.maximum(each, 0), axis=1)
+        new = jnp.take_along_axis(new.astype(array.dtype), jnp.maximum(each, 0), axis=1)
         merged = jnp.where(each < 0, old[0].swapaxes(1, 2), new).swapaxes(1, 2)
-        start = (layer, *(jnp.int32(0),) * (whole.ndim - 1))
+        start = (layer, *(jnp.int32(0),) * (array.ndim - 1))
         return jax.lax.dynamic_update_slice(
-            whole, merged[None], start, allow_negative_indices=False
+            array, merged[None], start, allow_negative_indices=False
         )
 
-    return _changed(run, whole, old, new, jnp.asarray(layer, jnp.int32), source)
+    return _changed(run, array, old, new, jnp.asarray(layer, jnp.int32), source)
 
 
-def _written(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
-    def run(whole: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
+def _written(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
+    def run(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
         rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-        return whole.at[layer, rows, :, place].set(new.astype(whole.dtype), mode="drop")
+        return array.at[layer, rows, :, place].set(new.astype(array.dtype), mode="drop")
 
-    return _changed(run, whole, new, jnp.asarray(layer, jnp.int32), place)
+    return _changed(run, array, new, jnp.asarray(layer, jnp.int32), place)
 
 
-def _changed(run: Any, whole: jax.Array, *operands: Any) -> jax.Array:
-    """``run`` of the operands; on a mesh with Explicit axes the result has the sharding of ``whole``."""
-    mesh = explicit.mesh_of(whole, *operands)
+def _changed(run: Any, array: jax.Array, *operands: Any) -> jax.Array:
+    """``run`` of the operands; on a mesh with Explicit axes the result has the sharding of ``array``."""
+    mesh = explicit.mesh_of(array, *operands)
     if mesh is not None:
-        run = explicit.automatic(run, mesh, explicit.entries(whole))
-    return run(whole, *operands)
+        run = explicit.automatic(run, mesh, explicit.entries(array))
+    return run(array, *operands)

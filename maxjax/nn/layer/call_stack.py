@@ -21,7 +21,7 @@ from ...graph.value import TensorValue, wraps
 from ...graph.weight.epoch import EPOCH
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
-from .definition import held
+from .definition import weight_values
 from .walk import Walk
 
 
@@ -74,7 +74,7 @@ _PLAIN = (jax.Array, np.ndarray, int, float, str, bool)
 
 def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Runs ``call`` with the module on the stack and, when traced, in a named scope for profiles."""
-    running, gave_values = RUNNING, KIND.values
+    running, outer_values = RUNNING, KIND.values
     outermost = not running.modules
     if outermost:
         running.traced = _is_traced(module, args, kwargs)
@@ -82,7 +82,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
             _warn_if_captured(module)
     scope = _scope_name(module) if running.traced and not outermost else None
     running.modules.append(module)
-    if outermost and not gave_values:
+    if outermost and not outer_values:
         KIND.values = _has_value(args) or (bool(kwargs) and _has_value(kwargs.values()))
     try:
         if scope is None:
@@ -92,7 +92,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
     finally:
         running.modules.pop()
         if outermost:
-            KIND.values = gave_values
+            KIND.values = outer_values
             if running.known:
                 running.known.clear()  # it keeps Modules alive
 
@@ -117,7 +117,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
-    if any(isinstance(value, Tracer) for value in held(module)):
+    if any(isinstance(value, Tracer) for value in weight_values(module)):
         return True
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
 
@@ -148,7 +148,7 @@ def _warn_if_captured(module: Any) -> None:
     """Warns of weights that are constants of a traced program: they would silently go stale."""
     if RUNNING.graphs:
         return  # there the weights are arguments of the program
-    values = held(module)
+    values = weight_values(module)
     if ("captured", type(module)) in _WARNED or any(isinstance(v, Tracer) for v in values):
         return
     if not any(isinstance(value, jax.Array) for value in values):

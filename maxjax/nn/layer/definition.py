@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +20,8 @@ from ...graph.weight.epoch import EPOCH, LEAF_CACHES
 from ...graph.weight.stored import around, leaf_of
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, whole
+from .assigned_list import AssignedList
 from .hooks import token
-from .lent import Lent
 from .walk import Walk, host_of, source_of
 
 
@@ -105,7 +106,7 @@ class Cache:
     """The cached result of the last walk below a Module, and the epochs for which it is valid."""
 
     __slots__ = (
-        "structure", "definition", "weights", "sliced", "values", "leaves", "table", "lent",
+        "structure", "definition", "weights", "sliced", "values", "leaves", "table", "assigned",
         "__weakref__",
     )  # fmt: skip
 
@@ -114,11 +115,11 @@ class Cache:
         structure: int,
         definition: Definition,
         weights: tuple[Any, ...],
-        lent: tuple[Lent, ...] = (),
+        assigned: tuple[AssignedList, ...] = (),
         sliced: bool = False,
     ):
         self.structure, self.definition, self.weights = structure, definition, weights
-        self.lent = lent
+        self.assigned = assigned
         # Whether leaves are slices of stacks: they are kept as such, and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
@@ -172,13 +173,8 @@ def define(root: Any) -> Cache:
     definition = _INTERNED.get(key)
     if definition is None:
         definition = Definition()
-        definition.key, definition.names, definition.owned, definition.aliases = (
-            key,
-            names,
-            owned,
-            aliases,
-        )
-        definition.nodes = nodes
+        definition.key, definition.nodes, definition.names = key, nodes, names
+        definition.owned, definition.aliases = owned, aliases
         definition.weights = tuple(around(w, None, None) for w in weights)
         definition.stacked = walk.stacked
         definition.shards = tuple(
@@ -189,18 +185,18 @@ def define(root: Any) -> Cache:
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
     sliced = any(weight.stored.home is not None for weight in weights)
-    return Cache(epoch, definition, weights, _lent(walk), sliced)
+    return Cache(epoch, definition, weights, _shared_lists(walk), sliced)
 
 
-def _lent(walk: Walk) -> tuple[Lent, ...]:
+def _shared_lists(walk: Walk) -> tuple[AssignedList, ...]:
     """The lists of callers that they can still change."""
     found = []
     for module in walk.modules:
-        for attr, lent in tuple(module._mx_lent.items()):
-            kept = tuple(one for one in lent if not one.is_ours_alone)
+        for attr, assigned in tuple(module._mx_assigned.items()):
+            kept = tuple(one for one in assigned if not one.is_unshared)
             found += kept
-            if kept != lent:
-                vars(module)["_mx_lent"] = {**module._mx_lent, attr: kept}
+            if kept != assigned:
+                vars(module)["_mx_assigned"] = {**module._mx_assigned, attr: kept}
     return tuple(found)
 
 
@@ -216,7 +212,7 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
         type(module),
         tuple(weights),
         tuple((attr, walk.index[id(child)]) for attr, child in module._mx_children.items()),
-        tuple(sorted(module._mx_statics.items(), key=_first)),
+        tuple(sorted(module._mx_statics.items(), key=itemgetter(0))),
         walk.stacked and module._mx_in_stack,
         tuple(index[id(stack)] for stack in module._mx_stacks),
         _elsewhere(module, walk),
@@ -256,10 +252,6 @@ def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
             if module._mx_in_stack and id(module) in walk.index
         ]
     return tuple(found)
-
-
-def _first(item: tuple[str, Any]) -> str:
-    return item[0]
 
 
 def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any:
@@ -312,13 +304,13 @@ def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any
     return modules[0]
 
 
-def known(module: Any) -> Cache:
+def cache_of(module: Any) -> Cache:
     """The valid Cache of the structure below a Module; its leaves are not touched."""
     cache = module._mx_cache
     if cache is None or cache.structure != EPOCH.structure:
         cache = vars(module)["_mx_cache"] = define(module)
-    for lent in cache.lent:
-        lent.check()
+    for assigned in cache.assigned:
+        assigned.check()
     return cache
 
 
@@ -331,21 +323,21 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Definition | Valued]:
     leaves = cache.leaves
     if cache.values != EPOCH.values:
         leaves = cache.refresh()
-    if cache.lent:
-        known(module)
+    if cache.assigned:
+        cache_of(module)
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
     return leaves, Valued(cache.definition) if KIND.values else cache.definition
 
 
-def held(module: Any) -> list[Any]:
+def weight_values(module: Any) -> list[Any]:
     """The values that the weights hold: the leaves, with the whole stack in place of a slice."""
-    cache = known(module)
+    cache = cache_of(module)
     leaves = cache.leaves
     return list(map(whole, leaves if cache.values == EPOCH.values else cache.refresh()))
 
 
 def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Definition | Valued]:
     leaves, definition = flatten(module)
-    keys = map(jax.tree_util.GetAttrKey, known(module).definition.names)
+    keys = map(jax.tree_util.GetAttrKey, cache_of(module).definition.names)
     return list(zip(keys, leaves, strict=True)), definition

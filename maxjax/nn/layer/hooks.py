@@ -101,7 +101,7 @@ def _signature(call: Callable[..., Any]) -> inspect.Signature:
 
 
 class Layer:
-    """A callable with hooks and without weights of its own: the base of Module.
+    """A callable with hooks and without weights: the base class of Module.
 
     Kept for code that subclasses it; new code subclasses Module. A subclass's own
     ``__call__`` is wrapped; an inherited one is not wrapped again.

@@ -102,7 +102,7 @@ class LayerList(Module, stands_for=list):
         if isinstance(layer, Weight) and layer.shard_idx is not None:
             return layer
         raise TypeError(f"{type(self).__name__} holds layers, not {type(layer).__name__}{MIXED}; "
-                        "of plain data assign the finished list, for example module.sizes = [1, 2]")  # fmt: skip
+                        "assign a list of plain data as a whole, for example module.sizes = [1, 2]")  # fmt: skip
 
     def stack(self, *, period: int | None = None, first: int = 0) -> Any:
         """A LayerStack of these layers, whose common body is compiled once.
@@ -114,8 +114,8 @@ class LayerList(Module, stands_for=list):
             ValueError: the layers differ; the message names the difference.
             TypeError: the list holds items that are not Modules.
         """
-        held = {*self._mx_children, *self._mx_locals, *self._mx_statics}
-        if more := sorted(name for name in held if not name.isdecimal()):
+        names = {*self._mx_children, *self._mx_locals, *self._mx_statics}
+        if more := sorted(name for name in names if not name.isdecimal()):
             raise TypeError(f"this {type(self).__name__} holds more than layers ({', '.join(more)}): put the layers "
                             "into a LayerList of their own and stack that")  # fmt: skip
         return self._stack_type(self.layers, period=period, first=first, list_class=type(self))
@@ -258,7 +258,7 @@ class LayerTuple(LayerList, stands_for=tuple):
         super()._renew(list(layers))
 
     def _renew(self, layers: list[Any]) -> None:
-        raise TypeError("a tuple of Modules is fixed: assign a new one, or a list, which can grow")
+        raise TypeError("a tuple of Modules cannot be changed: assign a new tuple, or use a list")
 
 
 class Sequential(LayerList):

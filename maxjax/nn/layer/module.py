@@ -26,9 +26,9 @@ from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
 from . import call_stack, hooks
 from . import place as placing
-from .definition import Cache, Definition, flatten, flatten_with_keys, known, rebuild
+from .assigned_list import AssignedList
+from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, rebuild
 from .hooks import Layer
-from .lent import Lent
 from .state import StateDict
 from .static import freeze, holds_items
 from .walk import Walk
@@ -83,7 +83,7 @@ class Module(Layer, StateDict, ABC):
     # Attribute → shard of a Weight; the Weight itself may be anywhere.
     _mx_shards: Mapping[str, Weight] = MappingProxyType({})
     # Attribute → the caller's own list, of which the LayerList there is a copy.
-    _mx_lent: Mapping[str, tuple[Lent, ...]] = MappingProxyType({})
+    _mx_assigned: Mapping[str, tuple[AssignedList, ...]] = MappingProxyType({})
     # The classes of Modules that replace Python lists and tuples.
     _mx_containers: dict[type, type] = {}
     _mx_is_container: bool = False
@@ -108,13 +108,12 @@ class Module(Layer, StateDict, ABC):
         for name, value in vars(cls).items():
             if isinstance(value, (Module, Weight)):
                 raise TypeError(
-                    f"{cls.__name__}.{name} is a {type(value).__name__} of the class, which its instances would "
-                    f"share and none would see: assign it in __init__, self.{name} = …"
+                    f"{cls.__name__}.{name} is a {type(value).__name__} in the class body, where no instance "
+                    f"sees it: assign it in __init__, self.{name} = …"
                 )
         if vars(cls).get("__slots__"):
             raise TypeError(
-                f"{cls.__name__} has __slots__, in which a Module would not see its attributes: "
-                "leave them out"
+                f"{cls.__name__} has __slots__, whose attributes a Module would not see: remove them"
             )
         cls._mx_is_container = stands_for is not None
         if stands_for is not None:
@@ -143,9 +142,9 @@ class Module(Layer, StateDict, ABC):
         if hasattr(type(descriptor), "__set__") or name == "__class__":
             structure_changed()
             return super().__setattr__(name, value)  # a property: its setter, or AttributeError
-        lent: tuple[Lent, ...] = ()
+        lists: tuple[AssignedList, ...] = ()
         if type(value) in (list, tuple) and holds_items(value) is not False:
-            lent = Lent.of(value, where := f"{type(self).__name__}.{name}")
+            lists = AssignedList.of(value, where := f"{type(self).__name__}.{name}")
             try:
                 value = self._mx_containers[type(value)](value)
             except TypeError as error:
@@ -177,7 +176,7 @@ class Module(Layer, StateDict, ABC):
                 "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)",
             )
         vars(self)[name] = value
-        self._watch(name, lent)
+        self._watch(name, lists)
         structure_changed()
 
     def _claim(self, name: str, weight: Weight) -> str:
@@ -205,16 +204,16 @@ class Module(Layer, StateDict, ABC):
         self._mx_statics.pop(name, None)
         self._mx_children.pop(name, None)
 
-    def _watch(self, name: str, lent: tuple[Lent, ...]) -> None:
+    def _watch(self, name: str, lists: tuple[AssignedList, ...]) -> None:
         """Watches the caller's lists that an attribute was created from, instead of earlier ones."""
-        if lent or name in self._mx_lent:
-            others = {attr: one for attr, one in self._mx_lent.items() if attr != name}
-            vars(self)["_mx_lent"] = {**others, name: lent} if lent else others
+        if lists or name in self._mx_assigned:
+            others = {attr: one for attr, one in self._mx_assigned.items() if attr != name}
+            vars(self)["_mx_assigned"] = {**others, name: lists} if lists else others
 
     def _mx_refusal(self, name: str) -> str:
         return (
             f"{type(self).__name__}.{name} cannot be changed: the layer is one of a LayerStack, whose layers "
-            "are equal. layers.unstack() gives a LayerList, whose layers are their own"
+            "are equal. layers.unstack() returns a LayerList of independent layers"
         )
 
     def __delattr__(self, name: str) -> None:
@@ -435,17 +434,17 @@ class Module(Layer, StateDict, ABC):
     # -- pytree, copies, text
 
     def _mx_definition(self) -> tuple[Definition, tuple[Any, ...]]:
-        cache = known(self)
+        cache = cache_of(self)
         return cache.definition, cache.weights
 
     def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
-        return known(self).names(self)
+        return cache_of(self).names(self)
 
     def _mx_names_below(self) -> call_stack.Names:
         return call_stack.Names(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_mx_cache": None, "_mx_lent": {}}
+        return {**vars(self), "_mx_cache": None, "_mx_assigned": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -7,7 +7,7 @@ sharding strategy, and the rules of the Modules above it, the outermost first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,9 @@ from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight
 from .walk import Walk
+
+# The reason given for a weight with symbolic sizes.
+UNKNOWN_SIZES = "its sizes are not known yet"
 
 
 class Place(NamedTuple):
@@ -79,7 +82,7 @@ def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
     """The mesh to use; None for a single device or a complete Sharding."""
     if isinstance(devices[0], Mesh):
         if len(devices) > 1:
-            raise UserInputError("to(mesh) takes one mesh and nothing beside it")
+            raise UserInputError("to(mesh) takes one mesh and no other device")
         return devices[0]
     if len(devices) == 1 and strategy is None:
         return None
@@ -90,15 +93,12 @@ def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
         )
     found = [_device(d) for d in devices]
     if len(set(found)) < len(found):
-        raise UserInputError(f"to() was given one device several times: {_shown(found)}")
+        names = ", ".join(f"{device.platform}:{device.id}" for device in found)
+        raise UserInputError(f"to() was given one device several times: {names}")
     axis = "expert" if strategy.is_expert_parallel else "model"
     return jax.make_mesh(
         (len(found),), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=found
     )
-
-
-def _shown(devices: Iterable[Any]) -> str:
-    return ", ".join(f"{d.platform}:{d.id}" for d in devices)
 
 
 def _device(device: Any) -> Any:
@@ -119,7 +119,7 @@ def plan_places(
     """
     if rules is not None and not isinstance(rules, Mapping):
         raise UserInputError(
-            f"rules= is a table: pattern of names to PartitionSpec; not {type(rules).__name__}"
+            f"rules= must map name patterns to PartitionSpecs, not be a {type(rules).__name__}"
         )
     if not rules:
         check_mesh(mesh)
@@ -127,7 +127,7 @@ def plan_places(
         _check_strategy(strategy, mesh)
     walk = Walk(module, stacked=True)
     _, leaves, _ = walk.owners()
-    said = _said(walk)
+    rule_of = _module_rules(walk)
     places: dict[int, list[tuple[str, str, Weight]]] = {}
     for name, path, weight, _ in walk.places:
         places.setdefault(id(walk.holder(weight)), []).append((name, path, weight))
@@ -141,12 +141,10 @@ def plan_places(
         stored = holder.stored
         shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in stored.dims)
         if not all(isinstance(d, StaticDim) for d in stored.dims):
-            found.append(
-                Place(holder, name, shape, Placed(PartitionSpec(), "its sizes are not known yet"))
-            )
+            found.append(Place(holder, name, shape, Placed(PartitionSpec(), UNKNOWN_SIZES)))
             continue
-        wish = _wish(holder, where, said, strategy, rules, len(shape))
-        placed = place(name, tuple(map(int, stored.logical_shape)), wish, mesh, stored.block)
+        rule = _rule_for(holder, where, rule_of, strategy, rules, len(shape))
+        placed = place(name, tuple(map(int, stored.logical_shape)), rule, mesh, stored.block)
         found.append(Place(holder, name, shape, placed))
     return found
 
@@ -165,27 +163,27 @@ def _check_strategy(strategy: Any, mesh: Any) -> None:
         )
 
 
-def _said(walk: Walk) -> dict[str, Any]:
+def _module_rules(walk: Walk) -> dict[str, Any]:
     """Attribute path of a weight → the rule of the outermost Module that has one for it."""
-    said: dict[str, Any] = {}
+    rule_of: dict[str, Any] = {}
     for module, path in zip(walk.modules, walk.paths, strict=True):
-        for key, wish in module.sharding_rules().items():
-            said.setdefault(path + key, wish)
-    return said
+        for key, rule in module.sharding_rules().items():
+            rule_of.setdefault(path + key, rule)
+    return rule_of
 
 
-def _wish(
+def _rule_for(
     holder: Any,
     where: Sequence[tuple[str, str, Weight]],
-    said: Mapping[str, Any],
+    rule_of: Mapping[str, Any],
     strategy: Any,
     rules: Mapping[str, Any] | None,
     rank: int,
 ) -> Any:
     for name, _, _ in where if rules else ():
-        there, wish = by_pattern(rules or {}, holder.stored.names(name)[0])
-        if there:
-            return wish
+        matched, rule = by_pattern(rules or {}, holder.stored.names(name)[0])
+        if matched:
+            return rule
     if strategy is not None and not (strategy.is_tensor_parallel or strategy.is_expert_parallel):
         # A single strategy for all weights applies to vectors as far as it can: a bias has no columns.
         axis = strategy.sharded_axis
@@ -193,4 +191,4 @@ def _wish(
     for _, _, weight in where:
         if weight.sharding_strategy is not None:
             return weight.sharding_strategy
-    return next((said[path] for _, path, _ in where if path in said), None)
+    return next((rule_of[path] for _, path, _ in where if path in rule_of), None)

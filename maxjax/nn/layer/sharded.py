@@ -11,7 +11,6 @@ from typing import Any
 
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy
-from .walk import Walk
 
 
 def sharded(module: Any, devices: Iterable[DeviceRef]) -> list[Any]:
@@ -21,24 +20,25 @@ def sharded(module: Any, devices: Iterable[DeviceRef]) -> list[Any]:
         ValueError: a weight has no strategy, or is itself a shard.
     """
     devices = list(devices)
-    walk = Walk(module)
-    shards = {id(weight): weight.shard(devices) for _, _, weight, _ in walk.places}
-    return [_copy(walk, shards, i) for i in range(len(devices))]
+    modules = [layer for _, layer in module.named_modules()]
+    weights = {id(weight): weight for layer in modules for weight in layer._mx_weights.values()}
+    shards = {key: weight.shard(devices) for key, weight in weights.items()}
+    return [_copy(modules, shards, i) for i in range(len(devices))]
 
 
-def _copy(walk: Walk, shards: dict[int, list[Any]], i: int) -> Any:
-    made = {id(module): object.__new__(type(module)) for module in walk.modules}
-    for module in walk.modules:
-        new = made[id(module)]
+def _copy(modules: list[Any], shards: dict[int, list[Any]], i: int) -> Any:
+    copies = {id(module): object.__new__(type(module)) for module in modules}
+    for module in modules:
+        new = copies[id(module)]
         statics = {name: vars(module)[name] for name in module._mx_statics}
         vars(new).update(statics, _mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
                          _mx_statics=dict(module._mx_statics), _mx_cache=None, _mx_source=module)  # fmt: skip
         for attr, child in module._mx_children.items():
-            if id(child) in made:  # without parts of itself or of others that it holds
-                setattr(new, attr, made[id(child)])
+            if id(child) in copies:  # without parts of itself or of others that it holds
+                setattr(new, attr, copies[id(child)])
         for attr, local in module._mx_locals.items():
             setattr(new, attr, shards[id(module._mx_weights[local])][i])
-    return made[id(walk.modules[0])]
+    return copies[id(modules[0])]
 
 
 def tensor_parallel(

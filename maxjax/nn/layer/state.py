@@ -2,7 +2,7 @@
 
 Loading is all or nothing, in three steps: match every value with its weight and collect all
 problems; read and convert all values; store them.
-``load/fit.py`` knows what a value may be and what it must be to fit.
+``load/fit.py`` decides what a value may be, and whether it fits its weight.
 """
 
 from __future__ import annotations

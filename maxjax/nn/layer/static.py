@@ -99,8 +99,8 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
 
 
 _HELD_BY = (
-    "Use a list, tuple or LayerList of Modules; of a dict the values, with its keys as an attribute "
-    "of their own (module.xs = list(d.values()); module.names = list(d)); and one attribute for each Weight"
+    "Hold Modules in a list, tuple or LayerList (for a dict: module.xs = list(d.values()); "
+    "module.names = list(d)), and each Weight in an attribute of its own"
 )
 MIXED = (
     "; a list holds Modules or plain data, not both: give the Modules a list of their own, "
@@ -138,7 +138,7 @@ def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
     """A read-only copy as a constant, compared by dtype, shape and the digest of its bytes."""
     if type(value) not in (np.ndarray, np.memmap):
         raise TypeError(
-            _array_refusal(where, f"is a {type(value).__name__}, which no constant can be")
+            _array_refusal(where, f"is a {type(value).__name__}, which cannot be a constant")
         )
     if value.dtype.hasobject:
         raise TypeError(_array_refusal(where, "is an array of Python objects"))

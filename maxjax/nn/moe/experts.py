@@ -11,7 +11,7 @@ Shapes: N tokens, E features, X experts with F inner features, k experts for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from ...dtype import DType, promote
 from ...graph.placement.arrays import on_mesh
-from ...graph.placement.specs import batch_axes
+from ...graph.placement.specs import axis_of, batch_axes, split_over
+from ...graph.weight.weight import Weight
 from ...kernels import matmul
 from ..linear import gated
 
@@ -90,6 +91,21 @@ def mixture_on_mesh(
     return on_mesh(local, mesh, specs, rows)(x, chosen, shares, *_stacked(experts))
 
 
+def inner_axes(experts: Iterable[Sequence[Weight]], mesh: Any) -> set[tuple[str, ...]]:
+    """The sets of mesh axes that split the F inner features; one entry if all experts agree.
+
+    Args:
+        experts: Weights of the gate, up and down projections of each expert.
+        mesh: mesh that they are sharded over.
+    """
+    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
+    return {
+        tuple(name for name in split_over(weight, axis) if name != fsdp)
+        for weights in experts
+        for weight, axis in zip(weights, (0, 0, 1), strict=True)
+    }
+
+
 def sorted_mixture(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, both: jax.Array, down: jax.Array, kind: str
 ) -> jax.Array:
@@ -151,12 +167,12 @@ def _sorted(
 def _stacked(experts: Sequence[ExpertWeights]) -> tuple[jax.Array, jax.Array]:
     """Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``; quantised ones are dequantised."""
     arrays = [[jnp.asarray(w) for w in expert] for expert in experts]
-    kinds = [DType.of(w.dtype) for maps in arrays for w in maps]
+    kinds = [DType.of(w.dtype) for weights in arrays for w in weights]
     dtype = kinds[0]
     for other in kinds[1:]:
         dtype = promote(dtype, other)
-    wide = [[w.astype(dtype.np) for w in maps] for maps in arrays]
-    return jnp.stack([jnp.stack(maps[:2]) for maps in wide]), jnp.stack([m[2] for m in wide])
+    wide = [[w.astype(dtype.np) for w in weights] for weights in arrays]
+    return jnp.stack([jnp.stack(weights[:2]) for weights in wide]), jnp.stack([m[2] for m in wide])
 
 
 # --- on a CPU -----------------------------------------------------------------------------------
@@ -170,7 +186,7 @@ def _in_blocks(
     total, owners = count * k, chosen.reshape(-1)
     size = _block_rows(total, len(experts))
     if size == 1:
-        y = _through(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
+        y = _apply(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
         y = y.reshape(count, k, width)
     else:
         blocks = min(total, (total + len(experts) * (size - 1)) // size)
@@ -186,7 +202,7 @@ def _in_blocks(
         start = before[mine] + (numbers - first[mine]) * size
         places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
         rows = x[order[jnp.clip(places, 0, total - 1)] // k]  # [blocks, size, E]
-        y = _through(kind, owner, rows, experts).reshape(blocks * size, width)
+        y = _apply(kind, owner, rows, experts).reshape(blocks * size, width)
         y = y[first[owners] * size + jnp.argsort(order) - before[owners]]
         y = y.reshape(count, k, width)
     return jnp.sum(y * shares[..., None].astype(jnp.float32), axis=1)
@@ -201,7 +217,7 @@ def _(kind: str, primals: Any, tangents: Any) -> Any:
 def _one_by_one(
     kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
 ) -> jax.Array:
-    each = [lambda x, maps=maps: _expert(kind, x, maps) for maps in experts]
+    each = [lambda x, weights=weights: _expert(kind, x, weights) for weights in experts]
     return one_by_one(x, chosen, shares, each)
 
 
@@ -210,13 +226,11 @@ def _block_rows(rows: int, experts: int) -> int:
     return 1 if rows <= experts else min(_MOST_ROWS, 1 << (rows // experts).bit_length())
 
 
-def _through(
-    kind: str, owner: jax.Array, rows: jax.Array, experts: list[ExpertWeights]
-) -> jax.Array:
+def _apply(kind: str, owner: jax.Array, rows: jax.Array, experts: list[ExpertWeights]) -> jax.Array:
     """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
 
-    def branch(maps: ExpertWeights) -> Any:
-        return lambda rows: _expert(kind, rows, maps)
+    def branch(weights: ExpertWeights) -> Any:
+        return lambda rows: _expert(kind, rows, weights)
 
     def skip(rows: jax.Array) -> jax.Array:
         y = _expert(kind, rows, experts[0])  # for its type; XLA removes it
@@ -226,9 +240,9 @@ def _through(
     return jax.lax.map(lambda block: jax.lax.switch(block[0], branches, block[1]), (owner, rows))
 
 
-def _expert(kind: str, x: jax.Array, maps: ExpertWeights) -> jax.Array:
+def _expert(kind: str, x: jax.Array, weights: ExpertWeights) -> jax.Array:
     """``[N, E]`` → ``[N, E]`` in float32."""
-    gate, up = matmul(x, [maps.gate, maps.up])
+    gate, up = matmul(x, [weights.gate, weights.up])
     wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
     h = gated(gate.astype(wide), up.astype(wide), kind, 0.0)
-    return matmul(h, maps.down).astype(jnp.float32)
+    return matmul(h, weights.down).astype(jnp.float32)

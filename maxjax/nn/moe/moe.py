@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec as P
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual, on_mesh
-from ...graph.placement.specs import EXPERTS, axis_of, batch_axes, mesh_of, split_over
+from ...graph.placement.specs import EXPERTS, batch_axes, mesh_of
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit, matmul
 from ..layer import LayerList, Module
 from ..layer.definition import rebuild
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
-from .experts import ExpertWeights, mixture, one_by_one, sorted_mixture
+from .experts import ExpertWeights, inner_axes, mixture, one_by_one, sorted_mixture
 
 # Functions from scores to shares: (all [..., X], the k highest) → shares [..., k].
 SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -77,10 +77,13 @@ class MoEGate(Module):
     ):
         super().__init__()
         if shares not in SHARES:
-            raise ValueError(f"shares are one of {', '.join(SHARES)}, not {shares!r}")
+            raise ValueError(f"shares must be one of {', '.join(SHARES)}, not {shares!r}")
         self.shares = shares
         if not 0 < num_experts_per_token <= num_experts:
-            raise ValueError(f"{num_experts_per_token} of {num_experts} experts cannot be chosen")
+            raise ValueError(
+                f"num_experts_per_token is {num_experts_per_token}: it must be from 1 to "
+                f"num_experts, which is {num_experts}"
+            )
         self.devices, self.hidden_dim = list(devices), hidden_dim
         self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
         if not is_sharding:
@@ -200,11 +203,10 @@ class MoE(Module):
             chosen, shares = map(unwrap, self.gate(tokens))
             shares = shares.astype(jnp.float32)
             if _are_plain(self.experts):
-                maps = [
-                    ExpertWeights(*(m.weight.stored.operand() for m in _maps(e)))
-                    for e in self.experts
+                expert_weights = [
+                    ExpertWeights(*(w.stored.operand() for w in _weights(e))) for e in self.experts
                 ]
-                y = mixture(tokens, chosen, shares, maps, self._activation)
+                y = mixture(tokens, chosen, shares, expert_weights, self._activation)
             else:
                 each = [lambda x, e=e: unwrap(e(x)) for e in self.experts]
                 y = one_by_one(tokens, chosen, shares, each)
@@ -229,8 +231,8 @@ class MoE(Module):
         definition, holders = self.gate._mx_definition()
         gate = [holder.stored.used() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
-        fused = shared and _are_plain(shared) and _split_of(shared, mesh) == {axes}
-        weights = [unwrap(m.weight) for e in shared if fused for m in _maps(e)]
+        fused = shared and _are_plain(shared) and inner_axes(map(_weights, shared), mesh) == {axes}
+        weights = [unwrap(w) for e in shared if fused for w in _weights(e)]
 
         def local(gate: Any, x: Any, both: Any, down: Any, weights: Any) -> jax.Array:
             chosen, shares = map(unwrap, rebuild(definition, gate)(x))
@@ -252,10 +254,10 @@ class MoE(Module):
 
     def _split(self) -> tuple[Any, tuple[str, ...]]:
         """The mesh of the experts, and the mesh axes that split their inner features."""
-        mesh = mesh_of([m.weight.sharding for e in self.experts for m in _maps(e)])
+        mesh = mesh_of([w.sharding for e in self.experts for w in _weights(e)])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
-        found = _split_of(self.experts, mesh)
+        found = inner_axes(map(_weights, self.experts), mesh)
         return (mesh, found.pop()) if len(found) == 1 else (None, ())
 
     def sharding_rules(self) -> dict[str, Any]:
@@ -287,18 +289,8 @@ class MoE(Module):
         self._strategy = strategy
 
 
-def _maps(mlp: Any) -> tuple[Any, Any, Any]:
-    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
-
-
-def _split_of(mlps: Any, mesh: Any) -> set[tuple[str, ...]]:
-    """The sets of mesh axes that split the inner features of MLPs; one entry if all agree."""
-    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
-    return {
-        tuple(name for name in split_over(m.weight, axis) if name != fsdp)
-        for mlp in mlps
-        for m, axis in zip(_maps(mlp), (0, 0, 1), strict=True)
-    }
+def _weights(mlp: Any) -> tuple[Any, Any, Any]:
+    return mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
 
 
 def _are_plain(experts: Any) -> bool:

@@ -36,8 +36,8 @@ class _Norm(Module):
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
         if not strategy.is_replicate:
-            raise ValueError(f"{type(self).__name__} is whole on every device: only "
-                             "ShardingStrategy.replicate can be its strategy")  # fmt: skip
+            raise ValueError(f"{type(self).__name__} is replicated on every device: its strategy "
+                             "can only be ShardingStrategy.replicate")  # fmt: skip
         for weight in (self.weight, self.bias):
             if weight is not None:
                 weight.sharding_strategy = strategy

@@ -8,8 +8,7 @@ __getattr__ = _absent(
     {
         "Transformer DistributedTransformer DistributedTransformerBlock ReturnLogits ReturnHiddenStates "
         "forward_sequential_layers": (
-            "a whole decoder is a Module of its own (maxjax.models), which gives logits, and on a mesh "
-            "XLA puts the communication in"
+            "use a decoder of maxjax.models, which returns logits; on a mesh, XLA inserts the communication"
         ),
     },
 )

@@ -22,7 +22,7 @@ from .budget import TOO_MUCH, TooMuchError, budget
 Cap = Callable[..., int]
 
 
-def _least(*arguments: Any, **options: Any) -> int:
+def _linear(*arguments: Any, **options: Any) -> int:
     """The cap of functions that need linear time, and make a few times their input at most."""
     return 0
 
@@ -178,7 +178,7 @@ def _named(cap: Cap, names: str) -> dict[str, Cap]:
 
 
 FILTERS = {
-    **_named(_least, "abs attr capitalize count d default dictsort e escape filesizeformat first float"
+    **_named(_linear, "abs attr capitalize count d default dictsort e escape filesizeformat first float"
              " forceescape items last length list lower map random reject rejectattr reverse safe"
              " select selectattr string striptags title truncate upper urlencode wordcount xmlattr"),
     **_named(_wide, "batch center slice"),
@@ -192,14 +192,14 @@ FILTERS = {
 LISTED = frozenset({"groupby", "join", "sort", "urlencode"})
 
 TESTS = {
-    **_named(_least, "!= < <= == > >= boolean callable defined eq equalto escaped false filter float ge"
+    **_named(_linear, "!= < <= == > >= boolean callable defined eq equalto escaped false filter float ge"
              " greaterthan gt in integer iterable le lessthan lower lt mapping ne none number sameas"
              " sequence string test true undefined upper"),
     **_named(_divided, "divisibleby even odd"),
 }  # fmt: skip
 
 _TEXT = {
-    **_named(_least, "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit"
+    **_named(_linear, "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit"
              " isidentifier islower isnumeric isprintable isspace istitle isupper lower maketrans partition"
              " removeprefix removesuffix split splitlines startswith swapcase title upper"),
     **_named(_wide, "center ljust rjust zfill"),
@@ -213,31 +213,31 @@ _TEXT = {
 # Methods by their type. The sandbox itself refuses methods that change a value.
 METHODS: dict[type, dict[str, Cap]] = {
     str: _TEXT,
-    Markup: {**_TEXT, **_named(_least, "escape striptags unescape")},
+    Markup: {**_TEXT, **_named(_linear, "escape striptags unescape")},
     bytes: {
         **_named(_refused, "capitalize center expandtabs fromhex join ljust lower lstrip maketrans partition"
                  " removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split"
                  " splitlines strip swapcase title translate upper zfill"),
-        **_named(_least, "count endswith find hex index isalnum isalpha isascii isdigit islower isspace istitle"
+        **_named(_linear, "count endswith find hex index isalnum isalpha isascii isdigit islower isspace istitle"
                  " isupper startswith"),
         "decode": _encoded,
     },
     int: {
-        **_named(_least, "as_integer_ratio bit_count bit_length conjugate from_bytes is_integer"),
+        **_named(_linear, "as_integer_ratio bit_count bit_length conjugate from_bytes is_integer"),
         "to_bytes": _wide,
     },
-    float: _named(_least, "as_integer_ratio conjugate from_number fromhex hex is_integer"),
-    complex: _named(_least, "conjugate from_number"),
-    list: {**_named(_least, "copy count index"),
+    float: _named(_linear, "as_integer_ratio conjugate from_number fromhex hex is_integer"),
+    complex: _named(_linear, "conjugate from_number"),
+    list: {**_named(_linear, "copy count index"),
            **_named(_refused, "append clear extend insert pop remove reverse sort")},
-    tuple: _named(_least, "count index"),
-    dict: {**_named(_least, "copy get items keys values"), "fromkeys": _keys,
+    tuple: _named(_linear, "count index"),
+    dict: {**_named(_linear, "copy get items keys values"), "fromkeys": _keys,
            **_named(_refused, "clear pop popitem setdefault update")},
-    range: _named(_least, "count index"),
+    range: _named(_linear, "count index"),
     type({}.keys()): _named(_refused, "isdisjoint"),
     type({}.items()): _named(_refused, "isdisjoint"),
     type({}.values()): {},
-    LoopContext: _named(_least, "changed cycle"),
-    Cycler: _named(_least, "next reset"),
+    LoopContext: _named(_linear, "changed cycle"),
+    Cycler: _named(_linear, "next reset"),
 }  # fmt: skip
 GLOBALS = frozenset({"cycler", "dict", "joiner", "namespace", "range"})

@@ -51,18 +51,18 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     budget = Budget()
     try:
         given = {key: plain(value) for key, value in values.items()}
-        made, error = run_until(
+        text, error = run_until(
             lambda: _rendered(template, given, budget), _SECONDS, lambda: budget.stop(_LATE)
         )
     except Stopped as stopped:
-        made, error = None, f"does too much: {str(stopped) or _LATE}"
+        text, error = None, f"does too much: {str(stopped) or _LATE}"
     except RecursionError:
-        made, error = None, f"or {_NESTED}"
+        text, error = None, f"or {_NESTED}"
     except Exception as caught:  # objects in the messages may raise anything
-        made, error = None, f"failed: {type(caught).__name__}: {caught}"
-    if made is None:
+        text, error = None, f"failed: {type(caught).__name__}: {caught}"
+    if text is None:
         raise UserInputError(_line(f"the chat template {error}"))
-    return made
+    return text
 
 
 def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[str | None, str]:

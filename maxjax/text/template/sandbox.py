@@ -46,9 +46,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[_Tokens, _Generation, loopcontrols],
+            extensions=[_TokenLimit, _Generation, loopcontrols],
             optimized=False,
-            finalize=_written,
+            finalize=_counted_output,
         )
         self.filters["tojson"] = _tojson
         self.filters = {
@@ -56,7 +56,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for name, cap in caps.FILTERS.items()
             if name in self.filters
         }
-        self.filters |= {_MADE: _made, _JOINED: _joined}
+        self.filters |= {_MADE: _counted_value, _JOINED: _counted_concat}
         self.tests = {
             name: _guarded(name, self.tests[name], cap)
             for name, cap in caps.TESTS.items()
@@ -82,45 +82,45 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def concat(self, parts: Iterable[str]) -> str:
         """Joins the text of a block, a macro or the whole template."""
-        here, found, size = budget(), [], 0
+        limits, found, size = budget(), [], 0
         for part in parts:
             size += len(part)
-            here.allow(size)
+            limits.allow(size)
             found.append(part)
-        return here.spend("".join(found))
+        return limits.spend("".join(found))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        here = budget()
-        here.weigh(left, right)
+        limits = budget()
+        limits.weigh(left, right)
         numbers = isinstance(left, int) and isinstance(right, int)
         if operator == "**" and numbers:
-            here.allow(0 if left.bit_length() * abs(right) <= INT_BITS else TOO_MUCH)
+            limits.allow(0 if left.bit_length() * abs(right) <= INT_BITS else TOO_MUCH)
         elif operator == "*" and not numbers:
             times, repeated = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int):
-                here.allow(here.weigh(repeated)[0] * max(times, 0))
+                limits.allow(limits.weigh(repeated)[0] * max(times, 0))
         elif operator == "%" and isinstance(left, (str, bytes)):
-            here.allow(caps.percent_size(str(left), right))
+            limits.allow(caps.percent_size(str(left), right))
         elif operator == "-" and not isinstance(left, (int, float)):
-            here.allow(TOO_MUCH if hasattr(left, "isdisjoint") else 0)
-        return here.spend(super().call_binop(context, operator, left, right))
+            limits.allow(TOO_MUCH if hasattr(left, "isdisjoint") else 0)
+        return limits.spend(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        here = budget()
-        owner, cap = __self._asked(__obj)
+        limits = budget()
+        owner, cap = __self._owner_and_cap(__obj)
         options = {name: item for name, item in kwargs.items() if name not in _SCOPES}
         if isinstance(owner, str) and args and _iterates(args[0]):
             args = (list(args[0]), *args[1:])  # the iterator of str.join
-        here.weigh(args, options)
+        limits.weigh(args, options)
         if cap is not None:
-            here.allow(cap(*(() if isinstance(owner, type) else (owner,)), *args, **options))
-        here.enter()
+            limits.allow(cap(*(() if isinstance(owner, type) else (owner,)), *args, **options))
+        limits.enter()
         try:
-            return here.spend(super().call(__context, __obj, *args, **kwargs))
+            return limits.spend(super().call(__context, __obj, *args, **kwargs))
         finally:
-            here.calls -= 1
+            limits.calls -= 1
 
-    def _asked(self, function: Any) -> tuple[Any, caps.Cap | None]:
+    def _owner_and_cap(self, function: Any) -> tuple[Any, caps.Cap | None]:
         """The owner of a method and its cap; None for functions of jinja or of the template."""
         if type(function) is FunctionType:  # jinja replaces str.format by its own function
             function = getattr(function, "__wrapped__", function)
@@ -153,15 +153,15 @@ def _guarded(name: str, function: Callable[..., Any], cap: caps.Cap) -> Callable
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        here, given = budget(), args[first:]
+        limits, given = budget(), args[first:]
         if name in caps.LISTED and given and _iterates(given[0]):
             given = (list(given[0]), *given[1:])
         if name == "join":
             given, kwargs = _attributes(args[0].environment, *given, **kwargs), {}
-        here.weigh(given, kwargs)
-        here.allow(cap(*given, **kwargs))
+        limits.weigh(given, kwargs)
+        limits.allow(cap(*given, **kwargs))
         made = function(*args[:first], *given, **kwargs)
-        return _Lazy(made) if isinstance(made, GeneratorType) else here.spend(made)
+        return _Lazy(made) if isinstance(made, GeneratorType) else limits.spend(made)
 
     return guarded
 
@@ -185,33 +185,33 @@ class _Lazy:
         return self
 
     def __next__(self) -> Any:
-        here = budget()
-        here.enter()
+        limits = budget()
+        limits.enter()
         try:
             item = next(self._items)
         finally:
-            here.calls -= 1
-        return here.spend(item) if type(item) in (list, str) else item
+            limits.calls -= 1
+        return limits.spend(item) if type(item) in (list, str) else item
 
 
 # --- filters around expressions that call no function ---------------------------------------------
 
 
 @pass_context  # also keeps the filter from being evaluated while a template is compiled
-def _made(context: Any, value: Any) -> Any:
+def _counted_value(context: Any, value: Any) -> Any:
     """Counts a list, a dict, a tuple or a slice."""
     return budget().spend(value)
 
 
 @pass_context
-def _joined(context: Any, parts: tuple[Any, ...]) -> str:
+def _counted_concat(context: Any, parts: tuple[Any, ...]) -> str:
     """Counts the result of ``~``."""
     budget().weigh(parts)
     return budget().spend((markup_join if context.eval_ctx.autoescape else str_join)(parts))
 
 
 @pass_context
-def _written(context: Any, value: Any) -> Any:
+def _counted_output(context: Any, value: Any) -> Any:
     """Counts the text that is written for a value."""
     if not isinstance(value, str):
         budget().weigh(value)
@@ -272,7 +272,7 @@ def _filtered(name: str, node: nodes.Node) -> nodes.Filter:
 # --- extensions and globals of chat templates ---------------------------------------------------
 
 
-class _Tokens(Extension):
+class _TokenLimit(Extension):
     """Refuses a template with more tokens than jinja and Python compile quickly."""
 
     def filter_stream(self, stream: Any) -> Iterator[Any]:
@@ -294,9 +294,9 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
-    def _said(self, caller: Callable[[], str]) -> str:
+    def _content(self, caller: Callable[[], str]) -> str:
         return caller()
 
 

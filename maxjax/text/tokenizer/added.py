@@ -117,10 +117,10 @@ def read_beside(
             decoder[_number(number, text, origin)] = Added(text, text in special)
     if not has_decoder:
         decoder |= {i["id"]: _token(i, "added_tokens", where) for i in own if _is_own(i)}
-    return _together(named, extra, decoder, {i["content"]: i for i in own if _is_own(i)})
+    return _merged(named, extra, decoder, {i["content"]: i for i in own if _is_own(i)})
 
 
-def _together(
+def _merged(
     named: dict[str, Added],
     extra: list[Added],
     decoder: dict[int, Added],
@@ -268,19 +268,19 @@ def with_numbers(
     own = {i["content"]: i["id"] for i in document.get("added_tokens") or () if _is_own(i)}
     given = {text: n for text, n in {**beside.numbers, **own}.items() if text}
     every = [pair for pair in (*beside.numbers.items(), *own.items()) if pair[0]]
-    wanted = {text: n for text, n in every if backend.token_to_id(text) != n}
+    unmet = {text: n for text, n in every if backend.token_to_id(text) != n}
     model = document.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     # If the vocabulary has gaps, the package would give the ids of other tokens a second time.
     has_gaps = isinstance(vocab, Mapping) and max(vocab.values(), default=-1) >= len(vocab)
-    if not wanted and not has_gaps:
+    if not unmet and not has_gaps:
         return None
     if not isinstance(model, Mapping) or not isinstance(vocab, Mapping):
-        _tell(backend, wanted, path)
+        _warn(unmet, path)
         return None
     inside = _numbered(vocab, given, [*own, *(token.content for token in beside.tokens)])
-    _tell(backend, {text: n for text, n in wanted.items() if inside.get(text) != n}, path)
-    if not inside or not (has_gaps or any(text in inside for text in wanted)):
+    _warn({text: n for text, n in unmet.items() if inside.get(text) != n}, path)
+    if not inside or not (has_gaps or any(text in inside for text in unmet)):
         return None
     return {**document, "model": {**model, "vocab": {**vocab, **inside}}}
 
@@ -303,9 +303,9 @@ def _numbered(
     return found
 
 
-def _tell(backend: Any, wanted: Mapping[str, int], path: Any) -> None:
-    if wanted:
-        listed = [f"{text[:80]!r} ({number})" for text, number in wanted.items()]
+def _warn(unmet: Mapping[str, int], path: Any) -> None:
+    if unmet:
+        listed = [f"{text[:80]!r} ({number})" for text, number in unmet.items()]
         _LOG.warning(
             "%s: these added tokens do not get the ids that the files give them, because another"
             " token has the id or the vocabulary has another id for them: %s",

@@ -19,7 +19,7 @@ from ...storage.limits import in_force
 from ...storage.strict_json import load_json, read_json_bytes
 from .added import CONFIG, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
-from .vocab import Read, around, read_vocabulary
+from .vocab import Read, post_processor, read_vocabulary
 
 FILE = "tokenizer.json"
 
@@ -56,27 +56,27 @@ def read_tokenizer_files(directory: Path) -> Files | None:
     if file.exists():
         data = read_json_bytes(file, in_force())
         # Strict JSON: of duplicate keys, the package would use the last.
-        document, text, made = load_json(data, name=str(file)), data.decode(), None
+        document, text, vocabulary = load_json(data, name=str(file)), data.decode(), None
     else:
-        made = read_vocabulary(directory, settings)
-        if made is None:
+        vocabulary = read_vocabulary(directory, settings)
+        if vocabulary is None:
             return None
-        document, text, file = made.document, json.dumps(made.document), made.file
+        document, text, file = vocabulary.document, json.dumps(vocabulary.document), vocabulary.file
     check_tokenizer(document, file)
     backend = backend_of(text, file)
     special_map = optional(directory / MAP)
     own = document.get("added_tokens") or [] if isinstance(document, dict) else []
     beside = read_beside(
         settings, special_map, optional(directory / LIST), own, directory=directory,
-        defaults=None if made is None else made.kind.special,
+        defaults=None if vocabulary is None else vocabulary.kind.special,
     )  # fmt: skip
     check_size(beside, directory)
-    more = _more(own, beside)
-    changed = _with_added(backend, document, beside, more, file)
-    if made is not None:
-        _put_around(changed, made, settings, beside)
-    same = made is None and changed is backend and not more
-    return Files(changed, beside.named, settings, special_map, document if same else None)
+    is_changed = _changes_tokens(own, beside)
+    changed = _with_added(backend, document, beside, is_changed, file)
+    if vocabulary is not None:
+        _set_post_processor(changed, vocabulary, settings, beside)
+    is_unchanged = vocabulary is None and changed is backend and not is_changed
+    return Files(changed, beside.named, settings, special_map, document if is_unchanged else None)
 
 
 def backend_of(text: str, path: Any) -> Any:
@@ -113,10 +113,10 @@ def optional(file: Path) -> dict[str, Any]:
 
 
 def _with_added(
-    backend: Any, document: Mapping[str, Any], beside: TokenFiles, more: bool, path: Path
+    backend: Any, document: Mapping[str, Any], beside: TokenFiles, is_changed: bool, path: Path
 ) -> Any:
     """The tokenizer with the added tokens; a new one if only that gives them their ids."""
-    tokens = [token.made() for token in beside.tokens] if more else []
+    tokens = [token.made() for token in beside.tokens] if is_changed else []
     guarded(backend.add_tokens, tokens)
     changed = with_numbers(backend, document, beside, path)
     if changed is None:
@@ -126,21 +126,25 @@ def _with_added(
     return found
 
 
-def _more(own: list[Any], beside: TokenFiles) -> bool:
+def _changes_tokens(own: list[Any], beside: TokenFiles) -> bool:
     """Whether the other files change the list of added tokens in ``tokenizer.json``."""
-    there = {item.get("content"): item for item in own if isinstance(item, dict)}
+    listed = {item.get("content"): item for item in own if isinstance(item, dict)}
     for token in beside.tokens:
-        item = there.get(token.content)
-        made = token.made()
+        item = listed.get(token.content)
+        added = token.made()
         if item is None or any(
-            getattr(made, flag) != item.get(flag, False)
+            getattr(added, flag) != item.get(flag, False)
             for flag in ("special", "lstrip", "rstrip", "single_word", "normalized")
         ):
             return True
     return False
 
 
-def _put_around(backend: Any, made: Read, settings: Mapping[str, Any], beside: TokenFiles) -> None:
-    processor = guarded(around, made.kind, settings, beside.named, backend.token_to_id)
+def _set_post_processor(
+    backend: Any, vocabulary: Read, settings: Mapping[str, Any], beside: TokenFiles
+) -> None:
+    processor = guarded(
+        post_processor, vocabulary.kind, settings, beside.named, backend.token_to_id
+    )
     if processor is not None:
         backend.post_processor = processor

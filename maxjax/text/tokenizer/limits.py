@@ -105,8 +105,8 @@ def _steps(
         _at_most(count, _MAX_STEPS, f"'{key}' has too many steps", path)
         for name, value in step.items():
             pattern = _pattern(value) if name == "pattern" else None
-            length = len(pattern if pattern is not None else value if _is_text(name, value) else "")
-            text += length
+            is_text = isinstance(value, str) and name != "precompiled_charsmap"
+            text += len(pattern if pattern is not None else value if is_text else "")
             _at_most(text, _MAX_STEP_TEXT, f"the texts of '{key}' are too long", path,
                      " characters")  # fmt: skip
             if isinstance(value, Mapping) and pattern is not None and "Regex" in value:
@@ -121,10 +121,6 @@ def _steps(
             _at_most(len(str(step.get("precompiled_charsmap"))), _MAX_CHARSMAP,
                      "'precompiled_charsmap' is too long", path, " characters")  # fmt: skip
         yield step
-
-
-def _is_text(name: str, value: Any) -> bool:
-    return isinstance(value, str) and name != "precompiled_charsmap"
 
 
 def _flat(value: Any, inner: str) -> Iterator[Mapping[str, Any]]:

@@ -94,12 +94,12 @@ def _read(pattern: str) -> _Part:
     """Parses the whole expression as one part."""
     # For each open group: its kind, its finished alternatives, and the present one.
     open_groups: list[tuple[str, _Part | None, _Part]] = []
-    kind, done, here = "", None, _Part()
+    kind, done, current = "", None, _Part()
     at = 0
     while at < len(pattern):
         letter = pattern[at]
         if letter == "|":
-            done, here = _joined(done, here), _Part()
+            done, current = _joined(done, current), _Part()
             at += 1
             continue
         if letter == "(":
@@ -109,18 +109,18 @@ def _read(pattern: str) -> _Part:
             if mark == "?#":
                 at = (pattern.find(")", at) + 1) or len(pattern)
             elif not mark.endswith(")"):
-                open_groups.append((kind, done, here))
-                kind, done, here = mark, None, _Part()
+                open_groups.append((kind, done, current))
+                kind, done, current = mark, None, _Part()
             continue
         if letter == ")":
             if not open_groups:
                 return _Part()  # not a valid expression
-            atom = _joined(done, here)
+            atom = _joined(done, current)
             if kind in ("?=", "?!", "?<=", "?<!"):
                 atom = _Part()
             elif kind == "?>":
                 atom.loops, atom.risky = min(atom.loops, 1), False  # is never backtracked into
-            kind, done, here = open_groups.pop()
+            kind, done, current = open_groups.pop()
             at += 1
         elif letter == "[":
             at, atom = _after_class(pattern, at), _Part(True, True)
@@ -137,16 +137,16 @@ def _read(pattern: str) -> _Part:
             at += 1
             atom = _Part() if letter in "^$" else _Part(True, True)
         at = _repeated(pattern, at, atom)
-        here.then(atom)
-        if here.loops > _MAX_LOOPS:
+        current.then(atom)
+        if current.loops > _MAX_LOOPS:
             raise UserInputError(f"more than {_MAX_LOOPS} loops in a row: {_short(pattern)}")
-    return _joined(done, here)
+    return _joined(done, current)
 
 
-def _joined(done: _Part | None, here: _Part) -> _Part:
+def _joined(done: _Part | None, current: _Part) -> _Part:
     if done is not None:
-        here.otherwise(done)
-    return here
+        current.otherwise(done)
+    return current
 
 
 def _repeated(pattern: str, at: int, atom: _Part) -> int:

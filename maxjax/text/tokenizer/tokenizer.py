@@ -39,14 +39,14 @@ from .limits import check_tokenizer
 _NO_LIMIT = 10**9
 
 
-class Tokens(NamedTuple):
+class Encoding(NamedTuple):
     """The token ids of a text, and the segment (0 or 1) of a text pair that each belongs to."""
 
     ids: list[int]
     type_ids: list[int]
 
 
-class Batch(NamedTuple):
+class BatchEncoding(NamedTuple):
     """Texts padded to one length: three int32 arrays ``[B, T]`` named like a model's arguments."""
 
     input_ids: np.ndarray
@@ -148,7 +148,7 @@ class Tokenizer:
 
     def tokens(
         self, texts: Iterable[str], *, max_length: int | None = None, special: bool = True
-    ) -> list[Tokens]:
+    ) -> list[Encoding]:
         """Encodes texts, with the special tokens that the model expects.
 
         Args:
@@ -169,7 +169,7 @@ class Tokenizer:
                 encodings = guarded(self._backend.encode_batch, texts, False, special)
             finally:
                 self._backend.no_truncation()
-        return [Tokens(encoding.ids, encoding.type_ids) for encoding in encodings]
+        return [Encoding(encoding.ids, encoding.type_ids) for encoding in encodings]
 
     def _truncate_to(self, max_length: int) -> None:
         least = self._backend.num_special_tokens_to_add(False) + 1
@@ -189,13 +189,13 @@ class Tokenizer:
     def _decoded(self, ids: list[int], skip_special: bool) -> str:
         return guarded(self._backend.decode, ids, skip_special)
 
-    def batch(self, texts: Iterable[str], *, max_length: int | None = None) -> Batch:
+    def batch(self, texts: Iterable[str], *, max_length: int | None = None) -> BatchEncoding:
         """The texts as arrays, padded to the longest. The errors are those of :meth:`tokens`."""
         return self.pad(self.tokens(texts, max_length=max_length))
 
     def pad(
-        self, rows: Sequence[Tokens], length: int | None = None, count: int | None = None
-    ) -> Batch:
+        self, rows: Sequence[Encoding], length: int | None = None, count: int | None = None
+    ) -> BatchEncoding:
         """Rows of tokens as arrays ``[count, length]``, padded at the right and with empty rows.
 
         By default nothing is padded beyond the longest row. The mask of padding is 0.
@@ -208,7 +208,7 @@ class Tokenizer:
         for i, row in enumerate(rows):
             n = len(row.ids)
             ids[i, :n], types[i, :n], mask[i, :n] = row.ids, row.type_ids, 1
-        return Batch(ids, mask, types)
+        return BatchEncoding(ids, mask, types)
 
     def files(self) -> dict[str, str]:
         """The files, by name, from which :func:`load_tokenizer` and transformers load this tokenizer."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError, some
 from ...models.config import read_object
-from ...models.gguf.tokenizer.splits import SPLITTINGS
+from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
 from ...storage.files import open_regular
 from ...storage.limits import in_force
 
@@ -48,14 +48,14 @@ class TokenizerClass:
     Attributes:
         parts: a function from settings to its normalizer, pre_tokenizer and decoder.
         special: its default special tokens.
-        around: the special tokens around a text: those of "bert" or "roberta", or "flags" for those
+        post_processor: the special tokens around a text: those of "bert" or "roberta", or "flags" for those
             that the settings ``add_bos_token`` and ``add_eos_token`` ask for.
         words: whether its vocabulary is a list of words (WordPiece).
     """
 
     parts: Callable[[Mapping[str, Any]], dict[str, Any]]
     special: Mapping[str, str]
-    around: str = "flags"
+    post_processor: str = "flags"
     words: bool = False
 
 
@@ -67,10 +67,7 @@ def _byte_level(normalizer: Any = None, name: str = "gpt-2") -> Callable[..., di
         if settings.get("add_prefix_space") is True:
             steps = split["pretokenizers"] if split["type"] == "Sequence" else [split]
             steps[-1]["add_prefix_space"] = True
-        decoder = {
-            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
-        }  # fmt: skip
-        return {"normalizer": normalizer, "pre_tokenizer": split, "decoder": decoder}
+        return {"normalizer": normalizer, "pre_tokenizer": split, "decoder": BYTE_LEVEL_DECODER}
 
     return parts
 
@@ -156,7 +153,7 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
         for file, other in ((pairs, MERGES), (merges, VOCAB)):
             if not file.is_file():
                 raise CheckpointMissingError(
-                    f"is missing, and {other} beside it needs it", path=file,
+                    f"the file is missing, and {other} in the directory needs it", path=file,
                     hint=f"Download it as well, or write tokenizer.json. {_ALONE}",
                 )  # fmt: skip
         model = _bpe(pairs, merges)
@@ -184,19 +181,21 @@ def _kind(
     """The tokenizer class that the files of a directory name."""
     config = directory / "config.json"
     model = read_object(config) if config.is_file() else {}
-    said = settings.get("tokenizer_class") or model.get("tokenizer_class")
-    name = said.removesuffix("Fast").removesuffix("Tokenizer") if isinstance(said, str) else None
+    named = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    name = named.removesuffix("Fast").removesuffix("Tokenizer") if isinstance(named, str) else None
     if name is None:
         name = _OF_MODELS.get(str(model.get("model_type")))
     found = _KINDS.get(name or "")
     if found is None or found.words != words:
-        there = [f"{n}Tokenizer" for n, kind in _KINDS.items() if kind.words == words]
+        known = [f"{n}Tokenizer" for n, kind in _KINDS.items() if kind.words == words]
         what = (
-            f"the class {str(said)[:80]!r}" if said else "no class that tokenizer_config.json names"
+            f"the class {str(named)[:80]!r}"
+            if named
+            else "no class that tokenizer_config.json names"
         )
         raise UnsupportedModelError(
             f"{directory}: the tokenizer is in {files}, of {what}; maxjax supports such files of"
-            f" {some(there, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
+            f" {some(known, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
         )
     return found
 
@@ -284,7 +283,7 @@ def _lines(path: Path) -> list[str]:
 # --- special tokens around a text ---------------------------------------------------------------
 
 
-def around(
+def post_processor(
     kind: TokenizerClass, settings: Mapping[str, Any], special: Mapping[str, str], id_of: Any
 ) -> Any:
     """The post-processor of a class, an object of the ``tokenizers`` package; None if it has none.
@@ -301,11 +300,11 @@ def around(
         text = special[f"{name}_token"]
         return text, id_of(text)
 
-    if kind.around == "roberta":
+    if kind.post_processor == "roberta":
         trim = settings.get("trim_offsets", True) is not False
         prefix = settings.get("add_prefix_space") is True
         return processors.RobertaProcessing(marked("sep"), marked("cls"), trim, prefix)
-    if kind.around == "bert":
+    if kind.post_processor == "bert":
         cls, sep = marked("cls"), marked("sep")
         pieces = _template([cls[0]], [sep[0]], [])
         return processors.TemplateProcessing(*pieces, [cls, sep])

@@ -580,7 +580,7 @@ def small(tmp_path):
 @pytest.mark.fast(
     "m.gguf-options0-is the name of a gguf file, and safetensors was asked",
     "m-options5-int8",
-    "m.gguf-options10-'q3_k' is none of q8_0, q4_0, q4_k, q6_k",
+    "m.gguf-options10-'q3_k': it must be one of q8_0, q4_0, q4_k, q6_k",
     "m.npz-options15-m\\\\.npz.*not written",
 )
 @pytest.mark.parametrize(
@@ -594,13 +594,13 @@ def small(tmp_path):
             "is the name of a safetensors file, and orbax was asked",
         ),
         ("m", {"to": "gguf"}, r"m: name a file for GGUF, for example .*model\.gguf"),
-        ("m", {"to": "pt"}, "to='pt' is none of safetensors, gguf, orbax"),
+        ("m", {"to": "pt"}, "to='pt': it must be one of safetensors, gguf, orbax"),
         ("m", {"dtype": "int8"}, "int8"),
         ("m", {"dtype": "float23"}, "float23"),
         ("m", {"dtype": 7}, "7"),
         ("m", {"quantize": "q4_k"}, "quantize='q4_k' is for GGUF files: safetensors has no such"),
         ("m", {"quantize": "q4_0", "to": "orbax"}, "orbax has no such blocks"),
-        ("m.gguf", {"quantize": "q3_k"}, "'q3_k' is none of q8_0, q4_0, q4_k, q6_k"),
+        ("m.gguf", {"quantize": "q3_k"}, "'q3_k': it must be one of q8_0, q4_0, q4_k, q6_k"),
         ("m", {"max_shard_size": "many"}, "'many' is not a size"),
         ("m", {"max_shard_size": 0}, "0 is not a size"),
         ("m.bin", {}, r"m\.bin.*not written"),
@@ -665,7 +665,9 @@ def test_gguf_of_an_architecture_without_names(small, tmp_path):
 
 def test_gguf_of_another_model_than_the_configuration_says(small, models, tmp_path):
     (tmp_path / "config.json").write_bytes((models("llama")[0] / "config.json").read_bytes())
-    with pytest.raises(CheckpointMismatchError, match="'vocab_size' is more than the file holds"):
+    with pytest.raises(
+        CheckpointMismatchError, match="'vocab_size' is larger than the tensors of the file allow"
+    ):
         convert(small, tmp_path / "m.gguf")
     # Where the sizes could be, the names tell.
     tensors = {f"{i}.w": np.zeros((4096, 4), np.float32) for i in range(40)}

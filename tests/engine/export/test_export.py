@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 import maxjax.engine.export.program as exported_module
 from maxjax import init, nn
 from maxjax.dtype import DType
-from maxjax.engine.export.file import MAGIC, PREFIX, Header
+from maxjax.engine.export.file import MAGIC, PREFIX, ProgramHeader
 from maxjax.engine.export.program import ExportedProgram, load_exported
 from maxjax.engine.export.signature import Signature, describe
 from maxjax.engine.export.write import export
@@ -471,7 +471,7 @@ def test_structures_come_and_go(path):
         ((("text", {"k": X}),), "argument 0[0] must be float32[3, 4], not str"),
         (
             ((X, {(1, 2): X}),),
-            "must be a text or an integer here, not (1, 2): argument 0[1] differs",
+            "must be a string or an integer here, not (1, 2): argument 0[1] differs",
         ),
         (((jax.random.key(0), {"k": X}),), "argument 0[0] must be float32[3, 4], not key<fry>[]"),
     ],
@@ -537,7 +537,7 @@ def test_a_random_key_and_other_dtypes(path):
             "leaf 0 of spec must be a ShapeDtypeStruct, an array or a TensorType, not int",
         ),
         ((sds(2), "x"), TypeError, "leaf 1 of spec"),
-        ({(1, 2): sds(2)}, TypeError, "a key of a dict must be a text or an integer"),
+        ({(1, 2): sds(2)}, TypeError, "a key of a dict must be a string or an integer"),
     ],
 )
 def test_what_is_no_spec(path, spec, error, says):
@@ -549,10 +549,10 @@ def test_what_is_no_spec(path, spec, error, says):
 def test_what_cannot_be_exported(path):
     with pytest.raises(TypeError, match=r"export\(\) takes a Module, not function"):
         export(lambda x: x, sds(2), path)
-    with pytest.raises(ValueError, match="vjp_order is how often to differentiate, not -1"):
+    with pytest.raises(ValueError, match="vjp_order must be an integer of at least 0, not -1"):
         export(linear(), sds(2, 4), path, vjp_order=-1)
     for wrong in ("gpu", ("cpu", "metal"), ()):
-        with pytest.raises(ValueError, match="platforms are some of cpu, cuda, rocm, tpu, not"):
+        with pytest.raises(ValueError, match="platforms must be among cpu, cuda, rocm, tpu, not"):
             export(linear(), sds(2, 4), path, platforms=wrong)
     model = linear()
     model.weight = Weight("weight", "float32", ("n", 4), CPU)
@@ -655,7 +655,7 @@ def test_a_program_of_64_bits(path):
         program = load_exported(path)
         assert bits(program(state, X.astype(np.float64))) == bits(X.astype(np.float64))
     with pytest.raises(
-        ValueError, match="exported with jax_enable_x64, for float64, and JAX runs in 32"
+        ValueError, match="exported with jax_enable_x64, for float64: set jax_enable_x64"
     ):
         load_exported(path)(state, X.astype(np.float64))
 
@@ -897,7 +897,7 @@ HEADERS = {
     "no weights": (lambda h: {**h, "weights": {}}, "other names"),
     "weights of another kind": (lambda h: {**h, "weights": {"a": 3}}, "'dtype' is None"),
     "aliases": (lambda h: {**h, "weights": {**h["weights"], "embed.weight": {
-        **h["weights"]["embed.weight"], "aliases": 3}}}, "no list of names"),
+        **h["weights"]["embed.weight"], "aliases": 3}}}, "not a list of strings"),
     "an empty stack": (lambda h: {**h, "leaves": [*h["leaves"], []]}, "other names"),
     "a leaf twice": (lambda h: {**h, "leaves": [*h["leaves"], h["leaves"][0]]}, "other names"),
     "another order": (lambda h: {**h, "leaves": h["leaves"][::-1]}, "is listed as"),
@@ -907,15 +907,15 @@ HEADERS = {
         "dtype": "float16", "aliases": []}}}, "float32[4, 4] is listed as float16"),
     "a type of a result": (lambda h: {**h, "outputs": {**h["outputs"], "dtypes": ["int8"] * 2}},
                            "float32[3, 4] is listed as int8"),
-    "a type that is none": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": [-9] * 2}}, "no list of names"),
+    "a type that is none": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": [-9] * 2}}, "not a list of strings"),
     "fewer inputs": (lambda h: {**h, "inputs": {"tree": {"tuple": ["leaf"]}, "dtypes": ["float32"]}},
                      "numbers of arrays"),
-    "inputs and leaves": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": []}}, "another number of leaves"),
+    "inputs and leaves": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": []}}, "the wrong number of leaves"),
     "inputs that are no tuple": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"list": ["leaf"] * 2}}},
-                                 "no tuple"),
-    "no tree": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {"set": []}}}, "is no tree"),
+                                 "not a tuple"),
+    "no tree": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {"set": []}}}, "is not a valid tree"),
     "keys of two kinds": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {
-        "dict": [["a", "leaf"], [1, "leaf"]]}}}, "is no tree"),
+        "dict": [["a", "leaf"], [1, "leaf"]]}}}, "is not a valid tree"),
     "a key of a tree twice": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {
         "dict": [["a", "leaf"], ["a", "leaf"]]}}}, "a key twice"),
 }  # fmt: skip
@@ -1104,7 +1104,7 @@ def test_links_and_modes_are_kept(tmp_path):
 
 
 def test_a_header_reads_back(net_file):
-    header = Header.read(json.loads(header_of(net_file)))
+    header = ProgramHeader.read(json.loads(header_of(net_file)))
     assert json.loads(json.dumps(header.json())) == json.loads(header_of(net_file))
     assert header.weights["embed.weight"].aliases == ("head.weight",)
     assert DType.of(header.weights["embed.weight"].dtype) is DType.float32

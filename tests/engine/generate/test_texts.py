@@ -370,7 +370,7 @@ def test_a_stream_that_is_left(model):
         ("", {}, "the prompt is empty"),
         ([], {"max_new_tokens": 3}, None),
         ([[]], {}, r"prompts\[0\] is empty"),
-        ([[1], [2, 96]], {}, r"prompts\[1\] has the token id 96, which is not one of the 96"),
+        ([[1], [2, 96]], {}, r"prompts\[1\] has the token id 96, which is outside the model.s vocabulary of 96"),
         ([-1], {}, "token id -1"),
         ([1] * 256, {}, "256 tokens, and the model's context is 256"),
         ([1], {"temperature": -1}, "temperature is -1"),

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxjax.engine.sampling.draw import Sampled, check_logits, process_logits, sample
-from maxjax.engine.sampling.filters import candidate_count, edge_among, edge_of, largest
+from maxjax.engine.sampling.filters import candidate_count, largest, threshold_among, threshold_of
 from maxjax.engine.sampling.penalties import History
 from maxjax.engine.sampling.settings import Sampling, eos_token_ids
 from maxjax.errors import UserInputError
@@ -217,17 +217,17 @@ def test_draws_are_the_largest_of_logit_and_noise(name):
         ([0.125, 0.5, 0.125, 0.25], 0.5 - 2**-12, [1]),
     ],
 )
-def test_the_edge_of_top_p(p, top_p, keeps):
+def test_the_threshold_of_top_p(p, top_p, keeps):
     """Probabilities that are exact in binary, so that the edge is met to the last bit."""
     weights = jnp.asarray(p, jnp.float32) / max(p)
     values = jnp.log(weights)[None]
     assert jnp.exp(values)[0].tolist() == weights.tolist()
     settings = Sampling(temperature=1, top_p=top_p)
     edges = {
-        "all": edge_of(values, settings, settings.amounts),
-        "candidates": edge_among(*largest(values, len(p))[:1], values, settings, settings.amounts)[
-            0
-        ],
+        "all": threshold_of(values, settings, settings.amounts),
+        "candidates": threshold_among(
+            *largest(values, len(p))[:1], values, settings, settings.amounts
+        )[0],
     }
     for way, edge in edges.items():
         assert np.flatnonzero(np.asarray(values >= edge)[0]).tolist() == keeps, way
@@ -249,7 +249,9 @@ def test_both_ways_are_taken():
         values = jnp.log(jax.nn.softmax(logits / settings.temperature, axis=1))
         values -= values.max(axis=1, keepdims=True)
         found, _ = largest(values, candidate_count(settings, 4000))
-        assert edge_among(found, values, settings, settings.amounts)[1].tolist() == [few] * 4, name
+        assert (
+            threshold_among(found, values, settings, settings.amounts)[1].tolist() == [few] * 4
+        ), name
 
 
 def test_wide_vocabularies_draw_the_same():

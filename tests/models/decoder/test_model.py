@@ -339,8 +339,9 @@ def test_on_one_device_of_eight():
 @pytest.mark.parametrize(
     ("ids", "found"),
     [
-        ([1, 2], r"\[B, T\]"), ([[1.0]], "float"), ([[]], r"\(1, 0\)"), ([[VOCAB]], f"{VOCAB} is not"),
-        ([[-1]], "-1 is not one of the 48"),
+        ([1, 2], r"\[B, T\]"), ([[1.0]], "float"), ([[]], r"\(1, 0\)"),
+        ([[VOCAB]], f"{VOCAB} is outside the vocabulary"),
+        ([[-1]], "-1 is outside the vocabulary of 48"),
     ],
 )  # fmt: skip
 def test_token_ids_that_are_none(ids, found):

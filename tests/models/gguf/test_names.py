@@ -257,9 +257,9 @@ def test_plus_keeps_the_type_and_rounds_once(dtype):
 
 def test_values_are_needed_where_values_change():
     for layout in (Plus(-1.0), Transposed()):
-        with pytest.raises(UserInputError, match="unpack"):
+        with pytest.raises(UserInputError, match="dequantise"):
             layout.apply(np.zeros((2, 34), np.uint8))
-    with pytest.raises(UserInputError, match="no map of rows"):
+    with pytest.raises(UserInputError, match="does not map rows"):
         Transposed().rows(3)
 
 

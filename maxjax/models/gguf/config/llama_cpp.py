@@ -44,8 +44,8 @@ READ: Mapping[str, frozenset[str]] = {
 }
 # Keys that maxjax reads and llama.cpp does not: they are written, with a warning of what is lost.
 _SAID = {
-    "attention.sliding_window": "looks through no window in a model of this kind: with texts of more "
-    "than {value} tokens its results are others",
+    "attention.sliding_window": "ignores the sliding window of such a model: its results differ for "
+    "texts of more than {value} tokens",
     "pooling_type": "does not read how this model's embeddings are pooled: pass it --pooling",
 }
 # The tensors that may have a bias in an architecture; all, if the architecture is not listed.
@@ -84,12 +84,12 @@ def check_read(
     Example:
         >>> keys = {"context_length": 32768, "attention.sliding_window": 4096}
         >>> [line.split(":")[0] for line in check_read("llama", keys, [])]
-        ['llama.cpp looks through no window in a model of this kind']
+        ['llama.cpp ignores the sliding window of such a model']
         >>> check_read("llama", {**keys, "context_length": 4096}, [])
         []
     """
     for problem in _tensors(architecture, tensors):
-        what = f"{problem}, which llama.cpp has no place for in a model of kind {architecture!r},"
+        what = f"{problem}, which llama.cpp does not read in a model of kind {architecture!r},"
         raise unsupported(what, path)
     lost = []
     for key, value in keys.items():
@@ -115,7 +115,7 @@ def _has_no_effect(key: str, value: Any, keys: Mapping[str, Any]) -> bool:
 def _tensors(architecture: str, tensors: Collection[str]) -> Iterator[str]:
     """The problems that llama.cpp has with the tensors of a file."""
     if architecture in _TIED and "output.weight" in tensors:
-        yield "a head of its own ('output.weight')"
+        yield "a separate head ('output.weight')"
     if architecture not in _DIVIDED and "rope_freqs.weight" in tensors:
         yield "rope with a divisor for each frequency"
     known = _BIASES.get(architecture)

@@ -34,7 +34,7 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
 @dataclass(frozen=True)
-class Model:
+class Architecture:
     """One architecture: its names in Hugging Face's files, and its particular settings.
 
     Attributes:
@@ -88,7 +88,7 @@ def hf_config(
     model = MODELS.get(architecture)
     if model is None:
         known = ", ".join(MODELS)
-        what = f"the GGUF architecture {architecture[:80]!r} (there are {known})"
+        what = f"the GGUF architecture {architecture[:80]!r} (maxjax supports {known})"
         raise unsupported(what, path)
     config: Config = {"architectures": [model.architecture], "model_type": model.model_type}
     config |= model.fixed
@@ -170,7 +170,11 @@ def _rows(tensor: str, tensors: Shapes, path: Any) -> int:
     shape = tuple(tensors[tensor])
     if len(shape) != 2 or not shape[0]:
         raise CheckpointFormatError(
-            "not a table", path=path, tensor=tensor, expected="shape [rows, width]", found=shape
+            "not an embedding table",
+            path=path,
+            tensor=tensor,
+            expected="shape [rows, width]",
+            found=shape,
         )
     return int(shape[0])
 
@@ -319,24 +323,24 @@ _SILU: Config = {"hidden_act": "silu"}
 _QWEN: Config = {**_SILU, "use_sliding_window": False}
 _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
-MODELS: Mapping[str, Model] = {
-    "llama": Model("llama", "LlamaForCausalLM", _SILU, _llama),
-    "qwen2": Model("qwen2", "Qwen2ForCausalLM", _QWEN),
+MODELS: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", _SILU, _llama),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _QWEN),
     # Whether the shares of the chosen experts are normalised is only in llama.cpp's graphs.
-    "qwen2moe": Model(
+    "qwen2moe": Architecture(
         "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
     ),
-    "qwen3": Model("qwen3", "Qwen3ForCausalLM", _QWEN),
-    "qwen3moe": Model(
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _QWEN),
+    "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", {**_SPARSE, "norm_topk_prob": True}, _qwen_moe
     ),
-    "gemma": Model("gemma", "GemmaForCausalLM", _GEMMA_ACTS),
-    "gemma2": Model("gemma2", "Gemma2ForCausalLM", _GEMMA_ACTS, _gemma2),
-    "gemma3": Model("gemma3_text", "Gemma3ForCausalLM", _GEMMA_ACTS, _gemma3),
-    "gpt2": Model(
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _GEMMA_ACTS),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _GEMMA_ACTS, _gemma2),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA_ACTS, _gemma3),
+    "gpt2": Architecture(
         "gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2, has_rope=False
     ),
-    "bert": Model(
+    "bert": Architecture(
         "bert",
         "BertModel",
         {"hidden_act": "gelu", "position_embedding_type": "absolute"},

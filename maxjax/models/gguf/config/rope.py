@@ -18,17 +18,11 @@ from ....nn.rope_scaling import (
     Llama3RopeScalingParams,
     LongRoPEScalingParams,
     YarnScalingParams,
+    llama3_multipliers,
     yarn_mscale,
 )
 from ...decoder.rope import Rope
 from ..metadata import Settings, unsupported
-
-# The settings of Llama 3.1 and 3.2. A file holds only the resulting divisors.
-LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def rope_scaling(
@@ -47,7 +41,7 @@ def rope_scaling(
     factor = given.number("rope.scaling.factor", old, positive=False) or 1.0
     if factors is not None:
         if factor != 1.0:
-            raise given.unsupported("rope that both a factor and rope_freqs.weight stretch")
+            raise given.unsupported("rope scaling by both a factor and rope_freqs.weight")
         return _divided(given, head_dim, theta, _checked(factors, head_dim, given))
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
@@ -95,9 +89,17 @@ def _divided(
     """The scaling with a divisor for each frequency: "llama3" if they match it, else "longrope"."""
     if (factors == 1).all():
         return None
+    # The settings of Llama 3.1 and 3.2. A file holds only the resulting divisors.
     largest = round(float(factors.max()), 4)
-    if np.allclose(factors, llama3_factors(head_dim, theta, largest), rtol=1e-4, atol=0):
-        return {"rope_type": "llama3", "factor": largest, **LLAMA3}
+    scaling = Llama3RopeScalingParams(largest, 1.0, 4.0, 8192)
+    if np.allclose(factors, _llama3_divisors(head_dim, theta, scaling), rtol=1e-4, atol=0):
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.orig_max_position,
+        }
     # LongRoPE is the only kind that lists divisors. With both lists equal and no factor on cos and
     # sin, it does not depend on the length.
     listed = [float(factor) for factor in factors]
@@ -110,24 +112,9 @@ def _divided(
     }
 
 
-def llama3_factors(
-    head_dim: int,
-    theta: float,
-    factor: float,
-    low: float = LLAMA3["low_freq_factor"],
-    high: float = LLAMA3["high_freq_factor"],
-    length: float = LLAMA3["original_max_position_embeddings"],
-) -> np.ndarray:
-    """The divisor of each frequency in Llama 3.1 and 3.2 (arXiv:2407.21783): float64 [head_dim // 2].
-
-    Example:
-        >>> llama3_factors(8, 500000.0, 8.0).round(3)
-        array([1.   , 1.   , 2.695, 8.   ])
-    """
-    speeds = theta ** -(np.arange(0, head_dim - 1, 2) / head_dim)
-    turns = length * speeds / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return 1 / ((1 - smooth) / factor + smooth)
+def _llama3_divisors(head_dim: int, theta: float, scaling: Llama3RopeScalingParams) -> np.ndarray:
+    # An odd width, which other checks refuse, has a frequency more than pairs.
+    return 1 / llama3_multipliers(head_dim, theta, scaling)[: head_dim // 2]
 
 
 def required(factors: np.ndarray | None, tensors: Any) -> np.ndarray | None:
@@ -139,7 +126,7 @@ def required(factors: np.ndarray | None, tensors: Any) -> np.ndarray | None:
     if "rope_freqs.weight" not in tensors:
         return None
     if factors is None:
-        raise UserInputError("the file stretches rope: pass the values of its 'rope_freqs.weight'")
+        raise UserInputError("the file scales rope: pass the values of its 'rope_freqs.weight'")
     return factors
 
 
@@ -156,9 +143,7 @@ def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray 
             raise CheckpointFormatError(
                 f"'low_freq_factor' {low} is not less than 'high_freq_factor' {high}", path=path
             )
-        length = scaling.orig_max_position
-        found = llama3_factors(head_dim, rope.theta, scaling.factor, low, high, length)
-        return found.astype(np.float32)
+        return _llama3_divisors(head_dim, rope.theta, scaling).astype(np.float32)
     if not isinstance(scaling, LongRoPEScalingParams):
         return None
     if scaling.short_factor != scaling.long_factor or rope.magnitude != 1.0:
@@ -188,7 +173,7 @@ def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict
         raise unsupported("yarn with 'mscale' or without 'truncate' in a GGUF file", path)
     # llama.cpp multiplies by the default factor, whatever the file says.
     if not math.isclose(rope.magnitude, yarn_mscale(scaling.factor), rel_tol=1e-6):
-        raise unsupported("yarn with an 'attention_factor' of its own in a GGUF file", path)
+        raise unsupported("yarn with a custom 'attention_factor' in a GGUF file", path)
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     return {
         "rope.scaling.type": "yarn",

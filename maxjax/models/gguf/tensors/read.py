@@ -65,15 +65,15 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
         dtype = narrower.get(name)
         dtype = dtype if dtype and found[name].dtype is DType.float32 else None
         if (key := EXACT_KEY + name) in weights.metadata:
-            was = _was(weights, key, found[name], dtype)
-            source = Exact(found[name], was, names[name].layout)
-            found[name] = WeightData._lazy(source, name, DType.of(was.dtype), was.shape)
+            original = _original(weights, key, found[name], dtype)
+            source = Exact(found[name], original, names[name].layout)
+            found[name] = WeightData._lazy(source, name, DType.of(original.dtype), original.shape)
         elif dtype is not None:
             found[name] = found[name].astype(dtype)
     return found
 
 
-def _was(weights: GGUFWeights, key: str, data: WeightData, narrow: DType | None) -> np.ndarray:
+def _original(weights: GGUFWeights, key: str, data: WeightData, narrow: DType | None) -> np.ndarray:
     """The original of a shifted tensor, from the metadata, which holds values or 16-bit patterns."""
     value, shape = weights.metadata[key], tuple(map(int, data.shape))
     dtype = data.dtype if narrow is None else narrow

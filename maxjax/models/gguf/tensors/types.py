@@ -12,21 +12,21 @@ from ....graph.quantization import QuantizationEncoding
 
 # Tensors that llama.cpp's converter keeps in float32, besides vectors: norms, routers, small tables.
 _WIDE = re.compile(r".*_norm|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types")
-# The encoding for rows whose length is not a multiple of the wanted encoding's block size.
+# The encoding for rows whose length is not a multiple of the preferred encoding's block size.
 _SMALLER = "Q8_0"
 
 
-def encoding_for(name: str, shape: Sequence[int], wanted: str) -> str | None:
-    """The encoding of a tensor in a GGUF file for which ``wanted`` is asked for; None: no encoding.
+def encoding_for(name: str, shape: Sequence[int], preferred: str) -> str | None:
+    """The encoding of a tensor in a GGUF file whose large weights are quantised; None: no encoding.
 
-    Linear layers and embedding tables get ``wanted``. If their rows do not consist of complete
+    Linear layers and embedding tables get the ``preferred`` one. If their rows do not consist of complete
     blocks, they get Q8_0, whose blocks are smaller, if that fits, or None. Tensors that llama.cpp
     keeps in float32 (:func:`is_wide`) also get None.
 
     Args:
         name: name of the tensor in the file.
         shape: logical shape, in values, ``[..., out, in]``.
-        wanted: "Q8_0", "Q4_0", "Q4_K", "Q6_K".
+        preferred: encoding of the large weights: "Q8_0", "Q4_0", "Q4_K" or "Q6_K".
 
     Example:
         >>> encoding_for("blk.0.ffn_up.weight", (512, 256), "Q4_K")
@@ -38,7 +38,7 @@ def encoding_for(name: str, shape: Sequence[int], wanted: str) -> str | None:
     """
     if is_wide(name, shape):
         return None
-    for encoding in (wanted, _SMALLER):
+    for encoding in (preferred, _SMALLER):
         if shape[-1] % QuantizationEncoding(encoding).elements_per_block == 0:
             return encoding
     return None

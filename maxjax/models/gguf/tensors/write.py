@@ -94,26 +94,26 @@ def gguf_tensors(
         maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing
     """
     model = read_config(config, path=path)
-    architecture, tied = model.architecture, model.said.get("tie_word_embeddings") is True
+    architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
     known = _known(architecture)
     places: dict[str, _Place] = {}
     left_out, unknown = [], []
     table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
-    words = next(
-        (data for name, data in tensors.items() if _clean(architecture, name) == table), None
+    embedding = next(
+        (data for name, data in tensors.items() if _canonical(architecture, name) == table), None
     )
     for name in tensors:
-        clean = _clean(architecture, name)
-        if tied and words is None and clean == "lm_head.weight":
+        clean = _canonical(architecture, name)
+        if tied and embedding is None and clean == "lm_head.weight":
             clean = table  # a file may hold either of the two
         heads = _HEADS.get(architecture)
         if _BUFFERS.fullmatch(name) or (heads is not None and heads.fullmatch(name)):
             left_out.append(name)
         elif (
             tied
-            and words is not None
+            and embedding is not None
             and clean == "lm_head.weight"
-            and same_values(tensors[name], words)
+            and same_values(tensors[name], embedding)
         ):
             left_out.append(name)
         elif (place := _place(known, clean, model)) is None:
@@ -126,7 +126,7 @@ def gguf_tensors(
             path=path,
         )
     _check_layers(places.values(), model, path)
-    found, widened = _made(tensors, places, model, path)
+    found, widened = _file_tensors(tensors, places, model, path)
     divisors = model.divisors(path)
     if divisors is not None:
         found["rope_freqs.weight"] = WeightData.from_numpy(divisors, "rope_freqs.weight")
@@ -134,9 +134,9 @@ def gguf_tensors(
     for name, place in places.items():
         if (
             isinstance(place.layout, Plus)
-            and (was := _rounded(tensors[name], place.layout)) is not None
+            and (exact := _rounded(tensors[name], place.layout)) is not None
         ):
-            metadata[EXACT_KEY + _clean(architecture, name)] = was
+            metadata[EXACT_KEY + _canonical(architecture, name)] = exact
     return GGUFTensors(found, metadata, tuple(left_out))
 
 
@@ -167,7 +167,7 @@ def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
     return found
 
 
-def _clean(architecture: str, name: str) -> str:
+def _canonical(architecture: str, name: str) -> str:
     """A tensor's name as it is in the tables."""
     for old, new in _RENAMED.get(architecture, ()):
         name = name.removesuffix(old) + new if name.endswith(old) else name
@@ -194,11 +194,15 @@ def _place(
     if layer >= model.config.num_layers or expert >= model.experts:
         return None
     return _Place(
-        layer, order, f"{key.replace('*', str(layer))}.{suffix}", _back(what, suffix, model), expert
+        layer,
+        order,
+        f"{key.replace('*', str(layer))}.{suffix}",
+        _inverse(what, suffix, model),
+        expert,
     )
 
 
-def _back(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
+def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
     if what == QUERIES:
         return Permuted(model.config.num_heads).back()
     if what == KEYS:
@@ -227,16 +231,16 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
     every |= {(name, i) for name in stacks for i in range(model.experts)}
     for i, names in layers.items():
         if missing := sorted(every - names):
-            said = [
+            absent = [
                 f"blk.{i}.{name}" + (f" of expert {e}" if e >= 0 else "") for name, e in missing
             ]
-            raise CheckpointMismatchError(f"layer {i} is not whole: no {some(said)}", path=path)
+            raise CheckpointMismatchError(f"layer {i} lacks {some(absent)}", path=path)
 
 
 # --- values -------------------------------------------------------------------------------------
 
 
-def _made(
+def _file_tensors(
     tensors: Mapping[str, WeightData], places: Mapping[str, _Place], model: FamilyConfig, path: Any
 ) -> tuple[dict[str, WeightData], list[str]]:
     """The file's tensors, and the names and dtypes of those that were widened."""
@@ -254,13 +258,13 @@ def _made(
             kind = next((code for code, dtype in NARROW.items() if dtype is data.dtype), None)
             if kind and is_wide(new, tuple(map(int, data.shape))):
                 # Listed under the name that hf_tensors will use.
-                widened.append(f"{_clean(model.architecture, name)}={kind}")
+                widened.append(f"{_canonical(model.architecture, name)}={kind}")
                 data = data.astype(DType.float32)
             each.append(data)
         if places[names[0]].expert >= 0:
-            stacks[new] = _alike(new, names, each, path)
+            stacks[new] = _checked_stack(new, names, each, path)
         elif len(each) > 1:
-            raise CheckpointFormatError(f"{some(names)} are both {new!r}", path=path)
+            raise CheckpointFormatError(f"{some(names)} are both the tensor {new!r}", path=path)
         else:
             sources[new], moved[new] = each[0], Source(new, places[names[0]].layout)
     return _relaid(groups, sources, moved, stacks, path), widened
@@ -290,14 +294,16 @@ def _relaid(
     return found
 
 
-def _alike(name: str, names: list[str], each: list[WeightData], path: Any) -> list[WeightData]:
+def _checked_stack(
+    name: str, names: list[str], each: list[WeightData], path: Any
+) -> list[WeightData]:
     """The parts of a stack, checked to have the same dtype and shape."""
     first = each[0]
     for other_name, other in zip(names, each, strict=True):
         same = (other.dtype, other.quantization_encoding, tuple(map(int, other.shape)))
         if same != (first.dtype, first.quantization_encoding, tuple(map(int, first.shape))):
             raise CheckpointMismatchError(
-                f"the experts of {name!r} are not alike: '{names[0]}' is {first!r}, "
+                f"the experts of {name!r} differ: '{names[0]}' is {first!r}, "
                 f"'{other_name}' {other!r}",
                 path=path,
             )

@@ -14,8 +14,21 @@ from typing import Any
 
 from ....errors import CheckpointLimitError, some
 from ..metadata import Settings, short
-from .splits import SPLITTINGS, Splitting
-from .tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, WORD, added, vocabulary
+from .splits import BYTE_LEVEL_DECODER, SPLITTINGS, Splitting
+from .tokens import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER,
+    WORD,
+    added,
+    special_id,
+    template,
+    token_types,
+    vocabulary,
+)
 
 # Maximum characters of a token, since every way to cut it in two is tried. SentencePiece's tokens
 # have 16 at most.
@@ -39,14 +52,11 @@ def byte_level(given: Settings) -> dict[str, Any]:
     types = _types(given, tokens)
     splitting = _splitting(given)
     vocab = _filled(tokens, types, given)
-    decoder = {
-        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
-    }  # fmt: skip
     return _document(
         given, tokens, types, splitting.adds_bos,
         normalizer=splitting.normalizer,
         pre_tokenizer=splitting.pre_tokenizer,
-        decoder=decoder,
+        decoder=BYTE_LEVEL_DECODER,
         model=_model(
             vocab, _stored_merges(given, vocab), ignore_merges=splitting.ignore_merges
         ),
@@ -108,7 +118,7 @@ def _splitting(given: Settings) -> Splitting:
     found = SPLITTINGS.get(name)
     if found is None:
         raise given.unsupported(
-            f"the way of splitting text {short(name)} (tokenizer.ggml.pre; there are "
+            f"the pre-tokenizer {short(name)} (tokenizer.ggml.pre; maxjax supports "
             f"{some(sorted(SPLITTINGS), 100)})"
         )
     return found
@@ -161,14 +171,10 @@ def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) ->
 
 def _types(given: Settings, tokens: list[str]) -> list[int]:
     """The type of each token; normal if the file has no types."""
-    types = given.items("token_type", int, None)
+    types = token_types(given, len(tokens))
     if types is None:
         named = {given.count(f"{key}_token_id", None, minimum=0) for key in ("bos", "eos")}
         types = [CONTROL if i in named else NORMAL for i in range(len(tokens))]
-    if len(types) != len(tokens):
-        raise given.wrong(
-            "token_type", f"{len(tokens)} values", len(types), "is of another length", shown=True
-        )
     return [
         CONTROL if kind == NORMAL and token in ENDS else kind
         for token, kind in zip(tokens, types, strict=True)
@@ -188,7 +194,7 @@ def _filled(tokens: list[str], types: list[int], given: Settings) -> dict[str, i
 
 def _id(given: Settings, tokens: list[str], key: str, usual: dict[str, int]) -> int | None:
     """The id of a special token; None if there is none."""
-    found = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+    found = special_id(given, tokens, key)
     if found is None and usual.get(key, len(tokens)) < len(tokens):
         return usual[key]
     return found
@@ -204,25 +210,7 @@ def _around(
     after = _id(given, tokens, "eos", usual) if eos else None
     if before is None and after is None:
         return None
-
-    def marks(index: int | None, segment: int) -> list[dict[str, Any]]:
-        return (
-            [] if index is None else [{"SpecialToken": {"id": tokens[index], "type_id": segment}}]
-        )
-
-    def one(name: str, segment: int) -> list[dict[str, Any]]:
-        text = {"Sequence": {"id": name, "type_id": segment}}
-        return [*marks(before, segment), text, *marks(after, segment)]
-
-    used = {index for index in (before, after) if index is not None}
-    return {
-        "type": "TemplateProcessing",
-        "single": one("A", 0),
-        "pair": [*one("A", 0), *one("B", 1)],
-        "special_tokens": {
-            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in sorted(used)
-        },
-    }
+    return template(tokens, before, after, second=before)
 
 
 # --- merges -------------------------------------------------------------------------------------
@@ -256,7 +244,7 @@ def _scored(
     for token, index in joined.items():
         if len(token) > _LONGEST_PIECE:
             raise CheckpointLimitError(
-                f"the token {token[:40]!r}… is too long to be made of others",
+                f"the token {token[:40]!r}… is too long",
                 path=given.path, expected=f"at most {_LONGEST_PIECE}", found=len(token),
             )  # fmt: skip
         for cut in range(1, len(token)):

@@ -16,6 +16,7 @@ from ....errors import CheckpointFormatError, UserInputError, some
 from ....storage.strict_json import load_json
 from ..metadata import Settings
 from .bpe import ENDS, byte_level, sentencepiece
+from .tokens import SPECIAL, special_id
 from .wordpiece import PIECE as PIECE
 from .wordpiece import wordpiece
 
@@ -28,11 +29,6 @@ _KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "gpt2": byte_level,
     "llama": sentencepiece,
 }
-# GGUF's names of special tokens → those of a tokenizer_config.json.
-_SPECIAL = {
-    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token",
-    "padding": "pad_token", "mask": "mask_token",
-}  # fmt: skip
 
 
 def tokenizer_json(
@@ -70,7 +66,7 @@ def tokenizer_json(
     kind = given.text("model")
     if kind not in _KINDS:
         raise given.unsupported(
-            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; there are {some(list(_KINDS))})"
+            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; maxjax supports {some(list(_KINDS))})"
         )
     return _KINDS[kind](given)
 
@@ -103,8 +99,8 @@ def chat_template(
     if not given.has(f"chat_template.{name}"):
         start = "tokenizer.chat_template."
         known = [key[len(start) :] for key in metadata if key.startswith(start)]
-        there = f"there are {some(known)}" if known else "there are none with a name"
-        raise UserInputError(f"no chat template is called {name!r}: {there}")
+        others = some(known) if known else "no template with a name"
+        raise UserInputError(f"there is no chat template {name!r}: the file has {others}")
     return given.text(f"chat_template.{name}")
 
 
@@ -123,10 +119,10 @@ def special_tokens(
     given = Settings(metadata, "tokenizer.ggml.", path)
     tokens = given.items("tokens", str, []) if given.has("tokens") else []
     found = {}
-    for key, name in _SPECIAL.items():
-        index = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+    for name, key in SPECIAL.items():
+        index = special_id(given, tokens, key)
         if index is not None:
-            found[name] = tokens[index]
+            found[f"{name}_token"] = tokens[index]
     return found
 
 
@@ -144,10 +140,7 @@ def end_ids(
     """
     given = Settings(metadata, "tokenizer.ggml.", path)
     tokens = given.items("tokens", str, []) if given.has("tokens") else []
-    found = [
-        given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
-        for key in ("eos", "eot", "eom")
-    ]
+    found = [special_id(given, tokens, key) for key in ("eos", "eot", "eom")]
     ends = ENDS
     if {"<|return|>", "<|call|>"} <= set(tokens):  # of gpt-oss, where <|end|> ends a part alone
         ends = ENDS - {"<|end|>"}
@@ -162,6 +155,6 @@ def _kept(metadata: Mapping[str, Any], path: Any) -> dict[str, Any]:
     found = load_json(text.encode("utf-8", "surrogateescape"), name=where)
     if not isinstance(found, dict):
         raise CheckpointFormatError(
-            f"metadata key '{HF_JSON}' is no object", path=path, found=type(found).__name__
+            f"metadata key '{HF_JSON}' is not an object", path=path, found=type(found).__name__
         )
     return found

@@ -47,6 +47,12 @@ _CASED = (
 )
 
 
+BYTE_LEVEL_DECODER = {
+    "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
+}  # fmt: skip
+"""The decoder of GPT-2's kind of tokenizer."""
+
+
 @dataclass(frozen=True)
 class Splitting:
     """The normalisation and splitting of a text, and the defaults of a tokenizer.
@@ -158,19 +164,21 @@ def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) 
     ignores = model.get("ignore_merges") is True
     last = steps[-1] if steps else {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is True:
-        kinds = ", ".join(str(step.get("type"))[:40] for step in steps) or "nothing"
-        raise unsupported(f"text split by {kinds} in a GGUF file", path)
-    splits, whole = steps[:-1], last.get("use_regex", True) is not False
+        kinds = ", ".join(str(step.get("type"))[:40] for step in steps)
+        what = f"the pre-tokenizer {kinds}" if kinds else "a tokenizer without a pre-tokenizer"
+        raise unsupported(f"{what} in a GGUF file", path)
+    splits, by_words = steps[:-1], last.get("use_regex", True) is not False
     name = None
-    if whole and not splits and not ignores:
+    if by_words and not splits and not ignores:
         name = "gpt-2"
-    elif whole and len(splits) == 1 and splits[0].get("type") == "Digits" and not ignores:
+    elif by_words and len(splits) == 1 and splits[0].get("type") == "Digits" and not ignores:
         name = "smollm" if splits[0].get("individual_digits") is True else None
-    elif not whole and len(splits) == 1:
+    elif not by_words and len(splits) == 1:
         name = _PATTERNS.get((_pattern(splits[0]) or "", ignores))
     if name is None:
-        how = f"; ignore_merges is {ignores}"
-        raise unsupported(f"text split by {short(steps and _shown(steps), 300)}{how}", path)
+        shown = ", ".join(f"{step.get('type')} {step.get('pattern', '')}" for step in steps)
+        what = f"the pre-tokenizer {short(shown, 300)} with ignore_merges={ignores} in a GGUF file"
+        raise unsupported(what, path)
     return name
 
 
@@ -201,9 +209,9 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
             old = "always" if item.get("add_prefix_space", True) else "never"
             prefix, replaces = prefix or (given or old) != "never", True
         elif not (kind == "Split" and _pattern(item) == " " and replaces):  # none are left
-            raise unsupported(f"text split by {short(kind)} in a GGUF file", path)
+            raise unsupported(f"the pre-tokenizer {short(kind)} in a GGUF file", path)
     if not replaces:
-        raise unsupported("a tokenizer that leaves spaces in a GGUF file", path)
+        raise unsupported("a tokenizer that does not replace spaces in a GGUF file", path)
     return prefix
 
 
@@ -216,7 +224,9 @@ def bert_flags(tokenizer: Mapping[str, Any], path: Any) -> dict[str, bool]:
     normalizer, splits = tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")
     usual = isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer"
     if not usual or not isinstance(splits, dict) or splits.get("type") != "BertPreTokenizer":
-        raise unsupported("WordPiece without BERT's normalizer and splitting in a GGUF file", path)
+        raise unsupported(
+            "WordPiece without BERT's normalizer and pre-tokenizer in a GGUF file", path
+        )
     assert isinstance(normalizer, dict)
     for key in ("clean_text", "handle_chinese_chars"):
         if normalizer.get(key, True) is not True:
@@ -248,7 +258,3 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
             return None
     found = pattern.get("Regex", pattern.get("String"))
     return found if isinstance(found, str) else None
-
-
-def _shown(steps: list[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{step.get('type')} {step.get('pattern', '')}" for step in steps)

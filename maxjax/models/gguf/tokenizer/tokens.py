@@ -8,10 +8,31 @@ from __future__ import annotations
 from typing import Any
 
 from ....errors import CheckpointFormatError
+from ..metadata import Settings
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 WORD = "▁"
+# Special tokens: tokenizer_config.json's names without "_token" → GGUF's without "_token_id".
+SPECIAL = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
+    "mask": "mask",
+}  # fmt: skip
+
+
+def token_types(given: Settings, count: int) -> list[int] | None:
+    """The type of each token; None if the file has no types."""
+    types = given.items("token_type", int, None)
+    if types is not None and len(types) != count:
+        raise given.wrong(
+            "token_type", f"{count} values", len(types), "is of another length", shown=True
+        )
+    return types
+
+
+def special_id(given: Settings, tokens: list[str], key: str) -> int | None:
+    """The id of a special token; None if the file does not give it."""
+    return given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
 
 
 def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
@@ -37,4 +58,36 @@ def added(index: int, token: str, special: bool) -> dict[str, Any]:
         "rstrip": False,
         "normalized": False,
         "special": special,
+    }
+
+
+def template(
+    tokens: list[str], before: int | None, after: int | None, second: int | None
+) -> dict[str, Any]:
+    """The post-processor that puts special tokens around a text, and around both texts of a pair.
+
+    Args:
+        tokens: tokens by id.
+        before, after: ids of the tokens before and after a text, or None.
+        second: id of the token before the second text of a pair, or None.
+    """
+
+    def mark(index: int | None, segment: int) -> list[dict[str, Any]]:
+        if index is None:
+            return []
+        return [{"SpecialToken": {"id": tokens[index], "type_id": segment}}]
+
+    def sequence(name: str, segment: int, first: int | None) -> list[dict[str, Any]]:
+        text = {"Sequence": {"id": name, "type_id": segment}}
+        return [*mark(first, segment), text, *mark(after, segment)]
+
+    single = sequence("A", 0, before)
+    used = {index for index in (before, after) if index is not None}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, *sequence("B", 1, second)],
+        "special_tokens": {
+            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in sorted(used)
+        },
     }

@@ -11,7 +11,18 @@ from typing import Any
 
 from ....errors import CheckpointFormatError
 from ..metadata import Settings
-from .tokens import CONTROL, UNKNOWN, USER, WORD, added, vocabulary
+from .tokens import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER,
+    WORD,
+    added,
+    special_id,
+    template,
+    token_types,
+    vocabulary,
+)
 
 PIECE = "##"
 # BERT's ids of special tokens, used if the file does not give them.
@@ -32,7 +43,7 @@ def wordpiece(given: Settings) -> dict[str, Any]:
     unknown = _special(given, tokens, "unknown")
     if unknown is None:
         raise CheckpointFormatError(
-            "no token for what is unknown: 'tokenizer.ggml.unknown_token_id' is missing",
+            "there is no unknown token: 'tokenizer.ggml.unknown_token_id' is missing",
             path=given.path,
         )
     special = [i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN, USER)]
@@ -57,19 +68,15 @@ def wordpiece(given: Settings) -> dict[str, Any]:
 
 def _types(given: Settings, tokens: list[str]) -> list[int]:
     """The type of each token; a file without types has those that its keys name as control."""
-    types = given.items("token_type", int, None)
+    types = token_types(given, len(tokens))
     if types is None:
         named = {_special(given, tokens, key) for key in _DEFAULT_IDS}
-        return [CONTROL if i in named else 1 for i in range(len(tokens))]
-    if len(types) != len(tokens):
-        raise given.wrong(
-            "token_type", f"{len(tokens)} values", len(types), "is of another length", shown=True
-        )
+        return [CONTROL if i in named else NORMAL for i in range(len(tokens))]
     return types
 
 
 def _spelled(tokens: list[str], types: list[int]) -> list[str]:
-    """Tokens as BERT spells them: GGUF marks the beginnings of words, BERT what goes on."""
+    """Tokens as BERT spells them: GGUF marks the beginnings of words, BERT the continuations."""
     if not any(token.startswith(WORD) for token in tokens):
         return tokens  # some writers leave BERT's spelling
 
@@ -108,7 +115,7 @@ def _is_reserved(token: str) -> bool:
 
 def _special(given: Settings, tokens: list[str], key: str) -> int | None:
     """The id of a special token, from the file or else BERT's own; None if there is none."""
-    found = given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+    found = special_id(given, tokens, key)
     if found is None:
         usual = _DEFAULT_IDS[key]
         is_there = usual < len(tokens) and re.fullmatch(r"\[[A-Z]+\]", tokens[usual])
@@ -125,23 +132,4 @@ def _template(given: Settings, tokens: list[str]) -> dict[str, Any]:
     key = (
         "eos" if given.has("eos_token_id") and not given.has("seperator_token_id") else "seperator"
     )
-    last = _special(given, tokens, key)
-
-    def mark(index: int | None, segment: int) -> list[dict[str, Any]]:
-        if index is None:
-            return []
-        return [{"SpecialToken": {"id": tokens[index], "type_id": segment}}]
-
-    def text(which: str, segment: int) -> list[dict[str, Any]]:
-        return [{"Sequence": {"id": which, "type_id": segment}}]
-
-    single = [*mark(first, 0), *text("A", 0), *mark(last, 0)]
-    used = {index for index in (first, last) if index is not None}
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, *text("B", 1), *mark(last, 1)],
-        "special_tokens": {
-            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in sorted(used)
-        },
-    }
+    return template(tokens, first, _special(given, tokens, key), second=None)

@@ -20,11 +20,9 @@ from ....errors import CheckpointFormatError, CheckpointMismatchError
 from ..metadata import short, unsupported
 from .read import HF_JSON, PIECE
 from .splits import bert_flags, pre_name, space_prefix
-from .tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, WORD
+from .tokens import BYTE, CONTROL, NORMAL, SPECIAL, UNKNOWN, UNUSED, USER, WORD
 
-# tokenizer_config.json's names of special tokens → GGUF's, and of BERT's, where [CLS] begins.
-SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
-            "mask": "mask"}  # fmt: skip
+# As tokens.SPECIAL, for BERT, where [CLS] begins a text.
 BERT_SPECIAL = {"cls": "bos", "sep": "seperator", "unk": "unknown", "pad": "padding",
                  "mask": "mask"}  # fmt: skip
 
@@ -34,7 +32,6 @@ def special_ids(
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
     names: Mapping[str, str],
-    path: Any,
 ) -> dict[str, int]:
     """The ids of special tokens, from the tokenizer's settings or else from the configuration."""
     found = {}
@@ -164,20 +161,18 @@ def gguf_tokenizer_metadata(
     """
     settings, config = settings or {}, config or {}
     if tokenizer is None:
-        found: dict[str, Any] = {"model": "none"} | special_ids({}, {}, config, SPECIAL, path)
+        found: dict[str, Any] = {"model": "none"} | special_ids({}, {}, config, SPECIAL)
     else:
         model = typed(tokenizer, "model", dict, path)
         kind = model.get("type") or ("BPE" if "merges" in model else None)
-        tokens = _Tokens(tokenizer, model, vocab_size, path)
+        tokens = _Vocabulary(tokenizer, model, vocab_size, path)
         if kind == "WordPiece":
-            found = _wordpiece(tokenizer, tokens) | special_ids(
-                tokens.ids, settings, config, BERT_SPECIAL, path
-            )
+            found = _wordpiece(tokenizer, tokens)
+            found |= special_ids(tokens.ids, settings, config, BERT_SPECIAL)
         elif kind == "BPE":
-            made = _sentencepiece if model.get("byte_fallback") is True else _byte_level
-            found = made(tokenizer, tokens) | special_ids(
-                tokens.ids, settings, config, SPECIAL, path
-            )
+            is_llama = model.get("byte_fallback") is True
+            found = (_sentencepiece if is_llama else _byte_level)(tokenizer, tokens)
+            found |= special_ids(tokens.ids, settings, config, SPECIAL)
             found |= added_around(tokenizer, settings, found)
         else:
             raise unsupported(f"a tokenizer of type {short(kind)} in a GGUF file", path)
@@ -188,7 +183,7 @@ def gguf_tokenizer_metadata(
     return found
 
 
-class _Tokens:
+class _Vocabulary:
     """The tokens by number: ``texts``, ``types``; ``ids`` by text; ``merges`` as pairs."""
 
     def __init__(
@@ -213,7 +208,7 @@ class _Tokens:
             size = max(count, len(self.ids))
         if count > size:
             raise CheckpointMismatchError(
-                "the tokenizer has more tokens than the table of words has rows",
+                "the tokenizer has more tokens than the embedding table has rows",
                 path=path, expected=f"at most {size}", found=count,
             )  # fmt: skip
         self._number(size)
@@ -253,8 +248,8 @@ class _Tokens:
         found = []
         for item in typed(self.model, "merges", list, self.path):
             pair = item.split(" ") if isinstance(item, str) else item
-            whole = isinstance(pair, list) and len(pair) == 2
-            if not whole or not all(isinstance(part, str) for part in pair):
+            is_pair = isinstance(pair, list) and len(pair) == 2
+            if not is_pair or not all(isinstance(part, str) for part in pair):
                 raise wrong("merges", "pairs of tokens", item, self.path)
             found.append((pair[0], pair[1]))
         return found
@@ -263,7 +258,7 @@ class _Tokens:
 # --- the three kinds ----------------------------------------------------------------------------
 
 
-def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
     """BERT's kind: GGUF marks the beginnings of words, BERT the continuations."""
     prefix = typed(tokens.model, "continuing_subword_prefix", str, tokens.path, PIECE)
     if prefix != PIECE:
@@ -280,7 +275,7 @@ def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
     return {"model": "bert", "tokens": texts, "token_type": types} | flags
 
 
-def _byte_level(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+def _byte_level(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
     """GPT-2's kind: bytes as letters, and merges."""
     merges = tokens.merges
     if any(" " in part for pair in merges for part in pair):
@@ -295,7 +290,7 @@ def _byte_level(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]
     }
 
 
-def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
+def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
     """Llama's kind: spaces as ▁, bytes for text without tokens, and scores for the order of merges."""
     prefix = space_prefix(tokenizer, tokens.path)
     texts, types = list(tokens.texts), tokens.types.copy()

@@ -32,20 +32,20 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
         OutOfMemoryError: they cannot. The message has the largest tensor, the bytes needed and free,
             and the smallest larger mesh or a narrower dtype that would suffice.
     """
-    sizes = [(_part(one), one) for one in fits]
+    sizes = [(_part(fit), fit) for fit in fits]
     need = sum(nbytes for nbytes, _ in sizes)
     if need < SMALL_BYTES:
         return
     devices = _devices(fits)
     on_host = [device for device in devices if device.platform == "cpu"]
-    whole = sum(math.prod(final_shape(one)) * one.dtype.np.itemsize for one in fits)
+    total = sum(math.prod(final_shape(fit)) * fit.dtype.np.itemsize for fit in fits)
     for device in devices:
         free = free_bytes(device)
         # CPU devices share the host's memory, and replicas are there only once.
-        wanted = need if device not in on_host else min(whole, need * len(on_host))
-        if free is not None and wanted > free:
+        needed = need if device not in on_host else min(total, need * len(on_host))
+        if free is not None and needed > free:
             largest = max(sizes, key=lambda item: item[0])
-            raise OutOfMemoryError(_message(module, fits, device, largest, wanted, free))
+            raise OutOfMemoryError(_message(module, fits, device, largest, needed, free))
 
 
 def _part(one: Fit) -> int:
@@ -61,8 +61,8 @@ def _devices(fits: Iterable[Fit]) -> list[Any]:
     shardings = {one.weight.sharding for one in fits}
     found: dict[Any, None] = {}
     for sharding in shardings:
-        here = [default_device()] if sharding is None else sharding.addressable_devices
-        found.update(dict.fromkeys(here))
+        devices = [default_device()] if sharding is None else sharding.addressable_devices
+        found.update(dict.fromkeys(devices))
     return sorted(found, key=lambda device: device.id)
 
 
@@ -121,7 +121,9 @@ def _message(
         f"'{one.name}' {one.dtype.name} {shape}, of which each device holds {part}: {nbytes:,} bytes"
     )
     changes = _changes(module, fits, need, free, device.platform == "cpu")
-    return f"{text}. It would fit {' or '.join(changes) or 'on no larger mesh and in no narrower dtype'}."
+    if not changes:
+        return f"{text}. It would not fit on a larger mesh or in a narrower dtype either."
+    return f"{text}. It would fit {' or '.join(changes)}."
 
 
 def _changes(module: Any, fits: Sequence[Fit], need: int, free: int, on_host: bool) -> list[str]:
@@ -156,13 +158,9 @@ def _larger(
         for place in places:
             count = len(place.holder.stored.names(place.name))
             weight = place.holder if place.holder in fits else None
-            itemsize = (
-                fits[weight].dtype.np.itemsize
-                if weight is not None
-                else place.holder.stored.dtype.np.itemsize
-            )
-            where = jax.sharding.NamedSharding(mesh, place.placed.spec)
-            nbytes += count * held_bytes(where, place.shape, itemsize)
+            dtype = fits[weight].dtype if weight is not None else place.holder.stored.dtype
+            sharding = jax.sharding.NamedSharding(mesh, place.placed.spec)
+            nbytes += count * held_bytes(sharding, place.shape, dtype.np.itemsize)
         if nbytes <= free:
             shown = ", ".join(f"{name}={count}" for name, count in sizes.items())
             return [f"on a mesh of {shown} ({nbytes:,} bytes for each device)"]

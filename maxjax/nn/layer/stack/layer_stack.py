@@ -8,7 +8,7 @@ whose Weights are views, and state dicts say ``layers.3.weight``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....graph.weight.epoch import structure_changed
@@ -21,8 +21,8 @@ from ..definition import Definition
 from ..layer_list import LayerList, in_turn
 from ..module import Module
 from ..walk import Walk, source_of
-from .per_layer import Layout, PerLayer
-from .scanning import Plan, loop, policy, scan
+from .per_layer import PerLayer, StackPattern
+from .scanning import ScanOptions, loop, policy, scan
 
 
 class LayerStack(LayerList, is_stack=True):
@@ -56,7 +56,7 @@ class LayerStack(LayerList, is_stack=True):
         (2, 4)
     """
 
-    _layout: Layout
+    _layout: StackPattern
     _list_class: type[LayerList]
     _mx_is_stack = True
 
@@ -75,7 +75,7 @@ class LayerStack(LayerList, is_stack=True):
         layout = _layout(found, definitions, period, first)
         self._arrange(found, layout)
 
-    def _arrange(self, layers: list[Module], layout: Layout) -> None:
+    def _arrange(self, layers: list[Module], layout: StackPattern) -> None:
         """Adds the layers and stacks those that repeat."""
         seen: dict[int, str] = {}
         plans = [
@@ -106,7 +106,7 @@ class LayerStack(LayerList, is_stack=True):
         for layer in layers:
             _mark(layer, set(), False)
         # This object remains as an empty stack, which runs its layers one by one.
-        layout = Layout(len(layers), len(layers), 1, 0)
+        layout = StackPattern(len(layers), len(layers), 1, 0)
         self._arrange(layers, layout)
         return self._list_class(layers)
 
@@ -132,8 +132,8 @@ class LayerStack(LayerList, is_stack=True):
                 span = self._layout.span(slot)
                 layer = self._mx_children[span.pattern]
                 place = (i - span.start) // span.step
-                held = vars(self).get("_mx_elsewhere", {})
-                made.setdefault(i, layer if place == 0 else _replica(layer, i, place, held))
+                elsewhere = vars(self).get("_mx_elsewhere", {})
+                made.setdefault(i, layer if place == 0 else _replica(layer, i, place, elsewhere))
         return made[i]
 
     @property
@@ -244,14 +244,16 @@ class LayerStack(LayerList, is_stack=True):
         """
         if not isinstance(unroll, (int, bool)) or unroll < 0:
             raise ValueError(f"unroll is a number of steps or a bool, not {unroll!r}")
-        plan = Plan(self._layout, index, policy(remat) if remat else None, unroll, type(unroll))
+        plan = ScanOptions(
+            self._layout, index, policy(remat) if remat else None, unroll, type(unroll)
+        )
         running = RUNNING.modules
         if running and running[-1] is self:  # called by __call__
             return _run(self, plan, carry, xs, shared)
         return run(self, _run, (plan, carry, xs, shared), {})
 
 
-def _run(stack: LayerStack, plan: Plan, carry: Any, xs: Any, shared: Any) -> Any:
+def _run(stack: LayerStack, plan: ScanOptions, carry: Any, xs: Any, shared: Any) -> Any:
     one_by_one = hooks.token() is not None or not stack._layout.slots
     return (loop if one_by_one else scan)(stack, plan, carry, xs, shared)
 
@@ -274,7 +276,7 @@ def _definition(i: int, layer: Any) -> Definition:
 
 def _layout(
     layers: Sequence[Module], definitions: Sequence[Definition], period: int | None, first: int
-) -> Layout:
+) -> StackPattern:
     count = len(layers) - first
     if first < 0 or count < 1:
         raise ValueError(f"{len(layers)} layers cannot be stacked with first={first}: none is left")
@@ -284,10 +286,10 @@ def _layout(
         tried = [1]
     for p in tried:
         if 1 <= p <= count and all(a is b for a, b in zip(kinds, kinds[p:], strict=False)):
-            return Layout(len(layers), first, p, count // p)
+            return StackPattern(len(layers), first, p, count // p)
     p = 1 if period is None else period
     if not 1 <= p <= count:
-        raise ValueError(f"period={p} does not go with {count} layers")
+        raise ValueError(f"period={p} does not fit {count} layers")
     i = next(i for i in range(count - p) if kinds[i] is not kinds[i + p])
     more = "" if period is not None or count < 4 else ", and no pattern of them repeats"
     raise ValueError(
@@ -368,30 +370,33 @@ def _mark(layer: Module, shared: set[int], in_stack: bool) -> None:
 
 
 def _replica(
-    layer: Module, number: int, place: int, held: Mapping[tuple[int, str], Module]
+    layer: Module, number: int, place: int, elsewhere: Mapping[tuple[int, str], Module]
 ) -> Module:
     """A copy of ``layer``, the first layer of the stack, for another place of the stack.
 
-    Modules that the model also ``held`` elsewhere, by layer number and path, are reused.
+    Modules that the model also holds ``elsewhere``, by layer number and path, are reused.
     """
     walk = Walk(layer, stacked=True)
     own: list[tuple[Module, Module]] = []
     made: dict[int, Module] = {}
     for module, path in zip(walk.modules, walk.paths, strict=True):
-        new = held.get((number, path)) if module._mx_in_stack else module
+        new = elsewhere.get((number, path)) if module._mx_in_stack else module
         if new is None:
             new = object.__new__(type(module))
             own.append((module, new))
         made[id(module)] = new
 
-    def there(weight: Weight) -> Weight:
+    def at_place(weight: Weight) -> Weight:
         home = weight.stored.home
         return weight if home is None else home[0].view(place)
 
+    def shard_at_place(shard: Any) -> Any:
+        return shard.of(at_place(shard.host)) if hasattr(shard, "host") else shard
+
     for module, new in own:
-        weights = {local: there(weight) for local, weight in module._mx_weights.items()}
+        weights = {local: at_place(weight) for local, weight in module._mx_weights.items()}
         children = {attr: made[id(child)] for attr, child in module._mx_children.items()}
-        shards = {attr: _shard_of(shard, there) for attr, shard in module._mx_shards.items()}
+        shards = {attr: shard_at_place(shard) for attr, shard in module._mx_shards.items()}
         vars(new).update(
             {name: vars(module)[name] for name in module._mx_statics},
             _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
@@ -404,8 +409,3 @@ def _replica(
         if "_mx_source" in vars(module):
             vars(new)["_mx_source"] = made.get(id(source_of(module)))
     return made[id(layer)]
-
-
-def _shard_of(shard: Any, there: Callable[[Weight], Weight]) -> Any:
-    """The same part of the Weight at another place of a stack."""
-    return shard.of(there(shard.host)) if hasattr(shard, "host") else shard

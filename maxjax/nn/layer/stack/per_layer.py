@@ -1,4 +1,4 @@
-"""Layout, which says which layers of a LayerStack are equal, and PerLayer, one tree for each layer."""
+"""StackPattern, which says which layers of a LayerStack are equal, and PerLayer, one tree for each layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ....graph.weight.stacked import Span
 
 
-class Layout(NamedTuple):
+class StackPattern(NamedTuple):
     """Which layers of a LayerStack are equal: ``first`` individual ones, a repeated pattern, a rest.
 
     Attributes:
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         return (i - self.first) % self.period if self.first <= i < self.end else None
 
     @property
-    def alone(self) -> list[int]:
+    def unstacked(self) -> list[int]:
         """The layers that run individually."""
         return [i for i in range(self.count) if self.slot_of(i) is None]
 
@@ -86,11 +86,11 @@ class PerLayer:
     ``LayerStack.per_layer`` creates it, and ``LayerStack.scan`` returns it.
     """
 
-    def __init__(self, slots: Sequence[Any], rest: Sequence[Any], layout: Layout):
+    def __init__(self, slots: Sequence[Any], rest: Sequence[Any], layout: StackPattern):
         self.slots, self.rest, self.layout = tuple(slots), tuple(rest), layout
 
     @classmethod
-    def of(cls, values: Sequence[Any], layout: Layout) -> PerLayer:
+    def of(cls, values: Sequence[Any], layout: StackPattern) -> PerLayer:
         """A PerLayer from one tree per layer.
 
         Raises:
@@ -109,16 +109,16 @@ class PerLayer:
                 raise ValueError(f"layers {numbers} are equal, but their values are not: "
                                  f"{' and '.join(sorted(kinds)[:2])}")  # fmt: skip
             slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
-        return cls(slots, [values[i] for i in layout.alone], layout)
+        return cls(slots, [values[i] for i in layout.unstacked], layout)
 
     @classmethod
-    def split(cls, tree: Any, layout: Layout) -> PerLayer:
+    def split(cls, tree: Any, layout: StackPattern) -> PerLayer:
         """A PerLayer from one tree of arrays ``[n, ...]``."""
         slots = [
             jax.tree.map(lambda a, s=slot: a[layout.first + s : layout.end : layout.period], tree)
             for slot in range(layout.slots)
         ]
-        rest = [jax.tree.map(lambda a, i=i: a[i], tree) for i in layout.alone]
+        rest = [jax.tree.map(lambda a, i=i: a[i], tree) for i in layout.unstacked]
         return cls(slots, rest, layout)
 
     def merged(self) -> Any:
@@ -167,7 +167,7 @@ class PerLayer:
         return tuple(zip(keys, (self.slots, self.rest), strict=True)), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Any) -> PerLayer:
+    def tree_unflatten(cls, layout: StackPattern, children: Any) -> PerLayer:
         self = object.__new__(cls)
         (self.slots, self.rest), self.layout = children, layout
         return self

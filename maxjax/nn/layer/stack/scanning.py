@@ -21,13 +21,13 @@ from ....graph.value import TensorValue, unwrap
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice
 from ..definition import Definition, rebuild
-from .per_layer import Layout, PerLayer
+from .per_layer import PerLayer, StackPattern
 
 
-class Plan(NamedTuple):
+class ScanOptions(NamedTuple):
     """The options of a run: the arguments of ``LayerStack.scan`` that are not arrays."""
 
-    layout: Layout
+    layout: StackPattern
     index: str | None
     remat: Any
     unroll: int | bool
@@ -38,14 +38,16 @@ class _Static(NamedTuple):
     """The static arguments of one trace of the loop; with the types of the arrays, its cache key."""
 
     definition: Definition
-    plan: Plan
+    plan: ScanOptions
     tree: Any
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
     values: bool  # whether Weights give TensorValues: graph/kind.py
 
 
-def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
+def scan(
+    stack: Any, plan: ScanOptions, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]
+) -> Any:
     """Runs the stack as one loop; see ``LayerStack.scan``."""
     definition, holders = stack._mx_definition()
     arrays = [holder.stored.array() for holder in holders]
@@ -65,14 +67,16 @@ def scan(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[
     except TypeError as error:
         names = ", ".join(shared)
         raise TypeError(
-            f"a keyword argument of scan is an array or can be hashed ({names}): {error}"
+            f"keyword arguments of scan ({names}) must be arrays or hashable: {error}"
         ) from None
     carry = jax.tree.map(jnp.asarray, carry)
     carry, outputs = _run(static, arrays, carry, values, dynamic)
     return (carry, *outputs) if outputs else carry
 
 
-def loop(stack: Any, plan: Plan, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]) -> Any:
+def loop(
+    stack: Any, plan: ScanOptions, carry: Any, xs: Sequence[Any], shared: Mapping[str, Any]
+) -> Any:
     """Runs the layers one by one, so that hooks see each call."""
     layout = plan.layout
     carry = _plain(carry)
@@ -117,17 +121,17 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def _per_layer(x: Any, layout: Layout) -> PerLayer:
+def _per_layer(x: Any, layout: StackPattern) -> PerLayer:
     if isinstance(x, PerLayer):
         if x.layout != layout:
-            raise ValueError(f"a PerLayer for {x.layout} does not go with a stack of {layout}")
+            raise ValueError(f"a PerLayer for {x.layout} does not fit a stack of {layout}")
         return x
     if isinstance(x, list):
         return PerLayer.of(x, layout)
     for path, leaf in jax.tree.leaves_with_path(x):
         if np.ndim(leaf) < 1 or np.shape(leaf)[0] != layout.count:
             where = jax.tree_util.keystr(path)
-            raise ValueError(f"what each layer has of its own begins with an axis of {layout.count} layers; "
+            raise ValueError(f"values for each layer need a leading axis of {layout.count} layers; "
                              f"x{where} has shape {tuple(np.shape(leaf))}")  # fmt: skip
     return PerLayer.split(jax.tree.map(jnp.asarray, x), layout)
 
@@ -163,7 +167,7 @@ def _loop(
     bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
     collected: dict[int, Any] = {}
 
-    def alone(i: int, carry: Any) -> Any:
+    def single(i: int, carry: Any) -> Any:
         body = _Body(stack._mx_children[str(i)])
         x = tuple(value[i] for value in xs)
         carry, collected[i] = run(body.definition, body.leaves, jnp.int32(i), carry, x)
@@ -181,7 +185,7 @@ def _loop(
         return (k + 1, carry), outputs
 
     for i in range(layout.first):
-        carry = alone(i, carry)
+        carry = single(i, carry)
     given = [tuple(value.slots[slot] for value in xs) for slot in range(layout.slots)]
     scanned = None if sliced else [body.stacks for body in bodies]
     start = (jnp.int32(0), carry)
@@ -189,7 +193,7 @@ def _loop(
         repeat, start, (scanned, given), length=layout.repeats, unroll=plan.unroll
     )
     for i in range(layout.end, layout.count):
-        carry = alone(i, carry)
+        carry = single(i, carry)
     _check_outputs([*outputs, *collected.values()])
     rest = [collected[i] for i in sorted(collected)]
     ys = [
@@ -202,15 +206,15 @@ def _loop(
 def _runner(static: _Static, sliced: bool, dynamic: Sequence[Any]) -> Callable[..., Any]:
     """The function that runs one layer: (definition, leaves, number, carry, x) → (carry, outputs)."""
     constants = {i: value for i, _, _, value in static.constants}
-    arrived = iter(dynamic)
+    arrays = iter(dynamic)
     count = len(constants) + len(dynamic)
-    leaves = [constants[i] if i in constants else next(arrived) for i in range(count)]
+    leaves = [constants[i] if i in constants else next(arrays) for i in range(count)]
     step = partial(_step, jax.tree.unflatten(static.tree, leaves), static.plan.index)
     remat = static.plan.remat
     if remat is None or sliced:
         return step
-    kept = None if remat is True else remat
-    return jax.checkpoint(step, policy=kept, prevent_cse=False, static_argnums=0)
+    saved = None if remat is True else remat
+    return jax.checkpoint(step, policy=saved, prevent_cse=False, static_argnums=0)
 
 
 class _Body:
@@ -246,14 +250,14 @@ def _call(
 
 def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:
     """Splits the result of a layer into (carry, outputs)."""
-    wanted = jax.tree.structure(_bare(carry))
+    expected = jax.tree.structure(_bare(carry))
     outputs: tuple[Any, ...] = ()
     kept = result
-    if jax.tree.structure(_bare(result)) != wanted:
+    if jax.tree.structure(_bare(result)) != expected:
         if not isinstance(result, (tuple, list)) or not result:
             raise TypeError(_not_carry(result, carry))
         kept, outputs = result[0], tuple(result[1:])
-        if jax.tree.structure(_bare(kept)) != wanted:
+        if jax.tree.structure(_bare(kept)) != expected:
             raise TypeError(_not_carry(result, carry))
     leaves = jax.tree.leaves(_bare(kept))
     for new, old in zip(leaves, jax.tree.leaves(_bare(carry)), strict=True):
@@ -276,10 +280,10 @@ def _kind(array: Any) -> str:
 
 
 def _not_carry(result: Any, carry: Any) -> str:
-    got, wanted = (str(jax.tree.structure(_bare(tree))) for tree in (result, carry))
+    found, expected = (str(jax.tree.structure(_bare(tree))) for tree in (result, carry))
     return (
-        f"a layer of a stack returns its carry, or a tuple that begins with it: {wanted} "
-        f"(or ({wanted}, outputs...)), not {got}"
+        f"a layer of a stack returns its carry, or a tuple that begins with it: {expected} "
+        f"(or ({expected}, outputs...)), not {found}"
     )
 
 
@@ -307,7 +311,7 @@ def policy(remat: Any) -> Any:
         return remat
     if remat not in _POLICIES:
         raise ValueError(
-            f"remat={remat!r} is no policy of jax.checkpoint_policies: it is True, a function, or one of "
+            f"remat={remat!r} is not a policy of jax.checkpoint_policies: pass True, a function, or one of "
             f"{', '.join(_POLICIES)}"
         )
     return getattr(jax.checkpoint_policies, remat)

@@ -65,7 +65,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64, "rope_theta": 1e4,
 }  # fmt: skip
 REFUSED = {
-    "local rope": ("Gemma3", {**GEMMA3, "rope_parameters": LOCAL}, {}, "stretched in layers"),
+    "local rope": ("Gemma3", {**GEMMA3, "rope_parameters": LOCAL}, {}, "scaling in sliding-window layers"),
     "order": (
         "Gemma3",
         {**GEMMA3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},

@@ -14,7 +14,7 @@ from maxjax.errors import (
     UserInputError,
 )
 from maxjax.models.gguf import ARCHITECTURES, hf_config, hf_names, pooling
-from maxjax.models.gguf.config.rope import llama3_factors
+from maxjax.nn.rope_scaling import Llama3RopeScalingParams, llama3_multipliers
 
 gguf = pytest.importorskip("gguf")
 files = pytest.importorskip("tests.models.gguf.files")
@@ -73,7 +73,10 @@ def test_llama3s_divisors_are_recognised(width, factor):
         **{"rope.freq_base": 500000.0, "attention.key_length": width},
     )  # fmt: skip
     assert found["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
-    np.testing.assert_allclose(llama3_factors(width, 500000.0, factor), freqs, rtol=1e-6)
+    multipliers = llama3_multipliers(
+        width, 500000.0, Llama3RopeScalingParams(factor, 1.0, 4.0, 8192)
+    )
+    np.testing.assert_allclose(1 / multipliers, freqs, rtol=1e-6)
 
 
 def test_other_divisors_are_listed_and_transformers_uses_them():

@@ -198,13 +198,13 @@ def test_templates_as_gguf_writes_them(tmp_path):
     data = {key: field.contents() for key, field in reader.fields.items()}
     assert chat_template(data) == "{{ a }}"
     assert {name: chat_template(data, name) for name in templates} == templates
-    with pytest.raises(UserInputError, match="'other': there are (tool_use, rag|rag, tool_use)"):
+    with pytest.raises(UserInputError, match="'other': the file has (tool_use, rag|rag, tool_use)"):
         chat_template(data, "other")
 
 
 def test_no_template():
     assert chat_template({}) is None
-    with pytest.raises(UserInputError, match="none with a name"):
+    with pytest.raises(UserInputError, match="no template with a name"):
         chat_template({}, "rag")
     with pytest.raises(CheckpointFormatError, match="tokenizer.chat_template' has the wrong type"):
         chat_template({"tokenizer.chat_template": 3}, path="m.gguf")

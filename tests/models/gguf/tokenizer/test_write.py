@@ -159,8 +159,8 @@ def test_special_tokens_are_those_that_gguf_finds(tmp_path):
     ("change", "says"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "normalizer 'Lowercase'"),
-        ({"pre_tokenizer": None}, "split by nothing"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "split by Whitespace"),
+        ({"pre_tokenizer": None}, "without a pre-tokenizer"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre-tokenizer Whitespace"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "ByteLevel"),
         ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "ByteLevel"),
     ],
@@ -173,15 +173,15 @@ def test_ways_of_splitting_without_a_name(gpt2, change, says):
 def test_another_pattern_has_no_name():
     data = files.byte_level("qwen2")
     data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] += "|x"
-    with pytest.raises(NotImplementedError, match="split by"):
+    with pytest.raises(NotImplementedError, match="the pre-tokenizer"):
         gguf_tokenizer_metadata(data)
     data = files.byte_level("qwen2")
     data["model"]["ignore_merges"] = True
-    with pytest.raises(NotImplementedError, match="ignore_merges is True"):
+    with pytest.raises(NotImplementedError, match="ignore_merges=True"):
         gguf_tokenizer_metadata(data)
     data = files.byte_level("qwen2")
     data["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "MergedWithNext"
-    with pytest.raises(NotImplementedError, match="split by"):
+    with pytest.raises(NotImplementedError, match="the pre-tokenizer"):
         gguf_tokenizer_metadata(data)
 
 
@@ -216,11 +216,11 @@ def test_pieces_of_the_users_are_looked_for_in_the_text(llama):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"normalizer": None}, "leaves spaces"),
+        ({"normalizer": None}, "does not replace spaces"),
         ({"normalizer": {"type": "NFKC"}}, "normalizer 'NFKC'"),
         ({"normalizer": {"type": "Prepend", "prepend": "_"}}, "normalizer 'Prepend'"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "split by 'Whitespace'"),
-        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_"}}, "split by 'Metaspace'"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre-tokenizer 'Whitespace'"),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_"}}, "pre-tokenizer 'Metaspace'"),
     ],
 )
 def test_llamas_that_llama_cpp_has_not(llama, change, says):

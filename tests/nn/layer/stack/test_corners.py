@@ -595,14 +595,14 @@ def test_stacked_with_first_it_is_itself():
 @pytest.mark.parametrize("name", ["save_only_these_names", "__class__"])
 def test_what_is_no_policy(name):
     stack = fill(linears(2).stack())
-    with pytest.raises(ValueError, match="is no policy"):
+    with pytest.raises(ValueError, match="is not a policy"):
         stack.scan(X, remat=name)
 
 
 def test_a_wrong_policy_with_hooks():
     stack = fill(linears(2).stack())
     add_layer_hook(lambda *a: None)
-    with pytest.raises(ValueError, match="is no policy"):
+    with pytest.raises(ValueError, match="is not a policy"):
         stack.scan(X, remat="dots")
     clear_hooks()
 

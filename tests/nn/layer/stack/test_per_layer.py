@@ -1,4 +1,4 @@
-"""PerLayer and Layout: as a plain list of trees, however the layers are grouped."""
+"""PerLayer and StackPattern: as a plain list of trees, however the layers are grouped."""
 
 import copy
 import pickle
@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxjax.nn.layer import PerLayer
-from maxjax.nn.layer.stack.per_layer import Layout
+from maxjax.nn.layer.stack.per_layer import StackPattern
 
 
 @st.composite
 def layouts(draw):
     first, period = draw(st.integers(0, 3)), draw(st.integers(1, 4))
     repeats, rest = draw(st.integers(1, 4)), draw(st.integers(0, period - 1))
-    return Layout(first + period * repeats + rest, first, period, repeats)
+    return StackPattern(first + period * repeats + rest, first, period, repeats)
 
 
 def trees(layout, seed=0, alike=True):
@@ -106,7 +106,7 @@ def test_it_is_a_tree_of_what_is_stacked(layout):
 
 
 def test_different_shapes_are_kept_apart():
-    layout = Layout(6, 1, 2, 2)
+    layout = StackPattern(6, 1, 2, 2)
     values = trees(layout, alike=False)
     held = PerLayer.of(values, layout)
     assert held.merged() is held
@@ -125,7 +125,9 @@ def test_different_shapes_are_kept_apart():
     ],
     ids=["dtype", "shape", "structure", "none"],
 )
-@pytest.mark.parametrize("layout", [Layout(4, 0, 1, 4), Layout(5, 0, 2, 2), Layout(4, 1, 1, 3)])
+@pytest.mark.parametrize(
+    "layout", [StackPattern(4, 0, 1, 4), StackPattern(5, 0, 2, 2), StackPattern(4, 1, 1, 3)]
+)
 def test_values_of_equal_layers_are_equal(layout, other):
     values = [np.ones((2, 2), np.float32) for _ in range(layout.count)]
     values[3] = other(values[3])
@@ -135,7 +137,7 @@ def test_values_of_equal_layers_are_equal(layout, other):
 
 def test_another_number_of_values():
     with pytest.raises(ValueError, match="3 values for 4 layers"):
-        PerLayer.of([1, 2, 3], Layout(4, 0, 1, 4))
+        PerLayer.of([1, 2, 3], StackPattern(4, 0, 1, 4))
 
 
 def test_trees_of_every_kind():
@@ -143,7 +145,7 @@ def test_trees_of_every_kind():
         k: object
         v: object
 
-    layout = Layout(3, 0, 1, 3)
+    layout = StackPattern(3, 0, 1, 3)
     values = [Cache(jnp.full((2,), i), [jnp.full((), i)]) for i in range(3)]
     held = PerLayer.of(values, layout)
     assert isinstance(held[1], Cache) and int(held[1].v[0]) == 1
@@ -154,7 +156,7 @@ def test_trees_of_every_kind():
 
 
 def test_it_goes_through_transformations():
-    layout = Layout(5, 0, 2, 2)
+    layout = StackPattern(5, 0, 2, 2)
     values = [jnp.arange(2.0) + i if i % 2 else jnp.arange(3.0) + i for i in range(5)]
     held = PerLayer.of(values, layout)
     total = lambda held: sum(jnp.sum(value**2) for value in held)
@@ -165,7 +167,7 @@ def test_it_goes_through_transformations():
     shapes = jax.eval_shape(lambda held: held, held)
     assert shapes.layout == layout and shapes.rest[0].shape == (3,)
     assert jax.tree.structure(held) != jax.tree.structure(
-        PerLayer.of([jnp.arange(3.0)] * 5, Layout(5, 1, 2, 2))
+        PerLayer.of([jnp.arange(3.0)] * 5, StackPattern(5, 1, 2, 2))
     )
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(held)]
     assert names == [".slots[0]", ".slots[1]", ".rest[0]"]

@@ -172,7 +172,9 @@ def test_a_list_is_one_for_each_layer_and_a_tuple_is_a_tree(make):
 
 def test_what_is_no_number_of_layers_is_refused():
     _, stack = pair()
-    with pytest.raises(ValueError, match=r"an axis of 3 layers; x\['a'\] has shape \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"a leading axis of 3 layers; x\['a'\] has shape \(2, 4\)"
+    ):
         stack.scan(X, {"a": rows(2)}, mode="cache")
     with pytest.raises(ValueError, match=r"x has shape \(\)"):
         stack.scan(X, 1.0, mode="cache")
@@ -348,7 +350,7 @@ def test_nothing_of_size_zero_is_special():
 
 def test_keyword_arguments_that_cannot_be_constants():
     _, stack = pair()
-    with pytest.raises(TypeError, match=r"is an array or can be hashed \(mode\)"):
+    with pytest.raises(TypeError, match=r"\(mode\) must be arrays or hashable"):
         stack.scan(X, mode=Unhashable())
 
 
@@ -432,7 +434,7 @@ def test_outputs_of_a_pattern_are_one_array_where_they_are_alike():
     h, kept = stack.scan(X, stack.per_layer(list(caches)), mode="cache")
     assert isinstance(kept, PerLayer)
     close((h, kept.merged()), want)
-    with pytest.raises(ValueError, match="does not go with a stack of 5 layers"):
+    with pytest.raises(ValueError, match="does not fit a stack of 5 layers"):
         stack.scan(X, pattern()[1].per_layer(list(rows(8))), mode="cache")
 
 
@@ -628,7 +630,7 @@ def test_layers_with_a_derivative_of_their_own(remat):
 
 def test_a_wrong_policy():
     _, stack = pair()
-    with pytest.raises(ValueError, match="remat='dots' is no policy .* dots_saveable"):
+    with pytest.raises(ValueError, match="remat='dots' is not a policy .* dots_saveable"):
         stack.scan(X, remat="dots")
 
 

@@ -1,0 +1,45 @@
+"""The dtypes of any model's weights, and whether they are loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ..dtype import DType
+from ..errors import UserInputError
+
+
+def main_dtype(found: Mapping[str, Any]) -> DType | None:
+    """The float dtype of most values of a checkpoint or of a model's weights; None without floats."""
+    sizes: dict[DType, int] = {}
+    for data in found.values():
+        if data.dtype.is_float():
+            sizes[data.dtype] = sizes.get(data.dtype, 0) + math.prod(map(int, data.shape))
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def named_dtype(option: str, dtype: Any) -> DType:
+    """The dtype that a user passed as an option.
+
+    Raises:
+        UserInputError: it is not a dtype.
+    """
+    try:
+        return DType.of(dtype)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
+
+
+def check_loaded(model: Any) -> None:
+    """Checks that a model's weights are loaded.
+
+    Raises:
+        UserInputError: a weight is still a placeholder.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        raise UserInputError(
+            "the model's weights are not loaded: call model.load_state_dict(weights) first"
+        )
