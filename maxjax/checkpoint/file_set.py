@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import CheckpointError, OutOfMemoryError
 from ..storage.crc32 import crc32, crc32_of
-from ..storage.digests import MOST, Record, read_digests, to_bytes, told_apart
+from ..storage.digests import MAX_RECORDS, Record, matching_records, read_digests, to_bytes
 from ..storage.digests import NAME as DIGESTS
 from ..storage.files import OpenFile, file_range, open_regular
 from ..storage.index_file import open_index
@@ -152,7 +152,11 @@ def _commit(
             replace(one, beside=one.beside or known)
             for one in old.get(standing) or found.get(standing, ())
         ]
-    both = {**found, **old, **{n: [*old.get(n, ()), one][-MOST:] for n, one in records.items()}}
+    both = {
+        **found,
+        **old,
+        **{n: [*old.get(n, ()), one][-MAX_RECORDS:] for n, one in records.items()},
+    }
     staging.write(DIGESTS, [to_bytes({name: of for name, of in both.items() if of})])
     waits = (
         [staging.waiting] if os.path.isdir(os.path.join(staging.folder, staging.waiting)) else []
@@ -234,7 +238,7 @@ def _matching_records(path: str, records: list[Record]) -> list[Record]:
         found = [one for one in records if _matches(file, one)]
         if not path.endswith(".json"):
             with open_checkpoint(path, verify=False) as table:
-                found = told_apart(table.files[0], table.entries.values(), 0, found)
+                found = matching_records(table.files[0], table.entries.values(), 0, found)
     except CheckpointError:
         return records
     return found or records

@@ -225,7 +225,7 @@ class _Index:
             )
 
     def _check_complete(self, entries: dict[str, TensorEntry], elsewhere: dict[str, str]) -> None:
-        hint = "The index and the files do not belong together: fetch both again."
+        hint = "The index and the files do not belong together: download both again."
         if len(entries) < len(self.shard_of):
             tensor = next(tensor for tensor in self.shard_of if tensor not in entries)
             place = elsewhere.get(tensor)

@@ -25,8 +25,8 @@ from ..errors import (
     some,
 )
 from .digests import NAME as DIGESTS
-from .digests import attach, tell_unsummed
-from .directory import choose, is_weights, nothing, unread
+from .digests import attach, warn_without_checksums
+from .directory import choose, is_weights, no_weights, unread
 from .entry import TensorEntry
 from .files import open_regular, os_error
 from .formats import FORMATS, ORBAX, SAFETENSORS, SUFFIXES, UNREADABLE, Format
@@ -97,7 +97,7 @@ def open_checkpoint(
         raise UserInputError("no path was given. Name a file or a directory of weights.")
     table = _settled(paths, lambda: _open_all(paths, limits, verify))
     if verify is True:
-        tell_unsummed(table)
+        warn_without_checksums(table)
     return table
 
 
@@ -211,7 +211,7 @@ def _format_of(path: str, limits: Limits) -> Format:
         return SUFFIXES[end]
     if end in UNREADABLE and os.path.exists(path):
         raise CheckpointFormatError(
-            f"{UNREADABLE[end]} is not a format that is read",
+            f"{UNREADABLE[end]} is not a supported format",
             path=path,
             expected=f"one of {', '.join(SUFFIXES)}",
             found=f"a {end} file",
@@ -283,7 +283,7 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
         _tell(directory, len(left))
     if not chosen:
         listed = sorted([*names, *(f"{folder}/" for folder in folders)])
-        raise nothing(directory, listed, _with_weights(directory, folders))
+        raise no_weights(directory, listed, _with_weights(directory, folders))
     if rest := unread(names, chosen):
         _say(directory, some(chosen, 3), some(rest, 3))
     paths = [os.path.join(directory, name) for name in chosen]

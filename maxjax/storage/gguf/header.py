@@ -21,7 +21,7 @@ from ..limits import Limits, in_force
 from ..signatures import SNIFF_BYTES, foreign
 from ..strict_json import collector_paused
 from .types import GGML_TYPES, REMOVED, GgmlType
-from .values import IMPOSSIBLE, REFETCH, UINT32, Cursor, number
+from .values import DOWNLOAD_AGAIN, IMPOSSIBLE, UINT32, Cursor, number
 
 MAX_DIMS = 4
 # The format says 64, but files of image models use up to 128, including C's NUL.
@@ -166,7 +166,7 @@ def _bad_offset(
             f"{max(size - begin, 0)} bytes",
             offset=min(begin, size),
             tensor=info.name,
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
             cls=CheckpointTruncatedError,
         )
     hole = "bytes before it belong to no tensor"
@@ -254,7 +254,7 @@ def _byte_order(file: OpenFile) -> str:
             offset=len(start),
             expected=f"{_START_BYTES} bytes",
             found=f"{len(start)} bytes",
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
         )
     (little,), (big,) = struct.unpack_from("<I", start, 4), struct.unpack_from(">I", start, 4)
     if little in VERSIONS or big in VERSIONS:
@@ -285,7 +285,7 @@ def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
             offset=0,
             expected=f"{_START_BYTES} bytes",
             found="0 bytes",
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
         )
     old = _BEFORE.get(magic) or next((v for v in _BEFORE.values() if v.encode() == magic), None)
     if old:

@@ -41,7 +41,7 @@ _TYPES = "a value type from 0 to 12"
 
 KEY_BYTES = 65_535
 """The format's own bound on the length of a key."""
-REFETCH = "Incomplete download? Delete the file and fetch it again."
+DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def number(kind: int, value: Any) -> Any:
@@ -108,7 +108,7 @@ class Cursor:
             f"{nbytes} bytes",
             f"{self.remaining} bytes",
             tensor=tensor,
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
             cls=CheckpointTruncatedError,
         )
 

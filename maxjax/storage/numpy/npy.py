@@ -321,7 +321,7 @@ WHAT = "a NumPy .npy array"
 MAGIC = b"\x93NUMPY"
 # The first read: magic, version, length, and nearly always all of the header.
 _START_BYTES = 256
-_REFETCH = "Incomplete download? Delete the file and fetch it again."
+_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def open_npy(
@@ -381,7 +381,7 @@ def check_size(header: ArrayHeader, size: int, place: ArrayPlace) -> None:
             f"shape: the data of {list(header.shape)} ends after the last byte that is there",
             expected=f"{header.nbytes} bytes",
             found=f"{there} bytes",
-            hint=_REFETCH,
+            hint=_DOWNLOAD_AGAIN,
             **place.at(header.skip),
         )
     if header.nbytes < there:
@@ -439,7 +439,7 @@ def _short(place: ArrayPlace, what: str, at: int, wanted: int, there: int) -> Ch
         f"the array ends inside the {what}",
         expected=f"{wanted} bytes",
         found=f"{there} bytes",
-        hint=_REFETCH,
+        hint=_DOWNLOAD_AGAIN,
         **place.at(at),
     )
 

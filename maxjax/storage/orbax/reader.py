@@ -143,7 +143,7 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
                 tensor=leaf.name,
                 expected=f"one of {', '.join(DRIVERS.values())}",
                 found=" and ".join(there) or "neither",
-                hint="Fetch the checkpoint again, or open an earlier step.",
+                hint="Download the checkpoint again, or open an earlier step.",
             )
         drivers.append(there[0])
         wanted.append((leaf.name, _key(leaf.name, DRIVERS[there[0]])))

@@ -36,7 +36,7 @@ from ..limits import Limits
 # "value:ocdbt.process_0/:d/0123:0:99": kind, directory, file, offset, length.
 _REFERENCE = re.compile(r"(\w+):([^:]*):([^:]*):(\d{1,19}):(\d{1,19})", re.ASCII)
 _PROCESS = re.compile(r"ocdbt\.process_(\d+)")
-_HINT = "Fetch the checkpoint again, or open an earlier step."
+_HINT = "Download the checkpoint again, or open an earlier step."
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +341,12 @@ class Store:
         if message.startswith("NOT_FOUND") or "is missing" in message:
             return CheckpointMissingError(problem, **where)
         if "OUT_OF_RANGE" in message or "outside valid range" in message:
-            hint = "Incomplete copy, or cut while being read? Fetch the checkpoint again."
+            hint = "Incomplete copy, or cut while being read? Download the checkpoint again."
             return CheckpointTruncatedError(problem, hint=hint, **where)
         wrong = message.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED"))
         if wrong or (opening and message.startswith("FAILED_PRECONDITION")):
             return CheckpointFormatError(problem, **where)
-        hint = "It was damaged on its way or on the disk: fetch it again, or open an earlier step."
+        hint = "The file is corrupt: download it again, or open an earlier step."
         return CheckpointCorruptError(problem, hint=hint, **where)
 
     def _text(self, tensor: str | None, problem: str) -> str:

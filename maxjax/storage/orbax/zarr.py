@@ -233,7 +233,7 @@ def check_chunks(
             path=path,
             tensor=name,
             expected=f"chunk {found.key(absent)}",
-            hint="Fetch the checkpoint again, or open an earlier step.",
+            hint="Download the checkpoint again, or open an earlier step.",
         )
 
 

@@ -25,7 +25,7 @@ MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 # Bytes read from the file at first; most pickles of weights are shorter.
 _FIRST_BYTES = 1 << 20
-_REFETCH = "Incomplete download? Delete the file and fetch it again."
+_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def read_legacy(
@@ -170,7 +170,7 @@ class _Legacy:
                 offset=min(at, size),
                 expected=f"{8 + nbytes} bytes",
                 found=f"{max(size - at, 0)} bytes",
-                hint=_REFETCH,
+                hint=_DOWNLOAD_AGAIN,
             )
         return Stored(start, nbytes)
 

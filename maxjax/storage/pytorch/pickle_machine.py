@@ -194,7 +194,7 @@ class Reader:
             offset=self.where(self.at),
             expected=f"{wanted} bytes",
             found=f"{there} bytes",
-            hint="Incomplete download? Fetch it again.",
+            hint="Incomplete download? Download it again.",
         )
 
     def over(

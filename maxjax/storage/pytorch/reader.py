@@ -91,7 +91,7 @@ def read_pytorch(
             offset=0,
             expected="at least 1 byte",
             found="0 bytes",
-            hint="Incomplete download? Fetch it again.",
+            hint="Incomplete download? Download it again.",
         )
     if start.startswith(_ZIP) or _ZIP[0].startswith(start):
         return _read_zip(file, number, limits)
@@ -107,7 +107,7 @@ def read_pytorch(
             offset=0,
             expected="a zip archive or a pickle of torch.save",
             found=repr(start[:8]),
-            hint="Fetch the file again.",
+            hint="Download the file again.",
         ) from error
 
 

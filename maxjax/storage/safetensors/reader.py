@@ -33,7 +33,7 @@ _DTYPES = {
 _METADATA = "__metadata__"
 # The metadata key that lists the tensors of quantised blocks, with their kind.
 ENCODINGS = "maxjax.encodings"
-_REFETCH = "Incomplete download? Delete the file and fetch it again."
+_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def open_safetensors(
@@ -106,7 +106,7 @@ def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
             offset=offset,
             expected=f"{wanted} bytes",
             found=f"{found} bytes",
-            hint=_REFETCH,
+            hint=_DOWNLOAD_AGAIN,
         )
     if length == 0 or length >= _ABSURD:
         expected = f"a length between 2 and {there}"
@@ -270,7 +270,7 @@ class _Header:
             offset=self.data_start + begin,
             expected=f"{end - begin} bytes",
             found=f"{max(self.data_bytes - begin, 0)} bytes",
-            hint=_REFETCH,
+            hint=_DOWNLOAD_AGAIN,
         )
 
     def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
@@ -291,7 +291,7 @@ class _Header:
                 offset=place,
                 expected=f"a file of {place} bytes",
                 found=f"{self.file.size} bytes",
-                hint="Written by a downloader that had not finished? Fetch it again.",
+                hint="Written by a downloader that had not finished? Download it again.",
             )
 
     def _check_begin(self, entry: TensorEntry, place: int) -> int:

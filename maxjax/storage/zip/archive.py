@@ -97,11 +97,11 @@ class Archive:
         data = self.file.pread(member.offset, member.size, tensor=tensor)
         if crc is not None and crc32(data) != crc:
             raise CheckpointCorruptError(
-                f"the bytes of {member.name} are not those that were written",
+                f"the bytes of {member.name} do not match their checksum",
                 offset=member.offset,
                 expected=f"CRC-32 {crc:08x}",
                 found=f"{crc32(data):08x}",
-                hint="The file was damaged on its way or on the disk: fetch it again.",
+                hint="The file is corrupt: download it again.",
                 **where,
             )
         return data

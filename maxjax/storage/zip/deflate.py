@@ -22,7 +22,7 @@ from ..files import OpenFile, aligned_empty
 
 # Bytes read from the file at a time.
 COMPRESSED_BYTES = 256 << 10
-_REFETCH = "The file was damaged on its way or on the disk: fetch it again."
+_DOWNLOAD_AGAIN = "The file is corrupt: download it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,13 @@ class Deflated(Coding):
         self, file: OpenFile, offset: int, tensor: str | None, expected: str, found: str
     ) -> CheckpointError:
         return CheckpointCorruptError(
-            f"the bytes of {self.name} are not those that were written",
+            f"the bytes of {self.name} do not match their checksum",
             path=file.path,
             tensor=tensor,
             offset=offset,
             expected=expected,
             found=found,
-            hint=_REFETCH,
+            hint=_DOWNLOAD_AGAIN,
         )
 
     def _blocks(self, file: OpenFile, entry: TensorEntry) -> Iterator[np.ndarray]:

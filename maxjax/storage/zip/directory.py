@@ -87,7 +87,7 @@ def _cut(file: OpenFile) -> CheckpointError:
         offset=file.size,
         expected=f"an end record of {_END.size} bytes or more",
         found="the end of the file",
-        hint="Incomplete download? Delete the file and fetch it again.",
+        hint="Incomplete download? Delete the file and download it again.",
     )
 
 
@@ -387,7 +387,7 @@ class Directory:
             offset=at,
             expected=f"CRC-32 {record.crc:08x}",
             found=f"{crc:08x}",
-            hint="The file was damaged on its way or on the disk: fetch it again.",
+            hint="The file is corrupt: download it again.",
         )
 
     def _check_gap(self, record: _Record, flags: int, start: int, end: int) -> None:
