@@ -24,7 +24,7 @@ from ..storage.files import OpenFile, file_range, open_regular
 from ..storage.index_file import open_index
 from ..storage.open import beside_of, open_checkpoint
 from ..storage.safetensors.writer import Shard, file_pieces, index
-from ..storage.save.beside import Description, put_into_place, sum_of, waiting
+from ..storage.save.beside import Description, move_into_place, sum_of, waiting
 from ..storage.save.durable import flush_folder
 from ..storage.save.outgoing import Outgoing
 from ..storage.save.staging import Staging
@@ -118,9 +118,9 @@ def write_set(
             records[INDEX] = Record(len(text), {}, (len(text), crc32(text)))
         last = INDEX if text else SINGLE
         counts = [one.beside for name in before[:1] for one in found.get(name, ())]
-        said = _stage_others(staging, others, [one for one in counts if one is not None])
+        described = _stage_others(staging, others, [one for one in counts if one is not None])
         # In the record of each file: until the index is in place, the files are read without it.
-        records = {name: replace(one, beside=said) for name, one in records.items()}
+        records = {name: replace(one, beside=described) for name, one in records.items()}
         # The index is deleted before its files, so that it never names a missing one.
         gone = {*before, *_strays(folder, before, found)} - {last, *names}
         gone = sorted(gone, key=lambda name: (name != INDEX, name))
@@ -142,12 +142,12 @@ def _commit(
     staged.
     """
     folder, last = staging.directory, names[-1]
-    said = records[last].beside
+    described = records[last].beside
     old = {name: [*found.get(name, ()), *_minimal_record(folder, name, new, found)]
            for name, new in records.items()}  # fmt: skip
     standing = SINGLE if SINGLE in gone else last
-    if said is not None:
-        known = _existing_description(folder, said)
+    if described is not None:
+        known = _existing_description(folder, described)
         old[standing] = [
             replace(one, beside=one.beside or known)
             for one in old.get(standing) or found.get(standing, ())
@@ -170,20 +170,20 @@ def _commit(
         gone = [name for name in gone if not os.path.lexists(os.path.join(folder, name))]
         rest = {name: of for name, of in found.items() if name not in gone}
         final = {**rest, **{name: [_final_record(one)] for name, one in records.items()}}
-        _finish(staging, said, final if final != both else None)
+        _finish(staging, described, final if final != both else None)
     except BaseException:
         _end_interrupted(folder)
         raise
 
 
 def _finish(
-    staging: Staging, said: Description | None, final: Mapping[str, Sequence[Record]] | None
+    staging: Staging, described: Description | None, final: Mapping[str, Sequence[Record]] | None
 ) -> None:
     """The steps after the commit; as the new weights are valid already, their errors only warn."""
     try:
         with staging.saving("putting the other files into place"):
-            if said is not None:
-                _with_retry(lambda: put_into_place(staging.directory, said))
+            if described is not None:
+                _with_retry(lambda: move_into_place(staging.directory, described))
         if final is not None:
             staging.write(DIGESTS, [to_bytes(final)])
             staging.commit([DIGESTS])
@@ -205,14 +205,14 @@ def _with_retry(act: Callable[[], None]) -> None:
 
 def _final_record(record: Record) -> Record:
     """The record without what matters only until the old files are deleted."""
-    said = record.beside
-    return record if said is None else replace(record, beside=Description(said.files))
+    described = record.beside
+    return record if described is None else replace(record, beside=Description(described.files))
 
 
-def _existing_description(folder: str, said: Description) -> Description:
+def _existing_description(folder: str, described: Description) -> Description:
     """The other files of the checkpoint that is replaced, if its own record does not name them."""
     files = {}
-    for name in {**said.files, **said.gone}:
+    for name in {**described.files, **described.gone}:
         with contextlib.suppress(CheckpointError):  # there is no such file
             files[name] = sum_of(open_regular(os.path.join(folder, name)))
     return Description(files)
@@ -284,9 +284,9 @@ def _end_interrupted(folder: str) -> None:
     """Move the files that an interrupted save left staged into place, if its weights are valid."""
     if waiting(folder):
         with contextlib.suppress(CheckpointError, OSError):
-            said = beside_of(folder).said
-            if said is not None:
-                put_into_place(folder, said)
+            described = beside_of(folder).described
+            if described is not None:
+                move_into_place(folder, described)
 
 
 def _weights_there(folder: str) -> list[str]:
@@ -339,8 +339,8 @@ def _stage_others(
     # The files of a tokenizer belong together: old ones must not be read with the new ones.
     gone = {
         name: crc
-        for said in before
-        for name, crc in said.files.items()
+        for described in before
+        for name, crc in described.files.items()
         if name not in files and any(head in files and part(name) for head, part in _FILE_SETS)
     }
     return Description(files, gone) if files else None

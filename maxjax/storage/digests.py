@@ -41,7 +41,7 @@ from .entry import Checksum, TensorEntry
 from .files import OpenFile, file_range
 from .limits import Limits
 from .save.beside import Description, sum_of
-from .strict_json import collector_paused, load_json, require, shown, wrong
+from .strict_json import collector_paused, invalid, load_json, require, shown
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
@@ -306,7 +306,7 @@ def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[R
     for record in records:
         nbytes, wanted = record.header or (0, 0)
         if nbytes > file.size:
-            raise wrong(path, "a header", f"at most {file.size} bytes", nbytes, hint=_HINT)
+            raise invalid(path, "a header", f"at most {file.size} bytes", nbytes, hint=_HINT)
         crc = crc32(file.pread(0, nbytes)) if nbytes else 0
         if crc == wanted:
             found.append(record)
@@ -361,7 +361,7 @@ def _header(path: str, where: str, found: Any) -> tuple[int, int] | None:
     is_pair = isinstance(found, list) and len(found) == 2 and isinstance(found[1], str)
     if is_pair and type(found[0]) is int and found[0] >= 0 and _CRC.fullmatch(found[1]):
         return found[0], int(found[1], 16)
-    raise wrong(path, where, "a number of bytes and eight hexadecimal digits", found, hint=_HINT)
+    raise invalid(path, where, "a number of bytes and eight hexadecimal digits", found, hint=_HINT)
 
 
 def _crc(path: str, name: str, crc: Any) -> int:

@@ -14,7 +14,7 @@ from .formats import FORMATS, PYTORCH, Format
 _DOWNLOAD = "The download gave an error page instead of the file: download it again."
 _RENAME = "Rename it so that its name ends in {}."
 _DOWNLOAD_AGAIN = "Download the file again."
-_ONLY = "A pickle can run any code: only those of PyTorch are read, and they are not run."
+_ONLY = "A pickle can run any code. Only pickles of PyTorch are read, and none is executed."
 
 # Files that no reader supports: (pattern of the first bytes, what the file is, what to do).
 _FOREIGN = [
@@ -132,5 +132,7 @@ def _pickle(path: str, start: bytes, expected: str) -> CheckpointError:
         offset=first.start() if first else 0,
         expected=expected,
         found=what,
-        hint=_RENAME.format(PYTORCH.suffix) + " It is read without being run." if torch else _ONLY,
+        hint=_RENAME.format(PYTORCH.suffix) + " It is read without being executed."
+        if torch
+        else _ONLY,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...graph.weights import Weights
 from ...storage.files import open_regular
-from ...storage.orbax.maxjax_metadata import read_own
+from ...storage.orbax.maxjax_metadata import read_maxjax_metadata
 from ...storage.orbax.reader import open_orbax, orbax_items
 from ...storage.table import TensorTable
 from .save import MODEL
@@ -64,7 +64,7 @@ def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
 
 def _saved(directory: str, title: str, item: str | None, table: TensorTable) -> Saved | None:
     """The tree ``title``, which orbax calls ``item``; None for that if all its arrays are empty."""
-    own = read_own(table.metadata, directory, item or title, must_sum=True)
+    own = read_maxjax_metadata(table.metadata, directory, item or title, require_checksum=True)
     if item is None and not own.has_tree:
         return None
     plain = own.plain()

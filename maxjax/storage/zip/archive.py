@@ -25,8 +25,8 @@ class Archive:
     """The members of a zip archive by name, in the order of its directory; no data yet.
 
     Attributes: ``file`` and ``members``. Errors of its methods name ``tensor_of(name)`` as the
-    tensor. ``has_all_crcs``: whether a CRC of 0 is one like any other; else it says that none
-    was computed, as PyTorch writes on demand.
+    tensor. ``has_all_crcs``: whether a CRC of 0 is an ordinary value; otherwise it means that none was
+    computed, which is an option of PyTorch.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ def read_directory(
 
     Raises:
         CheckpointTruncatedError: the file ends before its end record.
-        CheckpointFormatError: another kind of file; members that overlap, are duplicate, are
-            encrypted, compressed with anything but deflate, or described in two ways; bytes
-            that belong to nothing, before, between and after them.
+        CheckpointFormatError: another kind of file; members that overlap, are duplicate, encrypted,
+            compressed with a method other than deflate, or described inconsistently; unexpected
+            bytes before, between or after them.
         CheckpointUnsafeError: the file is a pickle.
         CheckpointLimitError: the archive exceeds ``limits``, or a member would inflate to more
             than ``member_ratio`` times its bytes and a MiB.

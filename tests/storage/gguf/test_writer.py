@@ -209,11 +209,11 @@ def test_a_tensor_that_gives_other_bytes_than_it_said():
         (outgoing("w", np.ones(2, np.bool_)), "'w': GGUF has no bool"),
         (outgoing("w", np.ones(2, ml_dtypes.float8_e4m3fn)), "'w': GGUF has no float8_e4m3fn"),
         (outgoing("w", np.ones(2, np.uint8)), "'w': GGUF has no uint8"),
-        (outgoing("w", np.ones((1, 18), np.uint8), "GPTQ"), "no blocks 'GPTQ'"),
-        (outgoing("w", np.ones((1, 18), np.uint8), "F32"), "no blocks 'F32'"),
-        (outgoing("w", np.ones((1, 17), np.uint8), "Q4_0"), "whole Q4_0 blocks of 18 bytes"),
-        (outgoing("w", np.ones((1, 18), np.int8), "Q4_0"), "whole Q4_0 blocks"),
-        (outgoing("w", np.ones((), np.uint8), "Q4_0"), "whole Q4_0 blocks"),
+        (outgoing("w", np.ones((1, 18), np.uint8), "GPTQ"), "no block type 'GPTQ'"),
+        (outgoing("w", np.ones((1, 18), np.uint8), "F32"), "no block type 'F32'"),
+        (outgoing("w", np.ones((1, 17), np.uint8), "Q4_0"), "complete Q4_0 blocks of 18 bytes"),
+        (outgoing("w", np.ones((1, 18), np.int8), "Q4_0"), "complete Q4_0 blocks"),
+        (outgoing("w", np.ones((), np.uint8), "Q4_0"), "complete Q4_0 blocks"),
         (outgoing("w", np.ones((1,) * 5, np.int8)), "5 axes"),
         (outgoing("", np.ones(2, np.int8)), "1 to 127 bytes"),
         (outgoing("w" * 128, np.ones(2, np.int8)), "1 to 127 bytes"),
@@ -228,7 +228,7 @@ def test_tensors_that_the_format_cannot_hold(tensor, says):
 
 def test_names_stand_once():
     one = outgoing("w", np.ones(2, np.int8))
-    with pytest.raises(UserInputError, match="two tensors are called 'w'"):
+    with pytest.raises(UserInputError, match="two tensors are named 'w'"):
         plan_gguf({}, [one, one])
 
 

@@ -382,7 +382,7 @@ RCE = [
     content("rce_bin_symlinked_npy",
             lambda m: zipped(members(**{"data.pkl": hidden_array(m)})), UNSAFE, None, "NumPy",
             end="bin"),
-    raw("rce_stack_global_of_nothing", b"\x93.", UNSAFE, None, "name that is none"),
+    raw("rce_stack_global_of_nothing", b"\x93.", UNSAFE, None, "name is not text"),
     content("rce_torchscript", lambda m: zipped(script(m)), UNSAFE, None, "TorchScript"),
     content("rce_tar", tar, UNSAFE, None, "tar archive"),
     raw("pk_ext1", b"\x80\x02\x82\x01.", UNSAFE, None, "EXT1"),
