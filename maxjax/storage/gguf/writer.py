@@ -109,15 +109,6 @@ def plan_gguf(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> GGUFP
     return GGUFPlan(header, tuple(tensors), alignment)
 
 
-def gguf_pieces(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> Iterator[memoryview]:
-    """The bytes of a GGUF file in order; :func:`plan_gguf` also gives their number in advance.
-
-    Raises:
-        UserInputError: as for :func:`plan_gguf`.
-    """
-    return plan_gguf(metadata, tensors).pieces()
-
-
 # --- the table ----------------------------------------------------------------------------------
 
 

@@ -76,11 +76,16 @@ def open_orbax(
     try:
         arrays = _describe(store, tree, limits)
         extra.check_names({leaf.name for leaf, _ in arrays})
-        sums = {} if verify is False else _sums(location, limits)
+        digests = None if verify is False else read_digests(location.checkpoint, limits=limits)
+        sums = digests.of(DIRECTORY, 0) if digests else {}
         entries: dict[str, TensorEntry] = {}
         offset = 0
         for leaf, found in arrays:
-            entry = extra.applied(_entry(store, tree, leaf, found, offset))
+            coding = Chunks(store, found.driver, found.dtype, found.read_chunk, tree.is_dense)
+            entry = TensorEntry(
+                leaf.name, found.dtype, found.shape, 0, offset, found.nbytes, coding
+            )
+            entry = extra.applied(entry)
             entries[leaf.name] = replace(entry, checksum=_checksum(location, entry, sums))
             offset += entry.nbytes
         entries.update((entry.name, entry) for entry in extra.empty)
@@ -146,7 +151,8 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
                 hint="Download the checkpoint again, or open an earlier step.",
             )
         drivers.append(present[0])
-        requests.append((leaf.name, _key(leaf.name, DRIVERS[present[0]])))
+        end = DRIVERS[present[0]]
+        requests.append((leaf.name, f"{leaf.name}/{end}" if leaf.name else end))
     found = []
     described = store.descriptions(requests)
     for leaf, driver, (path, source) in zip(leaves, drivers, described, strict=True):
@@ -156,10 +162,6 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
         check_chunks(array, chunks[leaf.name], path, leaf.name, tree.is_dense)
         found.append((leaf, array))
     return found
-
-
-def _key(name: str, end: str) -> str:
-    return f"{name}/{end}" if name else end
 
 
 def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
@@ -199,18 +201,6 @@ def _check_total(store: Store, nbytes: int) -> None:
             expected=f"at most {limit} bytes of {store.nbytes} compressed ones",
             found=f"{nbytes} bytes",
         )
-
-
-def _entry(
-    store: Store, tree: Tree, leaf: Leaf, found: ArrayDescription, offset: int
-) -> TensorEntry:
-    coding = Chunks(store, found.driver, found.dtype, found.read_chunk, tree.is_dense)
-    return TensorEntry(leaf.name, found.dtype, found.shape, 0, offset, found.nbytes, coding)
-
-
-def _sums(location: TreeLocation, limits: Limits) -> dict[str, tuple[int, ...]]:
-    digests = read_digests(location.checkpoint, limits=limits)
-    return digests.of(DIRECTORY, 0) if digests else {}
 
 
 def _checksum(

@@ -250,7 +250,8 @@ class _HeaderParser:
             nonzero *= dim or 1
         if elements * bits != 8 * (end - begin):
             problem = f"the size does not match shape {_shown(list(shape))} and the dtype"
-            expected = _as_bytes(elements * bits)
+            nbytes, rest = divmod(elements * bits, 8)
+            expected = f"{_shown(nbytes)}{'.5' if rest else ''} bytes"
             raise self._error(
                 name, "data_offsets", problem, expected, f"{_shown(end - begin)} bytes"
             )
@@ -303,11 +304,6 @@ class _HeaderParser:
         begin = entry.offset - self.data_start
         expected = f"a begin of {position - self.data_start}"
         raise self._error(entry.name, "data_offsets", problem, expected, begin)
-
-
-def _as_bytes(bits: int) -> str:
-    half = ".5" if bits % 8 else ""
-    return f"{_shown(bits // 8)}{half} bytes"
 
 
 def _shown(value: Any) -> str:

@@ -190,7 +190,8 @@ class Beside:
             return False
         try:
             # Only under a real lock: without lock support, a save may be in progress.
-            if lock(fd, wait=False, unsupported=None) and self._is_current():
+            locked = lock(fd, wait=False, unsupported=None)
+            if locked and self._weights is not None and self._weights.is_in_place():
                 move_into_place(self.directory, self.described)
                 return True
         except OSError as error:
@@ -198,9 +199,6 @@ class Beside:
         finally:
             os.close(fd)
         return False
-
-    def _is_current(self) -> bool:
-        return self._weights is not None and bool(self._weights.is_in_place())
 
 
 def settled(read: Callable[[], _T]) -> _T:

@@ -77,8 +77,10 @@ class Staging:
         self._kept_text = f"Nothing in {self.shown} was changed." if exists else ""
         self._created: list[str] = []
         self._locks: list[int] = []  # of the directory, of the folder
-        self.folder = os.path.join(self.directory, _new_name())
-        self.waiting = f"{WAITING}{self.folder.rpartition('-')[2].removesuffix(_END)}"
+        # The name identifies process and host, before there is a file that does.
+        name = f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
+        self.folder = os.path.join(self.directory, name)
+        self.waiting = f"{WAITING}{name.rpartition('-')[2].removesuffix(_END)}"
         try:
             with self.saving("making the directory"):
                 self._create_directory()
@@ -377,11 +379,6 @@ def _is_dead(path: str) -> bool:
         return not _is_alive(owner.get("pid", pid)) or (not owner and age > _LOCKING_SECONDS)
     finally:
         os.close(fd)
-
-
-def _new_name() -> str:
-    """A unique name that identifies its process and host from the first moment."""
-    return f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
 
 
 def _host() -> str:

@@ -33,7 +33,7 @@ from maxjax.models.gguf import (
 from maxjax.models.gguf.config.families import ARCHITECTURE_OF
 from maxjax.models.gguf.sources import read_box
 from maxjax.models.gguf.tensors.read import EXACT_KEY
-from maxjax.storage.gguf.writer import gguf_pieces
+from maxjax.storage.gguf.writer import plan_gguf
 from maxjax.storage.parts import Part
 from maxjax.storage.save.outgoing import outgoing
 
@@ -55,7 +55,7 @@ def written(path, config, tensors, more=None, **options):
         outgoing(n, np.ascontiguousarray(d._typed()), (e := d.quantization_encoding) and e.value)
         for n, d in made.tensors.items()
     ]
-    path.write_bytes(b"".join(gguf_pieces(metadata, outgoings)))
+    path.write_bytes(b"".join(plan_gguf(metadata, outgoings).pieces()))
     return path
 
 
@@ -154,7 +154,7 @@ def test_norms_of_gemma_that_lose_bits_are_kept_beside(dtype, tmp_path):
     path = tmp_path / "m.gguf"
 
     def write(values):
-        pieces = gguf_pieces(metadata, [outgoing("blk.0.attn_norm.weight", values)])
+        pieces = plan_gguf(metadata, [outgoing("blk.0.attn_norm.weight", values)]).pieces()
         path.write_bytes(b"".join(pieces))
         return hf_tensors(load_weights(path))[NORM]
 
@@ -177,7 +177,7 @@ def test_norms_of_gemma_that_lose_nothing_are_not(tmp_path):
 def test_values_beside_that_do_not_fit(value, tmp_path):
     metadata = {"general.architecture": "gemma", "gemma.block_count": 1, EXACT_KEY + NORM: value}
     one = outgoing("blk.0.attn_norm.weight", np.ones(8, np.float32))
-    (tmp_path / "m.gguf").write_bytes(b"".join(gguf_pieces(metadata, [one])))
+    (tmp_path / "m.gguf").write_bytes(b"".join(plan_gguf(metadata, [one]).pieces()))
     with pytest.raises(CheckpointFormatError, match=r"m\.gguf: metadata key 'maxjax\.exact\."):
         hf_tensors(load_weights(tmp_path / "m.gguf"))
 
@@ -186,7 +186,7 @@ def test_values_beside_that_do_not_fit(value, tmp_path):
 def test_types_that_nobody_knows(value, tmp_path):
     metadata = {"general.architecture": "gemma", "gemma.block_count": 1, "maxjax.dtypes": value}
     one = outgoing("blk.0.attn_norm.weight", np.ones(8, np.float32))
-    (tmp_path / "m.gguf").write_bytes(b"".join(gguf_pieces(metadata, [one])))
+    (tmp_path / "m.gguf").write_bytes(b"".join(plan_gguf(metadata, [one]).pieces()))
     with pytest.raises(CheckpointFormatError, match=r"m\.gguf: metadata key 'maxjax\.dtypes'"):
         hf_tensors(load_weights(tmp_path / "m.gguf"))
 

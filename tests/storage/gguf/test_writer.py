@@ -10,7 +10,7 @@ from maxjax.dtype import DType
 from maxjax.errors import UserInputError
 from maxjax.storage.gguf.reader import open_gguf
 from maxjax.storage.gguf.types import GGML_TYPES_BY_NAME
-from maxjax.storage.gguf.writer import gguf_pieces, plan_gguf
+from maxjax.storage.gguf.writer import plan_gguf
 from maxjax.storage.save.outgoing import Outgoing, outgoing
 from tests.properties import examples
 
@@ -189,7 +189,7 @@ def test_no_tensor_is_asked_before_its_turn():
         yield memoryview(bytes(4))
 
     tensors = [Outgoing(name, DType.int8, (4,), lambda name=name: pieces_of(name)) for name in "ab"]
-    pieces = gguf_pieces({}, tensors)
+    pieces = plan_gguf({}, tensors).pieces()
     next(pieces)
     assert asked == []
     next(pieces)
@@ -200,7 +200,7 @@ def test_no_tensor_is_asked_before_its_turn():
 def test_a_tensor_that_gives_other_bytes_than_it_said():
     short = Outgoing("w", DType.int8, (4,), lambda: iter([memoryview(bytes(3))]))
     with pytest.raises(UserInputError, match="'w' has 3 bytes.*needs 4"):
-        list(gguf_pieces({}, [short]))
+        list(plan_gguf({}, [short]).pieces())
 
 
 @pytest.mark.parametrize(
