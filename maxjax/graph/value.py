@@ -22,7 +22,7 @@ from ..dtype import DType, promote
 from .device import DeviceRef
 from .operands import check_indices, check_product, from_numpy, promoted, same_rank
 from .operators import Operators
-from .rebinding import beside, rebound
+from .rebinding import rebound, sliced_sizes
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
@@ -348,7 +348,7 @@ class TensorValue(Operators):
         check_indices(key, array.shape)
         found = array[tuple(map(unwrap, key))]
         if any(type(part) is tuple for part in parts):
-            found = rebound(found, beside(parts, key, found.shape), "x[(slice, size)]")
+            found = rebound(found, sliced_sizes(parts, key, found.shape), "x[(slice, size)]")
         return self._result(found)
 
     def __bool__(self) -> bool:

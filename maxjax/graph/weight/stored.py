@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from ...dtype import DType
 from ...kernels import QuantArray, StackSlice
-from ...kernels.stack_slice import whole
+from ...kernels.stack_slice import stack_of
 from ..kind import KIND
 from ..placement.arrays import as_used, put, relaid, stays
 from ..placement.device_major import DeviceMajor
@@ -45,7 +45,7 @@ def standing_for(weight: Any) -> Any:
     if home is not None and RUNNING.is_below(home[0]):
         stack = standing_for(home[0])
         return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
-    return None if isinstance(whole(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
+    return None if isinstance(stack_of(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
 
 
 class StoredWeight:
