@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from .kind import giving
+from .kind import returning_values
 from .reroll import reroll
 from .subgraph import Subgraph
 from .symbolic import Scope, naming, sizes_of
@@ -181,7 +181,7 @@ class Graph(metaclass=_Meta):
         block = greenlet.getcurrent()
         # Entered by hand: the block is the caller's.
         self._entered.enter_context(naming(self._sizes, self._scope))
-        self._entered.enter_context(giving(True))
+        self._entered.enter_context(returning_values(True))
 
         def body(*tracers: Any) -> Any:
             return block.switch(tracers)

@@ -15,7 +15,7 @@ from ..dtype import DType
 from ..errors import some
 from ..kernels.stack_slice import stack_of
 from .graph import Graph, GraphWeight
-from .kind import giving
+from .kind import returning_values
 from .rebinding import check
 from .reroll import as_function, is_jit, is_literal
 from .shape import StaticDim
@@ -288,7 +288,7 @@ class Trees:
 
     def __call__(self, *values: TensorValue) -> tuple[Any, ...]:
         args = jax.tree.unflatten(self.inputs, [unwrap(value) for value in values])
-        with giving(False):  # as in a call of the Module itself
+        with returning_values(False):  # as in a call of the Module itself
             leaves, self.outputs = jax.tree.flatten(self._module(*args))
         return tuple(map(jnp.asarray, leaves))
 

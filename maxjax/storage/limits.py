@@ -160,7 +160,7 @@ def digits_hint(count: int) -> str | None:
     limit = sys.get_int_max_str_digits()
     if not 0 < limit < count:
         return None
-    return f"Raise the interpreter's limit too, with sys.set_int_max_str_digits; it is {limit}."
+    return f"Raise json_digits and Python's own limit of {limit}, with sys.set_int_max_str_digits."
 
 
 def in_force(limits: Limits | None = None) -> Limits:

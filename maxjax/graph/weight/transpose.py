@@ -16,7 +16,7 @@ from ... import kernels
 from ...dtype import DType, promote
 from ..operands import check_product
 from ..shape import Shape
-from ..value import TensorValue, around, unwrap, wraps
+from ..value import TensorValue, unwrap, wrap, wraps
 
 
 class _OfWeight:
@@ -114,13 +114,13 @@ class TransposedValue(_OfWeight, TensorValue):
                 check_product(array.shape, self.shape)
             if array.dtype != weight._dtype.np:
                 promote(DType.of(array.dtype), self.dtype)  # raises for an integer and a float
-        return around(kernels.matmul(array, weight))
+        return wrap(kernels.matmul(array, weight))
 
 
 jax.tree_util.register_pytree_with_keys(
     TransposedValue,
     lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
-    lambda _, leaves: around(next(iter(leaves))),  # type: ignore[arg-type]
+    lambda _, leaves: wrap(next(iter(leaves))),  # type: ignore[arg-type]
     lambda t: ((t._array,), None),
 )
 
