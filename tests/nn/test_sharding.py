@@ -1175,7 +1175,7 @@ def test_devices_that_cannot_be():
         linear().to(model4(), model4())
     with pytest.raises(UserInputError, match="needs a device or a mesh"):
         linear().to()
-    with pytest.raises(ValueError, match="needs 16 devices, and there are 8"):
+    with pytest.raises(ValueError, match="needs 16 devices, but there are 8"):
         maxjax.make_mesh(model=16)
     with pytest.raises(TypeError, match="not AbstractMesh"):
         linear().to(jax.sharding.AbstractMesh((2,), ("model",)))

@@ -20,7 +20,7 @@ from ...dtype import DType
 from ...kernels import QuantArray, StackSlice
 from ...kernels.stack_slice import stack_of
 from ..kind import KIND
-from ..placement.arrays import as_used, put, relaid, stays
+from ..placement.arrays import as_used, is_usable_in_place, put, relaid
 from ..placement.device_major import DeviceMajor
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
@@ -215,9 +215,9 @@ class StoredWeight:
 
     def array(self) -> Any:
         """The stored array, read now if necessary; inside a Graph, its tracer."""
-        standing = standing_for(self.weight)
-        if standing is not None:
-            return standing
+        tracer = standing_for(self.weight)
+        if tracer is not None:
+            return tracer
         leaf = self.leaf
         if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
             if self.weight._source is None:
@@ -235,14 +235,18 @@ class StoredWeight:
     def operand(self) -> Any:
         """The operand for ``kernels.matmul``: quantised weights and slices of stacks stay as they are."""
         packing = self.packing
-        return self._uncut() if packing is None else QuantArray(self._uncut(), packing.value)
+        return (
+            self._unprepared_operand()
+            if packing is None
+            else QuantArray(self._unprepared_operand(), packing.value)
+        )
 
-    def _uncut(self) -> Any:
+    def _unprepared_operand(self) -> Any:
         """The array; a layer of a stack stays a slice if it needs no preparation."""
         w, leaf = self.weight, self.leaf
         if type(leaf) is not StackSlice or w._layout is not None or standing_for(w) is not None:
             return w._as_array()
-        if w._sharding is None or stays(leaf, self.leaf_dims, w._sharding):
+        if w._sharding is None or is_usable_in_place(leaf, self.leaf_dims, w._sharding):
             return leaf
         return w._as_array()
 

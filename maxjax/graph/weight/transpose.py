@@ -20,7 +20,7 @@ from ..value import TensorValue, unwrap, wrap, wraps
 
 
 class _OfWeight:
-    """What both classes share: the properties of ``w.T`` that need no array."""
+    """The properties of ``w.T`` that need no array, for both classes."""
 
     __slots__ = ()
     _weight: Any
@@ -102,7 +102,7 @@ class TransposedValue(_OfWeight, TensorValue):
         return self._matmul(x, self)
 
     def _product(self, x: Any) -> Any:
-        """``x @ w.T``: see ``value.py``."""
+        """``x @ w.T``, called by ``value.py``."""
         array, weight = unwrap(x), self._weight
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)

@@ -289,8 +289,8 @@ class Weight(TensorValue):
     @property
     def value(self) -> Any:
         """The array, or None while the weight is lazy; inside a Graph, its tracer."""
-        standing = standing_for(self)
-        return self.stored.value if standing is None else self.stored.logical(standing)
+        tracer = standing_for(self)
+        return self.stored.value if tracer is None else self.stored.logical(tracer)
 
     @value.setter
     def value(self, value: Any) -> None:

@@ -207,7 +207,10 @@ def test_a_tensor_that_gives_other_bytes_than_it_said():
     ("tensor", "says"),
     [
         (outgoing("w", np.ones(2, np.bool_)), "'w': GGUF cannot store bool"),
-        (outgoing("w", np.ones(2, ml_dtypes.float8_e4m3fn)), "'w': GGUF cannot store float8_e4m3fn"),
+        (
+            outgoing("w", np.ones(2, ml_dtypes.float8_e4m3fn)),
+            "'w': GGUF cannot store float8_e4m3fn",
+        ),
         (outgoing("w", np.ones(2, np.uint8)), "'w': GGUF cannot store uint8"),
         (outgoing("w", np.ones((1, 18), np.uint8), "GPTQ"), "no block type 'GPTQ'"),
         (outgoing("w", np.ones((1, 18), np.uint8), "F32"), "no block type 'F32'"),
