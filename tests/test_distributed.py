@@ -283,7 +283,7 @@ def test_two_processes_multiply(tmp_path):
             own = [[start, start + 4] for start in range(16 * number, 16 * number + 16, 4)]
             assert told["asked"] == [[axis, *rows] for axis in (0, 1) for rows in own]
             assert told["reduces"] and told["right"] and told["equal"] == [True, True]
-            assert "has called initialize before" in told["again"]
+            assert "initialize was called before" in told["again"]
 
 
 def test_two_processes_load_a_model(tmp_path):
@@ -316,7 +316,7 @@ def test_two_processes_of_different_programs(tmp_path):
             assert worker.process.wait(START_SECONDS) == 0, worker.log()
         here, there = (worker.told() for worker in both)
     late = there.pop("late")
-    assert "comparing 'late': process 0 has not come to this point in 1 s" in late
+    assert "comparing 'late': process 0 has not reached this point in 1 s" in late
     for told in (here, there):
         assert told.pop("seconds") < 30
     assert here == there

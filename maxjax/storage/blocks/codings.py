@@ -12,7 +12,7 @@ from ..boxes import Box, Wanted, count, extents, runs, within
 from ..entry import DECODED_BYTES, Coding, TensorEntry, fill
 from ..files import OpenFile, aligned_empty
 from .decoders import decode_into
-from .layout import Layout, layout_of, swap_blocks
+from .layout import BlockLayout, layout_of, swap_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Decoded(Coding):
         return packed.size
 
 
-def _enclosing(box: Box, layout: Layout) -> Box:
+def _enclosing(box: Box, layout: BlockLayout) -> Box:
     """The box, counted in blocks, that encloses a box of values."""
     start, stop = box[-1]
     return (*box[:-1], (start // layout.elements, -(-stop // layout.elements)))

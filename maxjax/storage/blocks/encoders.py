@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from . import encode_k, encode_simple
-from .layout import LAYOUTS, Layout
+from .layout import LAYOUTS, BlockLayout
 from .scratch import Scratch, scratch_of_thread
 
 # (values float32 [n, elements], blocks uint8 [n, nbytes] to be filled, scratch); both are
@@ -79,7 +79,7 @@ def encode(encoding: str, values: np.ndarray, *, threads: int | None = None) -> 
     return blocks
 
 
-def _layout(encoding: str) -> Layout:
+def _layout(encoding: str) -> BlockLayout:
     if encoding not in ENCODERS:
         known = ", ".join(sorted(ENCODERS))
         raise NotImplementedError(
@@ -89,7 +89,7 @@ def _layout(encoding: str) -> Layout:
 
 
 def _run(
-    layout: Layout, values: np.ndarray, blocks: np.ndarray, threads: int | None
+    layout: BlockLayout, values: np.ndarray, blocks: np.ndarray, threads: int | None
 ) -> list[tuple[int, str]]:
     """Fills the blocks piece by piece, each thread taking the next one, up to an invalid value.
 
@@ -130,7 +130,7 @@ def _run(
 
 
 def _piece(
-    layout: Layout, values: np.ndarray, blocks: np.ndarray, scratch: Scratch
+    layout: BlockLayout, values: np.ndarray, blocks: np.ndarray, scratch: Scratch
 ) -> tuple[int, str] | None:
     """Encodes some blocks; returns the index of the first invalid value and the reason, or None."""
     finite = np.isfinite(values, out=scratch.array("finite", values.shape, "?"))

@@ -66,7 +66,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """A block type: ``elements`` values in ``nbytes`` bytes, divided into ``fields``.
 
     ``swappable`` says whether the block is defined in big-endian files; ``record`` is its NumPy dtype.
@@ -95,7 +95,7 @@ class Layout:
         return [records[field.name] for field in self.fields]
 
 
-def _parse(line: str) -> Layout:
+def _parse(line: str) -> BlockLayout:
     name, *rest = line.split()
     swappable = rest[0] != "!"
     elements, *fields = rest if swappable else rest[1:]
@@ -107,10 +107,10 @@ def _parse(line: str) -> Layout:
     record = [
         (f.name, f"<{f.code}", f.count) if f.count > 1 else (f.name, f"<{f.code}") for f in found
     ]
-    return Layout(name, int(elements), tuple(found), swappable, np.dtype(record))
+    return BlockLayout(name, int(elements), tuple(found), swappable, np.dtype(record))
 
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, BlockLayout] = {
     layout.name: layout for layout in map(_parse, _TABLE.strip().splitlines())
 }
 
@@ -119,7 +119,7 @@ KEPT = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """Types that stay quantised in memory, for kernels that take blocks. Others are read as float32."""
 
 
-def layout_of(name: str) -> Layout:
+def layout_of(name: str) -> BlockLayout:
     """The layout of a block type by its name.
 
     Raises:
@@ -134,7 +134,7 @@ def layout_of(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def block_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
+def block_shape(layout: BlockLayout, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of the values in an array of blocks whose shape in bytes is ``shape``.
 
     Raises:

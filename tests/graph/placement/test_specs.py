@@ -65,7 +65,7 @@ HEADS = S.segmented(1, 0, [Segment.head_aware(9, 4)])
         ((8, 6), Split(S.rowwise(1), EXPERTS), {"expert": 2, "model": 2},
          (("expert", "model"), None), "axis 0 over expert=2 and model=2"),
         ((8, 6), Split(S.rowwise(1), EXPERTS), {"ep": 2}, ("ep", None), "axis 0 over ep=2"),
-        ((7, 6), Split(S.rowwise(1), instead=S.columnwise(1)), {"model": 2}, (None, "model"),
+        ((7, 6), Split(S.rowwise(1), fallback=S.columnwise(1)), {"model": 2}, (None, "model"),
          "the 7 values of axis 0 do not divide by model=2; axis 1 over model=2"),
         ((8, 6), P("tp", None), {"model": 2}, ("model", None), "as given"),
         ((8, 6), (None, ("model", "data")), {"data": 3, "model": 2}, (None, ("model", "data")), "as"),
