@@ -255,25 +255,23 @@ def _digest(data: bytes) -> str:
     return f"sha256 {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-_versions: dict[str, str] = {}
+_facts: dict[str, str] = {}
 
 
 def _environment() -> dict[str, str]:
     """Versions, maxjax's own code, and the settings that affect how XLA compiles."""
     import jax
 
-    if not _versions:
-        _versions.update(
-            {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
-        )
+    if not _facts:
+        _facts.update({f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")})
         root = Path(__file__).parent
         code = (
             file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes()
             for file in sorted(root.rglob("*.py"))
         )
-        _versions["code of maxjax"] = _digest(b"".join(code))
+        _facts["code of maxjax"] = _digest(b"".join(code))
     settings = {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
     flags = {
         name: " ".join(_OWN_FLAGS.sub("", os.environ.get(name, "")).split()) for name in _FLAGS
     }
-    return _versions | settings | flags
+    return _facts | settings | flags

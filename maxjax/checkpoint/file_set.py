@@ -152,11 +152,8 @@ def _commit(
             replace(one, beside=one.beside or known)
             for one in old.get(standing) or found.get(standing, ())
         ]
-    both = {
-        **found,
-        **old,
-        **{n: [*old.get(n, ()), one][-MAX_RECORDS:] for n, one in records.items()},
-    }
+    new = {n: [*old.get(n, ()), one][-MAX_RECORDS:] for n, one in records.items()}
+    both = {**found, **old, **new}
     staging.write(DIGESTS, [to_bytes({name: of for name, of in both.items() if of})])
     waits = (
         [staging.waiting] if os.path.isdir(os.path.join(staging.folder, staging.waiting)) else []

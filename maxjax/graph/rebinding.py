@@ -78,9 +78,7 @@ def sliced_sizes(parts: Sequence[Any], key: Sequence[Any], shape: Sequence[Any])
         ValueError: the index also contains a tensor, which moves axes.
     """
     if any(getattr(part, "ndim", 0) for part in key):
-        raise ValueError(
-            "an index with (slice, size) can otherwise contain only numbers and slices"
-        )
+        raise ValueError("an index with (slice, size) can contain only numbers and slices besides")
     sizes, front, back = list(shape), 0, 0
     gap = next((i for i, part in enumerate(key) if part is Ellipsis), len(key))
     for part, made in zip(parts[:gap], key[:gap], strict=True):

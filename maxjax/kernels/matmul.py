@@ -69,9 +69,7 @@ def matmul(x: Any, w: Any) -> Any:
 
 def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if any(isinstance(w, QuantArray) for w in weights):
-        return [
-            _quantized(x, w) if isinstance(w, QuantArray) else _matmul(x, [w])[0] for w in weights
-        ]
+        return [_quant(x, w) if isinstance(w, QuantArray) else _matmul(x, [w])[0] for w in weights]
     dtypes = [_common_dtype(x, w) for w in weights]
     if not all(_has_kernel(x, w) for w in weights):
         return definition(x, [to_jax(w) for w in weights], dtypes)
@@ -106,7 +104,7 @@ def _eager_products(dtypes: tuple[Any, ...]) -> Any:
     return jax.jit(matmul)
 
 
-def _quantized(x: jax.Array, w: QuantArray) -> jax.Array:
+def _quant(x: jax.Array, w: QuantArray) -> jax.Array:
     """The matmul with quantised weights, in the dtype of ``x`` if that is a float."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
     blocks, encoding = to_jax(w.blocks), w.encoding

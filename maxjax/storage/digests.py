@@ -198,9 +198,7 @@ def attach(
         records = [] if digests is None else digests.files.get(name, ())
         fitting = [record for record in records if record.size == file.size]
         if records and not fitting:
-            _LOG.info(
-                "%s: %s records another file size, so no checksums are compared", file.path, NAME
-            )
+            _LOG.info("%s: %s records another size: no checksums are compared", file.path, NAME)
         fitting = _with_header(file, fitting, os.path.join(folder, NAME))
         fitting = matching_records(file, table.entries.values(), number, fitting)
         sums.append(_acceptable(fitting))
@@ -208,9 +206,8 @@ def attach(
         described = described if number else fitting
     if table.indexes and table.root is not None:
         folder = os.path.dirname(table.root.path)
-        described = fitting_index(
-            table.root, found.get(folder) or read_digests(folder, limits=limits)
-        )
+        digests = found.get(folder) or read_digests(folder, limits=limits)
+        described = fitting_index(table.root, digests)
     if not compare or not any(sums):
         return described
     paths = [os.path.join(os.path.dirname(file.path), NAME) for file in table.files]

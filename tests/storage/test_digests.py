@@ -577,7 +577,7 @@ def test_another_program_wrote_another_size(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "maxjax"), open_checkpoint(path, verify=True) as opened:
         assert opened.entries["wide"].checksum is None
         np.testing.assert_array_equal(opened.read("wide"), ARRAYS["wide"] + 1)
-    assert "records another file size" in caplog.text
+    assert "records another size" in caplog.text
 
 
 def test_a_file_that_is_not_listed_and_one_tensor_that_is_not(tmp_path):

@@ -103,10 +103,8 @@ def _convolve(
     input_layout: Any, filter_layout: Any, axes: int,
 ) -> jax.Array:  # fmt: skip
     x, w = _operands(x, filter, axes)
-    image, kernel = (
-        _dimension_numbers(_IMAGES, input_layout, axes),
-        _dimension_numbers(_FILTERS, filter_layout, axes),
-    )
+    image = _dimension_numbers(_IMAGES, input_layout, axes)
+    kernel = _dimension_numbers(_FILTERS, filter_layout, axes)
     channels = x.shape[image.index("C")]
     if not same(channels, w.shape[kernel.index("I")] * groups):
         raise ValueError(f"convolution of shape {x.shape} ({channels} channels) with filters {w.shape} in {groups} "
@@ -155,10 +153,8 @@ def conv2d_transpose(
         ValueError: as ``conv2d``.
     """
     x, w = _operands(x, filter, 2)
-    image, kernel = (
-        _dimension_numbers(_IMAGES, input_layout, 2),
-        _dimension_numbers(_FILTERS, filter_layout, 2),
-    )
+    image = _dimension_numbers(_IMAGES, input_layout, 2)
+    kernel = _dimension_numbers(_FILTERS, filter_layout, 2)
     if kernel != _FILTERS["CFRS", 2]:
         # In the convolution that this one transposes, inputs and outputs have swapped roles.
         kernel = kernel.translate(str.maketrans("IO", "OI"))

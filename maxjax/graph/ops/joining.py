@@ -109,7 +109,7 @@ def chunk(x: Any, chunks: int, axis: int = 0) -> Any:
     axis = axis_of(axis, x.ndim, "chunk", IndexError)
     if chunks < 1 or not same(x.shape[axis] % chunks, 0):
         raise ValueError(
-            f"chunk: axis {axis} of length {x.shape[axis]} does not divide into {chunks} equal pieces"
+            f"chunk: axis {axis} of length {x.shape[axis]} is not divisible by {chunks}"
         )
     return _pieces(x, (x.shape[axis] // chunks,) * chunks, axis)
 
@@ -132,9 +132,7 @@ def tile(x: Any, repeats: Iterable[Any]) -> Any:
     x = array(x)
     counts = to_sizes(repeats, x.shape)
     if len(counts) != x.ndim:
-        raise ValueError(
-            f"tile: the {x.ndim} axes of {x.shape} need {x.ndim} numbers, not {counts}"
-        )
+        raise ValueError(f"tile: the axes of {x.shape} need {x.ndim} numbers, not {counts}")
     if any(isinstance(n, int) and n < 1 for n in counts):
         raise ValueError(f"tile: the numbers must be positive, not {counts}")
     return jnp.tile(x, counts)
@@ -205,9 +203,7 @@ def pad(
     """
     x, numbers = array(input), list(paddings)
     if mode not in _PAD_MODES:
-        raise ValueError(
-            f"pad: mode must be one of {', '.join(map(repr, _PAD_MODES))}, not {mode!r}"
-        )
+        raise ValueError(f"pad: mode is one of {', '.join(map(repr, _PAD_MODES))}, not {mode!r}")
     if len(numbers) != 2 * x.ndim:
         raise ValueError(f"pad: two numbers for each of the {x.ndim} axes, not {numbers}")
     if any(isinstance(n, int) and n < 0 for n in numbers):

@@ -234,9 +234,7 @@ def _explicit_spec(
         if not all(
             isinstance(kind, str) for kind in (entry if type(entry) is tuple else [entry or ""])
         ):
-            raise UserInputError(
-                f"weight '{name}': {entry!r} in its spec is not the name of a mesh axis"
-            )
+            raise UserInputError(f"weight '{name}': {entry!r} in its spec is not a mesh axis")
         for kind in names_in(entry):
             found = axis_of(mesh, kind)
             if found is None:

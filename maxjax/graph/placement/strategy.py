@@ -220,9 +220,7 @@ class Segmented(_Ranges):
         total = sum(segment.size for segment in self.segments)
         packed = 2 * extent == total
         if not packed and extent != total:
-            raise ValueError(
-                f"segmented: the segments have {total} values in total, but the axis has {extent}"
-            )
+            raise ValueError(f"segmented: the segments have {total} values, the axis {extent}")
         found, offset = [], 0
         for segment in self.segments:
             start, end = segment.shard_range(i, n)

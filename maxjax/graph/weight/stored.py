@@ -235,11 +235,8 @@ class StoredWeight:
     def operand(self) -> Any:
         """The operand for ``kernels.matmul``: quantised weights and slices of stacks stay as they are."""
         packing = self.packing
-        return (
-            self._unprepared_operand()
-            if packing is None
-            else QuantArray(self._unprepared_operand(), packing.value)
-        )
+        operand = self._unprepared_operand()
+        return operand if packing is None else QuantArray(operand, packing.value)
 
     def _unprepared_operand(self) -> Any:
         """The array; a layer of a stack stays a slice if it needs no preparation."""

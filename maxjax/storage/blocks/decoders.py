@@ -98,13 +98,9 @@ def decode_into(
     layout = layout_of(name)
     shape = block_shape(layout, blocks.shape)
     if blocks.dtype != np.uint8 or out.dtype != np.float32:
-        raise TypeError(
-            f"expected uint8 blocks and a float32 output, got {blocks.dtype} and {out.dtype}"
-        )
+        raise TypeError(f"expected uint8 blocks and float32 out, got {blocks.dtype}, {out.dtype}")
     if out.shape != shape:
-        raise ValueError(
-            f"blocks of shape {blocks.shape} decode to shape {shape}, but the output has {out.shape}"
-        )
+        raise ValueError(f"blocks {blocks.shape} decode to shape {shape}, but out has {out.shape}")
     if not out.size:
         return
     if blocks.flags.c_contiguous and out.flags.c_contiguous:

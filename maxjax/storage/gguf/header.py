@@ -269,7 +269,7 @@ def _byte_order(file: OpenFile) -> str:
 
 
 # First bytes of llama.cpp's files from before August 2023.
-_OLD_MAGICS = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"nsgg": "ggsn"}
+_OLD = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"nsgg": "ggsn"}
 
 
 def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
@@ -284,14 +284,11 @@ def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
             found="0 bytes",
             hint=DOWNLOAD_AGAIN,
         )
-    old = _OLD_MAGICS.get(magic) or next(
-        (v for v in _OLD_MAGICS.values() if v.encode() == magic), None
-    )
+    old = _OLD.get(magic) or next((v for v in _OLD.values() if v.encode() == magic), None)
     if old:
         found = f"a pre-GGUF file ({old})"
-        return CheckpointFormatError(
-            f"the file is {found}", found=found, hint=CONVERT_AGAIN, **where
-        )
+        hint = CONVERT_AGAIN
+        return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
         found, hint = "a safetensors file", "Rename it so that its name ends in .safetensors."
         return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)

@@ -108,10 +108,8 @@ class Chunks(Coding):
             for index in product(*ranges):
                 found.setdefault(index, []).append(part)
         for index, users in sorted(found.items(), key=lambda pair: pair[0]):
-            block_box = tuple(
-                (i * step, (i + 1) * step) for i, step in zip(index, block, strict=True)
-            )
-            shared = (overlap(block_box, box) for box, _ in users)
+            part = tuple((i * step, (i + 1) * step) for i, step in zip(index, block, strict=True))
+            shared = (overlap(part, box) for box, _ in users)
             yield enclosing([box for box in shared if box is not None]), users
 
     def _covered(self, entry: TensorEntry, box: Box) -> list[int]:

@@ -119,11 +119,7 @@ class MaxjaxMetadata:
             except (KeyError, ValueError):
                 pass
         raise CheckpointFormatError(
-            "the text is not a value of its type",
-            path=self.path,
-            tensor=name,
-            expected=kind,
-            found=text,
+            "not a value of its type", path=self.path, tensor=name, expected=kind, found=text
         )
 
     def check_names(self, names: set[str]) -> None:

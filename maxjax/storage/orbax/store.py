@@ -202,9 +202,8 @@ class Store:
                     "cache_pool#ocdbt": {"total_bytes_limit": _NODES_BYTES},
                 }
             )
-            self._kvs = tensorstore.KvStore.open(
-                self._kvstore_spec(), context=self._context
-            ).result()
+            store = tensorstore.KvStore.open(self._kvstore_spec(), context=self._context)
+            self._kvs = store.result()
         self._values = self._read_values() if self.is_ocdbt else {}
 
     def __reduce__(self):

@@ -54,10 +54,10 @@ class Beside:
     Args:
         directory: directory of the files.
         weights: open file whose rename commits the checkpoint; None if not known.
-        said: descriptions from the records of that file; empty if another program wrote it.
+        described: descriptions from the records of that file; empty if another program wrote it.
 
     Attributes:
-        said: the description that applies; None if nothing is recorded.
+        described: the description that applies; None if nothing is recorded.
 
     Example:
         >>> import tempfile
@@ -121,52 +121,45 @@ class Beside:
         if self.described is None:
             return True
         files, gone = self.described.files, self.described.gone
-        if any(
-            _has_checksum(os.path.join(self.directory, name), crc) for name, crc in gone.items()
-        ):
+        folder = self.directory
+        if any(_has_checksum(os.path.join(folder, name), crc) for name, crc in gone.items()):
             return False
         for name in names or files:
-            place = os.path.join(self.directory, name)
-            if name in files and not _has_checksum(place, files[name]):
-                if self._has(name, files[name]):
+            path = os.path.join(folder, name)
+            if name in files and not _has_checksum(path, files[name]):
+                if self._find(name, files[name]):
                     return False
                 self._require_in_place()
-                if os.path.exists(place) and not name.endswith(_UNCHECKED):
-                    _warn_changed(place)
+                if os.path.exists(path) and not name.endswith(_UNCHECKED):
+                    _warn_changed(path)
         return True
 
     def _copy_to(self, folder: Path) -> None:
         """Copies the files into ``folder``, and links everything else of the directory."""
-        files, gone = (
-            ({}, {}) if self.described is None else (self.described.files, self.described.gone)
-        )
-        sidecars = (
-            entry.name for entry in _visible_entries(self.directory) if entry.name.endswith(_SMALL)
-        )
+        files = {} if self.described is None else self.described.files
+        gone = {} if self.described is None else self.described.gone
+        visible = (entry.name for entry in _visible_entries(self.directory))
+        sidecars = (name for name in visible if name.endswith(_SMALL))
         left_out = set()
         for name in dict.fromkeys([*files, *sidecars]):
-            place = os.path.join(self.directory, name)
-            if name in gone and _has_checksum(place, gone[name]):
+            path = os.path.join(self.directory, name)
+            if name in gone and _has_checksum(path, gone[name]):
                 left_out.add(name)
                 continue
-            fits = (
-                path
-                for path in self._candidates(name)
-                if name in files and _has_checksum(path, files[name])
-            )
             with contextlib.suppress(CheckpointMissingError):
-                _copy(next(fits, place), folder / name)
+                _copy(name in files and self._find(name, files[name]) or path, folder / name)
         _link(self.directory, folder, left_out)
 
     def _matching(self, described: Sequence[Description]) -> Description | None:
         """The first description all of whose files exist; several have equal weights."""
         for one in described:
-            if len(described) == 1 or all(self._has(*pair) for pair in one.files.items()):
+            if len(described) == 1 or all(self._find(*pair) for pair in one.files.items()):
                 return one
         return described[-1] if described else None
 
-    def _has(self, name: str, crc: int) -> bool:
-        return any(_has_checksum(path, crc) for path in self._candidates(name))
+    def _find(self, name: str, crc: int) -> str | None:
+        """The path of the file that has this checksum, in place or waiting to be moved there."""
+        return next((path for path in self._candidates(name) if _has_checksum(path, crc)), None)
 
     def _candidates(self, name: str) -> Iterator[str]:
         """The paths where a file may be; its final one twice, as it may be moved there meanwhile."""

@@ -76,9 +76,7 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
     try:
         flush_folder(folder)
     except OSError as error:
-        problem = (
-            f"the new file was written, but its directory could not be flushed: {error.strerror}"
-        )
+        problem = f"the file was written, but its directory was not flushed: {error.strerror}"
         raise save_failed(problem, path, error.errno, "A power cut may undo it.") from error
 
 

@@ -248,9 +248,7 @@ class Directory:
     def _record(self, data: bytes, at: int, base: int) -> tuple[_Record, int]:
         if len(data) - at < _CENTRAL.size or data[at : at + 4] != b"PK\1\2":
             found = repr(data[at : at + 4])
-            raise self._error(
-                "directory: a member was expected", base + at, "b'PK\\x01\\x02'", found
-            )
+            raise self._error("directory: not a member", base + at, "b'PK\\x01\\x02'", found)
         (
             _, _, version, flags, method, _, _, crc, compressed, size,
             name_bytes, extra_bytes, comment_bytes, disk, _, _, header,
