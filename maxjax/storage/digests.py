@@ -229,16 +229,13 @@ def warn_without_checksums(table: TensorTable) -> None:
     """Warns, once per file, about tensors without a checksum; for ``verify=True``."""
     missing: dict[str, int] = {}
     for entry in table.entries.values():
-        if entry.checksum is None and entry.nbytes and not _has_own(entry):
+        # A compressed archive member is compared with its checksum whenever it is read.
+        is_compressed = entry.coding is not None and not entry.coding.is_divisible
+        if entry.checksum is None and entry.nbytes and not is_compressed:
             path = table.files[entry.file].path
             missing[path] = missing.get(path, 0) + 1
     for path, count in missing.items():
         _warn_once(path, count, len(table.entries))
-
-
-def _has_own(entry: TensorEntry) -> bool:
-    # A compressed archive member is compared with its checksum whenever it is read.
-    return entry.coding is not None and not entry.coding.is_divisible
 
 
 @lru_cache(1024)
@@ -327,7 +324,7 @@ def _records(path: str, file: str, records: Any) -> Iterable[Record]:
     for record in records:
         require(isinstance(record, dict), path, where, "a list of objects", record, hint=_HINT)
         size, tensors = record.get("size"), record.get("tensors")
-        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        is_size = type(size) is int and size >= 0
         require(is_size, path, f"{where}: size", "a number of bytes", size, hint=_HINT)
         require(
             isinstance(tensors, dict), path, f"{where}: tensors", "an object", tensors, hint=_HINT

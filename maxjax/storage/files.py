@@ -130,7 +130,7 @@ class OpenFile:
             raise os_error(error, self.path, "reading failed", tensor=tensor) from error
 
     def _truncated(
-        self, offset: int, wanted: int, available: int, tensor: str | None
+        self, offset: int, wanted: int, left: int, tensor: str | None
     ) -> CheckpointError:
         return CheckpointTruncatedError(
             "the file ends inside the data",
@@ -138,7 +138,7 @@ class OpenFile:
             tensor=tensor,
             offset=offset,
             expected=f"{wanted} bytes",
-            found=f"{available} bytes",
+            found=f"{left} bytes",
             hint="Incomplete download, or truncated while being read? Download it again.",
         )
 

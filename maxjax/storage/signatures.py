@@ -132,7 +132,5 @@ def _pickle(path: str, start: bytes, expected: str) -> CheckpointError:
         offset=first.start() if first else 0,
         expected=expected,
         found=what,
-        hint=_RENAME.format(PYTORCH.suffix) + " It is read without being executed."
-        if torch
-        else _ONLY,
+        hint=_RENAME.format(PYTORCH.suffix) + " Its code is not executed." if torch else _ONLY,
     )

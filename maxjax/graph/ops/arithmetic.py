@@ -104,23 +104,23 @@ def logical_and(lhs: Any, rhs: Any) -> Any:
     Raises:
         ValueError: an operand is not boolean (as in the next two ops).
     """
-    return jnp.logical_and(
-        *binary_operands(boolean(lhs, "logical_and"), boolean(rhs, "logical_and"))
-    )
+    return jnp.logical_and(*_booleans(lhs, rhs, "logical_and"))
 
 
 @lift
 def logical_or(lhs: Any, rhs: Any) -> Any:
     """Logical or of boolean tensors."""
-    return jnp.logical_or(*binary_operands(boolean(lhs, "logical_or"), boolean(rhs, "logical_or")))
+    return jnp.logical_or(*_booleans(lhs, rhs, "logical_or"))
 
 
 @lift
 def logical_xor(lhs: Any, rhs: Any) -> Any:
     """Logical exclusive or of boolean tensors."""
-    return jnp.logical_xor(
-        *binary_operands(boolean(lhs, "logical_xor"), boolean(rhs, "logical_xor"))
-    )
+    return jnp.logical_xor(*_booleans(lhs, rhs, "logical_xor"))
+
+
+def _booleans(lhs: Any, rhs: Any, op: str) -> tuple[Any, Any]:
+    return binary_operands(boolean(lhs, op), boolean(rhs, op))
 
 
 @lift

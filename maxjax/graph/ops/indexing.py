@@ -127,17 +127,11 @@ def _scatter(input: Any, updates: Any, indices: Any, axis: int, op: str, mode: s
     x, new, positions = array(input), array(updates), integers(indices, op)
     axis = axis_of(axis, x.ndim, op)
     _same_dtype(x, new, op)
-    if (
-        positions.ndim != x.ndim
-        or not all(map(same, positions.shape, new.shape))
-        or new.ndim != x.ndim
-    ):
-        raise ValueError(f"{op}: updates {new.shape} and indices {positions.shape} must have the same shape, "
+    shape, dtype = positions.shape, positions.dtype
+    if not len(shape) == new.ndim == x.ndim or not all(map(same, shape, new.shape)):
+        raise ValueError(f"{op}: updates {new.shape} and indices {shape} must have the same shape, "
                          f"with as many axes as {x.shape}")  # fmt: skip
-    grid = [
-        positions if i == axis else _iota(positions.shape, i, positions.dtype)
-        for i in range(x.ndim)
-    ]
+    grid = [positions if i == axis else _iota(shape, i, dtype) for i in range(x.ndim)]
     return _update(x, tuple(grid), new, mode)
 
 

@@ -143,9 +143,8 @@ def resize_bicubic(input: Any, size: Iterable[Any]) -> Any:
     def along(x: jax.Array, axis: int, new: int) -> jax.Array:
         coordinate = _coordinates(x, axis, new, 0)
         low = np.floor(coordinate)
-        return _weighted_sum(
-            x, axis, [(low + k, _cubic(np.abs(coordinate - low - k))) for k in (-1, 0, 1, 2)]
-        )
+        points = [low + k for k in (-1, 0, 1, 2)]
+        return _weighted_sum(x, axis, [(p, _cubic(np.abs(coordinate - p))) for p in points])
 
     x = floating(input, "resize_bicubic")
     return rounded(_resized(wide(x), size, along, "resize_bicubic"), x.dtype)

@@ -110,7 +110,7 @@ def place(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 
             f"weight '{name}': a rule must be a PartitionSpec, a ShardingStrategy or None, not {wanted!r}"
         )
     if isinstance(wanted, PartitionSpec) or type(wanted) is tuple:
-        return Placed(_explicit_spec(name, shape, wanted, mesh, block), "as given")
+        return Placed(_explicit(name, shape, wanted, mesh, block), "as given")
     # The largest number of parts of each axis.
     counts = [*shape[:-1], shape[-1] // block] if shape else []
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -221,9 +221,7 @@ def spec_of(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
 
 
-def _explicit_spec(
-    name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int
-) -> PartitionSpec:
+def _explicit(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int) -> PartitionSpec:
     """A spec of the caller with the axis names of the mesh, checked against the shape."""
     if len(wanted) > len(shape):
         raise UserInputError(

@@ -344,12 +344,10 @@ class GGUFHeader:
         cursor, position = self.cursor, self.cursor.position
         self.key_position = position
         key = cursor.key(number)
+        what = f"key '{key[:80]}'"
         if key in self.metadata:
             expected = f"once, at byte {self.positions[key]}"
-            raise cursor.error(
-                f"key '{key[:80]}': occurs twice", expected, "again", offset=position
-            )
-        what = f"key '{key[:80]}'"
+            raise cursor.error(f"{what}: occurs twice", expected, "again", offset=position)
         kind = cursor.u32(what)
         if key == ALIGNMENT_KEY:
             self.alignment = self._read_alignment(kind)

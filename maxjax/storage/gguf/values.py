@@ -174,9 +174,8 @@ class Cursor:
             problem = f"{what}: longer than the file, and than a name may be"
             where = {"path": self.file.path, "offset": position}
             return self.limits.error(problem, "name_bytes", length, **where)
-        return self.error(
-            f"{what}: too long", f"at most {KEY_BYTES} bytes", length, offset=position
-        )
+        problem, expected = f"{what}: too long", f"at most {KEY_BYTES} bytes"
+        return self.error(problem, expected, length, offset=position)
 
     def name(self, raw: bytes, of: str, number: int, position: int) -> str:
         """Decodes the name of the ``number``-th "key" or "tensor"; refuses a NUL, which ends it in C."""

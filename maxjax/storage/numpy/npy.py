@@ -224,10 +224,8 @@ class HeaderText:
         if len(sizes) == 1 and not comma:
             raise self._error("shape: not a tuple", "a tuple of integers >= 0", f"({sizes[0]})")
         if len(sizes) > MAX_DIMS:
-            problem, expected = "shape: too many dimensions", f"<= {MAX_DIMS}"
-            raise CheckpointFormatError(
-                problem, expected=expected, found=len(sizes), **self.shape_at
-            )
+            problem, most, count = "shape: too many dimensions", f"<= {MAX_DIMS}", len(sizes)
+            raise CheckpointFormatError(problem, expected=most, found=count, **self.shape_at)
         self._next()
         return tuple(sizes)
 

@@ -138,7 +138,9 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
     )
     shape = value.get("write_shape")
     if shape is not None:
-        is_shape = isinstance(shape, list) and all(map(_is_size, shape))
+        is_shape = isinstance(shape, list) and all(
+            type(size) is int and size >= 0 for size in shape
+        )
         require(is_shape, path, "write_shape", "a list of sizes", shape, name)
         shape = tuple(shape)
     # The handler of a user's class has another kind, but stores arrays all the same.
@@ -239,7 +241,3 @@ def texts(metadata: Any) -> dict[str, str]:
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in metadata.items()
     }
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

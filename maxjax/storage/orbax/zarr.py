@@ -104,9 +104,8 @@ def _zarr3(value: dict[str, Any], path: str, name: str) -> ArrayDescription:
     require(grid == "regular", path, "chunk_grid", "'regular'", grid, name)
     shape = _sizes(value.get("shape"), path, "shape", name)
     chunk = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
-    encoding, options = _extension(
-        value.get("chunk_key_encoding"), path, "chunk_key_encoding", name
-    )
+    keys = value.get("chunk_key_encoding")
+    encoding, options = _extension(keys, path, "chunk_key_encoding", name)
     known = encoding in ("default", "v2")
     require(known, path, "chunk_key_encoding", "'default' or 'v2'", encoding, name)
     separator = options.get("separator", "/" if encoding == "default" else ".")

@@ -63,9 +63,8 @@ def _from_type(reader: Reader, arguments: tuple) -> Any:
     """The tensor itself of a tensor with Python attributes: (function, class, arguments, state)."""
     function = arguments[0] if arguments else None
     if type(function) is not Token or function.module != "torch._utils" or not function.reduce:
-        raise reader.error(
-            "a tensor with attributes", "a function that makes a tensor", shown(function)
-        )
+        expected = "a function that makes a tensor"
+        raise reader.error("a tensor with attributes", expected, shown(function))
     if len(arguments) != 4 or type(arguments[2]) is not tuple:
         raise reader.error("a tensor with attributes", "4 arguments", shown(arguments))
     if type(arguments[1]) is not Token or arguments[1].value != "class":

@@ -191,9 +191,7 @@ class Reader:
         """The error for data that ends before ``wanted`` more bytes."""
         available = len(self.data) - self.at
         return CheckpointTruncatedError(
-            "the pickle ends inside an instruction"
-            if wanted > 1
-            else "the pickle has no STOP instruction",
+            f"the pickle {'ends inside an instruction' if wanted > 1 else 'has no STOP instruction'}",
             path=self.path,
             offset=self.where(self.at),
             expected=f"{wanted} bytes",
@@ -320,9 +318,7 @@ class Reader:
             if type(key) is not str:
                 self.check_key(key)
             if key in target:
-                raise self.error(
-                    "a key occurs twice in one dict", "one value for each key", shown(key), key
-                )
+                raise self.error("a key occurs twice in one dict", "unique keys", shown(key), key)
             target[key] = value
 
     def check_key(self, key: Any) -> None:

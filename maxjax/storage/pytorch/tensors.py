@@ -181,9 +181,7 @@ class _TensorParser:
         for value in values:
             # The exact type: True is an int to isinstance.
             if type(value) is not int or value < 0:
-                raise self.error(
-                    f"{field}: not a number of values", "an integer >= 0", shown(value)
-                )
+                raise self.error(f"{field}: not a size", "an integer >= 0", shown(value))
         return values
 
     # --- the storage ---
@@ -192,9 +190,7 @@ class _TensorParser:
         """Where the storage lies; checks that it has the size that the pickle says."""
         numel, kind = storage.numel, storage.kind.value
         if type(numel) is not int or numel < 0:
-            raise self.error(
-                "storage numel: not a number of values", "an integer >= 0", shown(numel)
-            )
+            raise self.error("storage numel: not a size", "an integer >= 0", shown(numel))
         nbytes = numel * kind.np.itemsize
         if nbytes > self.all.limits.storage_bytes:
             raise self.over_limit("storage numel: too many bytes", "storage_bytes", nbytes)
@@ -250,9 +246,7 @@ class _TensorParser:
         start, size = self._integers("storage view", view[1:])
         if start + size > storage.numel:
             expected = f"at most {storage.numel} values"
-            raise self.error(
-                "storage view: ends after the end of its storage", expected, str(start + size)
-            )
+            raise self.error("storage view: ends outside its storage", expected, str(start + size))
         if stored.packed is not None:
             raise self.error("storage view: of a compressed storage", "a stored one", shown(view))
         itemsize = storage.kind.value.np.itemsize
@@ -320,9 +314,8 @@ class _TensorParser:
         if stored.packed is not None:
             order = _order(shape, steps)
             if order is None:
-                raise self.error(
-                    "stride: a view of a compressed storage", "contiguous values", "other strides"
-                )
+                problem = "stride: a view of a compressed storage"
+                raise self.error(problem, "contiguous values", "other strides")
             coding = stored.packed(start, order, swap)
             place, nbytes = stored.offset, stored.packed_bytes
         else:

@@ -325,10 +325,8 @@ class Directory:
             expected = f"{STORED} (stored) or {DEFLATED} (deflated)"
             raise self._error("compression method", where, expected, record.method, record)
         if version & 0xFF > _MAX_VERSION:
-            expected = f"at most {_MAX_VERSION}"
-            raise self._error(
-                "needs a newer version of zip", where, expected, version & 0xFF, record
-            )
+            expected, version = f"at most {_MAX_VERSION}", version & 0xFF
+            raise self._error("needs a newer version of zip", where, expected, version, record)
 
     def _check_size(self, record: _Record) -> None:
         """Refuses a member with too high a compression ratio, before anything else is trusted."""
@@ -358,9 +356,7 @@ class Directory:
         if signature != b"PK\3\4" or name != record.raw_name:
             found = repr(signature + head[_LOCAL.size :][:80])
             expected = repr(b"PK\3\4" + record.raw_name[:80])
-            raise self._error(
-                "its header does not match the directory", at, expected, found, record
-            )
+            raise self._error("its header differs from the directory", at, expected, found, record)
         if offset + record.compressed > end:
             problem = "overlaps what comes after it"
             found = f"{record.compressed} bytes from byte {offset}"
