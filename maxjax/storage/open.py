@@ -280,12 +280,12 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
             hint="Save again, which removes these files.",
         )
     if left:
-        _warn_leftovers(directory, len(left))
+        _warn_unfinished(directory, len(left))
     if not chosen:
         listed = sorted([*names, *(f"{folder}/" for folder in folders)])
         raise no_weights(directory, listed, _folders_with_weights(directory, folders))
     if rest := unread(names, chosen):
-        _say(directory, some(chosen, 3), some(rest, 3))
+        _log_unread(directory, some(chosen, 3), some(rest, 3))
     paths = [os.path.join(directory, name) for name in chosen]
     if len(paths) == 1:
         return _open_file(paths[0], limits)
@@ -293,14 +293,14 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
 
 
 @lru_cache(1024)
-def _warn_leftovers(directory: str, count: int) -> None:
+def _warn_unfinished(directory: str, count: int) -> None:
     what = f"{count} interrupted saves" if count > 1 else "an interrupted save"
     _LOG.warning("%s: the checkpoint is complete; %s left files, which the next save removes",
                  directory, what)  # fmt: skip
 
 
 @lru_cache(1024)  # once for a directory, not for each time it is opened
-def _say(directory: str, chosen: str, rest: str) -> None:
+def _log_unread(directory: str, chosen: str, rest: str) -> None:
     _LOG.info("%s: reading %s; not %s", directory, chosen, rest)
 
 

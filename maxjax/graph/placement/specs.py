@@ -87,7 +87,7 @@ def place(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 
         name: name of the weight, for messages.
         shape: sizes of the weight; for quantised weights counted in weights.
         block: number of values of the last axis that stay together: the quantisation block.
-        wish: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
+        wanted: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
             unchanged, or None for no request.
         mesh: a ``jax.sharding.Mesh``, or an AbstractMesh.
 

@@ -247,7 +247,7 @@ class StoredWeight:
             return leaf
         return w._as_array()
 
-    def placed(self, value: Any) -> Any:
+    def to_leaf(self, value: Any) -> Any:
         """A value in logical order, converted to the stored order and put on its sharding."""
         if self.weight._layout is not None and getattr(value, "is_fully_addressable", False):
             value = np.asarray(value)
@@ -258,7 +258,7 @@ class StoredWeight:
         # A copy: JAX on a CPU would share memory the user can write to.
         host = np.array(self.weight._source)
         with jax.ensure_compile_time_eval():
-            value = self.placed(host)
+            value = self.to_leaf(host)
             self.weight._put(value)
         self.weight._source = None
         return value

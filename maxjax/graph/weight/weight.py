@@ -321,7 +321,7 @@ class Weight(TensorValue):
         if other:
             self.stored.refuse_in_stack("another dtype")
         if self._sharding is not None:
-            value = self.stored.placed(value)
+            value = self.stored.to_leaf(value)
         self._put(value)
         self._loaded_shape = None
         if other:

@@ -141,10 +141,10 @@ class _WeightSource(PartSource):
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Reads rectangular parts, each into its memory."""
         dtype = np.dtype(self.array.dtype)
-        held = _parts(self.array, self.index)
+        sources = _parts(self.array, self.index)
         for part in parts:
             into = part.memory.view(dtype).reshape(extents(part.region))
-            _gather(into, part.region, held)
+            _gather(into, part.region, sources)
         return sum(part.memory.nbytes for part in parts)
 
 

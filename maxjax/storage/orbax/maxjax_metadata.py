@@ -183,7 +183,7 @@ def read_maxjax_metadata(
         checkpoint: directory of the checkpoint.
         item: name of the tree.
         limits: limits for its JSON.
-        must_sum: whether content without a checksum is refused.
+        require_checksum: whether content without a checksum is refused.
 
     Raises:
         CheckpointFormatError: the content is not what maxjax writes.
