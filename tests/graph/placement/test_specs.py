@@ -80,7 +80,7 @@ def test_where_and_why(shape, wish, sizes, spec, why):
 
 @pytest.mark.fast(
     "shape0-wish0-UserInputError-'w' of shape .8,. has no axis 1",
-    "shape5-wish5-UserInputError-over 'data', and the mesh has the axes model",
+    "shape5-wish5-UserInputError-'data', but the mesh has the axes model",
 )
 @pytest.mark.parametrize(
     ("shape", "wish", "error", "says"),
@@ -90,7 +90,7 @@ def test_where_and_why(shape, wish, sizes, spec, why):
         ((8, 6), S(2, lambda w, i, n: w), NotImplementedError, "'w' has a strategy made of a func"),
         ((10, 6), S.stacked_qkv(1, 2, 4), UserInputError, "'w': stacked_qkv: 10 rows"),
         ((10, 6), S.segmented(1, 0, [Segment.even(4)]), UserInputError, "cover 4 of an axis of 10"),
-        ((8, 6), P("data"), UserInputError, "over 'data', and the mesh has the axes model"),
+        ((8, 6), P("data"), UserInputError, "'data', but the mesh has the axes model"),
         ((7, 6), P("model"), UserInputError, "axis 0 of 7 does not divide by 2"),
         ((8, 6), P(None, None, "model"), UserInputError, "fewer axes than its spec"),
         ((8, 6), P("model", "tp"), UserInputError, "uses an axis of the mesh twice"),
