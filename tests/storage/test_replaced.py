@@ -214,7 +214,7 @@ def test_memory_that_runs_out_in_a_conversion(to, tmp_path, monkeypatch):
     def astype(self, dtype):
         raise MemoryError
 
-    monkeypatch.setattr(WeightData, "_cast", astype)
+    monkeypatch.setattr(WeightData, "cast", astype)
     with pytest.raises(OutOfMemoryError, match="tensor '0.weight'.*is unchanged"):
         checkpoint.convert(source, target, dtype="bfloat16", **options)
     assert value(target) == 1

@@ -63,7 +63,7 @@ class Target:
     @property
     def stored(self) -> Any:
         """The dtype on the disk."""
-        return self.data[0]._stored_dtype
+        return self.data[0].stored_dtype
 
     @property
     def on_its_way(self) -> int:

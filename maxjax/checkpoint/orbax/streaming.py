@@ -120,8 +120,8 @@ def _read(data: WeightData) -> np.ndarray:
     """Read a tensor without keeping it, as ``data.data`` would."""
     try:
         if data.is_loaded:
-            return np.asarray(data._typed())
-        return data._cast(read_all([data])[id(data)])
+            return np.asarray(data.typed())
+        return data.cast(read_all([data])[id(data)])
     except OutOfMemoryError:
         raise
     except MemoryError as error:

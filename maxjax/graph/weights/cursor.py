@@ -48,7 +48,7 @@ class _FullName(str):
     __slots__ = ()
 
 
-class _Family:
+class CheckpointSource:
     """The state that all cursors of one checkpoint share, and the DataSource of its WeightData."""
 
     def __init__(self, table: TensorTable, path: str, allocated: dict[str, Any] | None = None):
@@ -121,7 +121,7 @@ class Weights:
         (2, 3)
     """
 
-    _family: _Family
+    _family: CheckpointSource
     _prefix: str
     # Alignment of the file's tensors in bytes, for allocated Weights.
     _alignment: int | None = None
@@ -130,7 +130,7 @@ class Weights:
     def _of(cls, table: TensorTable, path: str, allocated: dict[str, Any] | None = None) -> Any:
         """The root of an open checkpoint."""
         self = object.__new__(cls)
-        self.__dict__.update(_family=_Family(table, path, allocated), _prefix="")
+        self.__dict__.update(_family=CheckpointSource(table, path, allocated), _prefix="")
         return self
 
     def _at(self, prefix: str) -> Weights:
@@ -227,7 +227,7 @@ class Weights:
         if entry is None:
             raise KeyError(self._unknown_name())
         encoding = QuantizationEncoding(entry.encoding) if entry.encoding else None
-        return WeightData._lazy(self._family, entry.name, entry.dtype, entry.shape, encoding)
+        return WeightData.lazy(self._family, entry.name, entry.dtype, entry.shape, encoding)
 
     def __jax_array__(self) -> jax.Array:
         return self.data().__jax_array__()
@@ -274,7 +274,7 @@ class Weights:
             raise ValueError(f"'{self.name}' has shape {_sizes(stored_shape)}, not {_sizes(shape)}")
         if dtype is not None:
             wanted = DType.of(dtype)
-            floats = data.dtype.is_float() or data._is_packed
+            floats = data.dtype.is_float() or data.is_packed
             if wanted is not data.dtype and not (wanted.is_float() and floats):
                 raise ValueError(
                     f"'{self.name}' is {data.dtype} and cannot be allocated as {wanted}: "
@@ -359,7 +359,7 @@ class SafetensorWeights(Weights):
     ):
         del tensors, tensors_to_file_idx  # MAX's own bookkeeping; the files have it
         paths = [os.fsdecode(path) for path in filepaths]
-        self._family = _Family(open_checkpoint(paths), paths[0], allocated)
+        self._family = CheckpointSource(open_checkpoint(paths), paths[0], allocated)
         self._prefix = prefix
 
     def allocate_as_bytes(self, dtype: Any = None) -> Weight:
@@ -387,7 +387,7 @@ class _Bytes(WeightData):
 
     @property
     def data(self) -> Any:
-        array = np.ascontiguousarray(np.asarray(self._of._typed()))
+        array = np.ascontiguousarray(np.asarray(self._of.typed()))
         return np.atleast_1d(array).view(np.uint8)
 
     @property
@@ -423,7 +423,7 @@ class UnreadWeights(Weights):
     """
 
     def __init__(self) -> None:
-        self._family = _Family(_NoTable(), "Graph.weights()")  # type: ignore[arg-type]
+        self._family = CheckpointSource(_NoTable(), "Graph.weights()")  # type: ignore[arg-type]
         self._prefix = ""
 
     def allocate(

@@ -147,17 +147,17 @@ class Pieces(NamedTuple):
     @property
     def is_direct(self) -> bool:
         """Whether the devices use the memory that is read into, without conversion."""
-        return self.data._stored_dtype == self.dtype and is_host(self.sharding)
+        return self.data.stored_dtype == self.dtype and is_host(self.sharding)
 
     @property
     def nbytes(self) -> int:
         """The bytes that the pieces take on the host until they are on their devices."""
-        itemsize = self.data._stored_dtype.itemsize
+        itemsize = self.data.stored_dtype.itemsize
         return sum(count(box) * itemsize for box in boxes(self.sharding, self.shape))
 
     def empty(self) -> dict[Box, np.ndarray]:
         """Memory for the pieces in the form they have on the disk."""
-        dtype = self.data._stored_dtype
+        dtype = self.data.stored_dtype
         return {
             box: memory_for(count(box) * dtype.itemsize, f"weight '{self.name}'")
             for box in boxes(self.sharding, self.shape)
@@ -175,10 +175,10 @@ class Pieces(NamedTuple):
 
     def converted(self, memory: dict[Box, np.ndarray]) -> dict[Box, np.ndarray]:
         """The pieces in the form the weight will have; empties ``memory``."""
-        dtype, found = self.data._stored_dtype, {}
+        dtype, found = self.data.stored_dtype, {}
         for box in list(memory):
             read = memory.pop(box).view(dtype).reshape(extents(box))
-            found[box] = np.asarray(self.convert(self.data._cast(read)))
+            found[box] = np.asarray(self.convert(self.data.cast(read)))
         return found
 
 

@@ -29,7 +29,7 @@ def shape_of(value: Any) -> Sequence[int]:
 def host_or_jax(value: Any) -> Any:
     """A NumPy array where the bytes are on the host, else a jax.Array."""
     if isinstance(value, WeightData):
-        value = value._typed()
+        value = value.typed()
     if isinstance(value, (np.ndarray, jax.Array)):
         return value
     if isinstance(value, (Buffer, np.generic)):

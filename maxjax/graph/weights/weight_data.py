@@ -108,11 +108,11 @@ class WeightData:
         self.quantization_encoding = quantization_encoding
         self.source: DataSource | None = None
         # After reading, blocks of this encoding are decoded, then casts are applied.
-        self._decodes: QuantizationEncoding | None = None
-        self._casts: tuple[DType, ...] = ()
+        self.decodes: QuantizationEncoding | None = None
+        self.casts: tuple[DType, ...] = ()
 
     @classmethod
-    def _lazy(
+    def lazy(
         cls,
         source: DataSource,
         name: str,
@@ -146,33 +146,33 @@ class WeightData:
     def data(self) -> Any:
         """The array, which is read at the first access."""
         if self._data is None and self.source is not None:
-            self._data = self._cast(self.source.read(self.name))
+            self._data = self.cast(self.source.read(self.name))
         return self._data
 
     @data.setter
     def data(self, data: Any) -> None:
         self._data = data
-        self.source, self._decodes, self._casts = None, None, ()
+        self.source, self.decodes, self.casts = None, None, ()
 
     @property
     def is_loaded(self) -> bool:
         """Whether the array is in memory."""
         return self._data is not None or self.source is None
 
-    def _cast(self, array: np.ndarray) -> np.ndarray:
-        if self._decodes is not None:
-            array = decode(self._decodes.value, array)
-        for dtype in self._casts:
+    def cast(self, array: np.ndarray) -> np.ndarray:
+        if self.decodes is not None:
+            array = decode(self.decodes.value, array)
+        for dtype in self.casts:
             array = cast_array(array, dtype)
         return array
 
     @property
-    def _stored_dtype(self) -> np.dtype:
+    def stored_dtype(self) -> np.dtype:
         """The dtype on the disk, before casts."""
         return self.dtype.np if self.source is None else self.source.stored(self.name)[0]
 
     @property
-    def _is_as_stored(self) -> bool:
+    def is_as_stored(self) -> bool:
         """Whether the data is on the disk, in the shape of its metadata."""
         if self.source is None or self.is_loaded:
             return False
@@ -196,12 +196,12 @@ class WeightData:
             raise ValueError(
                 f"'{self.name}' is {self.dtype.name}: {dtype.name} would lose the imaginary part"
             )
-        if self._is_packed and dtype.is_float():
+        if self.is_packed and dtype.is_float():
             return self._decoded()._as(dtype)
         return self._as(dtype)
 
     @property
-    def _is_packed(self) -> bool:
+    def is_packed(self) -> bool:
         encoding = self.quantization_encoding
         if encoding is None or not encoding.is_gguf or self.dtype is not DType.uint8:
             return False
@@ -212,7 +212,7 @@ class WeightData:
     def logical_shape(self) -> Shape:
         """The shape counted in weights; the plain shape for data without quantised blocks."""
         encoding = self.quantization_encoding
-        if encoding is None or not self._is_packed:
+        if encoding is None or not self.is_packed:
             return self.shape
         return Shape(encoding.logical_shape(tuple(map(int, self.shape))))
 
@@ -221,12 +221,12 @@ class WeightData:
         assert self.quantization_encoding is not None
         new = WeightData(None, self.name, DType.float32, self.logical_shape)
         if not self.is_loaded:
-            new.source, new._decodes = self.source, self.quantization_encoding
+            new.source, new.decodes = self.source, self.quantization_encoding
         elif isinstance(self._data, jax.ShapeDtypeStruct):
             shape = tuple(map(int, new.shape))
             new._data = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._data.sharding)
         else:
-            new._data = decode(self.quantization_encoding.value, np.asarray(self._typed()))
+            new._data = decode(self.quantization_encoding.value, np.asarray(self.typed()))
         return new
 
     def _as(self, dtype: DType) -> WeightData:
@@ -234,17 +234,17 @@ class WeightData:
             return self
         new = WeightData(None, self.name, dtype, self.shape)
         if not self.is_loaded:
-            new.source, new._decodes = self.source, self._decodes
-            new._casts = (*self._casts, dtype)
+            new.source, new.decodes = self.source, self.decodes
+            new.casts = (*self.casts, dtype)
         elif isinstance(self._data, jax.ShapeDtypeStruct):
             new._data = jax.ShapeDtypeStruct(
                 self._data.shape, dtype.np, sharding=self._data.sharding
             )
         else:
-            new._data = cast_array(np.asarray(self._typed()), dtype)
+            new._data = cast_array(np.asarray(self.typed()), dtype)
         return new
 
-    def _typed(self) -> Any:
+    def typed(self) -> Any:
         """The array in the dtype of the metadata."""
         data = self.data
         if isinstance(data, jax.Array) and data.dtype == self.dtype.np:
@@ -272,12 +272,12 @@ class WeightData:
         return buffer
 
     def __jax_array__(self) -> jax.Array:
-        array = self._typed()
+        array = self.typed()
         # A copy, because JAX on a CPU would share the memory of the array that ``data`` returns.
         return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._typed(), dtype=dtype, copy=copy)
+        return np.array(self.typed(), dtype=dtype, copy=copy)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self._exporter().__dlpack__(**kwargs)
@@ -286,7 +286,7 @@ class WeightData:
         return self._exporter().__dlpack_device__()
 
     def _exporter(self) -> Any:
-        array = self._typed()
+        array = self.typed()
         if isinstance(array, np.ndarray) and not is_native(array.dtype):
             return jax.device_put(
                 array, jax.local_devices(backend="cpu")[0]

@@ -36,7 +36,7 @@ def outgoing_data(
         encode: encoding to quantise the values to, and the function that encodes float32.
     """
     encoding = data.quantization_encoding
-    packed = encoding.value if encoding is not None and data._is_packed else None
+    packed = encoding.value if encoding is not None and data.is_packed else None
     shape, dtype = tuple(int(size) for size in data.shape), data.dtype
     if encode is not None:
         packed = encode[0]
@@ -61,21 +61,21 @@ def data_rows(data: WeightData) -> Iterator[np.ndarray]:
     """
     source = data.source
     if source is None or data.is_loaded:
-        yield np.asarray(data._typed())
+        yield np.asarray(data.typed())
         return
     dtype, shape = source.stored(data.name)
     rows = getattr(source, "rows", None)
     if rows is not None:
-        yield from map(data._cast, rows(data.name))
+        yield from map(data.cast, rows(data.name))
         return
     divisible = getattr(source, "is_divisible", None)
     if divisible is not None and not divisible(data.name):
-        yield data._cast(source.read(data.name))
+        yield data.cast(source.read(data.name))
         return
     for box in row_boxes(shape, dtype.itemsize):
         memory = aligned_empty(count(box) * dtype.itemsize)
         source.read_parts([Part(data.name, box, memory)])
-        yield data._cast(memory.view(dtype).reshape(extents(box)))
+        yield data.cast(memory.view(dtype).reshape(extents(box)))
 
 
 def row_boxes(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
@@ -112,7 +112,7 @@ def weight_data(name: str, weight: Weight) -> WeightData:
             "maxjax.checkpoint.save, which writes from all processes"
         )
     encoding = weight.quantization_encoding
-    return WeightData._lazy(values, name, DType.of(values.array.dtype), values.shape, encoding)
+    return WeightData.lazy(values, name, DType.of(values.array.dtype), values.shape, encoding)
 
 
 class _WeightSource(PartSource):

@@ -46,7 +46,7 @@ class Filling:
         if isinstance(self.change, Function):
             return False
         return all(
-            data._is_as_stored and data._decodes is None and data.dtype.np.itemsize
+            data.is_as_stored and data.decodes is None and data.dtype.np.itemsize
             for _, data in self.sources
         )
 
@@ -64,7 +64,7 @@ class Filling:
         sharding = self.target.sharding
         here = jax.default_backend() == "cpu" if sharding is None else is_host(sharding)
         _, data = self.sources[0]
-        return here and self.change is None and data._stored_dtype == self.target.dtype
+        return here and self.change is None and data.stored_dtype == self.target.dtype
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +72,7 @@ class Filling:
         return sum(self._nbytes_of(box) for box in self._boxes())
 
     def _nbytes_of(self, box: Box) -> int:
-        return sum(count(part) * data._stored_dtype.itemsize for data, part, _ in self._reads(box))
+        return sum(count(part) * data.stored_dtype.itemsize for data, part, _ in self._reads(box))
 
     def empty(self) -> dict[Box, np.ndarray]:
         """Memory for the pieces, in the dtype on the disk."""
@@ -94,7 +94,7 @@ class Filling:
         for box, into in memory.items():
             start = 0
             for data, part, _ in self._reads(box):
-                nbytes = count(part) * data._stored_dtype.itemsize
+                nbytes = count(part) * data.stored_dtype.itemsize
                 yield data, part, into[start : start + nbytes]
                 start += nbytes
 
@@ -109,9 +109,9 @@ class Filling:
     def _piece(self, box: Box, memory: np.ndarray) -> np.ndarray:
         start, found = 0, []
         for data, part, one in self._reads(box):
-            nbytes = count(part) * data._stored_dtype.itemsize
-            read = memory[start : start + nbytes].view(data._stored_dtype).reshape(extents(part))
-            read = self.converted(data._cast(read))
+            nbytes = count(part) * data.stored_dtype.itemsize
+            read = memory[start : start + nbytes].view(data.stored_dtype).reshape(extents(part))
+            read = self.converted(data.cast(read))
             found.append(
                 self.change.take(read, one) if isinstance(self.change, BoundLayout) else read
             )
@@ -126,7 +126,7 @@ class Filling:
         for name, data in self.sources:
             # Not data.data, which would keep the value: the data may belong to the caller.
             value = (
-                data._cast(read_all([data])[id(data)]) if not data.is_loaded else host_or_jax(data)
+                data.cast(read_all([data])[id(data)]) if not data.is_loaded else host_or_jax(data)
             )
             if isinstance(change, Function):
                 value = self._called(change, name, value)

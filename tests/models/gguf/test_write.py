@@ -52,7 +52,7 @@ def written(path, config, tensors, more=None, **options):
     made = gguf_tensors(config, tensors)
     metadata = gguf_metadata(config, made.tensors, **options) | made.metadata | (more or {})
     outgoings = [
-        outgoing(n, np.ascontiguousarray(d._typed()), (e := d.quantization_encoding) and e.value)
+        outgoing(n, np.ascontiguousarray(d.typed()), (e := d.quantization_encoding) and e.value)
         for n, d in made.tensors.items()
     ]
     path.write_bytes(b"".join(plan_gguf(metadata, outgoings).pieces()))
@@ -238,7 +238,7 @@ def test_parts_of_tensors_are_those_of_the_whole(case):
     made = gguf_tensors(config, lazy).tensors
     rng = np.random.default_rng(1)
     for name, data in made.items():
-        whole = np.asarray(gguf_tensors(config, weights(arrays)).tensors[name]._typed())
+        whole = np.asarray(gguf_tensors(config, weights(arrays)).tensors[name].typed())
         box = tuple(tuple(sorted(rng.integers(0, size + 1, 2))) for size in map(int, data.shape))
         expected = whole[tuple(slice(*span) for span in box)]
         array, _ = read_box(data, box)
@@ -270,7 +270,7 @@ def test_experts_are_read_one_by_one():
             return sum(part.memory.nbytes for part in parts)
 
     names = [f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in range(3)]
-    tensors = {n: WeightData._lazy(Watched(), n, DType.float32, (6, 4)) for n in names}
+    tensors = {n: WeightData.lazy(Watched(), n, DType.float32, (6, 4)) for n in names}
     data = gguf_tensors(config, tensors).tensors["blk.0.ffn_gate_exps.weight"]
     assert tuple(map(int, data.shape)) == (3, 6, 4) and asked == []
     read_box(data, ((1, 2), (2, 3), (0, 4)))

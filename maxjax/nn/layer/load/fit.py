@@ -182,7 +182,7 @@ def as_it_is(one: Fit) -> bool:
     """Whether the weight takes the bytes on disk without conversion."""
     data = one.value
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
-    changed = data._casts or data._decodes is not None
+    changed = data.casts or data.decodes is not None
     plain = not changed and not one.as_bytes and one.loaded_shape is None
     return plain and data.dtype.np == target
 
@@ -191,7 +191,7 @@ def in_pieces(one: Fit) -> bool:
     """Whether each device's piece is read separately: the value is on disk and goes to several devices."""
     if not is_spread(one.weight.sharding) or not is_lazy(one):
         return False
-    return not one.as_bytes and one.loaded_shape is None and one.value._is_as_stored
+    return not one.as_bytes and one.loaded_shape is None and one.value.is_as_stored
 
 
 def pieces(one: Fit) -> Pieces:
@@ -228,7 +228,7 @@ def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[An
             continue
         array = remaining.pop(id(one.value), None)
         owned = array is not None
-        array = one.value._cast(array) if owned else host_or_jax(one.value)
+        array = one.value.cast(array) if owned else host_or_jax(one.value)
         arrays.append(_place(one, convert(one, array), owned))
     return arrays
 
@@ -236,7 +236,7 @@ def materialise(fits: Sequence[Fit], fresh: Mapping[int, np.ndarray]) -> list[An
 def host(one: Fit) -> np.ndarray:
     """The converted value as a host array; read now if it is on disk."""
     array = (
-        one.value._cast(read_all([one.value])[id(one.value)])
+        one.value.cast(read_all([one.value])[id(one.value)])
         if is_lazy(one)
         else host_or_jax(one.value)
     )

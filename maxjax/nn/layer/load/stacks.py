@@ -70,7 +70,7 @@ class StackLoad:
             if (
                 is_lazy(one)
                 and as_it_is(one)
-                and one.value._is_as_stored
+                and one.value.is_as_stored
                 and id(one.value) not in taken
             ):
                 taken.add(id(one.value))
