@@ -37,5 +37,5 @@ def missing(name: str) -> NoReturn:
         AttributeError: MAX does not have it either.
     """
     if name in REASONS:
-        raise NotImplementedError(f"ops.{name} does not exist in maxjax: {REASONS[name]}")
+        raise NotImplementedError(f"MAX's ops.{name} does not exist in maxjax: {REASONS[name]}")
     raise AttributeError(f"module 'maxjax.graph.ops' has no attribute {name!r}")
