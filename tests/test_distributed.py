@@ -137,17 +137,17 @@ def test_a_name_that_is_a_loopback_address_here(monkeypatch):
         with pytest.raises(UserInputError, match=r"'node0' is 127\.0\.1\.1 on this machine, .* Wr"):
             distributed.initialize("node0:1234", 2, process_id)
     lookup("127.0.1.1", "10.0.0.1")
-    distributed._check_meaning("node0", 1234)
+    distributed._check_host("node0", 1234)
     lookup()
     for host in ("localhost", "LocalHost", "127.0.0.1", "127.9.9.9", "::1", "10.0.0.1", "fd00::1"):
-        distributed._check_meaning(host, 1234)
+        distributed._check_host(host, 1234)
 
 
 def test_where_the_coordinator_listens():
     port = free_port()
-    assert distributed._place_to_listen("127.0.0.1", port) == f"127.0.0.1:{port}"
-    assert distributed._place_to_listen("localhost", port) == f"localhost:{port}"
-    assert distributed._place_to_listen("10.0.0.1", port) is None
+    assert distributed._bind_address("127.0.0.1", port) == f"127.0.0.1:{port}"
+    assert distributed._bind_address("localhost", port) == f"localhost:{port}"
+    assert distributed._bind_address("10.0.0.1", port) is None
     with socket.create_server(("127.0.0.1", port)):
         for host in ("127.0.0.1", "10.0.0.1"):
             with pytest.raises(UserInputError, match=rf"port {port} cannot be opened .*in use"):

@@ -89,7 +89,12 @@ def test_where_and_why(shape, wish, sizes, spec, why):
         ((8, 6), S.tensor_parallel(2), UserInputError, "tensor_parallel is for whole layers"),
         ((8, 6), S(2, lambda w, i, n: w), NotImplementedError, "'w' has a strategy made of a func"),
         ((10, 6), S.stacked_qkv(1, 2, 4), UserInputError, "'w': stacked_qkv: 10 rows"),
-        ((10, 6), S.segmented(1, 0, [Segment.even(4)]), UserInputError, "cover 4 of an axis of 10"),
+        (
+            (10, 6),
+            S.segmented(1, 0, [Segment.even(4)]),
+            UserInputError,
+            "have 4 values, the axis 10",
+        ),
         ((8, 6), P("data"), UserInputError, "'data', but the mesh has the axes model"),
         ((7, 6), P("model"), UserInputError, "axis 0 of 7 does not divide by 2"),
         ((8, 6), P(None, None, "model"), UserInputError, "fewer axes than its spec"),
