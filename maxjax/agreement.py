@@ -31,16 +31,16 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 _OWN_FLAGS = re.compile(r"--xla_(?:dump|hlo_profile|force_host_platform_device_count)\S*")
 # The address of a callback in a lowered program, which differs between processes.
 _ADDRESS = re.compile(r'backend_config = "\d{6,}"')
-_SHOWN = 60
-_SLICE_MS = 500  # length of one wait; Ctrl-C takes effect between two of them
-_PATIENCE = 300
+_MAX_SHOWN = 60
+_WAIT_MS = 500  # length of one wait; Ctrl-C takes effect between two of them
+_TIMEOUT_SECONDS = 300
 
 
 def same_program(
     name: str,
     *,
     processes: Iterable[int] | None = None,
-    timeout: int = _PATIENCE,
+    timeout: int = _TIMEOUT_SECONDS,
     **parts: Any,
 ) -> None:
     """Check that all processes are about to run the same program. Each process must call it.
@@ -73,17 +73,17 @@ def same_program(
         >>> lowered = jax.jit(lambda x: x + 1).lower(1.0)
         >>> same_program("step", program=lowered, config={"layers": 2})
     """
-    facts = {part: _fact(part, value) for part, value in parts.items()}
-    world = _coordinator()
-    if world is None:
+    facts = {part: _comparable(part, value) for part, value in parts.items()}
+    service = _coordinator()
+    if service is None:
         return
-    client, me, count = world
+    client, process, count = service
     members = sorted(range(count) if processes is None else set(processes))
-    if me not in members:
-        raise UserInputError(f"processes are {members}, and this one is process {me}")
+    if process not in members:
+        raise UserInputError(f"this is process {process}, which is not among processes={members}")
     if len(members) == 1:
         return
-    _compare(client, me, members, {"name": name} | facts | _surroundings(), timeout)
+    _compare(client, process, members, {"name": name} | facts | _environment(), timeout)
 
 
 def agreed(
@@ -102,7 +102,7 @@ def agreed(
 
     if not jax.distributed.is_initialized():
         return run
-    used = {device.process_index for one in shardings if one for device in one.device_set}
+    used = {device.process_index for s in shardings if s for device in s.device_set}
     if len(used) < 2:
         return run
     digest = [_digest(_ADDRESS.sub("", program()).encode())]
@@ -131,26 +131,26 @@ def as_first(name: str, answer: Callable[[], str], *, timeout: int = 60) -> str:
         >>> as_first("tied", lambda: "yes")
         'yes'
     """
-    world = _coordinator()
-    if world is None:
+    service = _coordinator()
+    if service is None:
         return answer()
-    client, me, _ = world
+    client, process, _ = service
     # The number distinguishes repeated calls, whose answers may differ.
-    key = f"maxjax/asked/{name}/{next(_asked.setdefault(name, itertools.count()))}"
-    if me == 0:
-        found = answer()
-        client.key_value_set(key, found)
-        return found
+    key = f"maxjax/answers/{name}/{next(_answers.setdefault(name, itertools.count()))}"
+    if process == 0:
+        value = answer()
+        client.key_value_set(key, value)
+        return value
     try:
-        return _awaited(client, key, name, 0, time.monotonic() + timeout, timeout)
+        return _wait_for(client, key, name, 0, time.monotonic() + timeout, timeout)
     except PeerLostError as error:
         if "coordination service is gone" in str(error):
             raise
         return answer()
 
 
-_asked: dict[str, Iterator[int]] = {}
-_turns: dict[tuple[int, ...], Iterator[int]] = {}  # number of comparisons so far, by members
+_answers: dict[str, Iterator[int]] = {}
+_comparisons: dict[tuple[int, ...], Iterator[int]] = {}  # number of comparisons so far, by members
 
 
 def _coordinator() -> tuple[Any, int, int] | None:
@@ -167,32 +167,32 @@ def _coordinator() -> tuple[Any, int, int] | None:
 
 
 def _compare(
-    client: Any, me: int, members: Sequence[int], facts: Mapping[str, str], timeout: int
+    client: Any, process: int, members: Sequence[int], facts: Mapping[str, str], timeout: int
 ) -> None:
     """Send ``facts`` to the first member, which compares them and sends its verdict to all."""
-    turn = next(_turns.setdefault(tuple(members), itertools.count()))
-    place = f"maxjax/same/{'_'.join(map(str, members))}/{turn}"
+    number = next(_comparisons.setdefault(tuple(members), itertools.count()))
+    prefix = f"maxjax/same/{'_'.join(map(str, members))}/{number}"
     first, deadline = members[0], time.monotonic() + timeout
     name = facts["name"]
-    if me != first:
-        client.key_value_set(f"{place}/{me}", json.dumps(facts))
-        verdict = _awaited(client, f"{place}/verdict", name, first, deadline, timeout)
+    if process != first:
+        client.key_value_set(f"{prefix}/{process}", json.dumps(facts))
+        verdict = _wait_for(client, f"{prefix}/verdict", name, first, deadline, timeout)
     else:
-        every = {me: dict(facts)}
+        all_facts = {process: dict(facts)}
         for other in members[1:]:
-            text = _awaited(client, f"{place}/{other}", name, other, deadline, timeout)
-            every[other] = json.loads(text)
-        verdict = _verdict(every)
-        client.key_value_set(f"{place}/verdict", verdict)
+            text = _wait_for(client, f"{prefix}/{other}", name, other, deadline, timeout)
+            all_facts[other] = json.loads(text)
+        verdict = _verdict(all_facts)
+        client.key_value_set(f"{prefix}/verdict", verdict)
     if verdict != "equal":
         raise ProgramMismatchError(verdict)
 
 
-def _awaited(client: Any, key: str, name: str, peer: int, deadline: float, timeout: int) -> str:
+def _wait_for(client: Any, key: str, name: str, peer: int, deadline: float, timeout: int) -> str:
     """Wait for a value in the coordination service."""
     while True:
         try:
-            return client.blocking_key_value_get(key, _SLICE_MS)
+            return client.blocking_key_value_get(key, _WAIT_MS)
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise PeerLostError(
@@ -201,28 +201,28 @@ def _awaited(client: Any, key: str, name: str, peer: int, deadline: float, timeo
                 ) from error
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"comparing {name!r}: process {peer} has not come to this point in {timeout} s. "
-                    "It is busy, hangs, or runs another program: its own output says which."
+                    f"comparing {name!r}: process {peer} has not reached this point in {timeout} s. "
+                    "It is busy, hangs, or runs another program: see its own output."
                 ) from error
 
 
-def _verdict(every: Mapping[int, Mapping[str, str]]) -> str:
+def _verdict(all_facts: Mapping[int, Mapping[str, str]]) -> str:
     """ "equal", or the parts that differ, with the processes and values."""
-    parts = list(dict.fromkeys(part for facts in every.values() for part in facts))
+    parts = list(dict.fromkeys(part for facts in all_facts.values() for part in facts))
     differences = []
     for part in parts:
         groups: dict[str, list[int]] = {}
-        for process, facts in every.items():
-            groups.setdefault(facts.get(part, "nothing"), []).append(process)
+        for process, facts in all_facts.items():
+            groups.setdefault(facts.get(part, "missing"), []).append(process)
         if len(groups) > 1:
-            told = "; ".join(
+            values = "; ".join(
                 f"process{'es' * (len(who) > 1)} {', '.join(map(str, who))}: {value}"
                 for value, who in groups.items()
             )
-            differences.append(f"{part} ({told})")
+            differences.append(f"{part} ({values})")
     if not differences:
         return "equal"
-    name = next(iter(every.values()))["name"]
+    name = next(iter(all_facts.values()))["name"]
     return (
         f"the processes are about to run different programs: at {name!r} these differ: "
         f"{', '.join(differences)}. Nothing was run. Start all processes with the same code, "
@@ -230,7 +230,7 @@ def _verdict(every: Mapping[int, Mapping[str, str]]) -> str:
     )
 
 
-def _fact(part: str, value: Any) -> str:
+def _comparable(part: str, value: Any) -> str:
     """The text of a value to compare and show: the value itself if it is short, else its digest."""
     if hasattr(value, "as_text"):
         value = _ADDRESS.sub("", value.as_text())
@@ -245,7 +245,7 @@ def _fact(part: str, value: Any) -> str:
                 "bytes, a Path, a lowered program, or a value that json can write"
             ) from None
     if isinstance(value, str):
-        if len(value) <= _SHOWN and value.isprintable():
+        if len(value) <= _MAX_SHOWN and value.isprintable():
             return value
         value = value.encode("utf-8", "surrogatepass")
     return _digest(value)
@@ -255,23 +255,23 @@ def _digest(data: bytes) -> str:
     return f"sha256 {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-_around: dict[str, str] = {}
+_facts: dict[str, str] = {}
 
 
-def _surroundings() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Versions, maxjax's own code, and the settings that affect how XLA compiles."""
     import jax
 
-    if not _around:
-        _around.update({f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")})
+    if not _facts:
+        _facts.update({f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")})
         root = Path(__file__).parent
         code = (
             file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes()
             for file in sorted(root.rglob("*.py"))
         )
-        _around["code of maxjax"] = _digest(b"".join(code))
+        _facts["code of maxjax"] = _digest(b"".join(code))
     settings = {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
     flags = {
         name: " ".join(_OWN_FLAGS.sub("", os.environ.get(name, "")).split()) for name in _FLAGS
     }
-    return _around | settings | flags
+    return _facts | settings | flags

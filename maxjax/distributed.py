@@ -107,12 +107,12 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     host, port = _host_and_port(address) if address else ("", 0)
     if host and num_processes != 1:
-        _check_meaning(host, port)
+        _check_host(host, port)
     if jax.distributed.is_initialized():
-        raise RuntimeError("this process has called initialize before. Call it once.")
+        raise RuntimeError("initialize was called before in this process: call it only once.")
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     if host and process_id == 0 and bind is None:
-        bind = _place_to_listen(host, port)
+        bind = _bind_address(host, port)
     elif host and process_id:
         seconds_left = _wait_for_coordinator(host, port, seconds_left)
     _start(
@@ -155,11 +155,11 @@ def watch(phase: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
         text = str(error)
-        found = _error_class(error, text)
-        if found is None:
+        kind = _error_class(error, text)
+        if kind is None:
             raise
         reason = next(iter(text.splitlines()), "")[:300]
-        if found is ProgramMismatchError:
+        if kind is ProgramMismatchError:
             raise ProgramMismatchError(
                 f"{phase}: the processes do not run the same program ({reason}). {_COMPARE}"
             ) from error
@@ -189,12 +189,12 @@ def _checked_ids(
 def _checked_integer(name: str, value: Any, least: int) -> int:
     """``value`` as an int; UserInputError unless it is an integer of at least ``least``."""
     try:
-        whole = least - 1 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        whole = least - 1
-    if whole < least:
+        number = least - 1
+    if number < least:
         raise UserInputError(f"{name} is {value!r}; it must be a whole number, {least} or more.")
-    return whole
+    return number
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -227,7 +227,7 @@ def _is_loopback(host: str) -> bool:
     return address.is_loopback if address else host.lower() == "localhost"
 
 
-def _check_meaning(host: str, port: int) -> None:
+def _check_host(host: str, port: int) -> None:
     """Refuse a host name that other machines resolve differently.
 
     Many installations write "127.0.1.1 node0" into node0's /etc/hosts: on node0 the name is then a
@@ -237,7 +237,7 @@ def _check_meaning(host: str, port: int) -> None:
     address = _address(host)
     if _is_loopback(host) or (address and not address.is_unspecified):
         return
-    found = [host]
+    addresses = [host]
     if address is None:
         try:
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -245,17 +245,17 @@ def _check_meaning(host: str, port: int) -> None:
             raise UserInputError(f"coordinator {host!r} is not a host name: {error}") from error
         except OSError:
             return  # the name may be registered later; _wait_for_coordinator and JAX try again
-        found = [str(info[4][0]) for info in infos]
-        if not all(_is_loopback(one) for one in found):
+        addresses = [str(info[4][0]) for info in infos]
+        if not all(map(_is_loopback, addresses)):
             return
     raise UserInputError(
-        f"coordinator {host!r} is {found[0]} on this machine, where no other machine can reach it. "
+        f"coordinator {host!r} is {addresses[0]} on this machine, where no other machine can reach it. "
         f"Write 127.0.0.1:{port} if all processes run on this machine, otherwise the address by "
         "which the others reach process 0."
     )
 
 
-def _place_to_listen(host: str, port: int) -> str | None:
+def _bind_address(host: str, port: int) -> str | None:
     """The bind address of the coordinator: a loopback address itself, else None (JAX's default).
 
     JAX would listen on all interfaces for a loopback address as well, and its service has no

@@ -229,14 +229,14 @@ class Buffer:
             return array.copy() if copy else array
         if not isinstance(array, DLPackArray) or isinstance(array, np.generic):
             raise TypeError(f"expected an array with __dlpack__, got {type(array).__name__}")
-        held = _as_numpy(array)
-        if not held.flags.c_contiguous:
+        view = _as_numpy(array)
+        if not view.flags.c_contiguous:
             raise ValueError(
                 "from_dlpack only accepts contiguous arrays. First call np.ascontiguousarray(array)"
             )
-        if copy is False and not held.flags.writeable:
+        if copy is False and not view.flags.writeable:
             raise BufferError("the array is read-only; pass copy=True or copy=None")
-        return cls.from_numpy(held.copy() if copy else held)
+        return cls.from_numpy(view.copy() if copy else view)
 
     # --- properties ---
 

@@ -182,9 +182,9 @@ class DType(Enum):
             return _from_text(str(dtype))
         if dtype is None or dtype is int or dtype is float:
             raise TypeError(f"{dtype!r} is not an element type. Write, for example, DType.float32.")
-        held = getattr(dtype, "dtype", None)
-        if isinstance(held, cls | np.dtype) or type(held).__module__ == "torch":
-            return cls.of(held)
+        inner = getattr(dtype, "dtype", None)
+        if isinstance(inner, cls | np.dtype) or type(inner).__module__ == "torch":
+            return cls.of(inner)
         return cls.from_numpy(np.dtype(dtype))
 
     # --- properties ---

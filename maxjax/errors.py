@@ -175,6 +175,17 @@ class UserInputError(ValueError):
     """An argument of the caller (text, a path, an option) cannot be used."""
 
 
+def integer_text(value: int) -> str:
+    """An integer in decimal, or the number of its bits if it is very long.
+
+    Example:
+        >>> integer_text(12), integer_text(1 << 300)
+        ('12', 'an integer of 301 bits')
+    """
+    bits = value.bit_length()
+    return str(value) if bits <= 200 else f"an integer of {bits} bits"
+
+
 def closest(name: str, names: Iterable[str]) -> str | None:
     """The most similar of ``names`` to ``name``, or None if none is close.
 

@@ -137,17 +137,17 @@ def test_a_name_that_is_a_loopback_address_here(monkeypatch):
         with pytest.raises(UserInputError, match=r"'node0' is 127\.0\.1\.1 on this machine, .* Wr"):
             distributed.initialize("node0:1234", 2, process_id)
     lookup("127.0.1.1", "10.0.0.1")
-    distributed._check_meaning("node0", 1234)
+    distributed._check_host("node0", 1234)
     lookup()
     for host in ("localhost", "LocalHost", "127.0.0.1", "127.9.9.9", "::1", "10.0.0.1", "fd00::1"):
-        distributed._check_meaning(host, 1234)
+        distributed._check_host(host, 1234)
 
 
 def test_where_the_coordinator_listens():
     port = free_port()
-    assert distributed._place_to_listen("127.0.0.1", port) == f"127.0.0.1:{port}"
-    assert distributed._place_to_listen("localhost", port) == f"localhost:{port}"
-    assert distributed._place_to_listen("10.0.0.1", port) is None
+    assert distributed._bind_address("127.0.0.1", port) == f"127.0.0.1:{port}"
+    assert distributed._bind_address("localhost", port) == f"localhost:{port}"
+    assert distributed._bind_address("10.0.0.1", port) is None
     with socket.create_server(("127.0.0.1", port)):
         for host in ("127.0.0.1", "10.0.0.1"):
             with pytest.raises(UserInputError, match=rf"port {port} cannot be opened .*in use"):
@@ -283,7 +283,7 @@ def test_two_processes_multiply(tmp_path):
             own = [[start, start + 4] for start in range(16 * number, 16 * number + 16, 4)]
             assert told["asked"] == [[axis, *rows] for axis in (0, 1) for rows in own]
             assert told["reduces"] and told["right"] and told["equal"] == [True, True]
-            assert "has called initialize before" in told["again"]
+            assert "initialize was called before" in told["again"]
 
 
 def test_two_processes_load_a_model(tmp_path):
@@ -316,7 +316,7 @@ def test_two_processes_of_different_programs(tmp_path):
             assert worker.process.wait(START_SECONDS) == 0, worker.log()
         here, there = (worker.told() for worker in both)
     late = there.pop("late")
-    assert "comparing 'late': process 0 has not come to this point in 1 s" in late
+    assert "comparing 'late': process 0 has not reached this point in 1 s" in late
     for told in (here, there):
         assert told.pop("seconds") < 30
     assert here == there

@@ -82,7 +82,7 @@ def test_one_thing_is_at_all_its_paths():
     [
         ("nn.kv_cache", "PagedCacheValues", "maxjax.nn.KVCache"), ("nn.kv_cache", "KVCacheParams", "maxjax.nn.KVCache"),
         ("nn.transformer", "ReturnLogits", "maxjax.models"), ("nn.attention", "RaggedAttention", "AttentionWithRope"),
-        ("graph", "BufferType", "donates buffers"),
+        ("graph", "BufferType", "can donate buffers"),
     ],
 )  # fmt: skip
 def test_what_there_is_none_of_says_so_when_it_is_imported(path, name, says):

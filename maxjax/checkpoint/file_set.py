@@ -18,13 +18,13 @@ from typing import Any
 
 from ..errors import CheckpointError, OutOfMemoryError
 from ..storage.crc32 import crc32, crc32_of
-from ..storage.digests import MOST, Record, read_digests, to_bytes, told_apart
+from ..storage.digests import MAX_RECORDS, Record, matching_records, read_digests, to_bytes
 from ..storage.digests import NAME as DIGESTS
 from ..storage.files import OpenFile, file_range, open_regular
 from ..storage.index_file import open_index
 from ..storage.open import beside_of, open_checkpoint
 from ..storage.safetensors.writer import Shard, file_pieces, index
-from ..storage.save.beside import Description, put_into_place, sum_of, waiting
+from ..storage.save.beside import Description, move_into_place, sum_of, waiting
 from ..storage.save.durable import flush_folder
 from ..storage.save.outgoing import Outgoing
 from ..storage.save.staging import Staging
@@ -152,7 +152,8 @@ def _commit(
             replace(one, beside=one.beside or known)
             for one in old.get(standing) or found.get(standing, ())
         ]
-    both = {**found, **old, **{n: [*old.get(n, ()), one][-MOST:] for n, one in records.items()}}
+    new = {n: [*old.get(n, ()), one][-MAX_RECORDS:] for n, one in records.items()}
+    both = {**found, **old, **new}
     staging.write(DIGESTS, [to_bytes({name: of for name, of in both.items() if of})])
     waits = (
         [staging.waiting] if os.path.isdir(os.path.join(staging.folder, staging.waiting)) else []
@@ -179,7 +180,7 @@ def _finish(
     try:
         with staging.saving("putting the other files into place"):
             if description is not None:
-                _with_retry(lambda: put_into_place(staging.directory, description))
+                _with_retry(lambda: move_into_place(staging.directory, description))
         if final is not None:
             staging.write(DIGESTS, [to_bytes(final)])
             staging.commit([DIGESTS])
@@ -234,7 +235,7 @@ def _matching_records(path: str, records: list[Record]) -> list[Record]:
         found = [one for one in records if _matches(file, one)]
         if not path.endswith(".json"):
             with open_checkpoint(path, verify=False) as table:
-                found = told_apart(table.files[0], table.entries.values(), 0, found)
+                found = matching_records(table.files[0], table.entries.values(), 0, found)
     except CheckpointError:
         return records
     return found or records
@@ -280,9 +281,9 @@ def _end_interrupted(folder: str) -> None:
     """Move the files that an interrupted save left staged into place, if its weights are valid."""
     if waiting(folder):
         with contextlib.suppress(CheckpointError, OSError):
-            description = beside_of(folder).said
+            description = beside_of(folder).described
             if description is not None:
-                put_into_place(folder, description)
+                move_into_place(folder, description)
 
 
 def _current_weights(folder: str) -> list[str]:

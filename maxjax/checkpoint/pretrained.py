@@ -137,7 +137,7 @@ def flat_name(name: str) -> str:
 
 def cast(data: WeightData, dtype: DType) -> WeightData:
     """The tensor in another float dtype if it holds floats or quantised blocks, else unchanged."""
-    return data.astype(dtype) if data.dtype.is_float() or data._is_packed else data
+    return data.astype(dtype) if data.dtype.is_float() or data.is_packed else data
 
 
 def float_type(dtype: Any) -> DType:

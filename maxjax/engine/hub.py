@@ -26,7 +26,7 @@ from ..errors import (
     UserInputError,
     some,
 )
-from ..storage.directory import choose, nothing
+from ..storage.directory import choose, no_weights
 from ..storage.formats import SUFFIXES
 from ..storage.save.durable import save_error
 from ..text.tokenizer.vocab import VOCABULARIES
@@ -113,7 +113,7 @@ def _weights(repo: str, names: Sequence[str]) -> list[str]:
     if not found:
         found = _in_folder(repo, names) or _one_gguf(repo, gguf)
     if not found:
-        raise nothing(repo, top, [])
+        raise no_weights(repo, top, [])
     return sorted({part for name in found for part in _parts(name, names)})
 
 

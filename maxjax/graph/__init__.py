@@ -55,7 +55,7 @@ __getattr__, __dir__, __all__ = _attributes(
         __name__,
         {
             "BufferValue BufferType BufferValueLike": (
-                "arrays do not change here; give the new array as a result (jax.jit donates buffers)"
+                "arrays are immutable; return the new array (jax.jit can donate buffers)"
             ),
         },
     ),

@@ -34,7 +34,7 @@ class DeviceKind(str, Enum):  # noqa: UP042
 
     @staticmethod
     def from_string(txt: str) -> DeviceKind:
-        """The kind called ``txt``; ValueError when there is none."""
+        """The kind named ``txt``; ValueError if there is none."""
         try:
             return DeviceKind(txt)
         except ValueError:
@@ -78,16 +78,16 @@ class DeviceRef:
         return self.device_type is DeviceKind.CPU
 
     def is_gpu(self) -> bool:
-        """Whether it names an accelerator, of whatever make."""
+        """Whether it names an accelerator of any kind."""
         return self.device_type is DeviceKind.GPU
 
     def to_device(self) -> Device:
-        """The driver's form of it; ValueError for an accelerator that is not there."""
+        """The driver's Device; ValueError for an accelerator that does not exist."""
         return CPU(self.id) if self.is_cpu() else Accelerator(self.id)
 
     @staticmethod
     def from_device(device: Device | DeviceRef) -> DeviceRef:
-        """The name of a driver device; a DeviceRef comes back as it is."""
+        """The DeviceRef of a driver Device; a DeviceRef is returned unchanged."""
         if isinstance(device, DeviceRef):
             return device
         if not isinstance(device, Device):
@@ -95,7 +95,7 @@ class DeviceRef:
         return DeviceRef(device.label, device.id)
 
     def to_jax(self) -> JaxDevice:
-        """The JAX device; ValueError when this process does not have it.
+        """The JAX device; ValueError if this process does not have it.
 
         Example:
             >>> DeviceRef.CPU().to_jax().platform
@@ -105,7 +105,7 @@ class DeviceRef:
 
     @staticmethod
     def from_jax(device: JaxDevice) -> DeviceRef:
-        """The name of a device of this process; ValueError for another process's.
+        """The DeviceRef of a JAX device of this process; ValueError for a device of another process.
 
         Example:
             >>> DeviceRef.from_jax(DeviceRef.CPU().to_jax())

@@ -33,7 +33,7 @@ class Dim:
         (Dim(10), range(0, 2))
     """
 
-    # NumPy scalars on the left then defer to this class.
+    # Makes NumPy scalars on the left defer to this class.
     __array_ufunc__ = None
 
     def __new__(cls, value: DimLike) -> Dim:
@@ -49,7 +49,7 @@ class Dim:
 
     @property
     def parameters(self) -> Iterable[SymbolicDim]:
-        """The symbolic dims in it, in the order they are printed, repeats included."""
+        """The symbolic dims in it, in printed order, with repetitions."""
         return [leaf for leaf in _leaves(_tree(self)) if isinstance(leaf, SymbolicDim)]
 
     def substitute(self, mapping: Mapping[str, DimLike]) -> Dim:
@@ -219,12 +219,12 @@ class _Quotient:
 
 Factors = tuple[SymbolicDim | _Quotient, ...]
 Polynomial = dict[Factors, int]
-# A Dim as it is printed: a name, a number, or an operator with its operands.
+# The printed form of a Dim: a name, a number, or an operator with its operands.
 Tree = SymbolicDim | int | tuple[str, list["Tree"]]
 
 
 def _number(value: object) -> Any:
-    """``value`` as something to compare an integer with, or None."""
+    """``value`` as a number to compare with, or None."""
     if isinstance(value, StaticDim):
         return value.dim
     return value if isinstance(value, numbers.Real) else None
@@ -305,7 +305,7 @@ Term = tuple[Factors, int]
 
 
 def _cancel(above: Term, below: Term) -> tuple[Term, Term]:
-    """Two terms without their common names and the common divisor of their coefficients."""
+    """Two terms divided by their common names and the greatest common divisor of their coefficients."""
     names: Counter[Any] = Counter(f for f in below[0] if isinstance(f, SymbolicDim))
     common = names & Counter(above[0])
     divisor = math.gcd(above[1], below[1])
@@ -324,7 +324,7 @@ def _without(term: Term, common: Counter[Any], divisor: int) -> Term:
     return tuple(factors), term[1] // divisor
 
 
-# --- the printed form, which is also the order ---
+# --- the printed form, which also defines the order ---
 
 _OPERATORS = ("+", "//", "*")
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from .kind import giving
+from .kind import returning_values
 from .reroll import reroll
 from .subgraph import Subgraph
 from .symbolic import Scope, naming, sizes_of
@@ -43,13 +43,13 @@ class _Meta(type):
         return RUNNING.graphs[-1]
 
 
-class Entry:
-    """A Weight, or the Weights of a stack, in a Graph: its names there, and its stand-in.
+class GraphWeight:
+    """A Weight, or the Weights of a stack, in a Graph, with its names and its stand-in.
 
-    The stand-in is a NumPy array without memory (all strides zero); JAX takes it for a
-    constant and moves it to the top of the jaxpr, where it is known by its address. It holds
-    NaN: a jitted function that closes over a Weight keeps it when the Graph is finished, and
-    should not go on with a number.
+    The stand-in is a NumPy array without memory (all strides are zero). JAX treats it as a constant and
+    moves it to the top of the jaxpr, where its address identifies it. It holds NaN, because a jitted
+    function that closes over a Weight keeps it after the Graph is finished, and must not compute with
+    an ordinary number.
     """
 
     def __init__(self, weight: Weight | StackedWeight):
@@ -58,8 +58,8 @@ class Entry:
         self.shape = tuple(map(int, stored.dims if stored.leaf is None else stored.leaf.shape))
         dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
         # Constants without axes become literals in a jaxpr, so the stand-in has one more axis.
-        nothing = np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
-        self.stand_in = np.broadcast_to(np.full((), nothing, dtype), (1, *self.shape))
+        filler = np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
+        self.stand_in = np.broadcast_to(np.full((), filler, dtype), (1, *self.shape))
 
     @property
     def address(self) -> int:
@@ -73,12 +73,12 @@ class Entry:
         return self.weight.stored.weights[self.names.index(name)]
 
     def tracer(self) -> Any:
-        """The weight as a value of the running trace."""
+        """The weight as a tracer of the running trace."""
         array = jnp.asarray(self.stand_in).reshape(self.shape)
-        place = self.weight.stored.leaf_sharding
-        if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
-            # Its type has its sharding, which the results follow.
-            return jax.sharding.reshard(array, place.with_memory_kind("device"))
+        sharding = self.weight.stored.leaf_sharding
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            # On an Explicit mesh, the type of the array must include its sharding.
+            return jax.sharding.reshard(array, sharding.with_memory_kind("device"))
         return array
 
 
@@ -141,12 +141,12 @@ class Graph(metaclass=_Meta):
         for kind in self.input_types:
             if not isinstance(kind, TensorType):
                 raise TypeError(
-                    f"Graph '{name}': an input type is a TensorType, not {type(kind).__name__}"
+                    f"Graph '{name}': an input type must be a TensorType, not {type(kind).__name__}"
                 )
         self.jaxpr: Any = None
-        self.entries: list[Entry] = []
-        self._by_weight: dict[int, Entry] = {}
-        self._by_name: dict[str, Entry] = {}
+        self.entries: list[GraphWeight] = []
+        self._by_weight: dict[int, GraphWeight] = {}
+        self._by_name: dict[str, GraphWeight] = {}
         # Weights that were requested by name only: they get values from a registry alone.
         self.orphans: list[Weight] = []
         self._outputs: tuple[Any, ...] | None = None
@@ -168,18 +168,13 @@ class Graph(metaclass=_Meta):
 
     # -- writing it
 
-    @staticmethod
-    def is_writing() -> bool:
-        """Whether a Graph is being built in this thread."""
-        return bool(RUNNING.graphs)
-
     def __enter__(self) -> Graph:
         if self.jaxpr is not None or self._greenlet is not None:
-            raise ValueError(f"Graph '{self.name}' is written already; make another one")
+            raise ValueError(f"Graph '{self.name}' is already built; create another one")
         block = greenlet.getcurrent()
         # Entered by hand: the block is the caller's.
         self._entered.enter_context(naming(self._sizes, self._scope))
-        self._entered.enter_context(giving(True))
+        self._entered.enter_context(returning_values(True))
 
         def body(*tracers: Any) -> Any:
             return block.switch(tracers)
@@ -202,7 +197,7 @@ class Graph(metaclass=_Meta):
                 self.jaxpr = reroll(writer.switch(self._outputs))
         finally:
             if not writer.dead:
-                # However the block was left, the trace must not stay behind in this thread.
+                # However the block was left, the trace must not stay active in this thread.
                 writer.throw(greenlet.GreenletExit)
             RUNNING.graphs.remove(self)
             self._entered.close()
@@ -216,9 +211,9 @@ class Graph(metaclass=_Meta):
         """
         if self._greenlet is None or self._outputs is not None:
             when = (
-                "was given already"
+                "was already set"
                 if self._outputs is not None
-                else "belongs inside the with block"
+                else "must be set inside the with block"
             )
             raise ValueError(f"Graph '{self.name}': the output {when}")
         arrays = []
@@ -226,7 +221,7 @@ class Graph(metaclass=_Meta):
             array = unwrap(value)
             if not isinstance(array, jax.Array):
                 raise TypeError(
-                    f"Graph '{self.name}': an output is a tensor, not {type(value).__name__}"
+                    f"Graph '{self.name}': an output must be a tensor, not {type(value).__name__}"
                 )
             arrays.append(array)
         self.output_types = [TensorValue(a).type for a in arrays]
@@ -252,24 +247,24 @@ class Graph(metaclass=_Meta):
         entry = self._by_weight.get(id(weight))
         if entry is None:
             if weight.stored.leaf is None:
-                raise ValueError(f"{weight!r} has symbolic dimensions and no value: its sizes must be known "
-                                 "before it is used in a Graph")  # fmt: skip
-            entry = Entry(weight)
+                raise ValueError(f"{weight!r} has symbolic dimensions and no value, but its sizes must be known to use "
+                                 "it in a Graph")  # fmt: skip
+            entry = GraphWeight(weight)
             self._check_names(entry)
             self._by_weight[id(weight)] = entry
             self.entries.append(entry)
         return entry.tracer()
 
-    def _check_names(self, entry: Entry) -> None:
-        """No two Weights may have one name, unless each holds a value: only a name could tell them apart."""
+    def _check_names(self, entry: GraphWeight) -> None:
+        """Refuses two Weights of one name, unless both have values: the name would be ambiguous."""
         for name in entry.names:
             one, two = entry.find(name), self._by_name.setdefault(name, entry).find(name)
             if one is not two and (
                 one is None or two is None or one.stored.is_missing or two.stored.is_missing
             ):
                 raise ValueError(
-                    f"Weight '{name}' already exists in Graph '{self.name}', and is another one: give one of them "
-                    "another name, or call state_dict() on the Module that holds both first, which names them"
+                    f"Weight '{name}' already exists in Graph '{self.name}', and is another Weight: rename one, or "
+                    "first call state_dict() on the Module that contains both, which gives them full names"
                 )
 
     def placeholder(self, name: str, template: Weight) -> Weight:
@@ -297,14 +292,14 @@ class Graph(metaclass=_Meta):
             NotImplementedError: ``forward`` is not given.
         """
         if forward is None:
-            raise NotImplementedError("add_subgraph without a function: write it as a function, or use "
+            raise NotImplementedError("add_subgraph needs a function; for a Module use "
                                       "Module.build_subgraph")  # fmt: skip
         return Subgraph.of_function(name, forward, list(input_types))
 
     # -- looking at it
 
     def __repr__(self) -> str:
-        return f"Graph {self.name}\n{self.jaxpr if self.jaxpr is not None else '(not written yet)'}"
+        return f"Graph {self.name}\n{self.jaxpr if self.jaxpr is not None else '(not finished)'}"
 
     def __bool__(self) -> bool:
         return True
@@ -314,7 +309,7 @@ class Graph(metaclass=_Meta):
 
 
 class Module:
-    """MAX's container of graphs that are compiled together: here each Graph is compiled by itself.
+    """MAX's container of graphs that are compiled together; in maxjax each Graph is compiled by itself.
 
     Not to be confused with ``maxjax.nn.Module``. It is for annotations only.
 
@@ -324,6 +319,6 @@ class Module:
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError(
-            "maxjax.graph.Module is MAX's container of several graphs: leave it out, each Graph is compiled by "
-            "itself (a model's layers are maxjax.nn.Module)"
+            "maxjax.graph.Module is MAX's container of several graphs, which is not needed: each Graph is compiled "
+            "by itself (a model's layers are maxjax.nn.Module)"
         )

@@ -1,9 +1,9 @@
 """The kind of value that a Weight's operators return in this thread.
 
-As in MAX they return TensorValues while a Graph is built, or while a Module runs that was
-called with one; otherwise plain arrays, as plain JAX code needs. What is traced under one kind
-is not what the other would have traced (``.mean()`` of a TensorValue keeps its axis), so the
-kind is a part of the treedef of every Module and Weight, and so of the key of every trace.
+As in MAX, they return TensorValues while a Graph is built, or while a Module runs that was called with
+one; otherwise they return plain arrays, which plain JAX code needs. Traces of the two kinds differ
+(``.mean()`` of a TensorValue keeps its axis). Therefore the kind is part of the treedef of every Module
+and Weight, and so of the key of every trace.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ KIND = _Kind()
 
 
 @contextlib.contextmanager
-def giving(values: bool) -> Iterator[None]:
-    """Sets the kind inside a ``with`` block."""
+def returning_values(values: bool) -> Iterator[None]:
+    """Context in which Weights return TensorValues, or plain arrays if ``values`` is False."""
     before = KIND.values
     KIND.values = values
     try:

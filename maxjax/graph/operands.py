@@ -1,7 +1,7 @@
-"""Checks of the operands of an operation: dtypes, Python's numbers, shapes and indices.
+"""Checks of the operands of an operation: dtypes, Python numbers, shapes and indices.
 
-MAX rejects at once what JAX accepts: a number that would wrap or be rounded, an index past
-the end, which JAX clamps. Compiled code cannot raise, so this is decided from types.
+MAX rejects some operands that JAX accepts: numbers that would wrap or be rounded, and indices past the
+end, which JAX clamps. They are checked when an operation is called, as compiled code cannot raise errors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _EXACT = 256
 
 
 def promoted(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two arrays, or an array and a number, of one dtype and rank, as MAX lets them meet.
+    """Two arrays, or an array and a number, promoted to one dtype and rank by MAX's rules.
 
     Raises:
-        ValueError: an integer tensor meets a float, the dtypes have no common one, or the
+        ValueError: one is an integer tensor and the other a float, there is no common dtype, or the
             number does not fit in the other's dtype.
     """
     if not hasattr(a, "dtype"):
@@ -40,13 +40,13 @@ def promoted(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def number(x: Any, dtype: Any) -> Any:
-    """A Python number that meets a tensor of some dtype.
+    """A Python number as the operand of a tensor with the given dtype.
 
-    JAX lets it take the tensor's dtype, but would wrap one that is too large, round an
-    integer that the float does not hold, and make integers of booleans.
+    JAX gives it the dtype of the tensor, but it would wrap numbers that are too large, round integers
+    that the float cannot hold, and convert booleans to integers.
 
     Raises:
-        ValueError: it would not be the same number in that dtype.
+        ValueError: the dtype cannot hold the number.
     """
     boolean = dtype == jnp.bool_
     if isinstance(x, bool) and not boolean:
@@ -56,12 +56,12 @@ def number(x: Any, dtype: Any) -> Any:
         if small or dtype.kind == "c" or _holds(dtype, x):
             return x
         raise ValueError(
-            f"unsafe cast: {x} would be rounded in {dtype}; write {x}.0 if that is meant, or cast the "
-            "tensor first"
+            f"unsafe cast: {x} would be rounded in {dtype}; write {x}.0 to allow that, or cast the tensor "
+            "first"
         )
     if not isinstance(x, int):
         raise ValueError(
-            f"unsafe cast: the Python {type(x).__name__} {x} and a tensor of {dtype}; cast the tensor first"
+            f"unsafe cast: the Python {type(x).__name__} {x} with a tensor of {dtype}; cast the tensor first"
         )
     low, high = (0, 1) if boolean else bounds(dtype)
     if not low <= x <= high:
@@ -78,25 +78,25 @@ def bounds(dtype: Any) -> tuple[int, int]:
 
 
 def from_numpy(x: np.ndarray) -> jax.Array:
-    """A NumPy array in the dtype that JAX uses: 32 bits, unless ``jax_enable_x64`` is set.
+    """A NumPy array as a jax.Array: with 32 bits, unless ``jax_enable_x64`` is set.
 
     Raises:
-        ValueError: it holds integers that do not fit.
+        ValueError: its integers do not fit.
     """
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype != x.dtype and dtype.kind in "iu" and x.size:
         low, high = bounds(dtype)
         if x.min() < low or x.max() > high:
             raise ValueError(
-                f"unsafe cast: integers from {x.min()} to {x.max()} do not fit in {dtype} (JAX runs in 32 bits "
-                "unless jax_enable_x64 is set)"
+                f"unsafe cast: integers from {x.min()} to {x.max()} do not fit in {dtype}; set jax_enable_x64 to "
+                "use 64-bit types"
             )
     return jnp.asarray(x)
 
 
 @functools.cache
 def is_float(dtype: Any) -> bool:
-    """Whether a dtype is one of floats, or of complex numbers."""
+    """Whether a dtype is a floating-point or complex one."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -110,9 +110,9 @@ def _holds(dtype: Any, x: int) -> bool:
 
 
 def same_rank(*arrays: Any) -> tuple[Any, ...]:
-    """Arrays with axes of length 1 put in front, so that all have as many.
+    """Arrays with leading axes of length 1 added, so that all have the same rank.
 
-    Only where JAX was told not to do so itself: eagerly it is an operation of its own.
+    Only if JAX is configured not to do this itself, as it is a separate operation in eager code.
     """
     if jax.config.jax_numpy_rank_promotion == "allow":  # type: ignore[attr-defined]
         return arrays
@@ -161,10 +161,10 @@ def check_product(a: Sequence[Any], b: Sequence[Any]) -> None:
 
 
 def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
-    """What is known of an index must lie inside the shape. Slices follow NumPy's rules, and may not.
+    """Checks that the known numbers of an index are in range. Slices follow NumPy's rules.
 
     Raises:
-        ValueError: a number outside its axis, more indices than axes, or ``...`` twice.
+        ValueError: a number is out of range, there are more indices than axes, or ``...`` occurs twice.
     """
     parts = [part for part in parts if part is not None]
     counts = [_axes(part) for part in parts]
@@ -182,10 +182,10 @@ def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
 
 
 def check_inside(index: Any, shape: Sequence[Any], axis: int, op: str = "") -> None:
-    """A number, or NumPy array of them, must lie inside an axis of a known size.
+    """Checks that an index, or a NumPy array of them, is in range if the size of the axis is known.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it is out of range.
     """
     size = shape[axis]
     if not isinstance(size, int):

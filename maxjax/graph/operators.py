@@ -1,7 +1,7 @@
 """Python's operators, and some methods, for values that represent arrays.
 
-Written out, not generated, so that editors and type checkers know them. What an operator
-does is decided in ``value.py``.
+They are written out, not generated, so that editors and type checkers know them; ``value.py`` defines
+what an operator does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Operators:
-    """The operators, in terms of two functions that a subclass defines."""
+    """The operators, in terms of methods that a subclass defines."""
 
     def _as_array(self) -> Any:
         raise NotImplementedError
@@ -139,33 +139,32 @@ class Operators:
     def __round__(self) -> Any:
         return self._result(self._as_array().round())
 
-    # Methods of jax.Array that MAX's values have not: plain JAX code goes on with what it is given,
-    # and with plain arrays.
+    # Methods of jax.Array that MAX's values do not have, for plain JAX code; they return plain arrays.
 
     def sum(self, *args: Any, **options: Any) -> Any:
-        """As ``jax.Array.sum``: over all axes by default, which go."""
+        """``jax.Array.sum``, by default over all axes, which are removed."""
         return self._as_array().sum(*args, **options)
 
     def prod(self, *args: Any, **options: Any) -> Any:
-        """As ``jax.Array.prod``: over all axes by default, which go."""
+        """``jax.Array.prod``, by default over all axes, which are removed."""
         return self._as_array().prod(*args, **options)
 
     def any(self, *args: Any, **options: Any) -> Any:
-        """As ``jax.Array.any``."""
+        """``jax.Array.any``."""
         return self._as_array().any(*args, **options)
 
     def all(self, *args: Any, **options: Any) -> Any:
-        """As ``jax.Array.all``."""
+        """``jax.Array.all``."""
         return self._as_array().all(*args, **options)
 
     def swapaxes(self, first: int, second: int) -> Any:
-        """As ``jax.Array.swapaxes``."""
+        """``jax.Array.swapaxes``."""
         return self._as_array().swapaxes(first, second)
 
     def ravel(self) -> Any:
-        """As ``jax.Array.ravel``."""
+        """``jax.Array.ravel``."""
         return self._as_array().ravel()
 
     def clip(self, *args: Any, **options: Any) -> Any:
-        """As ``jax.Array.clip``."""
+        """``jax.Array.clip``."""
         return self._as_array().clip(*args, **options)

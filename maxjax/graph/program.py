@@ -13,9 +13,9 @@ from ..agreement import agreed
 from ..driver import Buffer
 from ..dtype import DType
 from ..errors import some
-from ..kernels.stack_slice import whole
-from .graph import Entry, Graph
-from .kind import giving
+from ..kernels.stack_slice import stack_of
+from .graph import Graph, GraphWeight
+from .kind import returning_values
 from .placement.arrays import default_device
 from .rebinding import check
 from .reroll import as_function, is_jit, is_literal
@@ -50,10 +50,10 @@ class Binding:
         self._values: Any = None
 
     def require(self, registry: Mapping[str, Any] | None, only: Sequence[Weight] | None) -> None:
-        """Refuses weights, or ``only`` some of them, that have no value.
+        """Checks that all weights, or those in ``only``, have values.
 
         Raises:
-            ValueError: there is one; it is named.
+            ValueError: a weight has no value; the message has its name.
         """
         wanted = None if only is None else set(map(id, only))
         for entry, fixed in zip(self._entries, self._fixed, strict=True):
@@ -66,7 +66,8 @@ class Binding:
         """One array for each weight.
 
         Raises:
-            ValueError: a weight has no value, or one that does not go with the program.
+            ValueError: a weight has no value, or one of another type or placement than when the
+                program was compiled.
         """
         if self._epoch != EPOCH.values:
             epoch = EPOCH.values
@@ -76,28 +77,28 @@ class Binding:
             self._epoch = epoch
         return self._values
 
-    def _value(self, entry: Entry, fixed: Any, kind: jax.ShapeDtypeStruct) -> Any:
+    def _value(self, entry: GraphWeight, fixed: Any, kind: jax.ShapeDtypeStruct) -> Any:
         if fixed is not None:
             return fixed
         if (lazy := _lazy_name(entry)) is not None:
             raise ValueError(f"weight '{lazy}' has no value: '{self._graph}' is compiled, but its weights are not "
-                             "loaded yet (load_state_dict(), or maxjax.init())")  # fmt: skip
+                             "loaded (call load_state_dict() or maxjax.init())")  # fmt: skip
         array, name = entry.weight.stored.array(), entry.names[0]
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)
         if array.shape != kind.shape or array.dtype != kind.dtype:
             raise ValueError(f"weight '{name}' was {kind.dtype} {list(kind.shape)} when '{self._graph}' was compiled, "
                              f"and is {array.dtype} {list(array.shape)} now: compile it again")  # fmt: skip
-        there = kind.sharding
-        if there is not None and not getattr(array, "committed", True):
-            return jax.device_put(array, there)
+        sharding = kind.sharding
+        if sharding is not None and not getattr(array, "committed", True):
+            return jax.device_put(array, sharding)
         if not getattr(array, "committed", False):
             return array
-        if there is None:
-            there = jax.sharding.SingleDeviceSharding(default_device())
-        if not array.sharding.is_equivalent_to(there, array.ndim):
-            raise ValueError(f"weight '{name}' was on {_shown(there)} when '{self._graph}' was compiled, and is on "
-                             f"{_shown(array.sharding)} now: compile it again, or place it there")  # fmt: skip
+        if sharding is None:
+            sharding = jax.sharding.SingleDeviceSharding(default_device())
+        if not array.sharding.is_equivalent_to(sharding, array.ndim):
+            raise ValueError(f"weight '{name}' was on {_shown(sharding)} when '{self._graph}' was compiled, and is on "
+                             f"{_shown(array.sharding)} now: compile it again, or move the weight")  # fmt: skip
         return array
 
 
@@ -111,14 +112,14 @@ def _shown(sharding: jax.sharding.Sharding) -> str:
     return f"{devices[0].platform}:{devices[0].id}" if len(devices) == 1 else str(sharding)
 
 
-def _placement(entry: Entry, fixed: Any) -> Any:
+def _placement(entry: GraphWeight, fixed: Any) -> Any:
     """The sharding that a weight has or will have; None lets JAX choose."""
     stored = entry.weight.stored
-    value = whole(stored.leaf) if fixed is None else fixed
+    value = stack_of(stored.leaf) if fixed is None else fixed
     return value.sharding if getattr(value, "committed", False) else stored.leaf_sharding
 
 
-def _lazy_name(entry: Entry) -> str | None:
+def _lazy_name(entry: GraphWeight) -> str | None:
     for name in entry.names:
         weight = entry.find(name)
         assert weight is not None
@@ -127,17 +128,17 @@ def _lazy_name(entry: Entry) -> str | None:
     return None
 
 
-def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | None) -> Any:
-    """The value of a weight in the registry; for a stack, those of its layers; None if absent."""
+def _from_registry(entry: GraphWeight, graph: Graph, registry: Mapping[str, Any] | None) -> Any:
+    """The value of a weight from the registry, stacked for a stack of layers; None if it is absent."""
     if registry is None or all(registry.get(name) is None for name in entry.names):
         return None
-    held = [name for other in graph.entries for name in other.names]
+    names = [name for other in graph.entries for name in other.names]
     values = []
     for name in entry.names:
-        if held.count(name) > 1:
+        if names.count(name) > 1:
             raise ValueError(
                 f"Graph '{graph.name}' has several weights named '{name}', so the weights registry "
-                "cannot say which is meant: call state_dict() on the model first, which names them"
+                "is ambiguous: call state_dict() on the model first, which gives them full names"
             )
         value = registry.get(name)
         if value is None:
@@ -150,7 +151,7 @@ def _from_registry(entry: Entry, graph: Graph, registry: Mapping[str, Any] | Non
     return jax.device_put(kept[0] if stored.span is None else jnp.stack(kept), stored.leaf_sharding)
 
 
-def _checked(name: str, entry: Entry, value: Any) -> Any:
+def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
     array = np.asarray(value) if isinstance(value, (WeightData, Buffer)) else value
     array = unwrap(array) if isinstance(array, Weight) else array
     array = array if isinstance(array, jax.Array) else np.array(array)
@@ -160,22 +161,22 @@ def _checked(name: str, entry: Entry, value: Any) -> Any:
         shape = tuple(int(d) for d in stored.dims)
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
-                         f"but the graph wants {wanted} {shape}")  # fmt: skip
+                         f"but the graph expects {wanted} {shape}")  # fmt: skip
     return array
 
 
 class Model:
-    """A compiled Graph, ready to run the weights its Module has at each call.
+    """A compiled Graph, which runs with the values that its weights have at each call.
 
     Made by ``InferenceSession.load`` or ``Module.compile``. A Graph of static shapes is
-    compiled at once; one with symbolic dimensions is lowered once and compiled by XLA for
-    each set of sizes it meets. Compiling needs no values: a program compiled from
-    placeholders runs what is loaded later, on the placement the weights had then.
+    compiled immediately; one with symbolic dimensions is lowered once, and compiled by XLA for each new
+    set of sizes. Compiling needs no values: a program that was compiled from placeholders uses the
+    values that are loaded later, with the placement that the weights had when it was compiled.
 
     Args:
         graph: finished Graph.
-        registry: values by name, fixed from now on; other weights must have values of their
-            own. Without it, the program uses the values at the time of a call.
+        registry: values by name, which stay fixed; other weights must have their own values. Without
+            it, the program uses the values at the time of each call.
         donate: positions of inputs whose memory the outputs may reuse. These inputs cannot be
             used after the call.
 
@@ -193,7 +194,7 @@ class Model:
     ):
         if graph.jaxpr is None:
             raise ValueError(
-                f"Graph '{graph.name}' has no output: end its with block with g.output(…)"
+                f"Graph '{graph.name}' has no output: call g.output(…) at the end of its with block"
             )
         self.name = graph.name
         self.input_types, self.output_types = graph.input_types, graph.output_types
@@ -203,39 +204,39 @@ class Model:
         run = _function(graph)
         with naming(graph._sizes):
             inputs = [kind.to_jax() for kind in graph.input_types]
-        positions = tuple(i + 1 for i in donate)  # behind the weights
+        positions = tuple(i + 1 for i in donate)  # after the weights
         if all(kind.is_static for kind in graph.input_types):
             jitted = jax.jit(run, donate_argnums=positions)
             lowered = jitted.lower(self._weights.types, *inputs)
             self._run: Any = lowered.compile()
             wanted = self._run.input_shardings
-            places, used = wanted[0][1:], jax.tree.leaves(wanted)
+            shardings, used = wanted[0][1:], jax.tree.leaves(wanted)
             shapes: Any = [kind.shape for kind in inputs]
             text = lowered.as_text
         else:
             exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
             self._run = jax.jit(exported.call, donate_argnums=positions)
-            placed = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
-            places, used = [placed[0] if placed else None] * len(inputs), placed
+            used = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
+            shardings = [used[0] if used else None] * len(inputs)
             shapes = [None] * len(inputs)  # sizes are compared at each call
             text = exported.mlir_module
         self._run = agreed(self._run, self.name, text, used)
-        # What an input has to be: shape, dtype, and where the program wants what is committed.
-        self._wanted = list(zip(shapes, [kind.dtype for kind in inputs], places, strict=True))
+        # For each input its shape, its dtype, and the sharding of a committed array.
+        self._wanted = list(zip(shapes, [kind.dtype for kind in inputs], shardings, strict=True))
 
     def execute(self, *args: Any) -> list[TensorValue]:
-        """Runs it.
+        """Runs the program.
 
         Args:
-            args: array for each input: JAX, NumPy, a Buffer, a TensorValue, or anything
-                that supports DLPack, of exactly its dtype and shape.
+            args: array for each input: JAX, NumPy, a Buffer, a TensorValue, or any DLPack array, of
+                exactly its dtype and shape.
 
         Returns:
-            A TensorValue for each output (``.to_numpy()`` as MAX's Buffer has).
+            A TensorValue for each output (with ``.to_numpy()``, as MAX's Buffer).
 
         Raises:
-            ValueError: the number or the type of inputs is wrong; or a weight has no value, or
-                another sharding than when this was compiled.
+            ValueError: the number or the type of inputs is wrong; or a weight has no value, or another
+                sharding than at compile time.
         """
         return [TensorValue(y) for y in self._execute(args)]
 
@@ -245,19 +246,19 @@ class Model:
                              f"({len(self.input_types)}) for model '{self.name}'")  # fmt: skip
         sizes: dict[str, int] = {}
         arrays = []
-        for i, (value, (shape, dtype, there)) in enumerate(zip(args, self._wanted, strict=True)):
+        for i, (value, (shape, dtype, to)) in enumerate(zip(args, self._wanted, strict=True)):
             fits = isinstance(value, jax.Array) and value.shape == shape and value.dtype == dtype
             if not fits:
                 value = _input(i, value, self.input_types[i], sizes)
-            if there is not None and getattr(value, "committed", False) and value.sharding != there:
-                value = jax.device_put(value, there)
+            if to is not None and getattr(value, "committed", False) and value.sharding != to:
+                value = jax.device_put(value, to)
             arrays.append(value)
         if self._sizes.checks:
             check(self._sizes.checks, self._sizes.names, sizes)
         return self._run(self._weights.values(), *arrays)
 
     def __call__(self, *args: Any) -> Any:
-        """As :meth:`execute`."""
+        """The same as :meth:`execute`."""
         return self.execute(*args)
 
     def __repr__(self) -> str:
@@ -268,9 +269,9 @@ class Trees:
     """A Module's call as a function of flat inputs and outputs, for a Graph.
 
     Attributes:
-        types: a TensorType for each leaf of the arguments.
-        inputs, outputs: the treedefs; that of the outputs is known after a trace.
-        counts: how many leaves each argument has.
+        types: TensorTypes of the leaves of the arguments.
+        inputs, outputs: treedefs; that of the outputs is known after tracing.
+        counts: number of leaves of each argument.
     """
 
     def __init__(self, name: str, module: Callable[..., Any], specs: Sequence[Any]):
@@ -282,16 +283,16 @@ class Trees:
 
     def __call__(self, *values: TensorValue) -> tuple[Any, ...]:
         args = jax.tree.unflatten(self.inputs, [unwrap(value) for value in values])
-        with giving(False):  # what a call of the Module itself would give
+        with returning_values(False):  # as in a call of the Module itself
             leaves, self.outputs = jax.tree.flatten(self._module(*args))
         return tuple(map(jnp.asarray, leaves))
 
 
 class Program(Model):
-    """A Model for plain trees of arrays: it is called as its Module is, and returns the same.
+    """A Model for pytrees of arrays, which has the signature of its Module.
 
     Attributes:
-        in_tree, out_tree: the treedefs of the arguments and of the result.
+        in_tree, out_tree: treedefs of the arguments and of the result.
     """
 
     def __init__(
@@ -303,17 +304,17 @@ class Program(Model):
         super().__init__(graph, registry, [leaf for i in donate for leaf in by_argument[i]])
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it.
+        """Runs the program.
 
         Raises:
-            ValueError: arguments of another structure or type, or as for ``execute``.
+            ValueError: the structure or a type of the arguments is wrong, or as for ``execute``.
         """
         leaves, tree = jax.tree.flatten(args)
         if tree != self.in_tree:
             leaves, tree = jax.tree.flatten(args, is_leaf=is_input)  # TensorValues as inputs
         if tree != self.in_tree:
             raise ValueError(
-                f"'{self.name}' was compiled for arguments of the structure {self.in_tree}, not {tree}"
+                f"'{self.name}' was compiled for arguments with the structure {self.in_tree}, not {tree}"
             )
         return jax.tree.unflatten(self.out_tree, self._execute(leaves))
 
@@ -345,7 +346,7 @@ def _constants(consts: Sequence[Any], weights: list[Any], by_address: dict[int, 
 
 
 def _address(const: Any) -> int:
-    """Where a NumPy constant lies; 0 for a jax.Array, which is no stand-in."""
+    """The address of a NumPy constant; 0 for a jax.Array, which is never a stand-in."""
     return 0 if isinstance(const, jax.Array) else np.asarray(const).ctypes.data
 
 
@@ -356,7 +357,7 @@ def _evaluate(
     weights: list[Any],
     by_address: dict[int, int],
 ) -> list[Any]:
-    """Runs a jaxpr with other constants; a jitted part that closes over a Weight is inlined."""
+    """Evaluates a jaxpr with other constants; inlines jitted functions that close over a Weight."""
     if not any(_holds_weight(equation, by_address) for equation in jaxpr.eqns):
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         return as_function(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)(*consts, *args)
@@ -364,9 +365,9 @@ def _evaluate(
     for equation in jaxpr.eqns:
         if _holds_weight(equation, by_address):
             inner = equation.params["jaxpr"]
-            held = _constants(inner.consts, weights, by_address)
+            constants = _constants(inner.consts, weights, by_address)
             operands = [_read(atom, values) for atom in equation.invars]
-            results = _evaluate(inner.jaxpr, held, operands, weights, by_address)
+            results = _evaluate(inner.jaxpr, constants, operands, weights, by_address)
         else:
             free = [atom for atom in equation.invars if not is_literal(atom)]
             free = list(dict.fromkeys(free))
@@ -381,7 +382,7 @@ def _read(atom: Any, values: dict[Any, Any]) -> Any:
 
 
 def _holds_weight(equation: Any, by_address: dict[int, int]) -> bool:
-    """Whether the equation is a jitted part that closes over a Weight, at any depth."""
+    """Whether an equation calls a jitted function that closes over a Weight, at any depth."""
     if not is_jit(equation):
         return False
     closed = equation.params["jaxpr"]
@@ -391,7 +392,7 @@ def _holds_weight(equation: Any, by_address: dict[int, int]) -> bool:
 
 
 def _input(i: int, value: Any, kind: TensorType, sizes: dict[str, int]) -> Any:
-    """An input of the right type as an array; ``sizes`` collects what the names stand for."""
+    """An input as an array, after checks; ``sizes`` collects the sizes of named dimensions."""
     if isinstance(value, (TensorValue, Buffer, WeightData)):
         value = value.value if isinstance(value, TensorValue) else np.asarray(value)
     elif not isinstance(value, (jax.Array, np.ndarray)):

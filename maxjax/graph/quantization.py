@@ -1,7 +1,7 @@
 """``QuantizationEncoding``: the names of quantised weight formats, and their blocks.
 
-Data only: how many elements and bytes a block has. The layouts inside a block belong to
-storage, arithmetic on packed values to kernels.
+It has only the number of elements and bytes of a block; ``storage.blocks`` has the layouts of blocks, and
+``kernels`` computes with them.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class QuantizationEncoding(enum.Enum):
         return self.block_parameters.block_size
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in bytes of weights of a shape: the last axis is cut into blocks.
+        """The shape in bytes of quantised weights with the given shape; the last axis is split into blocks.
 
         Raises:
-            ValueError: the last axis is not whole blocks.
-            KeyError: GPTQ, which has no fixed block.
+            ValueError: the last axis does not consist of complete blocks.
+            KeyError: the encoding is GPTQ, which has no fixed block.
 
         Example:
             >>> QuantizationEncoding.Q4_0.packed_shape((4, 64))
@@ -105,16 +105,16 @@ class QuantizationEncoding(enum.Enum):
         *rows, columns = shape
         if columns % self.elements_per_block:
             raise ValueError(
-                f"{self.value} packs {self.elements_per_block} weights into a block, which rows "
-                f"of {columns} are not made of"
+                f"{self.value} packs {self.elements_per_block} weights into a block, which does not "
+                f"divide rows of {columns}"
             )
         return (*rows, columns // self.elements_per_block * self.block_size)
 
     def logical_shape(self, packed: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the weights in packed bytes of a shape: what :meth:`packed_shape` undoes.
+        """The shape of the weights in packed bytes: the inverse of :meth:`packed_shape`.
 
         Raises:
-            KeyError: GPTQ, which has no fixed block.
+            KeyError: the encoding is GPTQ, which has no fixed block.
 
         Example:
             >>> QuantizationEncoding.Q4_0.logical_shape((4, 36))
@@ -125,11 +125,11 @@ class QuantizationEncoding(enum.Enum):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether GGUF files hold this encoding: all but GPTQ."""
+        """Whether GGUF files can have this encoding, as all except GPTQ."""
         return self in _BLOCKS
 
 
-def _beside(value: str) -> QuantizationEncoding:
+def _add_member(value: str) -> QuantizationEncoding:
     new = object.__new__(QuantizationEncoding)
     new._name_ = new._value_ = value
     QuantizationEncoding._value2member_map_[value] = new
@@ -137,7 +137,7 @@ def _beside(value: str) -> QuantizationEncoding:
     return new
 
 
-_Q8_0, _MXFP4 = map(_beside, ("Q8_0", "MXFP4"))
+_Q8_0, _MXFP4 = map(_add_member, ("Q8_0", "MXFP4"))
 
 _BLOCKS = {
     QuantizationEncoding.Q4_0: BlockParameters(elements_per_block=32, block_size=18),

@@ -1,8 +1,7 @@
 """Rebinding: gives the sizes of a tensor another name, number or expression.
 
-XLA must be told that two symbolic sizes are equal: the array is padded by their difference,
-which is 0 at run time and then costs nothing. The Model that runs the Graph checks at each call
-that it is 0.
+XLA must know that two symbolic sizes are equal. Therefore the array is padded by their difference, which
+is 0 at run time and costs nothing; the Model that runs the Graph checks this at each call.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from .symbolic import Check, checks, define, evaluate, to_dim, to_size
 
 
 def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Array:
-    """The array, with the sizes called so.
+    """The array with the given sizes declared.
 
-    A name that no dimension has yet means this size from now on in a Graph; elsewhere it goes
-    with any size.
+    In a Graph, a new name is defined as the size; elsewhere it matches any size.
 
     Raises:
-        ValueError: the rank or a size is another, or would have to be checked where no Graph
-            does.
+        ValueError: the rank or a size is different, or a size would have to be checked at run time
+            outside of a Graph.
     """
     wanted, title = Shape(shape), message or "rebind"
     if len(wanted) != array.ndim:
         raise ValueError(
-            f"{title}: the tensor has shape {_shown(array)}, and {wanted!r} is {len(wanted)} axes"
+            f"{title}: the tensor has shape {_shown(array)}, but {wanted!r} has {len(wanted)} axes"
         )
     sizes = [
         _bind(array, axis, have, want, title)
@@ -46,10 +44,10 @@ def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Ar
 
 
 def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
-    """The size that axis gets; what is not known yet is left to be checked."""
+    """The new size of an axis; adds a check if tracing cannot decide whether it is right."""
     try:
         size = to_size(want, array.shape)
-    except ValueError:  # a name that is no dimension yet
+    except ValueError:  # a new name
         pending = checks()
         if pending is not None and not isinstance(want, SymbolicDim):
             pending.append(Check(str(have), str(want), axis, title))
@@ -58,7 +56,7 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
         return have
     if _same(have, size):
         return have
-    # A difference that is a number is one, whatever the names stand for.
+    # A constant difference other than 0 is wrong for all sizes.
     if isinstance(have - size, int):
         raise ValueError(
             f"{title}: the tensor has shape {_shown(array)}, and axis {axis} is {have}, not {want}"
@@ -66,21 +64,21 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
     pending = checks()
     if pending is None:
         raise ValueError(
-            f"{title}: whether {have} is {want} is known when the program runs, and only a Graph's is checked "
-            "then: give the input the size it has"
+            f"{title}: whether {have} equals {want} is known only at run time, and only a Graph's is checked "
+            "then: declare the input with its actual size"
         )
     pending.append(Check(str(have), str(size), axis, title))
     return size
 
 
-def beside(parts: Sequence[Any], key: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
-    """The sizes that a result should have, where an index says one beside a slice.
+def sliced_sizes(parts: Sequence[Any], key: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
+    """The sizes of a result whose index gives sizes together with slices.
 
     Raises:
-        ValueError: there is an index tensor as well, which moves axes.
+        ValueError: the index also contains a tensor, which moves axes.
     """
     if any(getattr(part, "ndim", 0) for part in key):
-        raise ValueError("an index with (slice, size) takes numbers and slices besides, no tensors")
+        raise ValueError("an index with (slice, size) can contain only numbers and slices besides")
     sizes, front, back = list(shape), 0, 0
     gap = next((i for i, part in enumerate(key) if part is Ellipsis), len(key))
     for part, made in zip(parts[:gap], key[:gap], strict=True):
@@ -95,14 +93,15 @@ def beside(parts: Sequence[Any], key: Sequence[Any], shape: Sequence[Any]) -> li
 
 
 def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """What was left to be checked, now that sizes are known.
+    """Runs the checks that tracing left, now that all sizes are known.
 
     Args:
-        names: sizes bound to names that no input has.
-        sizes: sizes of the inputs' dimensions.
+        pending: checks.
+        names: sizes of the names that no input has.
+        sizes: sizes of the dimensions of the inputs.
 
     Raises:
-        ValueError: two sizes that were said to be one differ.
+        ValueError: two sizes that were declared equal differ.
     """
     known = dict(sizes)
     for name, size in names.items():
@@ -111,7 +110,7 @@ def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str
         try:
             have, want = (evaluate(text, known.__getitem__) for text in (one.have, one.want))
         except KeyError:
-            continue  # a name that nothing was ever bound to goes with any size
+            continue  # an undefined name matches any size
         if have != want:
             given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             raise ValueError(

@@ -31,7 +31,7 @@ def as_function(
     jaxpr: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> Callable[..., Any]:
     """Some equations of a jaxpr as a function of their free variables."""
-    from jax.extend import core as jax_core  # takes a while to import, and only Graphs need it
+    from jax.extend import core as jax_core  # slow to import, and only Graphs need it
 
     part = jaxpr.replace(
         constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(equations),
@@ -43,29 +43,28 @@ def as_function(
 def reroll(closed: Any, name: str = "_call_at") -> Any:
     """The same program with each run of calls of the jitted function ``name`` as one loop.
 
-    The operands of a call are the stacked weights, then the layer's index as an int32 literal,
-    then the other inputs. Calls are a run if the weights are the same, the indices follow each
-    other, and each other input is an output of the call before, at the same place in all of
-    them, or does not depend on the run. What lies between them and neither has effects nor
-    feeds one of them is moved before the loop or after it.
+    The operands of a call are the stacked weights, then the layer's index as an int32 literal, then the
+    other inputs. Calls form a run if they have the same weights and consecutive indices, and if each other
+    input is either independent of the run or the same output of the previous call. Equations between
+    the calls are moved before or after the loop; those with effects end a run.
 
     Args:
         closed: a ``jax.extend.core.ClosedJaxpr``.
         name: name of the jitted function.
 
     Returns:
-        A ClosedJaxpr of the same inputs, outputs and constants; ``closed`` if it has no run.
+        A ClosedJaxpr with the same inputs, outputs and constants; ``closed`` itself if it has no run.
     """
     jaxpr = closed.jaxpr
     if sum(_is_call(equation, name) for equation in jaxpr.eqns) < 2:
         return closed
-    merged = _Writer()
+    deduplicated = _Writer()
     first: dict[Any, Any] = {}
     for variable, const in zip(jaxpr.constvars, closed.consts, strict=True):
-        merged.rename([variable], [first.setdefault(_constant_key(const), variable)])
-    merged.write(jaxpr.eqns)
-    outputs = [merged.name(atom) for atom in jaxpr.outvars]
-    equations = _live(merged.equations, outputs)
+        deduplicated.rename([variable], [first.setdefault(_constant_key(const), variable)])
+    deduplicated.write(jaxpr.eqns)
+    outputs = [deduplicated.name(atom) for atom in jaxpr.outvars]
+    equations = _live(deduplicated.equations, outputs)
     runs = _runs(equations, name)
     if not runs:
         return closed
@@ -79,16 +78,16 @@ def reroll(closed: Any, name: str = "_call_at") -> Any:
 
 
 class _Run:
-    """Consecutive calls, and the equations that depend on them."""
+    """A run of calls, and the equations between them that depend on a call."""
 
     def __init__(self, place: int, call: Any):
         self.calls, self.places = [call], [place]
-        self.carried: dict[int, int] = {}  # operand → which output of the call before it is
-        self.later: set[int] = set()  # where equations are that depend on a call
+        self.carried: dict[int, int] = {}  # operand → which output of the previous call
+        self.dependent: set[int] = set()  # indices of equations that depend on a call
         self._made = set(call.outvars)
 
-    def joins(self, place: int, call: Any) -> bool:
-        """Takes the call in if it is the next of the run."""
+    def append(self, place: int, call: Any) -> bool:
+        """Adds a call if it continues the run; returns whether it does."""
         last = self.calls[-1]
         position, index = _layer(last)
         if not _same_function(last, call) or _layer(call) != (position, index + 1):
@@ -109,10 +108,10 @@ class _Run:
         self._made.update(call.outvars)
         return True
 
-    def passes(self, place: int, equation: Any) -> None:
-        """Notes an equation that is no call."""
+    def skip(self, place: int, equation: Any) -> None:
+        """Records an equation that is not a call."""
         if not self._made.isdisjoint(_free(equation.invars)):
-            self.later.add(place)
+            self.dependent.add(place)
             self._made.update(equation.outvars)
 
 
@@ -121,13 +120,13 @@ def _runs(equations: Sequence[Any], name: str) -> list[_Run]:
     run = None
     for place, equation in enumerate(equations):
         if equation.effects:
-            run = None  # nothing may move past it
+            run = None  # nothing may be moved past an effect
         elif _is_call(equation, name):
-            if run is None or not run.joins(place, equation):
+            if run is None or not run.append(place, equation):
                 run = _Run(place, equation)
                 runs.append(run)
         elif run is not None:
-            run.passes(place, equation)
+            run.skip(place, equation)
     return [run for run in runs if len(run.calls) > 1]
 
 
@@ -142,7 +141,7 @@ def _is_call(equation: Any, name: str) -> bool:
 
 
 def _layer(call: Any) -> Any:
-    """(which operand is the layer's index, the index); None if the first literal is none."""
+    """(position of the operand that is the layer's index, the index), or None if there is none."""
     for position, atom in enumerate(call.invars):
         if is_literal(atom):
             fits = atom.aval.shape == () and atom.aval.dtype == np.int32
@@ -151,7 +150,7 @@ def _layer(call: Any) -> Any:
 
 
 def _holds_stand_in(closed: Any) -> bool:
-    """Whether a constant in there has no memory: a weight, which none looks for in a scan."""
+    """Whether a constant of the jaxpr is a weight's stand-in, which is not replaced inside a scan."""
     return any(
         not isinstance(const, jax.Array) and np.ndim(const) and not any(np.asarray(const).strides)
         for const in closed.consts
@@ -159,7 +158,7 @@ def _holds_stand_in(closed: Any) -> bool:
 
 
 def _free(atoms: Iterable[Any]) -> list[Any]:
-    """The variables among them; a literal cannot even be hashed."""
+    """The variables among the atoms; literals cannot be hashed."""
     return [atom for atom in atoms if not is_literal(atom)]
 
 
@@ -173,7 +172,7 @@ def _atom_key(atom: Any) -> Any:
 
 
 def _constant_key(const: Any) -> Any:
-    """What two constants have in common that are the same memory."""
+    """A key that is equal for constants with the same memory."""
     if isinstance(const, jax.Array):
         return id(const)
     array = np.asarray(const)
@@ -181,7 +180,7 @@ def _constant_key(const: Any) -> Any:
 
 
 def _equation_key(equation: Any) -> Any:
-    """What two equations have in common that give the same; None if that cannot be told."""
+    """A key that is equal for equations with equal results; None if they have effects."""
     key = (
         equation.primitive,
         equation.ctx,
@@ -193,9 +192,9 @@ def _equation_key(equation: Any) -> Any:
 
 
 def _same_function(a: Any, b: Any) -> bool:
-    """Whether two calls are of one function: of the same jaxpr, or of one that computes the same.
+    """Whether two calls are of the same jaxpr, or of jaxprs that compute the same.
 
-    It does if each of its equations is one of the other's, given the same inputs.
+    They do if, given the same inputs, all their equations and outputs are equal.
     """
     ours, theirs = a.params["jaxpr"], b.params["jaxpr"]
     if a.ctx is not b.ctx or a.params | {"jaxpr": ours} != b.params | {"jaxpr": ours}:
@@ -217,12 +216,12 @@ def _same_function(a: Any, b: Any) -> bool:
 
 
 class _Writer:
-    """Equations put down one after the other; one that is there already is not repeated."""
+    """A list of equations in which equal ones are written only once."""
 
     def __init__(self) -> None:
         self.equations: list[Any] = []
-        self.makers: dict[Any, Any] = {}  # variable → the equation it is from
-        self._names: dict[Any, Any] = {}  # variable → what it is called here, if not the same
+        self.definitions: dict[Any, Any] = {}  # variable → the equation that defines it
+        self._names: dict[Any, Any] = {}  # variable → the one that replaces it
         self._known: dict[Any, Any] = {}
 
     def name(self, atom: Any) -> Any:
@@ -238,17 +237,17 @@ class _Writer:
         for equation in map(self.renamed, equations):
             try:
                 known = self._known.setdefault(_equation_key(equation) or id(equation), equation)
-            except TypeError:  # a parameter that has no hash
+            except TypeError:  # a parameter is not hashable
                 known = equation
             if known is not equation:
                 self.rename(equation.outvars, known.outvars)
             else:
                 self.equations.append(equation)
-                self.makers.update(dict.fromkeys(equation.outvars, equation))
+                self.definitions.update(dict.fromkeys(equation.outvars, equation))
 
 
 def _live(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations that an output or an effect needs."""
+    """The equations that outputs and effects depend on."""
     needed = set(_free(outputs))
     kept = []
     for equation in reversed(equations):
@@ -259,34 +258,34 @@ def _live(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 
 def _rolled(equations: Sequence[Any], outputs: Sequence[Any], runs: Sequence[_Run]) -> _Writer:
-    """The equations with the runs as loops."""
+    """The equations, with each run replaced by a loop."""
     writer = _Writer()
     reads = Counter(a for atoms in (*(e.invars for e in equations), outputs) for a in _free(atoms))
     written = 0
     for run in runs:
         end = run.places[-1] + 1
-        later = [i for i in range(written, end) if i in run.later]
-        moved = {*run.places, *later}
+        dependent = [i for i in range(written, end) if i in run.dependent]
+        moved = {*run.places, *dependent}
         writer.write(equations[i] for i in range(written, end) if i not in moved)
         results = _results(run, equations[run.places[0] :], reads)
         run.calls = [writer.renamed(call) for call in run.calls]
-        loop, operands = _loop(run, results, writer.makers)
+        loop, operands = _loop(run, results, writer.definitions)
         if loop.consts or list(loop.out_avals) != [variable.aval for variable in results]:
-            writer.write(run.calls)  # a loop that would change a type; none is known
+            writer.write(run.calls)  # a loop would change a type; no case is known
         else:
             writer.rename(loop.jaxpr.invars, operands)
             writer.write(loop.jaxpr.eqns)
             writer.rename(results, loop.jaxpr.outvars)
-        writer.write(equations[i] for i in later)
+        writer.write(equations[i] for i in dependent)
         written = end
     writer.write(equations[written:])
     return writer
 
 
 def _results(run: _Run, after: Sequence[Any], reads: Counter) -> dict[Any, Any]:
-    """What else is read of a run: variable → (which output, of which call; None is of all).
+    """The outputs of a run that are used after it: variable → (output, call; None for all calls).
 
-    Of all, since the outputs of the layers are often stacked, which is how a scan gives them.
+    The outputs of all layers are often stacked, which is the form in which a scan returns them.
     """
     rows = [call.outvars for call in run.calls]
     columns = {column: q for q, column in enumerate(zip(*rows, strict=True))}
@@ -306,18 +305,19 @@ def _results(run: _Run, after: Sequence[Any], reads: Counter) -> dict[Any, Any]:
 # -- the loop
 
 
-def _loop(run: _Run, results: dict[Any, Any], makers: dict[Any, Any]) -> tuple[Any, list[Any]]:
-    """(the loop, from its operands to its results, as a ClosedJaxpr; the operands)."""
+def _loop(run: _Run, results: dict[Any, Any], definitions: dict[Any, Any]) -> tuple[Any, list[Any]]:
+    """(the loop as a ClosedJaxpr from its operands to its results, the operands)."""
     first, count, carried = run.calls[0], len(run.calls), run.carried
     position, start = _layer(first)
-    columns = _columns(run, position, makers)
-    ends = {q: p for p, q in carried.items()}
-    # What only the last call is asked for is the final carry; all else is collected.
-    kept = {q for q, j in results.values() if j != count - 1 or q not in ends}
+    columns = _columns(run, position, definitions)
+    finals = {q: p for p, q in carried.items()}
+    # Outputs that are used only of the last call are the final carry; others are stacked.
+    stacked = {q for q, j in results.values() if j != count - 1 or q not in finals}
     constant = {p: [atom] for p, atom in enumerate(first.invars) if p not in columns}
     read = [*constant.values(), *(atoms for atoms, _ in columns.values())]
     operands = list(dict.fromkeys(atom for atoms in read for atom in _free(atoms)))
-    layer = _as_function(first)
+    inner = first.params["jaxpr"].jaxpr
+    layer = as_function(inner, [first.replace(invars=inner.invars)], inner.invars, first.outvars)
 
     def loop(*arrays: Any) -> list[Any]:
         known = dict(zip(operands, arrays, strict=True))
@@ -326,9 +326,9 @@ def _loop(run: _Run, results: dict[Any, Any], makers: dict[Any, Any]) -> tuple[A
             return [atom.val if is_literal(atom) else known[atom] for atom in atoms]
 
         def body(carry: Any, x: Any) -> Any:
-            given = shared | carry | x
-            made = layer(*(given[p] for p in sorted(given)))
-            return {p: made[q] for p, q in carried.items()}, {q: made[q] for q in kept}
+            inputs = shared | carry | x
+            outputs = layer(*(inputs[p] for p in sorted(inputs)))
+            return {p: outputs[q] for p, q in carried.items()}, {q: outputs[q] for q in stacked}
 
         shared = {p: values(atoms)[0] for p, atoms in constant.items()}
         xs = {p: _column(values(atoms), at, count) for p, (atoms, at) in columns.items()}
@@ -336,33 +336,27 @@ def _loop(run: _Run, results: dict[Any, Any], makers: dict[Any, Any]) -> tuple[A
         last, ys = lax.scan(body, {p: shared[p] for p in carried}, xs)
         return [
             ys[q] if j is None
-            else lax.index_in_dim(ys[q], j, keepdims=False) if q in kept
-            else last[ends[q]]
+            else lax.index_in_dim(ys[q], j, keepdims=False) if q in stacked
+            else last[finals[q]]
             for q, j in results.values()
         ]  # fmt: skip
 
     return jax.make_jaxpr(loop)(*(variable.aval for variable in operands)), operands
 
 
-def _as_function(call: Any) -> Any:
-    """A call as a function of its operands."""
-    inner = call.params["jaxpr"].jaxpr
-    return as_function(inner, [call.replace(invars=inner.invars)], inner.invars, call.outvars)
-
-
 # -- operands that differ from call to call
 
 
-def _columns(run: _Run, position: int, makers: dict[Any, Any]) -> dict[int, Any]:
-    """Operand → ([an atom for each call], None) or ([the array whose rows they are], its first)."""
+def _columns(run: _Run, position: int, definitions: dict[Any, Any]) -> dict[int, Any]:
+    """Operand → ([an atom for each call], None), or ([array], first row) if they are rows of an array."""
     columns: dict[int, Any] = {}
     for p, atoms in enumerate(zip(*(call.invars for call in run.calls), strict=True)):
         if p == position or p in run.carried or len(set(map(_atom_key, atoms))) == 1:
             continue
-        rows = [None if is_literal(atom) else _row(atom, makers) for atom in atoms]
+        rows = [None if is_literal(atom) else _row(atom, definitions) for atom in atoms]
         array, at = rows[0] or (None, 0)
-        whole = array and rows == [(array, at + j) for j in range(len(rows))]
-        columns[p] = ([array], at) if whole else (list(atoms), None)
+        consecutive = array and rows == [(array, at + j) for j in range(len(rows))]
+        columns[p] = ([array], at) if consecutive else (list(atoms), None)
     return columns
 
 
@@ -373,36 +367,37 @@ def _column(values: list[Any], at: int | None, count: int) -> Any:
     return array if array.shape[0] == count else lax.slice_in_dim(array, at, at + count)
 
 
-def _row(variable: Any, makers: dict[Any, Any]) -> tuple[Any, int] | None:
+def _row(variable: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
     """(array, i) if the variable is ``array[i]``."""
-    maker = makers.get(variable)
-    if maker is None or not maker.invars:
+    definition = definitions.get(variable)
+    if definition is None or not definition.invars:
         return None
-    kind, operand = maker.primitive.name, maker.invars[0]
-    if kind == "unstack" and maker.params["axis"] == 0:
-        return operand, maker.outvars.index(variable)
+    kind, operand = definition.primitive.name, definition.invars[0]
+    if kind == "unstack" and definition.params["axis"] == 0:
+        return operand, definition.outvars.index(variable)
     if kind == "gather":
-        return _gathered_row(maker, makers)
+        return _gathered_row(definition, definitions)
     if kind not in ("squeeze", "reshape") or is_literal(operand):
         return None
-    sliced = makers.get(operand)
+    sliced = definitions.get(operand)
     if sliced is None or sliced.primitive.name != "slice":
         return None
     (array,) = sliced.invars
-    # A slice as long as its array but along the first axis is all of it there.
+    # It must be a single row, complete along the other axes.
     fits = operand.aval.shape == (1, *array.aval.shape[1:]) == (1, *variable.aval.shape)
     return (array, sliced.params["start_indices"][0]) if fits else None
 
 
-def _gathered_row(maker: Any, makers: dict[Any, Any]) -> tuple[Any, int] | None:
-    """The same of a gather, which is what indexing becomes where a size has a name."""
-    array, indices = maker.invars
-    index, numbers, size = makers.get(indices), maker.params["dimension_numbers"], array.aval.shape
+def _gathered_row(definition: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
+    """The same for a gather, which indexing becomes if a size is symbolic."""
+    array, indices = definition.invars
+    index, size = definitions.get(indices), array.aval.shape
+    numbers = definition.params["dimension_numbers"]
     if index is None or index.primitive.name != "broadcast_in_dim" or indices.aval.shape != (1,):
         return None
     if not numbers.collapsed_slice_dims == numbers.start_index_map == (0,):
         return None
-    if maker.params["slice_sizes"] != (1, *size[1:]) or not is_literal(index.invars[0]):
+    if definition.params["slice_sizes"] != (1, *size[1:]) or not is_literal(index.invars[0]):
         return None
     at = int(np.asarray(index.invars[0].val))
     return (array, at) if isinstance(size[0], int) and 0 <= at < size[0] else None

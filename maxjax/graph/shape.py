@@ -13,10 +13,10 @@ from .dim import SymbolicDim as SymbolicDim
 
 
 class Shape(list[Dim]):
-    """The sizes of an array, each a Dim: integers, names and Dims are taken.
+    """The sizes of an array as a list of Dims, made from integers, names and Dims.
 
-    A list: mutable and so unhashable; a slice is a plain list. Equal to a list or a tuple of
-    the same sizes. A static one can be handed to NumPy and JAX.
+    As a list it is mutable and unhashable, and a slice is a plain list. It equals a list or a tuple of
+    the same sizes. NumPy and JAX accept a static Shape.
 
     Example:
         >>> s = Shape((2, "seq", 3))
@@ -30,7 +30,7 @@ class Shape(list[Dim]):
         super().__init__(Dim(dim) for dim in dims)
 
     def __eq__(self, other: object) -> bool:
-        # A tuple is what other libraries have for a shape. (Their == leaves it to this one.)
+        # Shapes of other libraries are tuples, whose == defers to this one.
         return super().__eq__(list(other) if isinstance(other, tuple) else other)
 
     def __ne__(self, other: object) -> bool:
@@ -50,10 +50,10 @@ class Shape(list[Dim]):
 
     @property
     def parameters(self) -> Iterable[SymbolicDim]:
-        """The symbolic dims of all sizes, in order, repeats included."""
+        """The symbolic dims of all sizes, in order, with repetitions."""
         return [name for dim in self for name in dim.parameters]
 
     @staticmethod
     def is_static(shape: Iterable[Dim]) -> TypeGuard[Iterable[StaticDim]]:
-        """Whether every size is a known one, and not negative."""
+        """Whether every size is known and not negative."""
         return all(isinstance(dim, StaticDim) and dim.dim >= 0 for dim in shape)

@@ -1,9 +1,8 @@
-"""Subgraphs: a layer traced once and called with the weights of many.
+"""Subgraphs: layers that are traced once and called with the weights of many layers.
 
-A Subgraph holds the treedef of its layer and the types of its inputs; calling it goes
-through one jitted function whose cache they are the key of, so equal layers with equal
-inputs are traced once in the whole process. Which weights a call uses is looked up by
-name when it is called. The layer itself is left as it was.
+A Subgraph holds the treedef of its layer and the types of its inputs. They are the cache key of one jitted
+function, so that equal layers with equal inputs are traced once in the process. The weights of a call are
+looked up by name when it is made. The layer itself is not changed.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Subgraph:
     """A computation that ``ops.call`` runs with the weights of different layers.
 
     Attributes:
-        name: for people.
-        input_types: a TensorType for each leaf of the inputs.
+        name: name for messages.
+        input_types: TensorTypes of the leaves of the inputs.
         placeholders: names of the weights that each call looks up, without the prefix.
     """
 
@@ -56,7 +55,7 @@ class Subgraph:
     def of_function(
         cls, name: str, function: Callable[..., Any], inputs: Sequence[Any]
     ) -> Subgraph:
-        """A subgraph of a function; Weights it closes over are the same in every call."""
+        """A subgraph of a function; it uses the Weights that it closes over in every call."""
         return cls(name, _Function(function), inputs, (), ())
 
     @property
@@ -70,10 +69,10 @@ class Subgraph:
         return self._outputs[KIND.values]
 
     def _trace(self) -> list[TensorType]:
-        """Traces it for its output types; the calls find the trace in JAX's cache."""
+        """Traces the layer for its output types; calls reuse the trace from JAX's cache."""
         names = {str(p) for kind in self.input_types for p in kind.parameters}
         fresh = sizes_of(name for name in names if not is_known(name))
-        # Calls with sizes that are not of the Graph being written are traced anew, and checked there.
+        # With names that the Graph being built does not have, each call is traced and checked again.
         with naming(fresh, Scope() if fresh or not is_checked() else None):
             shapes = [
                 jax.ShapeDtypeStruct(w.stored.leaf_dims, jax.dtypes.canonicalize_dtype(w.dtype.np))
@@ -98,7 +97,7 @@ class Subgraph:
         homes = [home if home and RUNNING.is_below(home[0]) else None for home in homes]
         places = {home[1] for home in homes if home is not None}
         if len(places) == 1 and RUNNING.graphs:
-            # One layer of a LayerStack, in a Graph, which makes a loop of such calls (reroll.py).
+            # A layer of a LayerStack in a Graph, which turns such calls into a loop (reroll.py).
             stacked = tuple(home is not None for home in homes)
             stacks = [home[0].array() for home in homes if home is not None]
             others = [
@@ -119,8 +118,9 @@ class Subgraph:
         for i, (array, kind) in enumerate(zip(flat, self.input_types, strict=True)):
             found = TensorValue(array).type
             sizes = zip(found.shape, kind.shape, strict=False)
-            same = found.rank == kind.rank and found.dtype is _canonical(kind.dtype)
-            if not same or any(a != b and isinstance(b, StaticDim) for a, b in sizes):
+            dtype = DType.of(jax.dtypes.canonicalize_dtype(kind.dtype.np))
+            fits = found.rank == kind.rank and found.dtype is dtype
+            if not fits or any(a != b and isinstance(b, StaticDim) for a, b in sizes):
                 raise ValueError(f"argument {i} of the call to {self.name} is {found.dtype} {found.shape!r}, "
                                  f"but it was built for {kind.dtype} {kind.shape!r}")  # fmt: skip
 
@@ -158,17 +158,16 @@ def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
     """Runs a subgraph with the weights whose names start with ``prefix``.
 
     Args:
-        graph: from ``Module.build_subgraph`` or ``Graph.add_subgraph``.
+        graph: subgraph from ``Module.build_subgraph`` or ``Graph.add_subgraph``.
         args: tensors, or trees of them; their leaves go to the inputs in order.
-        prefix: put before the name of each weight the subgraph looks up. The names are
-            those of the innermost running Module that has them all, else of an outer one,
-            else of the Graph being written.
+        prefix: prefix of the names of the weights that the subgraph looks up. They are looked up in the
+            innermost running Module that has all of them, or else in the Graph being built.
 
     Returns:
         A TensorValue for each output.
 
     Raises:
-        TypeError: ``graph`` is no subgraph.
+        TypeError: ``graph`` is not a subgraph.
         ValueError: the number of tensors or the type of a tensor or weight is wrong, or a
             name is not found; the message says which.
     """
@@ -179,7 +178,7 @@ def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
 
 
 class _Function:
-    """A function as a target; equal to itself only."""
+    """A function with the interface of a treedef."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -199,7 +198,7 @@ def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> li
     return [unwrap(output) for output in outputs]
 
 
-# What Weights give inside (``kind.py``) is the same at every call of one key.
+# ``gives_values`` is part of the key, because traces of the two kinds differ (``kind.py``).
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _call(target: Any, in_tree: Any, gives_values: bool, weights: Any, inputs: Any) -> list[Any]:
     return _run(target, in_tree, weights, inputs)
@@ -216,26 +215,22 @@ def _call_at(
     others: list[Any],
     inputs: list[Any],
 ) -> list[Any]:
-    """As ``_call``, with the weights of the layer at one place of the stacks."""
+    """Like ``_call``, with the weights of the layer at index ``place`` of the stacks."""
     slices, plain = (StackSlice(stack, place) for stack in stacks), iter(others)
     weights = [next(slices if is_stacked else plain) for is_stacked in stacked]
     return _run(target, in_tree, weights, inputs)
 
 
 def is_input(x: Any) -> bool:
-    """Whether it stands for one input, though JAX would look inside."""
+    """Whether a value is a single input, although JAX would flatten it."""
     return isinstance(x, (TensorValue, TensorType))
 
 
-def _canonical(dtype: DType) -> DType:
-    return DType.of(jax.dtypes.canonicalize_dtype(dtype.np))
-
-
 def type_of_input(name: str, leaf: Any) -> TensorType:
-    """The type of an input given as a TensorType, a placeholder or a tensor.
+    """The TensorType of an input that is given as a type, a placeholder or a tensor.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is none of these.
     """
     if isinstance(leaf, TensorType):
         return leaf

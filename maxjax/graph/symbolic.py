@@ -1,7 +1,7 @@
-"""Symbolic sizes: MAX's Dim on one side, the sizes of ``jax.export`` on the other.
+"""Symbolic sizes: conversion between MAX's Dims and the symbolic sizes of ``jax.export``.
 
-While a Graph with named dimensions is traced, arrays have sizes like ``2*batch + 1``.
-Both sides print as arithmetic over names, so one small evaluator reads both.
+While a Graph with named dimensions is traced, arrays have sizes like ``2*batch + 1``. Both kinds print as
+arithmetic over names, so one small evaluator converts both.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from .shape import Dim, StaticDim
 
 
-class _Known(threading.local):
-    """Name → size of jax.export for what is being traced in this thread.
+class _State(threading.local):
+    """The symbolic sizes of the trace in this thread, by name.
 
-    Not a ContextVar: each greenlet has its own of those, and a Graph is written by two.
+    Not a ContextVar, because each greenlet has its own, and building a Graph takes two.
     """
 
     def __init__(self) -> None:
@@ -27,16 +27,16 @@ class _Known(threading.local):
         self.scope: Scope | None = None
 
 
-_KNOWN = _Known()
+_STATE = _State()
 
 
 class Check(NamedTuple):
-    """Two sizes that have to be equal when a program runs.
+    """A condition at run time: two sizes must be equal.
 
     Attributes:
-        have, want: as arithmetic over names.
-        axis: of which axis they are.
-        title: what begins the message.
+        have, want: the two sizes, as arithmetic over names.
+        axis: their axis.
+        title: beginning of the error message.
     """
 
     have: str
@@ -46,10 +46,10 @@ class Check(NamedTuple):
 
 
 class Scope:
-    """What is found out about sizes while something is traced.
+    """The facts about sizes that a trace collects.
 
     Attributes:
-        names: names that no input has → the sizes they were bound to.
+        names: names that no input has → their sizes.
         checks: conditions to check when the sizes are known.
     """
 
@@ -60,39 +60,39 @@ class Scope:
 
 @contextlib.contextmanager
 def naming(sizes: Mapping[str, Any], scope: Scope | None = None) -> Iterator[None]:
-    """Makes symbolic sizes known by name, besides those that are already.
+    """Context that adds symbolic sizes by name.
 
     Args:
-        scope: who checks what is found out about them; an outer one goes on without it.
+        scope: scope that collects facts about sizes; None keeps the outer one.
     """
-    before, outer = _KNOWN.sizes, _KNOWN.scope
-    _KNOWN.sizes = {**before, **sizes}
-    _KNOWN.scope = outer if scope is None else scope
+    before, outer = _STATE.sizes, _STATE.scope
+    _STATE.sizes = {**before, **sizes}
+    _STATE.scope = outer if scope is None else scope
     try:
         yield
     finally:
-        _KNOWN.sizes, _KNOWN.scope = before, outer
+        _STATE.sizes, _STATE.scope = before, outer
 
 
 def is_checked() -> bool:
-    """Whether somebody checks what is found out about sizes."""
-    return _KNOWN.scope is not None
+    """Whether there is a scope, so that conditions on sizes will be checked."""
+    return _STATE.scope is not None
 
 
 def checks() -> list[Check] | None:
-    """Where a check is left for when sizes are known; None where nobody would make it."""
-    return None if _KNOWN.scope is None else _KNOWN.scope.checks
+    """The list that collects conditions; None if nothing would check them."""
+    return None if _STATE.scope is None else _STATE.scope.checks
 
 
 def define(name: str, size: Any) -> None:
-    """From now on the name means this size, in the Graph being written."""
-    assert _KNOWN.scope is not None
-    _KNOWN.scope.names[name] = size
+    """Defines a name as a size in the Graph being built."""
+    assert _STATE.scope is not None
+    _STATE.scope.names[name] = size
 
 
 def is_known(name: str) -> bool:
-    """Whether a dimension of that name has a size now."""
-    return name in _KNOWN.sizes
+    """Whether a dimension of this name has a size now."""
+    return name in _STATE.sizes
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -108,7 +108,7 @@ def sizes_of(names: Iterable[str]) -> dict[str, Any]:
     """Fresh symbolic sizes of ``jax.export`` for the names, in one scope."""
     if not (names := sorted(set(names))):
         return {}
-    from jax import export  # takes a while to import, and few Graphs have names
+    from jax import export  # slow to import, and few Graphs have names
 
     return dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
 
@@ -117,31 +117,31 @@ def to_dim(size: Any) -> Dim:
     """A size of an array as a Dim.
 
     Raises:
-        NotImplementedError: jax.export made of it something that MAX's Dims cannot say.
+        NotImplementedError: a Dim cannot express the size.
     """
     if isinstance(size, (int, Dim)):
         return Dim(size)
     try:
         return Dim(evaluate(str(size), Dim))
-    except TypeError:  # min(a, 2): names have no order
+    except TypeError:  # min(a, 2): Dims have no order
         raise NotImplementedError(f"the symbolic size {size} is not supported") from None
 
 
 def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
-    """A Dim, name or number as a size an array may have.
+    """A Dim, name or number as the size of an array.
 
     Args:
-        shapes: shapes of arrays at hand, whose symbolic sizes are known besides the Graph's.
+        shapes: shapes of arrays, whose symbolic sizes are known in addition to the Graph's.
 
     Raises:
-        ValueError: a name is not a dimension here.
+        ValueError: a name is unknown.
     """
     if not isinstance(dim, (str, Dim)):
         return dim if _is_symbolic(dim) else operator.index(dim)
     if isinstance(dim, StaticDim):
         return int(dim)
-    known = dict(_KNOWN.scope.names) if _KNOWN.scope is not None else {}
-    known.update(_KNOWN.sizes)
+    known = dict(_STATE.scope.names) if _STATE.scope is not None else {}
+    known.update(_STATE.sizes)
     for size in (size for shape in shapes for size in shape):
         if _is_symbolic(size) and str(size).isidentifier():
             known[str(size)] = size
@@ -149,7 +149,7 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
     def look_up(name: str) -> Any:
         if name not in known:
             raise ValueError(
-                f"the symbolic dimension '{name}' has no size here: it is no dimension of the inputs"
+                f"the symbolic dimension '{name}' is unknown here: it is not a dimension of the inputs"
             )
         return known[name]
 
@@ -157,7 +157,7 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
 
 
 def _is_symbolic(size: Any) -> bool:
-    """Whether a size of an array is one of jax.export's, which are no integers."""
+    """Whether a size of an array is a symbolic one of jax.export."""
     return not hasattr(size, "__index__")
 
 
@@ -167,22 +167,22 @@ def to_sizes(shape: Iterable[Any], *shapes: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def evaluate(text: str, name: Callable[[str], Any]) -> Any:
-    """Arithmetic over names, with what ``name`` says each of them is."""
+    """The value of arithmetic over names, each of which ``name`` evaluates."""
 
-    def go(node: ast.AST) -> Any:
+    def visit(node: ast.AST) -> Any:
         match node:
             case ast.Expression():
-                return go(node.body)
+                return visit(node.body)
             case ast.Constant(value=int()):
                 return node.value
             case ast.Name():
                 return name(node.id)
             case ast.BinOp() if type(node.op) in _OPERATORS:
-                return _OPERATORS[type(node.op)](go(node.left), go(node.right))
+                return _OPERATORS[type(node.op)](visit(node.left), visit(node.right))
             case ast.UnaryOp() if type(node.op) in _OPERATORS:
-                return _OPERATORS[type(node.op)](go(node.operand))
+                return _OPERATORS[type(node.op)](visit(node.operand))
             case ast.Call(func=ast.Name(id=function)) if function in _FUNCTIONS:
-                return _FUNCTIONS[function](*map(go, node.args))
+                return _FUNCTIONS[function](*map(visit, node.args))
         raise NotImplementedError(f"the symbolic size {text} is not supported")
 
-    return go(ast.parse(text, mode="eval"))
+    return visit(ast.parse(text, mode="eval"))

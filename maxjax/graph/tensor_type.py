@@ -1,4 +1,4 @@
-"""TensorType: what is known of a tensor before it has a value."""
+"""TensorType: the dtype, shape and device of a tensor without a value."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class TensorType:
     """Element type, shape and device of a tensor. Hashable, compared by content.
 
     Args:
-        dtype: a DType, or anything one can be made of.
-        shape: sizes; a text is a symbolic dimension.
+        dtype: a DType, or anything that converts to one.
+        shape: sizes; a string is a symbolic dimension.
         device: device of the tensor.
 
     Example:
@@ -61,11 +61,11 @@ class TensorType:
         return product
 
     def cast(self, dtype: Any) -> TensorType:
-        """The same with another element type."""
+        """The same type with another element type."""
         return TensorType(dtype, self._dims, self.device)
 
     def to_jax(self) -> jax.ShapeDtypeStruct:
-        """The type as JAX says it; symbolic dimensions must be those of a Graph being traced."""
+        """The type as a ShapeDtypeStruct; symbolic dimensions must be those of the Graph being traced."""
         dtype = jax.dtypes.canonicalize_dtype(self.dtype.np)
         return jax.ShapeDtypeStruct(to_sizes(self._dims), dtype)
 
@@ -87,5 +87,5 @@ class TensorType:
         return f"TensorType(dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
 
 
-# MAX's base of the types of values, of which there is one here.
+# MAX's base class of types, of which there is only one here.
 Type = TensorType

@@ -1,8 +1,8 @@
-"""TensorValue: a view of an array with MAX's methods. Weight derives from it.
+"""TensorValue: a view of an array with MAX's methods. Weight is a subclass.
 
-Everything is plain jnp on the array behind. An operation with a TensorValue gives a
-TensorValue; one with plain arrays and Weights alone gives a plain array, but for MAX's
-own methods (``cast``, ``permute``, …), which jax.Array does not have.
+All methods are plain jnp on the underlying array. An operation with a TensorValue returns a TensorValue.
+One with only plain arrays and Weights returns a plain array, except for MAX's own methods (``cast``,
+``permute``, …), which jax.Array does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..dtype import DType, promote
 from .device import DeviceRef
 from .operands import check_indices, check_product, from_numpy, promoted, same_rank
 from .operators import Operators
-from .rebinding import beside, rebound
+from .rebinding import rebound, sliced_sizes
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
@@ -49,7 +49,7 @@ def unify(a: Any, b: Any) -> tuple[Any, Any]:
     """Two operands prepared as in MAX: with one dtype and with equal ranks.
 
     Raises:
-        ValueError: an integer tensor meets a float, the dtypes have no common one, or a
+        ValueError: one is an integer tensor and the other a float, there is no common dtype, or a
             Python number does not fit in the other's dtype.
     """
     return promoted(*(x.item() if isinstance(x, np.generic) else unwrap(x) for x in (a, b)))
@@ -61,10 +61,10 @@ class TensorValue(Operators):
     Args:
         value: a JAX or NumPy array, or another TensorValue. Use ``ops.constant`` for numbers.
 
-    It is a pytree of one leaf, works in jnp functions and operators, and shows its value.
+    It is a pytree with one leaf, and works in jnp functions and operators.
 
     Raises:
-        TypeError: anything else.
+        TypeError: the value is none of these.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,7 +74,7 @@ class TensorValue(Operators):
         ([Dim(3), Dim(2)], [Dim(1), Dim(3)], bfloat16)
     """
 
-    # NumPy arrays on the left of an operator leave it to us.
+    # Makes NumPy arrays on the left of an operator defer to this class.
     __array_priority__ = 1000
     # A TensorValue with __getitem__ would be iterated by index; MAX's is not iterable.
     __iter__ = None
@@ -96,9 +96,9 @@ class TensorValue(Operators):
 
     @property
     def __jax_array__(self) -> Any:
-        """What makes an array of it for JAX; None for the operators of arrays.
+        """The conversion to a JAX array; None for the operators of arrays.
 
-        ``array + x`` then is left to ``x``, and gives a TensorValue as ``x + array`` does.
+        ``array + x`` then defers to ``x`` and returns a TensorValue, as ``x + array`` does.
         """
         if self._wraps and id(sys._getframe(1).f_code) in _array_operators():
             return None
@@ -112,10 +112,10 @@ class TensorValue(Operators):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """NumPy's functions on it: as on the NumPy array it can become.
+        """NumPy functions, which get the value as a NumPy array.
 
-        jnp functions ask NumPy for shapes and dtypes, also while tracing, when there is
-        no such array: an array without memory answers those.
+        jnp functions ask NumPy for shapes and dtypes, also of traced values, which have no such array;
+        for these an array without memory is used.
         """
         convert = _stand_in if func in _METADATA else np.asarray
         args, kwargs = jax.tree.map(
@@ -125,11 +125,11 @@ class TensorValue(Operators):
         )
         return func(*args, **kwargs)
 
-    # -- what it is
+    # -- properties
 
     @property
     def tensor(self) -> TensorValue:
-        """Itself; MAX's graph inputs and call results are narrowed this way."""
+        """Itself; in MAX, this property narrows the type of graph inputs and call results."""
         return self
 
     @property
@@ -149,14 +149,14 @@ class TensorValue(Operators):
 
     @property
     def device(self) -> DeviceRef:
-        """Where the array is, as far as this process sees it; while tracing, its first device."""
+        """The first device of the array in this process; for a traced array, the first local device."""
         array = self._as_array()
         there = [] if isinstance(array, Tracer) else list(array.sharding.addressable_devices)
         return DeviceRef.from_jax(there[0] if there else jax.local_devices()[0])
 
     @property
     def type(self) -> TensorType:
-        """Its dtype, shape and device."""
+        """The dtype, shape and device."""
         return TensorType(self.dtype, self.shape, self.device)
 
     @property
@@ -181,7 +181,7 @@ class TensorValue(Operators):
 
     @property
     def at(self) -> Any:
-        """``x.at[index].set(y)`` and its kin, as on a jax.Array; gives a plain array."""
+        """``x.at[index].set(y)`` and similar, as on a jax.Array; the result is a plain array."""
         return self._as_array().at
 
     # -- MAX's methods
@@ -211,13 +211,13 @@ class TensorValue(Operators):
 
         Raises:
             IndexError: there is no such axis.
-            ValueError: an axis is left out or named twice.
+            ValueError: an axis is missing or occurs twice.
         """
         rank = self.rank
         if any(not -rank <= axis < rank for axis in dims):
             raise IndexError(f"permute({list(dims)}) of a tensor with {rank} axes")
         if sorted(axis % rank for axis in dims) != list(range(rank)):
-            raise ValueError(f"permute({list(dims)}) must name each of the {rank} axes once")
+            raise ValueError(f"permute({list(dims)}) must contain each of the {rank} axes once")
         return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
 
     def transpose(self, first: int, second: int) -> TensorValue:
@@ -270,10 +270,10 @@ class TensorValue(Operators):
         return TensorValue(array.reshape((*array.shape[:start], middle, *array.shape[end + 1 :])))
 
     def rebind(self, shape: Iterable[Any], message: str = "") -> TensorValue:
-        """Itself, with its sizes called so; see ``ops.rebind``.
+        """The tensor with the given sizes declared; see ``ops.rebind``.
 
         Raises:
-            ValueError: it has another rank or size.
+            ValueError: the tensor has another rank or size.
         """
         return TensorValue(rebound(self._as_array(), shape, message))
 
@@ -305,31 +305,31 @@ class TensorValue(Operators):
         return np.asarray(self)
 
     def item(self) -> Any:
-        """The one element as a Python number."""
+        """The only element as a Python number."""
         return self._as_array().item()
 
     def max(self, axis: int = -1) -> TensorValue:
-        """The largest along an axis, which stays with length 1."""
+        """The largest along an axis, which is kept with length 1."""
         return TensorValue(jnp.max(self._as_array(), axis, keepdims=True))
 
     def min(self, axis: int = -1) -> TensorValue:
-        """The smallest along an axis, which stays with length 1."""
+        """The smallest along an axis, which is kept with length 1."""
         return TensorValue(jnp.min(self._as_array(), axis, keepdims=True))
 
     def mean(self, axis: int = -1) -> TensorValue:
-        """The mean along an axis, which stays with length 1."""
+        """The mean along an axis, which is kept with length 1."""
         return TensorValue(jnp.mean(self._as_array(), axis, keepdims=True))
 
     def var(self, axis: int = -1) -> TensorValue:
-        """The variance (of the whole, not a sample) along an axis, which stays with length 1."""
+        """The population variance along an axis, which is kept with length 1."""
         return TensorValue(jnp.var(self._as_array(), axis, keepdims=True))
 
     def stdev(self, axis: int = -1) -> TensorValue:
-        """The standard deviation along an axis, which stays with length 1."""
+        """The standard deviation along an axis, which is kept with length 1."""
         return TensorValue(jnp.std(self._as_array(), axis, keepdims=True))
 
     def argmax(self, axis: int = -1) -> TensorValue:
-        """Where the largest is along an axis, which stays with length 1."""
+        """The index of the largest element along an axis, which is kept with length 1."""
         return TensorValue(jnp.argmax(self._as_array(), axis, keepdims=True))
 
     # -- jax.Array's
@@ -348,7 +348,7 @@ class TensorValue(Operators):
         check_indices(key, array.shape)
         found = array[tuple(map(unwrap, key))]
         if any(type(part) is tuple for part in parts):
-            found = rebound(found, beside(parts, key, found.shape), "x[(slice, size)]")
+            found = rebound(found, sliced_sizes(parts, key, found.shape), "x[(slice, size)]")
         return self._result(found)
 
     def __bool__(self) -> bool:
@@ -371,7 +371,7 @@ class TensorValue(Operators):
             f"TensorValue({shown}dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
         )
 
-    # What Operators asks of a value.
+    # The methods that Operators needs.
 
     @staticmethod
     def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
@@ -386,18 +386,18 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     x = a._array if type(a) is TensorValue else a
     y = b._array if type(b) is TensorValue else b
     try:
-        if _alike(x, y):
-            return around(function(x, y))  # the usual case, and it counts in eager code
-        if not (_operand(a) and _operand(b)):
+        if _promotes_alike(x, y):
+            return wrap(function(x, y))  # the usual case, which must be fast in eager code
+        if not (_is_operand(a) and _is_operand(b)):
             return NotImplemented
         if wraps(a, b):
             return TensorValue(function(*unify(x, y)))
     except TypeError as error:
         raise ValueError(f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}") from error
-    return function(unwrap(a), unwrap(b))  # Weights and arrays meet by JAX's own rules
+    return function(unwrap(a), unwrap(b))  # Weights and arrays follow JAX's own rules
 
 
-def _alike(x: Any, y: Any) -> bool:
+def _promotes_alike(x: Any, y: Any) -> bool:
     """Whether JAX alone treats the two as MAX would: arrays of one dtype and rank, or a float array and a float."""
     if not isinstance(x, jax.Array):
         return isinstance(y, jax.Array) and y.dtype.kind == "f" and _is_exact(x)
@@ -416,18 +416,16 @@ def _shown(x: Any) -> str:
 
 
 def _matmul(a: Any, b: Any) -> Any:
-    if not (_operand(a) and _operand(b)):
-        return NotImplemented  # x @ w.T: the view knows the fast way
+    if not (_is_operand(a) and _is_operand(b)):
+        return NotImplemented  # x @ w.T: WeightTranspose calls the fast kernel
     if not wraps(a, b):
         return unwrap(a) @ unwrap(b)
     product = getattr(b, "_product", None)
-    if product is not None:  # x @ w.T: the fast way
+    if product is not None:  # x @ w.T
         return product(a)
     a, b = unwrap(a), unwrap(b)
     if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
-        raise ValueError(
-            f"matmul of {_shown(a)} and {_shown(b)}: a number is no matrix; multiply with *"
-        )
+        raise ValueError(f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number")
     check_product(a.shape, b.shape)
     if a.dtype != b.dtype:
         dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
@@ -437,12 +435,12 @@ def _matmul(a: Any, b: Any) -> Any:
     return TensorValue(jnp.matmul(a, b))
 
 
-def _operand(x: Any) -> bool:
+def _is_operand(x: Any) -> bool:
     return isinstance(x, (TensorValue, jax.Array, np.ndarray, np.generic, Dim, int, float, complex))
 
 
 def _index(part: Any) -> Any:
-    """One part of an index: MAX also writes (slice, size) for a slice whose size it should know."""
+    """A part of an index; MAX also writes (slice, size) for a slice of known size."""
     if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], slice):
         part = part[0]
     if isinstance(part, slice):
@@ -452,7 +450,7 @@ def _index(part: Any) -> Any:
 
 @functools.cache
 def _array_operators() -> frozenset[int]:
-    """ids of the code of jax.Array's operators; Tracers have the same."""
+    """ids of the code objects of jax.Array's operators, which Tracers share."""
     with jax.ensure_compile_time_eval():
         kind = type(jnp.zeros(()))
     found = (getattr(getattr(kind, name, None), "__code__", None) for name in vars(Operators))
@@ -466,18 +464,18 @@ def _stand_in(x: TensorValue) -> np.ndarray:
 jax.tree_util.register_pytree_with_keys(
     TensorValue,
     lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
-    lambda _, leaves: around(next(iter(leaves))),
+    lambda _, leaves: wrap(next(iter(leaves))),
     lambda t: ((t._array,), None),
 )
 
 
-def around(leaf: Any) -> TensorValue:
-    """A TensorValue around anything: pytrees may hold other things than arrays for a while."""
+def wrap(leaf: Any) -> TensorValue:
+    """A TensorValue around a leaf, unchecked: transformations may put any object into a pytree."""
     new = object.__new__(TensorValue)
     new._array = leaf
     return new
 
 
-# MAX's base of values, of which there is one kind here, and what ops take for one.
+# MAX's base class of values, of which there is only one here, and the types that ops accept.
 Value = TensorValue
 TensorValueLike = TensorValue | jax.Array | np.ndarray | np.generic | Dim | int | float

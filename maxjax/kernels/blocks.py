@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class BlockLayout(NamedTuple):
+class BlockDecoder(NamedTuple):
     """One kind of block: its number of weights, its size in bytes, and how it is decoded."""
 
     elements: int
@@ -45,31 +45,31 @@ def decode(encoding: str, blocks: Any) -> jax.Array:
         >>> decode("Q8_0", one)[:3].tolist()
         [1.5, -0.5, 0.0]
     """
-    layout = layout_of(encoding)
+    decoder = decoder_of(encoding)
     blocks = jnp.asarray(blocks)
-    count, rest = divmod(blocks.shape[-1], layout.nbytes)
+    count, rest = divmod(blocks.shape[-1], decoder.nbytes)
     if blocks.dtype != np.uint8 or rest:
         raise ValueError(
-            f"blocks of {encoding} are uint8 and take {layout.nbytes} bytes each, not an axis of "
+            f"blocks of {encoding} are uint8 and take {decoder.nbytes} bytes each, not an axis of "
             f"{blocks.shape[-1]} {blocks.dtype}"
         )
     lead = blocks.shape[:-1]
-    values = layout.decode(blocks.reshape(*lead, count, layout.nbytes))
-    return values.reshape(*lead, count * layout.elements)
+    values = decoder.decode(blocks.reshape(*lead, count, decoder.nbytes))
+    return values.reshape(*lead, count * decoder.elements)
 
 
-def layout_of(encoding: str) -> BlockLayout:
-    """The layout of an encoding by its name.
+def decoder_of(encoding: str) -> BlockDecoder:
+    """The decoder of an encoding, by its name.
 
     Raises:
         NotImplementedError: weights of this encoding cannot stay quantised in memory.
     """
-    if encoding not in LAYOUTS:
+    if encoding not in DECODERS:
         raise NotImplementedError(
             f"weights in {encoding} cannot stay quantised in memory; those in "
-            f"{', '.join(LAYOUTS)} can: load the others as floats"
+            f"{', '.join(DECODERS)} can: load the others as floats"
         )
-    return LAYOUTS[encoding]
+    return DECODERS[encoding]
 
 
 def _half(pair: jax.Array) -> jax.Array:
@@ -173,11 +173,11 @@ def _power(e: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((e.astype(jnp.uint32) + 63) << 23, jnp.float32)
 
 
-LAYOUTS = {
-    "Q4_0": BlockLayout(32, 18, _q4_0),
-    "Q8_0": BlockLayout(32, 34, _q8_0),
-    "Q4_K": BlockLayout(256, 144, _q4_k),
-    "Q5_K": BlockLayout(256, 176, _q5_k),
-    "Q6_K": BlockLayout(256, 210, _q6_k),
-    "MXFP4": BlockLayout(32, 17, _mxfp4),
+DECODERS = {
+    "Q4_0": BlockDecoder(32, 18, _q4_0),
+    "Q8_0": BlockDecoder(32, 34, _q8_0),
+    "Q4_K": BlockDecoder(256, 144, _q4_k),
+    "Q5_K": BlockDecoder(256, 176, _q5_k),
+    "Q6_K": BlockDecoder(256, 210, _q6_k),
+    "MXFP4": BlockDecoder(32, 17, _mxfp4),
 }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from . import explicit
 from .blocks import decode
-from .matmul import _array, _operand
+from .matmul import kernel_operand, to_jax
 from .quant_array import QuantArray
 
 
@@ -32,10 +32,10 @@ def embed(table: Any, rows: Any) -> jax.Array:
         [[ 2.]
          [nan]]
     """
-    table, rows = _operand(table), jnp.asarray(rows)
+    table, rows = kernel_operand(table), jnp.asarray(rows)
     if isinstance(table, QuantArray):
-        return _packed(table, rows)
-    table = _array(table)
+        return _quantized(table, rows)
+    table = to_jax(table)
     mesh = explicit.mesh_of(table, rows)
     out = None
     if mesh is not None:
@@ -47,16 +47,16 @@ def embed(table: Any, rows: Any) -> jax.Array:
     return table.at[rows].get(mode="fill", out_sharding=out)
 
 
-def _packed(table: QuantArray, rows: jax.Array) -> jax.Array:
-    blocks, encoding = _array(table.blocks), table.encoding
+def _quantized(table: QuantArray, rows: jax.Array) -> jax.Array:
+    blocks, encoding = to_jax(table.blocks), table.encoding
     count = blocks.shape[0]
 
     def run(blocks: Any, rows: Any) -> list[jax.Array]:
-        found = decode(encoding, blocks.at[rows].get(mode="fill", fill_value=0))
+        values = decode(encoding, blocks.at[rows].get(mode="fill", fill_value=0))
         # Blocks of some encodings cannot hold NaN, so rows outside the table are filled here.
-        there = (rows >= -count) & (rows < count)
-        there = there.reshape(rows.shape + (1,) * (found.ndim - rows.ndim))
-        return [jnp.where(there, found, jnp.nan)]
+        in_range = (rows >= -count) & (rows < count)
+        in_range = in_range.reshape(rows.shape + (1,) * (values.ndim - rows.ndim))
+        return [jnp.where(in_range, values, jnp.nan)]
 
     mesh = explicit.mesh_of(blocks, rows)
     if mesh is None:

@@ -54,9 +54,9 @@ def matmul(x: Any, w: Any) -> Any:
         >>> [y.shape for y in matmul(jnp.ones(3), [jnp.ones((2, 3)), jnp.ones((5, 3))])]
         [(2,), (5,)]
     """
-    several = isinstance(w, (list, tuple))
-    x = _array(x)
-    weights = [_operand(a) for a in (w if several else [w])]
+    is_sequence = isinstance(w, (list, tuple))
+    x = to_jax(x)
+    weights = [kernel_operand(a) for a in (w if is_sequence else [w])]
     for weight in weights:
         if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -64,15 +64,15 @@ def matmul(x: Any, w: Any) -> Any:
                 f"{weight.shape}: a weight is [out, in], and x ends in an axis of length `in`"
             )
     results = _matmul(x, weights)
-    return tuple(results) if several else results[0]
+    return tuple(results) if is_sequence else results[0]
 
 
 def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if any(isinstance(w, QuantArray) for w in weights):
-        return [_packed(x, w) if isinstance(w, QuantArray) else _matmul(x, [w])[0] for w in weights]
+        return [_quant(x, w) if isinstance(w, QuantArray) else _matmul(x, [w])[0] for w in weights]
     dtypes = [_common_dtype(x, w) for w in weights]
     if not all(_has_kernel(x, w) for w in weights):
-        return definition(x, [_array(w) for w in weights], dtypes)
+        return definition(x, [to_jax(w) for w in weights], dtypes)
     if len({w.dtype for w in weights}) > 1:
         return [_matmul(x, [w])[0] for w in weights]
     stacks = [w.stack if isinstance(w, StackSlice) else w for w in weights]
@@ -104,10 +104,10 @@ def _eager_products(dtypes: tuple[Any, ...]) -> Any:
     return jax.jit(matmul)
 
 
-def _packed(x: jax.Array, w: QuantArray) -> jax.Array:
+def _quant(x: jax.Array, w: QuantArray) -> jax.Array:
     """The matmul with quantised weights, in the dtype of ``x`` if that is a float."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
-    blocks, encoding = _array(w.blocks), w.encoding
+    blocks, encoding = to_jax(w.blocks), w.encoding
 
     def run(x: Any, blocks: Any) -> list[jax.Array]:
         return definition(x, [decode(encoding, blocks)], [dtype])
@@ -126,7 +126,8 @@ def _has_kernel(x: Any, w: Any) -> bool:
     return all(isinstance(n, int) for n in (*x.shape, *w.shape))  # not symbolic
 
 
-def _array(a: Any) -> jax.Array:
+def to_jax(a: Any) -> jax.Array:
+    """``a`` as a JAX array; a Weight gives its value."""
     # This package does not import Weight: a Weight has this method, while tracers have None here.
     if isinstance(a, jax.Array):
         return a
@@ -134,12 +135,12 @@ def _array(a: Any) -> jax.Array:
     return jnp.asarray(a) if method is None else method()
 
 
-def _operand(a: Any) -> Any:
+def kernel_operand(a: Any) -> Any:
     """The array, StackSlice or QuantArray that ``a`` is or, if it is a Weight, holds."""
     if isinstance(a, (jax.Array, StackSlice, QuantArray)):
         return a
     method = getattr(a, "__kernel_operand__", None)
-    return _array(a) if method is None else method()
+    return to_jax(a) if method is None else method()
 
 
 def _common_dtype(x: Any, w: Any) -> np.dtype:

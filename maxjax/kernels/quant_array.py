@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .blocks import decode, layout_of
+from .blocks import decode, decoder_of
 from .stack_slice import StackSlice
 
 
@@ -49,13 +49,13 @@ class QuantArray:
     dtype = np.dtype(np.float32)
 
     def __init__(self, blocks: Any, encoding: str):
-        layout_of(encoding)
+        decoder_of(encoding)
         self.blocks, self.encoding = blocks, encoding
 
     @property
     def shape(self) -> tuple[Any, ...]:
         *rows, nbytes = self.blocks.shape
-        layout = layout_of(self.encoding)
+        layout = decoder_of(self.encoding)
         return (*rows, nbytes // layout.nbytes * layout.elements)
 
     @property

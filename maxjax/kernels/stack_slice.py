@@ -37,7 +37,7 @@ class StackSlice:
 
     __slots__ = ("stack", "index")
 
-    # With a NumPy array on the left of an operator, this class's method is called.
+    # Makes NumPy arrays on the left of an operator defer to this class.
     __array_priority__ = 1000
 
     def __init__(self, stack: Any, index: Any):
@@ -112,13 +112,10 @@ _OTHERS = "iter len bool float int index complex round divmod rdivmod".split()
 
 def _forward(name: str) -> Any:
     def method(self: StackSlice, *operands: Any) -> Any:
-        return getattr(self.__jax_array__(), name)(*map(_plain, operands))
+        arrays = [jnp.asarray(x) if isinstance(x, StackSlice) else x for x in operands]
+        return getattr(self.__jax_array__(), name)(*arrays)
 
     return method
-
-
-def _plain(operand: Any) -> Any:
-    return jnp.asarray(operand) if isinstance(operand, StackSlice) else operand
 
 
 for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARE, *_UNARY, *_OTHERS]:
@@ -126,6 +123,6 @@ for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARE, *_UNARY, *
 StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def whole(leaf: Any) -> Any:
-    """The whole stack if the leaf is a StackSlice; any other leaf unchanged."""
+def stack_of(leaf: Any) -> Any:
+    """The stack of a leaf that is a StackSlice; any other leaf unchanged."""
     return leaf.stack if type(leaf) is StackSlice else leaf

@@ -212,7 +212,7 @@ def build(
 
 def _main(found: Mapping[str, WeightData]) -> DType:
     """The dtype of activations: the dtype of most values, or float32 if any are quantised."""
-    if any(data._is_packed for data in found.values()):
+    if any(data.is_packed for data in found.values()):
         return DType.float32  # the few float tensors of such a file do not tell the others' range
     return main_dtype(found) or DType.float32
 

@@ -205,7 +205,7 @@ class PretrainedModel(Module):
             weight = weights.get(name)
             if weight is None or weight.quantization_encoding is not None:
                 continue
-            if isinstance(data, WeightData) and data._is_packed and weight.dtype.is_float():
+            if isinstance(data, WeightData) and data.is_packed and weight.dtype.is_float():
                 changed[name] = data.astype(weight.dtype)
         return changed
 
@@ -224,7 +224,7 @@ class PretrainedModel(Module):
             data = found.get(name)
             if data is None:
                 continue
-            if data._is_packed and id(weight) in packs:
+            if data.is_packed and id(weight) in packs:
                 weight.value = jax.ShapeDtypeStruct(tuple(map(int, data.shape)), data.dtype.np)
                 weight.quantization_encoding = data.quantization_encoding
             elif data.dtype.is_float() and data.dtype is not weight.dtype:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from ..dtype import DType, promote
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.device import DeviceRef
-from ..graph.placement.arrays import last_axis_whole
+from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.specs import Split, split_over
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.weight.weight import Weight
@@ -206,7 +206,7 @@ class GPT2Attention(DecoderAttention):
         y = self.c_attn(x)  # [..., 3 H D]
         # The weight's shards do not end where queries and keys do, so the result, which is small,
         # is gathered on every device.
-        y = resharded(last_axis_whole(y, weight, 1), -1, ())
+        y = resharded(replicate_last_axis(y, weight, 1), -1, ())
         return [
             resharded(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
             for a in jnp.split(y, 3, axis=-1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement.arrays import last_axis_whole
+from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.specs import Split
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
@@ -76,13 +76,13 @@ class Embedding(Module):
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
             raise TypeError(f"an Embedding takes integers as indices, not {rows.dtype}")
-        y = last_axis_whole(embed(self.weight, rows), self.weight)
+        y = replicate_last_axis(embed(self.weight, rows), self.weight)
         return TensorValue(y) if wraps(indices) else y
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows (the vocabulary), or columns where the rows do not divide evenly."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"weight": Split(rows, instead=columns)}
+        return {"weight": Split(rows, fallback=columns)}
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:

@@ -221,7 +221,7 @@ class ColumnParallelLinear(Linear):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows, or columns where the rows do not divide evenly."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"weight": Split(rows, instead=columns), "bias": rows}
+        return {"weight": Split(rows, fallback=columns), "bias": rows}
 
 
 class MLP(Module):

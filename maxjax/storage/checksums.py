@@ -33,7 +33,7 @@ from .strict_json import collector_paused
 
 # Bytes read or gathered at a time only for a checksum: they stay in the cache of a core.
 STEP_BYTES = 1 << 20
-# Most bytes read only to complete a checksum: a header, or the gap between two tensors.
+# Maximum bytes read only to complete a checksum: a header, or the gap between two tensors.
 GAP_BYTES = 64 << 10
 
 
@@ -42,11 +42,11 @@ class Sum:
 
     Attributes:
         parts: for a checksum of values, the parts that were read, with their arrays.
-        wrong: the error for an invalid boolean; raised only if the checksum matches, because a
-            mismatch explains it better.
+        invalid: error for an invalid boolean; raised only if the checksum matches, because a mismatch
+            explains it better.
     """
 
-    __slots__ = ("_blocks", "checksum", "entry", "file", "parts", "wrong")
+    __slots__ = ("_blocks", "checksum", "entry", "file", "invalid", "parts")
 
     def __init__(self, file: OpenFile, entry: TensorEntry):
         assert entry.checksum is not None
@@ -54,13 +54,13 @@ class Sum:
         self.entry = entry
         self.checksum: Checksum = entry.checksum
         self.parts: list[Wanted] = []
-        self.wrong: CheckpointFormatError | None = None
+        self.invalid: CheckpointFormatError | None = None
         # Offset in the file → length and CRC-32.
         self._blocks: dict[int, tuple[int, int]] = {}
 
     def add(self, offset: int, view: Any) -> None:
         """Adds a block that was read from ``offset`` of the file."""
-        self._put(offset, memoryview(view).nbytes, crc32(view))
+        self._record(offset, memoryview(view).nbytes, crc32(view))
 
     def read(self, offset: int, nbytes: int) -> None:
         """Reads a block only for its checksum."""
@@ -70,9 +70,9 @@ class Sum:
             view = scratch[: min(STEP_BYTES, nbytes - start)]
             fill(self.file, self.entry, offset + start - self.entry.offset, view)
             crc = crc32(view, crc)
-        self._put(offset, nbytes, crc)
+        self._record(offset, nbytes, crc)
 
-    def _put(self, offset: int, nbytes: int, crc: int) -> None:
+    def _record(self, offset: int, nbytes: int, crc: int) -> None:
         if self._blocks.get(offset, (0, 0))[0] < nbytes:
             self._blocks[offset] = nbytes, crc
 
@@ -91,14 +91,14 @@ class Sum:
             CheckpointCorruptError: the checksums differ.
             CheckpointChangedError: the checksums differ, and the file was modified since opening.
         """
-        wanted = self.checksum
+        recorded = self.checksum
         if crc is None:
-            crc = self._of_values() if wanted.of_values else self._of_blocks()
+            crc = self._of_values() if recorded.of_values else self._of_blocks()
         if crc is None:
             return False
-        if crc != wanted.crc and crc not in wanted.also:
+        if crc != recorded.crc and crc not in recorded.also:
             self.file.check_unchanged()
-            raise differing(self.file.path, self.entry, crc)
+            raise mismatch(self.file.path, self.entry, crc)
         return True
 
     def _of_values(self) -> int | None:
@@ -177,33 +177,33 @@ def check_values(
     except CheckpointFormatError as error:
         if sum is None:
             raise
-        sum.wrong = sum.wrong or error
+        sum.invalid = sum.invalid or error
 
 
-def differing(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptError:
+def mismatch(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptError:
     """The error for a tensor whose bytes do not match its checksum."""
-    wanted = entry.checksum
-    assert wanted is not None
-    hint = "The file was damaged on its way or on the disk: fetch it again."
-    if wanted.source is not None:
-        hint = stale(wanted.source)
-    sums = " or ".join(f"{crc:08x}" for crc in (wanted.crc, *wanted.also))
+    recorded = entry.checksum
+    assert recorded is not None
+    hint = "The file is corrupt: download it again."
+    if recorded.source is not None:
+        hint = stale_hint(recorded.source)
+    sums = " or ".join(f"{crc:08x}" for crc in (recorded.crc, *recorded.also))
     return CheckpointCorruptError(
-        f"the bytes of {wanted.name} are not those that were written",
+        f"the bytes of {recorded.name} do not match their checksum",
         path=path,
         tensor=entry.name,
-        offset=None if wanted.of_values else wanted.offset,
+        offset=None if recorded.of_values else recorded.offset,
         expected=f"CRC-32 {sums}",
         found=f"{found:08x}",
         hint=hint,
     )
 
 
-def stale(path: str) -> str:
+def stale_hint(path: str) -> str:
     """The hint for a file that does not match the digests at ``path``."""
     return (
-        "It was damaged on its way or on the disk: use another copy. If another program wrote it "
-        f"since maxjax did, {path} is stale and may be deleted; verify=False reads it as it is."
+        "The file is corrupt: use another copy. If another program wrote it "
+        f"since maxjax did, {path} is stale_hint and may be deleted; verify=False reads it as it is."
     )
 
 
@@ -277,13 +277,13 @@ class Checks:
         verify: when reading compares checksums: "auto" if the read covers all bytes of a checksum
             anyway and computing it takes almost no time; True always, reading more bytes if
             necessary; False never.
-        sound: checksums that matched; none of them is compared again.
+        matched: checksums that matched; none of them is compared again.
     """
 
     def __init__(self, files: list[OpenFile]):
         self.files = files
         self.verify: Verify = "auto"
-        self.sound: set[Key] = set()
+        self.matched: set[Key] = set()
 
     def sums(self, entries: Iterable[TensorEntry]) -> dict[Key, Sum]:
         """The checksums to compute while tensors are read, for ``compare`` afterwards."""
@@ -306,14 +306,14 @@ class Checks:
         rest = []
         for key, one in sums.items():
             if one.compare():
-                self.sound.add(key)
+                self.matched.add(key)
             else:
                 rest.append(one.entry)
         if self.verify is True:
             self.check(rest, threads=threads)
         for one in sums.values():
-            if one.wrong:
-                raise one.wrong
+            if one.invalid:
+                raise one.invalid
 
     def check(self, entries: Iterable[TensorEntry], *, threads: int | None = None) -> None:
         """Reads all bytes that the tensors' checksums cover, and compares; errors as ``compare``."""
@@ -323,7 +323,7 @@ class Checks:
         run_jobs(run, jobs, sum(job.nbytes for job in jobs), threads)
         for key, one in sums.items():
             one.compare(_of_values(one) if one.checksum.of_values else None)
-            self.sound.add(key)
+            self.matched.add(key)
 
     def unchecked(self, entries: Iterable[TensorEntry]) -> dict[Key, Sum]:
         """The checksums of tensors that were not compared yet."""
@@ -332,7 +332,7 @@ class Checks:
             for entry in entries:
                 if entry.checksum is not None and entry.nbytes:
                     key = _key(entry, entry.checksum)
-                    if key not in self.sound and key not in found:
+                    if key not in self.matched and key not in found:
                         found[key] = Sum(self.files[entry.file], entry)
         return found
 

@@ -1,7 +1,7 @@
 """``maxjax_digests.json``: checksums of the tensors in the files beside it.
 
 safetensors, GGUF and orbax have no checksums of their own, so maxjax writes them into an additional
-file, which other programs ignore. It never makes a sound file unreadable: a record applies only to a
+file, which other programs ignore. It never makes an intact file unreadable: a record applies only to a
 file of the recorded size, and is ignored otherwise.
 
     {"version": 1, "algorithm": "crc32",
@@ -35,13 +35,13 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointMissingError,
 )
-from .checksums import stale
+from .checksums import stale_hint
 from .crc32 import crc32, crc32_of
 from .entry import Checksum, TensorEntry
 from .files import OpenFile, file_range
 from .limits import Limits
 from .save.beside import Description, sum_of
-from .strict_json import collector_paused, load_json, require, shown, wrong
+from .strict_json import collector_paused, invalid, load_json, require, shown
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
@@ -49,12 +49,12 @@ NAME = "maxjax_digests.json"
 # The key for a directory that is a checkpoint as a whole (orbax).
 DIRECTORY = "."
 VERSION, ALGORITHM = 1, "crc32"
-# Most records of a file: the present file, and the new one of each interrupted replacement.
-MOST = 8
+# Maximum records of a file: the present file, and the new one of each interrupted replacement.
+MAX_RECORDS = 8
 _CRC = re.compile("[0-9a-f]{8}")
 # Matches a name that is not a plain relative path below the directory.
 _OUTSIDE = re.compile(r"^/|^$|\\|\0|(^|/)\.")
-_HINT = "The weights may be sound: delete this file, or read them with verify=False."
+_HINT = "The weights may be intact: delete this file, or read them with verify=False."
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def parse(
     version, algorithm = document.get("version"), document.get("algorithm")
     if version != VERSION or algorithm != ALGORITHM or isinstance(version, bool):
         what = f"version {version!r} with {algorithm!r}"
-        _LOG.info("%s: %s is not known, so nothing is compared with it", path, what[:200])
+        _LOG.info("%s: %s is not supported, so no checksums are compared", path, what[:200])
         return None
     files = document.get("files")
     require(isinstance(files, dict), path, "files", "an object", files, hint=_HINT)
@@ -168,7 +168,7 @@ def read_digests(
     except CheckpointMissingError:
         return None
     except CheckpointAccessError as error:
-        _LOG.warning("%s; nothing is compared with it", error)
+        _LOG.warning("%s; no checksums are compared", error)
         return None
 
 
@@ -189,7 +189,7 @@ def attach(
         CheckpointFormatError, CheckpointLimitError: as for ``parse``.
     """
     found: dict[str, Digests | None] = {}
-    said: list[Record] = []
+    described: list[Record] = []
     # For each file: tensor → its accepted checksums.
     sums: list[dict[str, tuple[int, ...]]] = []
     for number, file in enumerate(table.files):
@@ -200,53 +200,51 @@ def attach(
         records = [] if digests is None else digests.files.get(name, ())
         fitting = [record for record in records if record.size == file.size]
         if records and not fitting:
-            _LOG.info("%s: its size is not that of %s: nothing is compared", file.path, NAME)
+            _LOG.info("%s: %s records another size: no checksums are compared", file.path, NAME)
         fitting = _with_header(file, fitting, os.path.join(folder, NAME))
-        fitting = told_apart(file, table.entries.values(), number, fitting)
+        fitting = matching_records(file, table.entries.values(), number, fitting)
         sums.append(_acceptable(fitting))
-        said = [one for one in said if one.beside in [other.beside for other in fitting]]
-        said = said if number else fitting
+        described = [one for one in described if one.beside in [other.beside for other in fitting]]
+        described = described if number else fitting
     if table.indexes and table.root is not None:
         folder = os.path.dirname(table.root.path)
-        said = fitting_index(table.root, found.get(folder) or read_digests(folder, limits=limits))
+        digests = found.get(folder) or read_digests(folder, limits=limits)
+        described = fitting_index(table.root, digests)
     if not compare or not any(sums):
-        return said
+        return described
     paths = [os.path.join(os.path.dirname(file.path), NAME) for file in table.files]
     with collector_paused():
-        for name, one in table.entries.items():
-            crcs = sums[one.file].get(name) if one.checksum is None else None
+        for name, entry in table.entries.items():
+            crcs = sums[entry.file].get(name) if entry.checksum is None else None
             if crcs:
-                path = paths[one.file]
-                checksum = Checksum(name, one.offset, one.nbytes, crcs[0], crcs[1:], path)
+                path = paths[entry.file]
+                checksum = Checksum(name, entry.offset, entry.nbytes, crcs[0], crcs[1:], path)
                 # Not dataclasses.replace, which is slow for 100,000 entries.
                 table.entries[name] = TensorEntry(
-                    name, one.dtype, one.shape, one.file, one.offset, one.nbytes,
-                    one.coding, one.encoding, checksum,
+                    name, entry.dtype, entry.shape, entry.file, entry.offset, entry.nbytes,
+                    entry.coding, entry.encoding, checksum,
                 )  # fmt: skip
-    return said
+    return described
 
 
-def tell_unsummed(table: TensorTable) -> None:
+def warn_without_checksums(table: TensorTable) -> None:
     """Warns, once per file, about tensors without a checksum; for ``verify=True``."""
     missing: dict[str, int] = {}
     for entry in table.entries.values():
-        if entry.checksum is None and entry.nbytes and not _has_own(entry):
+        # A compressed archive member is compared with its checksum whenever it is read.
+        is_compressed = entry.coding is not None and not entry.coding.is_divisible
+        if entry.checksum is None and entry.nbytes and not is_compressed:
             path = table.files[entry.file].path
             missing[path] = missing.get(path, 0) + 1
     for path, count in missing.items():
-        _warn_unsummed(path, count, len(table.entries))
-
-
-def _has_own(entry: TensorEntry) -> bool:
-    # A compressed archive member is compared with its checksum whenever it is read.
-    return entry.coding is not None and not entry.coding.is_divisible
+        _warn_once(path, count, len(table.entries))
 
 
 @lru_cache(1024)
-def _warn_unsummed(path: str, count: int, of: int) -> None:
+def _warn_once(path: str, count: int, of: int) -> None:
     _LOG.warning(
-        "%s: verify=True, but there are no checksums of %s to compare with: nobody would see if "
-        "it were damaged. `maxjax convert` writes a copy that has them",
+        "%s: verify=True, but there are no checksums of %s, so corruption cannot be detected. "
+        "`maxjax convert` writes a copy with checksums",
         path,
         "its tensors" if count == of else f"{count} of the {of} tensors",
     )
@@ -261,7 +259,7 @@ def _acceptable(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def told_apart(
+def matching_records(
     file: OpenFile, entries: Iterable[TensorEntry], number: int, records: Sequence[Record]
 ) -> list[Record]:
     """The records of a file that agree with its bytes.
@@ -304,7 +302,7 @@ def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[R
     for record in records:
         nbytes, wanted = record.header or (0, 0)
         if nbytes > file.size:
-            raise wrong(path, "a header", f"at most {file.size} bytes", nbytes, hint=_HINT)
+            raise invalid(path, "a header", f"at most {file.size} bytes", nbytes, hint=_HINT)
         crc = crc32(file.pread(0, nbytes)) if nbytes else 0
         if crc == wanted:
             found.append(record)
@@ -312,23 +310,23 @@ def _with_header(file: OpenFile, records: Sequence[Record], path: str) -> list[R
             others.append((f"{wanted:08x}", f"{crc:08x}"))
     if records and not found:
         raise CheckpointCorruptError(
-            "the header is not the one that was written",
+            "the header does not match its checksum",
             path=file.path,
             expected=f"CRC-32 {' or '.join(wanted for wanted, _ in others)}",
             found=others[0][1],
-            hint=stale(path),
+            hint=stale_hint(path),
         )
     return found
 
 
 def _records(path: str, file: str, records: Any) -> Iterable[Record]:
     where = f"files[{file!r}]"
-    is_list = isinstance(records, list) and 0 < len(records) <= MOST
-    require(is_list, path, where, f"a list of 1 to {MOST} records", records, hint=_HINT)
+    is_list = isinstance(records, list) and 0 < len(records) <= MAX_RECORDS
+    require(is_list, path, where, f"a list of 1 to {MAX_RECORDS} records", records, hint=_HINT)
     for record in records:
         require(isinstance(record, dict), path, where, "a list of objects", record, hint=_HINT)
         size, tensors = record.get("size"), record.get("tensors")
-        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        is_size = type(size) is int and size >= 0
         require(is_size, path, f"{where}: size", "a number of bytes", size, hint=_HINT)
         require(
             isinstance(tensors, dict), path, f"{where}: tensors", "an object", tensors, hint=_HINT
@@ -359,7 +357,7 @@ def _header(path: str, where: str, found: Any) -> tuple[int, int] | None:
     is_pair = isinstance(found, list) and len(found) == 2 and isinstance(found[1], str)
     if is_pair and type(found[0]) is int and found[0] >= 0 and _CRC.fullmatch(found[1]):
         return found[0], int(found[1], 16)
-    raise wrong(path, where, "a number of bytes and eight hexadecimal digits", found, hint=_HINT)
+    raise invalid(path, where, "a number of bytes and eight hexadecimal digits", found, hint=_HINT)
 
 
 def _crc(path: str, name: str, crc: Any) -> int:

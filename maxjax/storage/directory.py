@@ -35,21 +35,21 @@ _COMPANION = re.compile(
 # The same weights in another dtype, beside the plain ones: unet.fp16.safetensors.
 _VARIANT = re.compile(r"(.+)\.(b?f|fp|int)\d+|(.+)\.(non_)?ema")
 # Mistral's and Meta's own files: the same weights under other names.
-_SECOND = "consolidated"
+_ALTERNATIVE = "consolidated"
 GGUF_PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 """A file of a GGUF set: stem, number, count."""
 
 # The formats whose sets follow Hugging Face's naming; they are searched first.
 _SETS = [format for format in FORMATS if format.stem]
-_ENDS = [format.suffixes[0] for format in _SETS]
-_ENDS += [end for format in FORMATS for end in format.single]
+_SUFFIXES = [format.suffixes[0] for format in _SETS]
+_SUFFIXES += [end for format in FORMATS for end in format.single]
 
 
 def choose(directory: str, names: Sequence[str]) -> list[str]:
     """Chooses from ``names``, the files of ``directory``, those that make up its checkpoint.
 
     The result is one file (weights, an index, the first of a GGUF set), or several that are read
-    together. It is empty if there are none; :func:`nothing` then makes the error.
+    together. It is empty if there are none; :func:`no_weights` then makes the error.
 
     Raises:
         CheckpointFormatError: several files, indexes, sets or formats could be meant.
@@ -61,8 +61,8 @@ def choose(directory: str, names: Sequence[str]) -> list[str]:
         >>> choose("d", ["a.safetensors", "b.safetensors"])
         ['a.safetensors', 'b.safetensors']
     """
-    models = [name for name in names if not _is_beside(name)]
-    first = [name for name in models if not name.startswith(_SECOND)]
+    models = [name for name in names if not _is_companion(name)]
+    first = [name for name in models if not name.startswith(_ALTERNATIVE)]
     return _choose(directory, first) or _choose(directory, models)
 
 
@@ -88,37 +88,37 @@ def is_weights(name: str) -> bool:
     return _end(name) in SUFFIXES and not _TRAINING.fullmatch(name)
 
 
-def _is_beside(name: str) -> bool:
+def _is_companion(name: str) -> bool:
     """Whether a file accompanies a model and is never a model by itself."""
     return bool(_TRAINING.fullmatch(name) or _COMPANION.fullmatch(name))
 
 
-def nothing(directory: str, names: Sequence[str], below: Sequence[str]) -> CheckpointError:
+def no_weights(directory: str, names: Sequence[str], below: Sequence[str]) -> CheckpointError:
     """The error for a directory without a checkpoint; it depends on what the directory holds.
 
     ``names`` are its files and its subdirectories, the latter with a trailing "/". ``below`` are the
     subdirectories that hold weights.
     """
     unfinished = [name for name in names if _is_unfinished(name)]
-    unreadable = [name for name in names if _end(name) in UNREADABLE and not _is_beside(name)]
-    beside = [name for name in names if _end(name) in SUFFIXES and _is_beside(name)]
+    unreadable = [name for name in names if _end(name) in UNREADABLE and not _is_companion(name)]
+    companions = [name for name in names if _end(name) in SUFFIXES and _is_companion(name)]
     cls, problem = CheckpointMissingError, "the directory holds no weights of a model"
     found, hint = names, None
     if unfinished:
         cls, problem = CheckpointIncompleteError, "the download of the weights is not complete"
-        found, hint = unfinished, "Fetch them again."
+        found, hint = unfinished, "Download them again."
     elif below:
         hint = f"Name one of its directories: {some(below, 5)}."
     elif unreadable:
         cls, problem = (
             CheckpointFormatError,
-            f"{UNREADABLE[_end(unreadable[0])]} is not a format that is read",
+            f"{UNREADABLE[_end(unreadable[0])]} is not a supported format",
         )
         found, hint = unreadable, "Convert it to safetensors."
-    elif beside:
-        found, hint = beside, "Name the model's directory, or one of these files by itself."
+    elif companions:
+        found, hint = companions, "Name the model's directory, or one of these files by itself."
     shown = some(found, 5) or "an empty directory"
-    expected = f"*{', *'.join(_ENDS[:-1])} or *{_ENDS[-1]}"
+    expected = f"*{', *'.join(_SUFFIXES[:-1])} or *{_SUFFIXES[-1]}"
     return cls(problem, path=directory, expected=expected, found=shown, hint=hint)
 
 
@@ -142,7 +142,7 @@ def _choose(directory: str, names: list[str]) -> list[str]:
         found = _choose_set(directory, format.stem, format.suffixes[0], names)
         if found and gguf:
             raise CheckpointFormatError(
-                "the directory holds two formats",
+                "the directory holds weights in two formats",
                 path=directory,
                 expected="one",
                 found=f"{some(found, 3)} and {some(gguf, 3)}",
@@ -208,11 +208,11 @@ def _one_set(directory: str, stem: str, end: str, names: list[str]) -> list[str]
         shown = [f"{one}-*-of-{count}{end}" for one, count in sets]
         raise _ambiguous(directory, "sets of files", shown)
     for (one, count), parts in sets.items():
-        return _whole(directory, (one, count, end), parts)
+        return _complete_set(directory, (one, count, end), parts)
     return names
 
 
-def _whole(directory: str, key: tuple[str, str, str], parts: dict[int, str]) -> list[str]:
+def _complete_set(directory: str, key: tuple[str, str, str], parts: dict[int, str]) -> list[str]:
     """The files of the set ``key`` (stem, count, end) in order; refuses a set with gaps."""
     stem, count, end = key
     first = 0 if 0 in parts else 1  # most count from one
@@ -234,11 +234,11 @@ def fetch_hint(path: str) -> str:
 
     Example:
         >>> fetch_hint("model-00002-of-00002.safetensors")
-        'Fetch the missing file.'
+        'Download the missing file.'
     """
     if any(os.path.exists(path + end) for end in UNFINISHED):
-        return "Its download is not complete: fetch it again."
-    return "Fetch the missing file."
+        return "Its download is not complete: download it again."
+    return "Download the missing file."
 
 
 def _ambiguous(directory: str, what: str, names: list[str]) -> CheckpointFormatError:

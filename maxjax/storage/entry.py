@@ -18,7 +18,7 @@ from ..errors import CheckpointFormatError, CheckpointTruncatedError
 from .boxes import Box, Wanted, extents, runs, split, within
 from .files import OpenFile, aligned_empty
 
-# Most dimensions of an array: NumPy's own bound.
+# Maximum number of dimensions of an array: NumPy's own bound.
 MAX_DIMS = 64
 # Bytes that a coding decodes at a time: with their encoded form they fit the cache of one core.
 DECODED_BYTES = 1 << 20

@@ -94,7 +94,7 @@ class _Index:
                 self._check_name(tensor, shard)
             self.shards[shard] = self.shards.get(shard, 0) + 1
 
-    def _bad(
+    def _error(
         self,
         problem: str,
         tensor: str | None = None,
@@ -110,20 +110,20 @@ class _Index:
                 "the index must be a JSON object", expected="an object", found=type(value).__name__
             )
         if "weight_map" not in value:
-            raise self._bad(
+            raise self._error(
                 "is missing",
                 expected="an object: tensor name to file name",
                 found=some(list(value), 5) or "an empty object",
             )
         shard_of = value["weight_map"]
         if not isinstance(shard_of, dict):
-            raise self._bad(
+            raise self._error(
                 "must be an object",
                 expected="an object: tensor name to file name",
                 found=type(shard_of).__name__,
             )
         if not shard_of:
-            raise self._bad(
+            raise self._error(
                 "lists no tensor",
                 cls=CheckpointTruncatedError,
                 expected="at least 1 tensor",
@@ -131,7 +131,7 @@ class _Index:
             )
         for tensor, shard in shard_of.items():
             if type(shard) is not str:
-                raise self._bad(
+                raise self._error(
                     "a file name must be a string",
                     tensor,
                     expected="a string",
@@ -143,23 +143,23 @@ class _Index:
         shown, wanted = f"'{shard}'", f"a {self.end} file"
         if not shard:
             cls, problem = CheckpointTruncatedError, "the file name is empty"
-            raise self._bad(problem, tensor, cls, expected="at least 1 byte", found="0 bytes")
+            raise self._error(problem, tensor, cls, expected="at least 1 byte", found="0 bytes")
         if _OUTSIDE.search(shard):
             cls, problem = CheckpointUnsafeError, "a file name may not lead out of the directory"
             wanted = "a plain name beside the index"
-            raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
+            raise self._error(problem, tensor, cls, expected=wanted, found=shown)
         if shard.lower().endswith(_PICKLES) and self.format is SAFETENSORS:
             cls, problem = CheckpointUnsafeError, "an index of safetensors files names a pickle"
-            raise self._bad(problem, tensor, cls, expected=wanted, found=shown)
+            raise self._error(problem, tensor, cls, expected=wanted, found=shown)
         parts = shard.split("/")
         longest = max(len(part.encode()) for part in parts)
         if longest > _NAME_BYTES or len(shard.encode()) > _PATH_BYTES:
             wanted, shown = f"{_NAME_BYTES} bytes", f"{longest} bytes"
-            raise self._bad("the file name is too long", tensor, expected=wanted, found=shown)
+            raise self._error("the file name is too long", tensor, expected=wanted, found=shown)
         plain = all(part not in ("", ".") for part in parts) and shard.isprintable()
         if not plain or not shard.endswith(self.end):
             problem = f"not the name of a {self.end[1:]} file"
-            raise self._bad(problem, tensor, expected=wanted, found=shown)
+            raise self._error(problem, tensor, expected=wanted, found=shown)
 
     # --- the files ---
 
@@ -209,10 +209,10 @@ class _Index:
         """Adds a shard's tensors to ``entries``, or to ``elsewhere`` if the index lists another file."""
         unlisted = []
         for tensor, entry in found.items():
-            says = self.shard_of.get(tensor)
-            if says == shard:
+            listed = self.shard_of.get(tensor)
+            if listed == shard:
                 entries[tensor] = entry
-            elif says is None:
+            elif listed is None:
                 unlisted.append(tensor)
             else:
                 elsewhere[tensor] = shard
@@ -225,19 +225,19 @@ class _Index:
             )
 
     def _check_complete(self, entries: dict[str, TensorEntry], elsewhere: dict[str, str]) -> None:
-        hint = "The index and the files do not belong together: fetch both again."
+        hint = "The index and the files do not belong together: download both again."
         if len(entries) < len(self.shard_of):
             tensor = next(tensor for tensor in self.shard_of if tensor not in entries)
-            place = elsewhere.get(tensor)
-            raise self._bad(
+            other = elsewhere.get(tensor)
+            raise self._error(
                 "the tensor is not in the file that the index names",
                 tensor,
                 expected=f"in '{self.shard_of[tensor]}'",
                 hint=hint,
-                found=f"in '{place}'" if place else "in no file of the set",
+                found=f"in '{other}'" if other else "in no file of the set",
             )
         for tensor, shard in elsewhere.items():
-            raise self._bad(
+            raise self._error(
                 "another file holds a tensor of the same name",
                 tensor,
                 expected=f"only in '{self.shard_of[tensor]}'",
@@ -246,14 +246,14 @@ class _Index:
             )
 
     def _check_total(self, entries: dict[str, TensorEntry]) -> None:
-        says = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
+        listed = self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
         total = sum(entry.nbytes for entry in entries.values())
         # PyTorch files store tied tensors once, and they are counted once.
         places = {(entry.file, entry.offset, entry.nbytes) for entry in entries.values()}
-        if says is not None and says not in (total, sum(place[2] for place in places)):
+        if listed is not None and listed not in (total, sum(other[2] for other in places)):
             _LOG.warning(
                 "%s: total_size is %s but the tensors have %d bytes; ignored",
                 self.path,
-                str(says)[:40],
+                str(listed)[:40],
                 total,
             )

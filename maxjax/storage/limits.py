@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import CheckpointLimitError, UserInputError, closest
+from ..errors import CheckpointLimitError, UserInputError, closest, integer_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is not int or not 0 <= value <= _MOST:
+            if type(value) is not int or not 0 <= value <= _MAX:
                 raise UserInputError(
-                    f"Limits({field.name}={value!r}): a limit is a whole number from 0 to 2**63 - 1"
+                    f"Limits({field.name}={value!r}): a limit must be an integer from 0 to 2**63 - 1"
                 )
 
     def error(
@@ -99,16 +99,14 @@ class Limits:
 
         ``fixed`` replaces the hint if raising the limit does not help.
         """
-        hint = raising(option)
-        if isinstance(value, int) and value > _MOST:
+        if isinstance(value, int) and value > _MAX:
             fixed = f"No value of {option} allows it: nothing beyond 2^63 - 1 can be addressed."
-            if value.bit_length() > 200:
-                value = f"an integer of {value.bit_length()} bits"
+            value = integer_text(value)
         return CheckpointLimitError(
             problem,
             expected=f"at most {getattr(self, option)}",
             found=value,
-            hint=fixed or hint,
+            hint=fixed or raising(option),
             **where,
         )
 
@@ -133,15 +131,15 @@ class Limits:
                 raise UserInputError(f"no limit is called {name!r}: {hint}")
             if not (value.isascii() and value.isdecimal() and len(value) < 20):
                 raise UserInputError(
-                    f"{name} is a whole number, as in {name}=1000000, not {value!r}"
+                    f"{name} must be an integer, as in {name}=1000000, not {value!r}"
                 )
             found[name] = int(value)
         return cls(**found)
 
 
 # Sizes and offsets are signed 64-bit integers to NumPy, XLA and the operating system.
-_MOST = 2**63 - 1
-_IN_FORCE = ContextVar("limits", default=Limits())  # noqa: B039 (frozen)
+_MAX = 2**63 - 1
+_CURRENT = ContextVar("limits", default=Limits())  # noqa: B039 (frozen)
 
 
 def raising(option: str) -> str:
@@ -157,12 +155,12 @@ def raising(option: str) -> str:
     )
 
 
-def of_digits(count: int) -> str | None:
-    """Why Python refuses a number of ``count`` digits whatever ``json_digits`` is, or None."""
-    most = sys.get_int_max_str_digits()
-    if not 0 < most < count:
+def digits_hint(count: int) -> str | None:
+    """The hint if Python itself refuses to convert a number of ``count`` digits, or None."""
+    limit = sys.get_int_max_str_digits()
+    if not 0 < limit < count:
         return None
-    return f"Raising json_digits is not enough: sys.set_int_max_str_digits has {most} as well."
+    return f"Raise json_digits and Python's own limit of {limit}, with sys.set_int_max_str_digits."
 
 
 def in_force(limits: Limits | None = None) -> Limits:
@@ -176,7 +174,7 @@ def in_force(limits: Limits | None = None) -> Limits:
         True
     """
     if limits is None:
-        return _IN_FORCE.get()
+        return _CURRENT.get()
     if not isinstance(limits, Limits):
         raise UserInputError(
             f"limits is a {type(limits).__name__}; it must be maxjax.Limits(...), "
@@ -195,8 +193,8 @@ def allowing(limits: Limits | None) -> Iterator[Limits]:
         3
     """
     found = in_force(limits)
-    token = _IN_FORCE.set(found)
+    token = _CURRENT.set(found)
     try:
         yield found
     finally:
-        _IN_FORCE.reset(token)
+        _CURRENT.reset(token)

@@ -25,15 +25,15 @@ from ..errors import (
     some,
 )
 from .digests import NAME as DIGESTS
-from .digests import attach, tell_unsummed
-from .directory import choose, is_weights, nothing, unread
+from .digests import attach, warn_without_checksums
+from .directory import choose, is_weights, no_weights, unread
 from .entry import TensorEntry
 from .files import open_regular, os_error
 from .formats import FORMATS, ORBAX, SAFETENSORS, SUFFIXES, UNREADABLE, Format
 from .index_file import open_index as open_index
 from .limits import Limits, in_force
 from .orbax.paths import checkpoint_of, is_orbax
-from .save.beside import SETTLING, Beside, replaced
+from .save.beside import RETRY_SECONDS, Beside, replaced
 from .save.staging import leftovers
 from .signatures import SNIFF_BYTES, format_of
 from .signatures import sniff as sniff
@@ -41,7 +41,7 @@ from .table import TensorTable, Verify
 
 _LOG = logging.getLogger("maxjax")
 # How many directories and files below a directory without weights are searched for a hint.
-_FOLDERS, _FILES = 100, 1000
+_MAX_FOLDERS, _MAX_FILES = 100, 1000
 
 # Seconds to wait before a checkpoint that was replaced during opening is opened again.
 _PAUSE = 0.005
@@ -95,45 +95,45 @@ def open_checkpoint(
     paths = [os.fsdecode(one) for one in paths]
     if not paths:
         raise UserInputError("no path was given. Name a file or a directory of weights.")
-    table = _settled(paths, lambda: _open_all(paths, limits, verify))
+    table = _open_unchanged(paths, lambda: _open_all(paths, limits, verify))
     if verify is True:
-        tell_unsummed(table)
+        warn_without_checksums(table)
     return table
 
 
-def _settled(paths: list[str], open_once: Callable[[], TensorTable]) -> TensorTable:
+def _open_unchanged(paths: list[str], open_once: Callable[[], TensorTable]) -> TensorTable:
     """Opens the checkpoint, again if necessary, until no file was replaced during the opening."""
-    end = time.monotonic() + SETTLING
+    end = time.monotonic() + RETRY_SECONDS
     while True:
-        before = list(map(_places, paths))
+        before = list(map(_listing, paths))
         try:
             table = open_once()
         except CheckpointError:
             # A missing or mismatched file may belong to a checkpoint that was replaced meanwhile.
-            if list(map(_places, paths)) == before or time.monotonic() > end:
+            if list(map(_listing, paths)) == before or time.monotonic() > end:
                 raise
             time.sleep(_PAUSE)
             continue
         files = [*table.files, *table.indexes]
         # Without an index, only an unchanged listing shows that several files are one set.
-        is_sure = table.root is not None or list(map(_places, paths)) == before
+        is_one_set = table.root is not None or list(map(_listing, paths)) == before
         # A file that was deleted since is still complete; a replaced one may have been compared with
         # the checksums of its replacement. Most files of orbax are opened only when they are read.
-        fine = (True,) if table.format == "orbax" else (True, None)
-        is_replaced = any(file.is_in_place() not in fine for file in files)
-        if not is_replaced and (is_sure or time.monotonic() > end):
+        allowed = (True,) if table.format == "orbax" else (True, None)
+        is_replaced = any(file.is_in_place() not in allowed for file in files)
+        if not is_replaced and (is_one_set or time.monotonic() > end):
             return table
         table.close()
         if time.monotonic() > end:
             raise replaced(paths[0])
 
 
-def _places(path: str) -> object:
+def _listing(path: str) -> object:
     """The names and identities of the files at ``path``; they differ after a replacement."""
     try:
         with os.scandir(path) as entries:
             return os.stat(path).st_mtime_ns, sorted((one.name, one.inode()) for one in entries)
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # ValueError: an invalid file name
         files = path, os.path.join(os.path.dirname(path), DIGESTS)
         return list(map(_identity, files))
 
@@ -155,17 +155,17 @@ def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
         table = _merged(paths, limits, verify, last_wins=True)
     table.verify = verify
     try:
-        said = attach(table, limits=limits, compare=verify is not False)
+        records = attach(table, limits=limits, compare=verify is not False)
     except CheckpointError:
         if verify is not False:
             table.close()
             raise
-        said = []
+        records = []
     except BaseException:
         table.close()
         raise
     if table.beside is None:
-        found = [record.beside for record in said if record.beside is not None]
+        found = [record.beside for record in records if record.beside is not None]
         weights, found = (table.root or table.files[0], found) if len(paths) == 1 else (None, [])
         table.beside = Beside(directory or ".", weights, found)
     return table
@@ -211,7 +211,7 @@ def _format_of(path: str, limits: Limits) -> Format:
         return SUFFIXES[end]
     if end in UNREADABLE and os.path.exists(path):
         raise CheckpointFormatError(
-            f"{UNREADABLE[end]} is not a format that is read",
+            f"{UNREADABLE[end]} is not a supported format",
             path=path,
             expected=f"one of {', '.join(SUFFIXES)}",
             found=f"a {end} file",
@@ -274,18 +274,18 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
     left = leftovers(directory)
     if not chosen and left:
         raise CheckpointIncompleteError(
-            "the saving of a checkpoint began here and did not end, and no other is here",
+            "the directory holds only the files of an interrupted save, and no complete checkpoint",
             path=directory,
             found=some([os.path.basename(path) for path in left], 3),
-            hint="Save again: that removes what is left.",
+            hint="Save again, which removes these files.",
         )
     if left:
-        _tell(directory, len(left))
+        _warn_unfinished(directory, len(left))
     if not chosen:
         listed = sorted([*names, *(f"{folder}/" for folder in folders)])
-        raise nothing(directory, listed, _with_weights(directory, folders))
+        raise no_weights(directory, listed, _folders_with_weights(directory, folders))
     if rest := unread(names, chosen):
-        _say(directory, some(chosen, 3), some(rest, 3))
+        _log_unread(directory, some(chosen, 3), some(rest, 3))
     paths = [os.path.join(directory, name) for name in chosen]
     if len(paths) == 1:
         return _open_file(paths[0], limits)
@@ -293,14 +293,14 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
 
 
 @lru_cache(1024)
-def _tell(directory: str, count: int) -> None:
+def _warn_unfinished(directory: str, count: int) -> None:
     what = f"{count} interrupted saves" if count > 1 else "an interrupted save"
-    _LOG.warning("%s: the checkpoint is whole; %s left files, which the next save removes",
+    _LOG.warning("%s: the checkpoint is complete; %s left files, which the next save removes",
                  directory, what)  # fmt: skip
 
 
 @lru_cache(1024)  # once for a directory, not for each time it is opened
-def _say(directory: str, chosen: str, rest: str) -> None:
+def _log_unread(directory: str, chosen: str, rest: str) -> None:
     _LOG.info("%s: reading %s; not %s", directory, chosen, rest)
 
 
@@ -341,19 +341,19 @@ def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[s
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # A dangling or circular link is no directory.
+    # A dangling or circular link is not a directory.
     return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir(follow_symlinks=False)
 
 
-def _with_weights(directory: str, folders: list[str]) -> list[str]:
+def _folders_with_weights(directory: str, folders: list[str]) -> list[str]:
     """The subdirectories that hold weights, up to two levels below ``directory``."""
     found, queue = [], deque(folders)
-    for _ in range(_FOLDERS):
+    for _ in range(_MAX_FOLDERS):
         if not queue:
             break
         folder = queue.popleft()
         try:
-            names, below = _listed(os.path.join(directory, folder), _FILES)
+            names, below = _listed(os.path.join(directory, folder), _MAX_FILES)
         except CheckpointError:
             continue
         if any(map(is_weights, names)):

@@ -11,10 +11,10 @@ import re
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
 from .formats import FORMATS, PYTORCH, Format
 
-_FETCH = "The download gave an error page instead of the file: fetch it again."
+_DOWNLOAD = "The download gave an error page instead of the file: download it again."
 _RENAME = "Rename it so that its name ends in {}."
-_REFETCH = "Fetch the file again."
-_ONLY = "A pickle can run any code: only those of PyTorch are read, and they are not run."
+_DOWNLOAD_AGAIN = "Download the file again."
+_ONLY = "A pickle can run any code. Only pickles of PyTorch are read, and none is executed."
 
 # Files that no reader supports: (pattern of the first bytes, what the file is, what to do).
 _FOREIGN = [
@@ -29,9 +29,9 @@ _FOREIGN = [
     (rb"\x28\xb5\x2f\xfd", "zstd", "Decompress it first."),
     (rb"\xfd7zXZ\x00", "xz", "Decompress it first."),
     (rb".{257}ustar", "tar archive", "Unpack it first."),
-    (rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|body|!--)", "HTML page", _FETCH),
-    (rb"(\xef\xbb\xbf)?\s*<\?xml", "XML document", _FETCH),
-    (rb"\x7fELF", "ELF program", _REFETCH),
+    (rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|body|!--)", "HTML page", _DOWNLOAD),
+    (rb"(\xef\xbb\xbf)?\s*<\?xml", "XML document", _DOWNLOAD),
+    (rb"\x7fELF", "ELF program", _DOWNLOAD_AGAIN),
 ]
 # The same for all formats too, in the order of the search.
 _SIGNS: list[tuple[re.Pattern[bytes], str, str]] = [
@@ -132,5 +132,5 @@ def _pickle(path: str, start: bytes, expected: str) -> CheckpointError:
         offset=first.start() if first else 0,
         expected=expected,
         found=what,
-        hint=_RENAME.format(PYTORCH.suffix) + " It is read without being run." if torch else _ONLY,
+        hint=_RENAME.format(PYTORCH.suffix) + " Its code is not executed." if torch else _ONLY,
     )

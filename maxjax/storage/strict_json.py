@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from .files import OpenFile, open_regular
-from .limits import Limits, in_force, of_digits
+from .limits import Limits, digits_hint, in_force
 from .signatures import SNIFF_BYTES, foreign
 
 _ENCODINGS = {
@@ -69,13 +69,13 @@ def without_escaped_quotes(data: bytes) -> bytes:
 
 
 def structure(
-    data: bytes, most: tuple[int, int] | None = None, *, chunk: int = 1 << 20
+    data: bytes, bounds: tuple[int, int] | None = None, *, chunk: int = 1 << 20
 ) -> tuple[int, int, bool]:
     """(greatest depth, number of arrays and objects, whether a run of digits is long) of a JSON text.
 
     ``data`` must have no escaped quotes. The result is exact for valid JSON; for other text it is
     exact up to the first error, where a parser stops. The scan stops soon after depth or number
-    exceed ``most``.
+    exceed ``bounds``.
 
     Example:
         >>> structure(b'{"a[": [1, [2]], "b": {}}')
@@ -95,7 +95,7 @@ def structure(
         stretches = np.frombuffer(piece, np.uint8, len(piece) // _DIGITS * _DIGITS)
         runs = (stretches.reshape(-1, _DIGITS) - np.uint8(48)) < 10
         digits = digits or bool(runs.all(axis=1).any())
-        if most and (deepest > most[0] or containers > most[1]):
+        if bounds and (deepest > bounds[0] or containers > bounds[1]):
             break
     return deepest, containers, digits
 
@@ -126,7 +126,7 @@ def load_json(
         {'hidden_size': 384}
         >>> load_json(b'{"a": 1, "a": 2}', name="config.json")
         Traceback (most recent call last):
-        maxjax.errors.CheckpointFormatError: config.json: at byte 9: key 'a' is there twice ...
+        maxjax.errors.CheckpointFormatError: config.json: at byte 9: key 'a' occurs twice ...
     """
     limits = in_force(limits)
     if isinstance(source, bytes):
@@ -167,10 +167,10 @@ def require(
 ) -> None:
     """Raises the error of :func:`wrong` unless a condition holds."""
     if not holds:
-        raise wrong(path, what, expected, found, tensor, hint=hint)
+        raise invalid(path, what, expected, found, tensor, hint=hint)
 
 
-def wrong(
+def invalid(
     path: str,
     what: str,
     expected: str,
@@ -180,7 +180,7 @@ def wrong(
     hint: str | None = None,
 ) -> CheckpointFormatError:
     """The error for a field with an invalid value."""
-    problem, found = f"{what} is not what it should be", shown(found)
+    problem, found = f"invalid {what}", shown(found)
     return CheckpointFormatError(
         problem, path=path, tensor=tensor, expected=expected, found=found, hint=hint
     )
@@ -198,16 +198,16 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context without garbage collection, which would scan a growing table again and again.
+    """Context without garbage collection, which would scan a growing table repeatedly.
 
     With 100,000 tensors this halves the time. The code inside creates no reference cycles.
     """
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 
@@ -220,7 +220,7 @@ class Text:
     """A JSON text, with the context that its error messages need.
 
     ``base`` is the offset of ``data`` in the file at ``path``; ``tensor_of`` maps a path of keys to
-    the tensor it belongs to; ``cut`` is the exception class for a text that ends too early.
+    the tensor it belongs to; ``truncated`` is the exception class for a text that ends too early.
     """
 
     data: bytes
@@ -228,7 +228,7 @@ class Text:
     limits: Limits
     base: int = 0
     tensor_of: Callable[[KeyPath], str | None] = lambda keys: None
-    cut: type[CheckpointError] = CheckpointTruncatedError
+    truncated: type[CheckpointError] = CheckpointTruncatedError
     _repeated: list[tuple[dict, str]] = field(default_factory=list)
     _constants: list[Constant] = field(default_factory=list)
     _long: list[str] = field(default_factory=list)
@@ -312,25 +312,25 @@ class Text:
         if not self.data.strip(b" \t\r\n"):
             found = f"{len(self.data)} bytes"
             problem = "the JSON text is empty"
-            raise self.error(problem, cls=self.cut, expected="at least 2 bytes", found=found)
+            raise self.error(problem, cls=self.truncated, expected="at least 2 bytes", found=found)
         if mark := foreign_encoding(self.data):
             problem = "the JSON text must be UTF-8 without a byte order mark"
             raise self.error(problem, expected="UTF-8 text", found=mark)
         plain = without_escaped_quotes(self.data)
-        if lone := LONE_SURROGATE.search(plain):
+        if surrogate := LONE_SURROGATE.search(plain):
             raise self.error(
-                "a lone surrogate is no character",
+                "a lone surrogate is not a character",
                 expected="a pair of surrogates",
-                found=lone.group().decode(),
-                offset=self.base + lone.start(),
+                found=surrogate.group().decode(),
+                offset=self.base + surrogate.start(),
             )
         # A tensor takes three arrays or objects: its entry, shape and offsets.
-        most = self.limits.json_depth, 3 * self.limits.tensors + 8
-        depth, containers, long_digits = structure(plain, most)
-        if depth > most[0]:
+        bounds = self.limits.json_depth, 3 * self.limits.tensors + 8
+        depth, containers, long_digits = structure(plain, bounds)
+        if depth > bounds[0]:
             problem = "the JSON text is nested too deep"
             raise self.limits.error(problem, "json_depth", depth, path=self.path)
-        if containers > most[1]:
+        if containers > bounds[1]:
             problem = "the JSON text has too many arrays and objects for its tensors"
             raise self.limits.error(problem, "tensors", containers // 3, path=self.path)
         return long_digits
@@ -341,8 +341,8 @@ class Text:
         value = dict(pairs)
         if len(value) != len(pairs):
             seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            self._repeated.append((value, twice))
+            repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+            self._repeated.append((value, repeated))
         return value
 
     def _constant(self, text: str) -> Constant:
@@ -367,7 +367,7 @@ class Text:
                 "a number has too many digits",
                 "json_digits",
                 digits,
-                fixed=of_digits(digits),
+                fixed=digits_hint(digits),
                 path=self.path,
                 offset=offset,
             )
@@ -376,12 +376,12 @@ class Text:
             first = self.locate(keys) - self.base
             again = self._find(key, first + 1)
             raise self.error(
-                f"key '{key}' is there twice",
+                f"key '{key}' occurs twice",
                 keys,
                 offset=self.base + (again if again >= 0 else first),
                 expected="each key once",
                 found="a second one",
-                hint="Two readers would read two different things: write the file anew.",
+                hint="JSON parsers differ in which value they use. Write the file again.",
             )
         if self._constants and not allow_nan:
             constant = self._constants[0]
@@ -395,10 +395,10 @@ class Text:
             )
 
     def _bad_utf8(self, error: UnicodeDecodeError) -> NoReturn:
-        cut = error.reason == "unexpected end of data"
+        truncated = error.reason == "unexpected end of data"
         raise self.error(
-            "the JSON text ends inside a character" if cut else "the JSON text is not UTF-8",
-            cls=self.cut if cut else None,
+            "the JSON text ends inside a character" if truncated else "the JSON text is not UTF-8",
+            cls=self.truncated if truncated else None,
             offset=self.base + error.start,
             expected="UTF-8 text",
             found=f"byte {error.object[error.start]:02X}",
@@ -406,13 +406,13 @@ class Text:
 
     def _bad_json(self, text: str, error: json.JSONDecodeError) -> NoReturn:
         rest = text[error.pos :]
-        cut = error.msg.startswith("Unterminated") or _CUT.fullmatch(rest)
+        truncated = error.msg.startswith("Unterminated") or _CUT.fullmatch(rest)
         raise self.error(
-            "the JSON text ends too early" if cut else f"not valid JSON: {error.msg}",
-            cls=self.cut if cut else None,
+            "the JSON text ends too early" if truncated else f"not valid JSON: {error.msg}",
+            cls=self.truncated if truncated else None,
             offset=self.base + len(text[: error.pos].encode()),
-            expected=f"more than {len(self.data)} bytes" if cut else "JSON",
-            found=f"{len(self.data)} bytes" if cut else repr(rest[:20]),
+            expected=f"more than {len(self.data)} bytes" if truncated else "JSON",
+            found=f"{len(self.data)} bytes" if truncated else repr(rest[:20]),
         ) from error
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from .boxes import whole
 from .checksums import Checks, Key, Sum, check_values, sum_of, tapped
 from .checksums import Verify as Verify
 from .entry import CodedJob, TensorEntry, coded_jobs, fill
-from .files import ALIGNMENT, OpenFile, aligned_empty, run, run_jobs
+from .files import ALIGNMENT, OpenFile, aligned_empty, open_regular, run, run_jobs
+from .limits import Limits, in_force
 from .save.beside import Beside, replaced
 
 # Bytes of one read of a large tensor. From 2 to 64 MiB the speed is the same; a smaller block
@@ -30,7 +32,7 @@ BLOCK_BYTES = 16 << 20
 # would cost more than copying the bytes. A slab lives as long as any tensor in it.
 SMALL_BYTES = 128 << 10
 SLAB_BYTES = 4 << 20
-# Most buffers of one scattered read (preadv); the system's own bound (IOV_MAX) is 1024.
+# Maximum buffers of one scattered read (preadv); the system's own bound (IOV_MAX) is 1024.
 SCATTER = 512
 
 
@@ -167,6 +169,27 @@ class TensorTable:
         return f"TensorTable({self.format}, {len(self.entries)} tensors, {paths})"
 
 
+def open_single(
+    format: str,
+    path: str | os.PathLike[str],
+    limits: Limits | None,
+    read: Callable[[OpenFile, int, Limits], tuple[dict[str, TensorEntry], dict[str, Any]]],
+) -> TensorTable:
+    """Opens a checkpoint of one file.
+
+    Args:
+        read: function that reads (entries, metadata) of an open file, its index in a set, and limits.
+    """
+    limits = in_force(limits)
+    file = open_regular(path)
+    try:
+        entries, metadata = read(file, 0, limits)
+    except BaseException:
+        file.close()
+        raise
+    return TensorTable(format, [file], entries, metadata)
+
+
 # --- planning: where each tensor goes, and which reads fill it --------------------------------
 
 
@@ -248,8 +271,8 @@ def _allocate(nbytes: int, entry: TensorEntry, files: list[OpenFile]) -> np.ndar
     except MemoryError as error:
         path = files[entry.file].path
         raise OutOfMemoryError(
-            f"{path}: tensor '{entry.name}': the host has no {nbytes} bytes for it. "
-            "Load fewer tensors at a time, or place the model on more devices."
+            f"{path}: tensor '{entry.name}': the host cannot allocate {nbytes} bytes. "
+            "Load fewer tensors at a time, or shard the model over more devices."
         ) from error
 
 

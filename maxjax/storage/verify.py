@@ -146,7 +146,7 @@ def _compare_blobs(files: Iterable[OpenFile]) -> int:
                 path=file.path,
                 expected=f"SHA-256 {name}",
                 found=sha256.hexdigest(),
-                hint="It was damaged on its way or on the disk: delete it and fetch it again.",
+                hint="The file is corrupt: delete it and download it again.",
             )
         found += 1
     return found

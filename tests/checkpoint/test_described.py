@@ -205,7 +205,7 @@ def test_a_configuration_changed_by_hand_is_told_of_once(models, tmp_path, caplo
             assert model.hf_config["rms_norm_eps"] == 0.25
     told = [one.getMessage() for one in caplog.records]
     assert len(told) == 1
-    assert str(tmp_path / "config.json") in told[0] and "changed since" in told[0]
+    assert str(tmp_path / "config.json") in told[0] and "differs from" in told[0]
     (tmp_path / "chat_template.jinja").unlink()  # and what is taken away is gone
     assert "first" not in str(maxjax.load(tmp_path)[1].chat_template)
 
@@ -240,7 +240,7 @@ def test_replaced_between_opening_and_building(models, tmp_path, size):
 @pytest.mark.parametrize("size", ["5GB", 1500])
 def test_replaced_while_it_is_loaded(models, tmp_path, monkeypatch, size):
     save(models, 1, tmp_path, size)
-    real, times = beside.Beside._is_in_order, [0]
+    real, times = beside.Beside._is_consistent, [0]
 
     def in_order(self, names):
         times[0] += 1
@@ -249,7 +249,7 @@ def test_replaced_while_it_is_loaded(models, tmp_path, monkeypatch, size):
             save(models, 2, tmp_path, size)
         return found
 
-    monkeypatch.setattr(beside.Beside, "_is_in_order", in_order)
+    monkeypatch.setattr(beside.Beside, "_is_consistent", in_order)
     assert which(tmp_path) == 2
     assert times[0] > 1
 

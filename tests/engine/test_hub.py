@@ -415,7 +415,7 @@ def test_the_files_that_are_needed(case):
     ("names", "error", "says"),
     [
         ("README.md config.json", CheckpointMissingError, "org/name: .*no weights"),
-        ("tf_model.h5 config.json", CheckpointFormatError, "HDF5 is not a format that is read"),
+        ("tf_model.h5 config.json", CheckpointFormatError, "HDF5 is not a supported format"),
         ("model-00001-of-00002.safetensors", CheckpointMissingError, "1 of the 2 files"),
         ("a/x.gguf b/y.gguf", CheckpointFormatError, r"in subfolders.*org/name/a/x\.gguf"),
         ("", CheckpointMissingError, "org/name"),

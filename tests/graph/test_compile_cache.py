@@ -344,12 +344,12 @@ def test_the_processor(monkeypatch):
 
 
 def test_a_jaxlib_that_prints(monkeypatch):
-    assert compile_cache._obstacle() is None
+    assert compile_cache._reason_against() is None
     monkeypatch.setattr(jaxlib.version, "__version_info__", (0, 10, 1))
     monkeypatch.setattr(compile_cache, "_processor", lambda: "flags: avx2 avx512f")
-    assert "stderr" in str(compile_cache._obstacle())
+    assert "stderr" in str(compile_cache._reason_against())
     monkeypatch.setattr(compile_cache, "_processor", lambda: "flags: avx2")
-    assert compile_cache._obstacle() is None
+    assert compile_cache._reason_against() is None
 
 
 def test_the_longest_unused_go_first(monkeypatch, tmp_path):
@@ -362,6 +362,6 @@ def test_the_longest_unused_go_first(monkeypatch, tmp_path):
         os.utime(path, (1e9 - age, 1e9 - age))
     (folders[0] / "notes").write_bytes(bytes(1000))
     (tmp_path / "others-cache").write_bytes(bytes(1000))
-    compile_cache._tidy(tmp_path)
+    compile_cache._delete_excess(tmp_path)
     left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["jit_f-0-cache", "jit_f-1-cache", "notes", "others-cache"]

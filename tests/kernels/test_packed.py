@@ -17,17 +17,17 @@ from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy, Weight, ops
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.kernels import QuantArray, StackSlice, embed, matmul
-from maxjax.kernels.blocks import LAYOUTS, decode
+from maxjax.kernels.blocks import DECODERS, decode
 
 CPU = DeviceRef.CPU()
-ENCODINGS = list(LAYOUTS)
+ENCODINGS = list(DECODERS)
 every = pytest.mark.parametrize("name", ENCODINGS)
 
 
 @functools.cache
 def blocks(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Rows of blocks with any bits but for scales, which are numbers of a common size."""
-    layout = LAYOUTS[name]
+    layout = DECODERS[name]
     rng = np.random.default_rng(seed)
     count = columns // layout.elements
     raw = rng.integers(0, 256, (rows, count, layout.nbytes), np.uint8)
@@ -77,7 +77,7 @@ def test_bit_for_bit_as_the_gguf_package(name, compiled):
 @every
 def test_any_bits(name):
     """NaN and infinite scales too; what is subnormal XLA's threads may take as zero."""
-    raw = np.random.default_rng(3).integers(0, 256, (300, LAYOUTS[name].nbytes), np.uint8)
+    raw = np.random.default_rng(3).integers(0, 256, (300, DECODERS[name].nbytes), np.uint8)
     with np.errstate(all="ignore"):
         want = reference(name, raw)
     got = np.array(jax.jit(decode, static_argnums=0)(name, raw))

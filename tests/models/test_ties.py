@@ -18,7 +18,7 @@ from maxjax import agreement
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointMismatchError, UnsupportedModelError, UserInputError
 from maxjax.graph.weights import GGUFWeights, WeightData, load_weights, same
-from maxjax.graph.weights.cursor import _Family
+from maxjax.graph.weights.cursor import CheckpointSource
 from maxjax.models import build, ties
 from maxjax.models.gguf import gguf_metadata, gguf_tensors
 from maxjax.storage.table import TensorTable
@@ -132,7 +132,7 @@ def read(monkeypatch):
         monkeypatch.setattr(kind, method, told)
 
     watch(TensorTable, "read_many")
-    watch(_Family, "read_parts")
+    watch(CheckpointSource, "read_parts")
     return found
 
 
@@ -172,7 +172,7 @@ def test_a_difference_ends_the_comparison():
                 taken.append(number)
                 yield np.full((1, 8), number if name == "a" or number < 3 else 200, np.uint8)
 
-    a, b, c = (WeightData._lazy(Rows(), name, maxjax.DType.uint8, (100, 8)) for name in "abc")
+    a, b, c = (WeightData.lazy(Rows(), name, maxjax.DType.uint8, (100, 8)) for name in "abc")
     assert not same.same_values(a, b) and max(taken) == 3
     assert same.same_values(b, c)
 

@@ -1170,14 +1170,14 @@ def model4():
 
 
 @pytest.mark.fast(
-    "model4-options0-weight 'weight' .*'data'.* has the axes model",
+    "model4-options0-weight 'weight': .*'data'.* the mesh has the axes model",
     "model4-options5-weight 'weight': .* twice",
-    "model4-options10-weight 'bias': .* cover 3 of",
+    "model4-options10-weight 'bias': .* have 3 values",
 )
 @pytest.mark.parametrize(
     ("place", "options", "says"),
     [
-        (model4, {"rules": {"weight": P("data")}}, "weight 'weight' .*'data'.* has the axes model"),
+        (model4, {"rules": {"weight": P("data")}}, "weight 'weight': .*'data'.* the mesh has the axes model"),
         (model4, {"rules": {"bias": P("nope")}}, "weight 'bias' .*'nope'"),
         (unknown_mesh, {}, "the mesh has the axes zz"),
         (lambda: maxjax.make_mesh(data=2), {"sharding_strategy": S.rowwise(2)}, "'model'.* has data"),
@@ -1187,7 +1187,7 @@ def model4():
         (model4, {"rules": {"weight": P(("model", "model"))}}, "weight 'weight'"),
         (model4, {"rules": {"bias": S.columnwise(2)}}, "weight 'bias' .* no axis 1"),
         (model4, {"rules": {"bias": S.gate_up(2)}}, "weight 'bias' .* no axis 2"),
-        (model4, {"rules": {"bias": S.segmented(2, 0, [Segment.even(3)])}}, "weight 'bias': .* cover 3 of"),
+        (model4, {"rules": {"bias": S.segmented(2, 0, [Segment.even(3)])}}, "weight 'bias': .* have 3 values"),
         (model4, {"rules": {"bias": S.stacked_qkv(2, 2, 4)}}, "weight 'bias': stacked_qkv"),
         # Known defect: only what the first device gets is looked at.
         (model4, {"rules": {"weight": S.head_aware_columnwise(2, 4, 3)}}, "weight 'weight': head_aware"),
@@ -1233,7 +1233,7 @@ def test_devices_that_cannot_be():
         linear().to(model4(), model4())
     with pytest.raises(UserInputError, match="needs a device or a mesh"):
         linear().to()
-    with pytest.raises(ValueError, match="needs 16 devices, and there are 8"):
+    with pytest.raises(ValueError, match="needs 16 devices, but there are 8"):
         maxjax.make_mesh(model=16)
     with pytest.raises(TypeError, match="not AbstractMesh"):
         linear().to(jax.sharding.AbstractMesh((2,), ("model",)))

@@ -300,7 +300,7 @@ OTHER_KINDS = [
              FORMAT, None, "NumPy", KIND),
     _content("is_gzip", b"\x1f\x8b\x08\0\0\0\0\0\0\3" + bytes(0x90000), FORMAT, None, "gzip", KIND),
     _content("is_lfs_pointer", LFS, FORMAT, None, ("git-lfs pointer", "git lfs pull"), KIND),
-    _content("is_html", HTML, FORMAT, None, ("HTML page", "fetch it again"), KIND),
+    _content("is_html", HTML, FORMAT, None, ("HTML page", "download it again"), KIND),
     _path("is_directory", Path.mkdir, FORMAT, None, "directory", KIND),
     _path("is_missing", lambda path: None, MISSING, None, "no such file"),
     _path("is_fifo", os.mkfifo, FORMAT, None, "FIFO", KIND),

@@ -398,7 +398,7 @@ def test_an_unfinished_download(tmp_path):
     for name in ("model.safetensors.incomplete", "config.json"):
         (tmp_path / name).write_bytes(content("w")[:20])
     error = refused(tmp_path, CheckpointIncompleteError)
-    assert error.found == "model.safetensors.incomplete" and "Fetch" in error.hint
+    assert error.found == "model.safetensors.incomplete" and "Download" in error.hint
     put(tmp_path, "pytorch_model.bin")
     assert read(tmp_path) == GOOD
 

@@ -144,10 +144,10 @@ def test_gguf_beside_is_ambiguous(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("tf_model.h5", "HDF5 is not a format that is read"),
-        ("flax_model.msgpack", "flax msgpack is not a format that is read"),
-        ("model.onnx", "ONNX is not a format that is read"),
-        ("model.pkl", "a pickle is not a format that is read"),
+        ("tf_model.h5", "HDF5 is not a supported format"),
+        ("flax_model.msgpack", "flax msgpack is not a supported format"),
+        ("model.onnx", "ONNX is not a supported format"),
+        ("model.pkl", "a pickle is not a supported format"),
     ],
 )
 def test_other_formats_are_named(name, says, tmp_path):

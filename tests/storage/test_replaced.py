@@ -88,7 +88,7 @@ MOMENTS = {
     "its records": (digests, "read_digests", ["file", "set", *KINDS[2:6]]),
     "the list of names": (index, "choose", ["file", "set", *KINDS[2:4], "orbax"]),
     "the files of a set": (shards._Index, "open_all", ["set", "a set, then a file"]),
-    "the metadata of orbax": (orbax, "read_own", ["orbax"]),
+    "the metadata of orbax": (orbax, "read_maxjax_metadata", ["orbax"]),
     "the arrays of orbax": (orbax, "_describe", ["orbax"]),
     "the checksums of orbax": (orbax, "read_digests", ["orbax"]),
 }
@@ -126,7 +126,7 @@ def test_replaced_again_and_again(kind, tmp_path, monkeypatch):
             acting[0] = False
 
     with monkeypatch.context() as patch:
-        patch.setattr(index, "SETTLING", 0.2)
+        patch.setattr(index, "RETRY_SECONDS", 0.2)
         before(patch, *MOMENTS[moment[kind]][:2], act, times=10**9)
         with pytest.raises((CheckpointChangedError, CheckpointMissingError)) as caught:
             open_checkpoint(path)
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_in_a_conversion(to, tmp_path, monkeypatch):
     def astype(self, dtype):
         raise MemoryError
 
-    monkeypatch.setattr(WeightData, "_cast", astype)
+    monkeypatch.setattr(WeightData, "cast", astype)
     with pytest.raises(OutOfMemoryError, match="tensor '0.weight'.*is unchanged"):
         checkpoint.convert(source, target, dtype="bfloat16", **options)
     assert value(target) == 1
@@ -223,4 +223,4 @@ def test_memory_that_runs_out_in_a_conversion(to, tmp_path, monkeypatch):
 
 def test_the_pause_is_short():
     """A reader that waits for a writer is no slower than the writer."""
-    assert index._PAUSE < 0.1 < beside.SETTLING < 10
+    assert index._PAUSE < 0.1 < beside.RETRY_SECONDS < 10

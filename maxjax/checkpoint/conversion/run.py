@@ -228,7 +228,7 @@ def _data(found: Opened) -> Mapping[str, WeightData]:
 
 def _holds(dtype: DType, data: WeightData) -> bool:
     """Whether a dtype can hold every value of a tensor; only floats are converted."""
-    if data._is_packed:
+    if data.is_packed:
         return False
     if not data.dtype.is_float() or data.dtype is dtype:
         return True

@@ -66,13 +66,13 @@ def to_gguf(
 def _for_gguf(name: str, data: WeightData, dtype: DType | None, encoding: str | None) -> Outgoing:
     """A tensor as it is written; what llama.cpp requires in float32 is not converted."""
     shape = tuple(map(int, data.logical_shape))
-    floats = data.dtype.is_float() or data._is_packed
+    floats = data.dtype.is_float() or data.is_packed
     if not floats or is_wide(name, shape):
         return outgoing_data(data, name)
     if encoding is None:
         return outgoing_data(data if dtype is None else data.astype(dtype), name)
     blocks = encoding_for(name, shape, encoding)
-    packed = data.quantization_encoding if data._is_packed else None
+    packed = data.quantization_encoding if data.is_packed else None
     if blocks is None:
         return outgoing_data(data.astype(dtype or DType.float16), name)
     if packed is not None and packed.value == blocks:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...graph.weights import Weights
 from ...storage.files import open_regular
-from ...storage.orbax.maxjax_metadata import read_own
+from ...storage.orbax.maxjax_metadata import read_maxjax_metadata
 from ...storage.orbax.reader import open_orbax, orbax_items
 from ...storage.table import TensorTable
 from .save import MODEL
@@ -79,7 +79,7 @@ def _saved(directory: str, title: str, item: str | None, table: TensorTable) -> 
 
     That is so for a tree whose arrays are all empty, which only maxjax's metadata lists.
     """
-    own = read_own(table.metadata, directory, item or title, must_sum=True)
+    own = read_maxjax_metadata(table.metadata, directory, item or title, require_checksum=True)
     if item is None and not own.has_tree:
         return None
     plain = own.plain()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-_MESH = "arrays are sharded over a jax.sharding.Mesh, and XLA puts the communication in"
-_KERNEL = "there are no Mojo kernels; write it in jnp, or with jax.experimental.pallas or jax.ffi"
-_BUFFER = "arrays do not change; give the new array as a result (jax.jit donates buffers)"
+_MESH = "arrays are sharded over a jax.sharding.Mesh, and XLA inserts the communication"
+_KERNEL = "there are no Mojo kernels; write it with jnp, jax.experimental.pallas or jax.ffi"
+_BUFFER = "arrays are immutable; return the new array (jax.jit can donate buffers)"
 _RANDOM = "randomness takes a key: use jax.random, as in jax.random.normal(key, shape)"
-_STREAM = "XLA orders the work by itself; call the function directly"
+_STREAM = "XLA schedules the work itself; call the function directly"
 
 REASONS: dict[str, str] = {
     **dict.fromkeys(
@@ -24,18 +24,18 @@ REASONS: dict[str, str] = {
     **dict.fromkeys("parallel side_stream".split(), _STREAM),
     "random": _RANDOM,
     "constant_external": "a constant with a name is a Weight: maxjax.graph.Weight",
-    "non_maximum_suppression": "the size of its result depends on values; run it in NumPy",
-    "roi_align": "it is not written yet",
+    "non_maximum_suppression": "the shape of its result depends on values; use NumPy",
+    "roi_align": "it is not implemented",
 }
 
 
 def missing(name: str) -> NoReturn:
-    """Raises for a name ``ops`` does not have.
+    """Raises the error for a name that ``ops`` does not have.
 
     Raises:
-        NotImplementedError: MAX has an op of that name.
-        AttributeError: nor has MAX.
+        NotImplementedError: MAX has an op of this name.
+        AttributeError: MAX does not have it either.
     """
     if name in REASONS:
-        raise NotImplementedError(f"ops.{name} is MAX's, and maxjax has none: {REASONS[name]}")
+        raise NotImplementedError(f"MAX's ops.{name} does not exist in maxjax: {REASONS[name]}")
     raise AttributeError(f"module 'maxjax.graph.ops' has no attribute {name!r}")

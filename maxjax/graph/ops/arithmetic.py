@@ -1,7 +1,7 @@
-"""Ops of two operands, element by element: arithmetic, comparison, logic, ``where``.
+"""Elementwise ops with two operands: arithmetic, comparison, logic, ``where``.
 
-Two float widths meet in the wider one; integers and floats do not meet. Shapes
-broadcast, also of different ranks.
+Floats of different widths are promoted to the wider one; an integer tensor with a float tensor is an
+error. Shapes broadcast, also if their ranks differ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..operands import check_broadcast, number, same_rank
-from .lift import array, boolean, lift, meet
+from .lift import array, binary_operands, boolean, lift
 
 
 @lift
@@ -19,8 +19,8 @@ def add(lhs: Any, rhs: Any) -> Any:
     """``lhs + rhs``.
 
     Raises:
-        ValueError: an integer tensor meets a float, a number does not fit in the other's
-            dtype, or the shapes do not broadcast (here and in all that follow).
+        ValueError: one operand is an integer tensor and the other a float, a number does not fit in
+            the other's dtype, or the shapes do not broadcast (as in all ops below).
 
     Example:
         >>> import jax.numpy as jnp
@@ -31,92 +31,96 @@ def add(lhs: Any, rhs: Any) -> Any:
         Traceback (most recent call last):
         ValueError: shapes (2,) and (3,) do not broadcast: sizes must be equal, or one of them 1
     """
-    return jnp.add(*meet(lhs, rhs))
+    return jnp.add(*binary_operands(lhs, rhs))
 
 
 @lift
 def sub(lhs: Any, rhs: Any) -> Any:
     """``lhs - rhs``."""
-    return jnp.subtract(*meet(lhs, rhs))
+    return jnp.subtract(*binary_operands(lhs, rhs))
 
 
 @lift
 def mul(lhs: Any, rhs: Any) -> Any:
     """``lhs · rhs``."""
-    return jnp.multiply(*meet(lhs, rhs))
+    return jnp.multiply(*binary_operands(lhs, rhs))
 
 
 @lift
 def div(lhs: Any, rhs: Any) -> Any:
-    """``lhs / rhs``; of integers it is a float, the widest JAX has (float64 with x64)."""
-    return jnp.true_divide(*meet(lhs, rhs))
+    """``lhs / rhs``; for integers the result is float32, or float64 with ``jax_enable_x64``."""
+    return jnp.true_divide(*binary_operands(lhs, rhs))
 
 
 @lift
 def floor_div(lhs: Any, rhs: Any) -> Any:
-    """``⌊lhs / rhs⌋`` in the operands' dtype."""
-    return jnp.floor_divide(*meet(lhs, rhs))
+    """``⌊lhs / rhs⌋`` in the dtype of the operands."""
+    return jnp.floor_divide(*binary_operands(lhs, rhs))
 
 
 @lift
 def mod(lhs: Any, rhs: Any) -> Any:
-    """``lhs - rhs · ⌊lhs / rhs⌋``: with the sign of ``rhs``, as in Python."""
-    return jnp.mod(*meet(lhs, rhs))
+    """``lhs - rhs · ⌊lhs / rhs⌋``, which has the sign of ``rhs``, as in Python."""
+    return jnp.mod(*binary_operands(lhs, rhs))
 
 
 @lift
 def pow(lhs: Any, rhs: Any) -> Any:
     """``lhs`` to the power ``rhs``."""
     if isinstance(rhs, int) and getattr(lhs, "dtype", jnp.bool_) != jnp.bool_:
-        # A known whole number: multiplications, exact gradients.
+        # JAX computes a known integer power by multiplication, with exact gradients.
         return jnp.power(lhs, number(rhs, lhs.dtype))
-    return jnp.power(*meet(lhs, rhs))
+    return jnp.power(*binary_operands(lhs, rhs))
 
 
 @lift
 def equal(lhs: Any, rhs: Any) -> Any:
     """``lhs = rhs``, as booleans."""
-    return jnp.equal(*meet(lhs, rhs))
+    return jnp.equal(*binary_operands(lhs, rhs))
 
 
 @lift
 def not_equal(lhs: Any, rhs: Any) -> Any:
     """``lhs ≠ rhs``, as booleans."""
-    return jnp.not_equal(*meet(lhs, rhs))
+    return jnp.not_equal(*binary_operands(lhs, rhs))
 
 
 @lift
 def greater(lhs: Any, rhs: Any) -> Any:
     """``lhs > rhs``, as booleans."""
-    return jnp.greater(*meet(lhs, rhs))
+    return jnp.greater(*binary_operands(lhs, rhs))
 
 
 @lift
 def greater_equal(lhs: Any, rhs: Any) -> Any:
     """``lhs ≥ rhs``, as booleans."""
-    return jnp.greater_equal(*meet(lhs, rhs))
+    return jnp.greater_equal(*binary_operands(lhs, rhs))
 
 
 @lift
 def logical_and(lhs: Any, rhs: Any) -> Any:
-    """Logical and; of booleans only.
+    """Logical and of boolean tensors.
 
     Raises:
-        ValueError: an operand is not of booleans (here and in the next two).
+        ValueError: an operand is not boolean (as in the next two ops).
     """
-    return jnp.logical_and(*meet(boolean(lhs, "logical_and"), boolean(rhs, "logical_and")))
+    return jnp.logical_and(*_booleans(lhs, rhs, "logical_and"))
 
 
 @lift
 def logical_or(lhs: Any, rhs: Any) -> Any:
-    """Logical or; of booleans only."""
-    return jnp.logical_or(*meet(boolean(lhs, "logical_or"), boolean(rhs, "logical_or")))
+    """Logical or of boolean tensors."""
+    return jnp.logical_or(*_booleans(lhs, rhs, "logical_or"))
 
 
 @lift
 def logical_xor(lhs: Any, rhs: Any) -> Any:
-    """Logical exclusive or; of booleans only."""
-    return jnp.logical_xor(*meet(boolean(lhs, "logical_xor"), boolean(rhs, "logical_xor")))
+    """Logical exclusive or of boolean tensors."""
+    return jnp.logical_xor(*_booleans(lhs, rhs, "logical_xor"))
+
+
+def _booleans(lhs: Any, rhs: Any, op: str) -> tuple[Any, Any]:
+    return binary_operands(boolean(lhs, op), boolean(rhs, op))
 
 
 @lift
@@ -124,7 +128,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     """``x`` where the condition holds and ``y`` elsewhere; the three broadcast.
 
     Raises:
-        ValueError: the condition is not of booleans, ``x`` and ``y`` have no common dtype,
+        ValueError: the condition is not boolean, ``x`` and ``y`` have no common dtype,
             or the shapes do not broadcast.
 
     Example:
@@ -135,7 +139,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     """
     condition = boolean(condition, "where, as its condition,")
     shapes = [condition.shape, *(v.shape for v in (x, y) if hasattr(v, "shape"))]
-    x, y = meet(x, y)
+    x, y = binary_operands(x, y)
     check_broadcast(*shapes)
     condition, x, y = same_rank(condition, array(x), array(y))
     return jnp.where(condition, x, y)

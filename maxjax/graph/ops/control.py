@@ -1,7 +1,7 @@
 """Ops that control a program: branches, loops, printing, devices.
 
-Where the condition is known the branch or loop is plain Python; while tracing it is
-``jax.lax.cond`` or ``jax.lax.while_loop``. The functions get and give TensorValues.
+If the condition is concrete, branches and loops run in Python; if it is traced, they become
+``jax.lax.cond`` and ``jax.lax.while_loop``. The functions receive and return TensorValues.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def cond(
     """The result of ``then_fn`` if the predicate holds, otherwise of ``else_fn``.
 
     Args:
-        pred: one boolean.
-        out_types: the types of the results; None for functions that give nothing.
-        then_fn, else_fn: called without arguments; give a tensor, several, or None. While
-            tracing both are traced.
+        pred: predicate, one boolean.
+        out_types: types of the results; None for functions without results.
+        then_fn, else_fn: functions without arguments that return a tensor, several, or None. If the
+            predicate is traced, both are traced.
 
     Raises:
         ValueError: the predicate is not one boolean.
-        TypeError: a function gives other types than ``out_types``.
+        TypeError: a function returns other types than ``out_types``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -45,11 +45,11 @@ def cond(
         >>> float(y[0])
         6.0
     """
-    flag = _truth(pred, "cond")
+    flag = _as_boolean(pred, "cond")
     types = list(out_types or [])
 
     def branch(function: Callable[[], Any]) -> Callable[[], list[jax.Array]]:
-        return lambda: _checked(_listed(function()), types, "cond")
+        return lambda: _checked(_as_list(function()), types, "cond")
 
     if isinstance(flag, Tracer):
         results = jax.lax.cond(flag, branch(then_fn), branch(else_fn))
@@ -61,18 +61,18 @@ def cond(
 def while_loop(
     initial_values: Any, predicate: Callable[..., Any], body: Callable[..., Any]
 ) -> list[TensorValue]:
-    """Calls ``body`` on its own results, from ``initial_values`` on, as long as ``predicate`` holds.
+    """Applies ``body`` to its own results, beginning with ``initial_values``, while ``predicate`` holds.
 
     Args:
         initial_values: a tensor, or several.
-        predicate: gets the values and gives one boolean.
-        body: gets the values and gives as many, of the same types.
+        predicate: function from the values to one boolean.
+        body: function from the values to as many values of the same types.
 
-    While tracing it has no reverse-mode gradient, as no loop of unknown length has in JAX.
+    A traced loop has no reverse-mode gradient, because its length is unknown.
 
     Raises:
-        ValueError: no initial value, or the predicate gives something else.
-        TypeError: the body gives other types than it got.
+        ValueError: there is no initial value, or the predicate does not return one boolean.
+        TypeError: the body returns other types than it receives.
 
     Example:
         >>> import jax.numpy as jnp
@@ -81,38 +81,38 @@ def while_loop(
         >>> [int(x) for x in ops.while_loop(start, lambda n: n < 100, lambda n: n * 3)]
         [243]
     """
-    values = _listed(initial_values)
+    values = _as_list(initial_values)
     if not values:
         raise ValueError("while_loop needs at least one initial value")
-    # Without weak types: a body that computes with them gives others than it got.
+    # Weak types are removed, because a body that computes with them would return other types.
     values = [jax.lax.convert_element_type(x, x.dtype) for x in values]
     types = [TensorValue(x).type for x in values]
 
-    def go_on(values: list[jax.Array]) -> jax.Array:
-        return _truth(predicate(*map(TensorValue, values)), "while_loop")
+    def condition(values: list[jax.Array]) -> jax.Array:
+        return _as_boolean(predicate(*map(TensorValue, values)), "while_loop")
 
     def step(values: list[jax.Array]) -> list[jax.Array]:
-        return _checked(_listed(body(*map(TensorValue, values))), types, "while_loop")
+        return _checked(_as_list(body(*map(TensorValue, values))), types, "while_loop")
 
-    flag = go_on(values)
+    flag = condition(values)
     if isinstance(flag, Tracer):
-        return [TensorValue(x) for x in jax.lax.while_loop(go_on, step, values)]
+        return [TensorValue(x) for x in jax.lax.while_loop(condition, step, values)]
     while flag:
         values = step(values)
-        flag = go_on(values)
+        flag = condition(values)
     return [TensorValue(x) for x in values]
 
 
-def _truth(x: Any, op: str) -> jax.Array:
+def _as_boolean(x: Any, op: str) -> jax.Array:
     flag = array(x)
     if flag.dtype != jnp.bool_ or flag.shape != ():
         raise ValueError(
-            f"{op}: the condition is one boolean, not {flag.dtype} of shape {flag.shape}"
+            f"{op}: the condition must be one boolean, not {flag.dtype} of shape {flag.shape}"
         )
     return flag
 
 
-def _listed(result: Any) -> list[jax.Array]:
+def _as_list(result: Any) -> list[jax.Array]:
     if result is None:
         return []
     return [array(x) for x in (result if isinstance(result, (list, tuple)) else [result])]
@@ -120,17 +120,17 @@ def _listed(result: Any) -> list[jax.Array]:
 
 def _checked(results: list[jax.Array], types: list[TensorType], op: str) -> list[jax.Array]:
     found = [TensorValue(x).type for x in results]
-    same = len(found) == len(types) and all(
+    matches = len(found) == len(types) and all(
         have.shape == want.shape and canonical(have.dtype) == canonical(want.dtype)
         for have, want in zip(found, types, strict=True)
     )
-    if not same:
-        raise TypeError(f"{op}: the results are {found}, and should be {types}")
+    if not matches:
+        raise TypeError(f"{op}: the results have types {found}, which should be {types}")
     return [jax.lax.convert_element_type(x, x.dtype) for x in results]
 
 
 def print(value: Any, label: str = "debug_tensor") -> None:
-    """Prints a tensor with its label, or a text; under ``jax.jit`` each time the program runs."""
+    """Prints a tensor with a label, or a text; under ``jax.jit``, each time the program runs."""
     if isinstance(value, str):
         if isinstance(jnp.zeros(()), Tracer):
             jax.debug.callback(builtins.print, value)
@@ -154,7 +154,7 @@ def assert_same_device(*values: Any, **named_values: Any) -> None:
     """Does nothing if the tensors are on one device.
 
     Raises:
-        ValueError: they are not; the message says which is where.
+        ValueError: they are not; the message names the device of each.
     """
     tensors = {str(i): x for i, x in enumerate(values)} | named_values
     devices = {name: TensorValue(array(x)).device for name, x in tensors.items()}

@@ -1,7 +1,7 @@
 """Ops that create tensors: constants, ranges, windows.
 
-They give TensorValues always. A ``device`` is accepted as MAX wants one and commits
-nothing, so that the result goes with tensors on any device.
+They always return TensorValues. ``device`` is accepted, as in MAX, but the result is not committed to it,
+so it can be used with tensors on any device.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..operands import bounds, from_numpy, is_float, number
 from ..shape import Dim
 from ..symbolic import to_size
 from ..value import TensorValue
-from .lift import canonical, maker
+from .lift import canonical, creator
 
 
 def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
-    """A tensor of known elements.
+    """A tensor with the given elements.
 
     Args:
-        value: a number or nested lists of them, with ``dtype`` and ``device``; or an array,
-            which is copied.
+        value: number or nested lists of numbers, with ``dtype`` and ``device``; or an array, which is
+            copied.
 
     Raises:
-        TypeError: a number or list without dtype or device.
-        ValueError: lists of different lengths, a number that the dtype cannot hold, or
-            an array of another dtype.
+        TypeError: a number or list is given without dtype or device.
+        ValueError: lists have different lengths, the dtype cannot hold a number, or an array has
+            another dtype.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -51,7 +51,7 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
     kind = DType.of(found.dtype)
     if dtype is not None and DType.of(dtype) is not kind and canonical(dtype) != found.dtype:
         raise ValueError(
-            f"ops.constant: an array of {kind!r} as {DType.of(dtype)!r}; cast it first"
+            f"ops.constant: the array is {kind!r}, not {DType.of(dtype)!r}; cast it first"
         )
     return TensorValue(jnp.array(from_numpy(found) if isinstance(found, np.ndarray) else found))
 
@@ -65,10 +65,10 @@ def _literal(value: Any, dtype: DType) -> np.ndarray:
 
 
 def _exact(array: np.ndarray, dtype: Any, op: str, shown: Any) -> np.ndarray:
-    """Numbers in a dtype: those of floats are rounded, others must be what they are.
+    """Numbers in a dtype: rounded for floats, exact for others.
 
     Raises:
-        ValueError: one is too large for the dtype, or none of its kind.
+        ValueError: a number does not fit in the dtype.
     """
     target = canonical(dtype)
     if array.size and not is_float(target):
@@ -80,7 +80,7 @@ def _exact(array: np.ndarray, dtype: Any, op: str, shown: Any) -> np.ndarray:
     return array.astype(target)
 
 
-@maker
+@creator
 def range(
     start: Any,
     stop: Any,
@@ -90,15 +90,14 @@ def range(
     dtype: Any,
     device: Any,
 ) -> Any:
-    """``start``, ``start + step``, … up to and without ``stop``: ``⌈(stop - start) / step⌉`` numbers.
+    """``start``, ``start + step``, … up to but without ``stop``: ``⌈(stop - start) / step⌉`` numbers.
 
     Args:
         start, stop, step: numbers, Dims, or tensors of one number.
-        out_dim: how many there are; needed with tensors.
+        out_dim: number of elements; required if an argument is a tensor.
 
     Raises:
-        ValueError: a step of 0, tensors without ``out_dim``, or numbers that the dtype does
-            not hold.
+        ValueError: the step is 0, ``out_dim`` is missing, or a number does not fit in the dtype.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -116,7 +115,7 @@ def range(
         length = to_size(out_dim)
     kind = canonical(dtype)
     if isinstance(length, int) and all(isinstance(x, (int, float)) for x in ends):
-        # In NumPy, at full width, rounded once.
+        # In NumPy with full precision, rounded once.
         numbers = ends[0] + ends[2] * np.arange(length)
         if any(isinstance(x, float) for x in ends):
             numbers = numbers.astype(np.float64)
@@ -140,20 +139,20 @@ def _length(start: Any, stop: Any, step: Any) -> Any:
 def hann_window(
     window_length: int, device: Any, periodic: bool = True, dtype: Any = DType.float32
 ) -> TensorValue:
-    """``sin²(π n / N)`` for ``n`` from 0: the window of raised cosine.
+    """The Hann window, ``sin²(π n / N)`` for ``n`` from 0.
 
     Args:
-        window_length: how many.
-        periodic: ``N`` is the length, for spectra; otherwise the length less one, and the
-            window is symmetric.
+        window_length: number of elements.
+        periodic: whether ``N`` is the length, as for spectra; otherwise it is the length minus one,
+            which makes the window symmetric.
 
     Raises:
-        ValueError: a negative length.
-        TypeError: a length that is no integer.
+        ValueError: the length is negative.
+        TypeError: the length is not an integer.
     """
     length = operator.index(window_length)
     if length < 0:
-        raise ValueError(f"hann_window: the length must not be negative, and is {length}")
+        raise ValueError(f"hann_window: the length must not be negative, got {length}")
     period = max(length if periodic else length - 1, 1)
     window = np.sin(np.pi * np.arange(length) / period) ** 2 if length > 1 else np.ones(length)
     return TensorValue(jnp.asarray(window.astype(canonical(dtype))))

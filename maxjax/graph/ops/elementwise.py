@@ -1,4 +1,4 @@
-"""Ops of one operand, element by element; the activations are the last of them.
+"""Elementwise ops with one operand, activations included.
 
 Activations of 16-bit floats are computed in float32 and rounded once.
 """
@@ -32,8 +32,8 @@ def exp(x: Any) -> Any:
     """e to the power x.
 
     Raises:
-        ValueError: a tensor of integers (here and in all that follow, but for the last three
-            of the roundings and tests: ``relu``, ``is_nan``, ``is_inf``).
+        ValueError: the tensor has integers (as in all ops below except ``is_nan``, ``is_inf``,
+            ``logical_not``, ``cast`` and ``relu``).
     """
     return jnp.exp(floating(x, "exp"))
 
@@ -46,7 +46,7 @@ def log(x: Any) -> Any:
 
 @lift
 def log1p(x: Any) -> Any:
-    """``log(1 + x)``, exact near zero."""
+    """``log(1 + x)``, accurate near zero."""
     return jnp.log1p(floating(x, "log1p"))
 
 
@@ -136,10 +136,10 @@ def is_inf(x: Any) -> Any:
 
 @lift
 def logical_not(x: Any) -> Any:
-    """Logical not; of booleans only.
+    """Logical not of a boolean tensor.
 
     Raises:
-        ValueError: the tensor is not of booleans.
+        ValueError: the tensor is not boolean.
     """
     return jnp.logical_not(boolean(x, "logical_not"))
 
@@ -198,13 +198,13 @@ def gelu(x: Any, approximate: str = "none") -> Any:
     """``x · Φ(x)`` (D. Hendrycks, K. Gimpel, arXiv:1606.08415).
 
     Args:
-        approximate: "none" (by erf), "tanh", or "quick": ``x · sigmoid(1.702 x)``.
+        approximate: "none" (exact, with erf), "tanh", or "quick": ``x · sigmoid(1.702 x)``.
 
     Raises:
         ValueError: the approximation is unknown.
     """
     if approximate not in _GELU:
         known = ", ".join(map(repr, _GELU))
-        raise ValueError(f"gelu has the approximations {known}, not {approximate!r}")
+        raise ValueError(f"approximate must be one of {known}, not {approximate!r}")
     x = floating(x, "gelu")
     return rounded(_GELU[approximate](wide(x)), x.dtype)

@@ -1,4 +1,4 @@
-"""Resizing: each axis whose size changes is read at fractional places, one after another."""
+"""Resizing of images and tensors: interpolation along one axis after another."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .lift import array, floating, lift, rounded, wide
 
 
 class InterpolationMode(enum.Enum):
-    """How ``resize`` reads between elements."""
+    """The interpolation of ``resize``."""
 
     NEAREST = "nearest"
     BILINEAR = "bilinear"
     BICUBIC = "bicubic"
 
 
-# Where in the input the centre of each output element lies: (output index, sizes) → place.
-_Places = Callable[[np.ndarray, int, int], np.ndarray]
+# (output indices, input size, output size) → coordinates of the output elements in the input.
+_Coordinates = Callable[[np.ndarray, int, int], np.ndarray]
 
 
 def _half_pixel(i: np.ndarray, size: int, new: int) -> np.ndarray:
     return (i + 0.5) * size / new - 0.5
 
 
-# MAX's numbers: half_pixel, align_corners, asymmetric, half_pixel_1D.
-_COORDINATES: dict[int, _Places] = {
+# Coordinate modes by MAX's numbers: half_pixel, align_corners, asymmetric, half_pixel_1D.
+_COORDINATES: dict[int, _Coordinates] = {
     0: _half_pixel,
     1: lambda i, size, new: i * (size - 1) / max(new - 1, 1),
     2: lambda i, size, new: i * size / new,
     3: lambda i, size, new: _half_pixel(i, size, new) if new > 1 else np.zeros(1),
 }
-# half_down, half_up, floor, ceil.
+# Rounding modes: half_down, half_up, floor, ceil.
 _ROUNDINGS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     0: lambda c: np.ceil(c - 0.5),
     1: lambda c: np.floor(c + 0.5),
@@ -53,12 +53,12 @@ def resize(
     """Resizes an image ``[N, C, H, W]``.
 
     Args:
-        shape: all four sizes of the result.
-        interpolation: nearest, bilinear or bicubic, with the centres of elements at halves
-            (torch's ``align_corners=False``, no antialiasing).
+        shape: the four sizes of the result.
+        interpolation: nearest, bilinear or bicubic, with half-pixel centres (torch's
+            ``align_corners=False``) and without antialiasing.
 
     Raises:
-        ValueError: not four axes, or not four sizes.
+        ValueError: the input does not have four axes, or there are not four sizes.
     """
     x, sizes = array(input), list(shape)
     if x.ndim != 4 or len(sizes) != 4:
@@ -70,23 +70,23 @@ def resize(
 def resize_nearest(
     input: Any, size: Iterable[Any], coordinate_transform_mode: int = 0, round_mode: int = 0
 ) -> Any:
-    """A tensor in another size, of elements next to each place.
+    """Resizes a tensor by nearest-neighbour interpolation.
 
     Args:
-        size: a size for each axis.
-        coordinate_transform_mode: 0 half-pixel centres, 1 aligned corners, 2 asymmetric,
-            3 as 0 but for axes of length 1.
-        round_mode: 0 halves down, 1 halves up, 2 floor, 3 ceil.
+        size: size of each axis of the result.
+        coordinate_transform_mode: 0 for half-pixel centres, 1 for aligned corners, 2 for asymmetric; 3
+            is like 0 except for axes of length 1.
+        round_mode: rounding of coordinates: 0 for ties down, 1 for ties up, 2 for floor, 3 for ceil.
 
     Raises:
-        ValueError: not a size for each axis, or no such mode.
+        ValueError: the number of sizes is wrong, or a mode is unknown.
     """
 
     def along(x: jax.Array, axis: int, new: int) -> jax.Array:
-        places = _choose(_ROUNDINGS, round_mode, "round_mode")(
-            _place(x, axis, new, coordinate_transform_mode)
+        coordinates = _look_up(_ROUNDINGS, round_mode, "round_mode")(
+            _coordinates(x, axis, new, coordinate_transform_mode)
         )
-        return jnp.take(x, _clamped(places, x.shape[axis]), axis)
+        return jnp.take(x, _clamped(coordinates, x.shape[axis]), axis)
 
     return _resized(array(input), size, along, "resize_nearest")
 
@@ -95,15 +95,15 @@ def resize_nearest(
 def resize_linear(
     input: Any, size: Iterable[Any], coordinate_transform_mode: int = 0, antialias: bool = False
 ) -> Any:
-    """A tensor in another size, linear between elements.
+    """Resizes a tensor by linear interpolation.
 
     Args:
-        size: a size for each axis.
-        coordinate_transform_mode: as for ``resize_nearest``.
-        antialias: an axis made shorter is averaged over what one new element covers.
+        size: size of each axis of the result.
+        coordinate_transform_mode: mode as in ``resize_nearest``.
+        antialias: whether to average the elements that a new element covers where an axis shrinks.
 
     Raises:
-        ValueError: not a size for each axis, or no such mode.
+        ValueError: the number of sizes is wrong, or a mode is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -114,16 +114,16 @@ def resize_linear(
 
     def along(x: jax.Array, axis: int, new: int) -> jax.Array:
         old = x.shape[axis]
-        place = _place(x, axis, new, coordinate_transform_mode)
+        coordinate = _coordinates(x, axis, new, coordinate_transform_mode)
         if antialias and new < old:
-            distance = np.abs(np.arange(old)[None, :] - place[:, None]) / (old / new)
+            distance = np.abs(np.arange(old)[None, :] - coordinate[:, None]) / (old / new)
             weights = np.maximum(0.0, 1.0 - distance)
             weights = jnp.asarray(weights / weights.sum(1, keepdims=True), x.dtype)  # [new, old]
             y = jnp.tensordot(x, weights, ((axis,), (1,)), precision="highest")
             return jnp.moveaxis(y, -1, axis)
-        place = np.clip(place, 0, old - 1)
-        low = np.floor(place)
-        return _mixed(x, axis, [(low, 1 - (place - low)), (low + 1, place - low)])
+        coordinate = np.clip(coordinate, 0, old - 1)
+        low = np.floor(coordinate)
+        return _weighted_sum(x, axis, [(low, 1 - (coordinate - low)), (low + 1, coordinate - low)])
 
     x = floating(input, "resize_linear")
     return rounded(_resized(wide(x), size, along, "resize_linear"), x.dtype)
@@ -131,19 +131,20 @@ def resize_linear(
 
 @lift
 def resize_bicubic(input: Any, size: Iterable[Any]) -> Any:
-    """A tensor in another size, by Keys' cubic with ``a = -3/4``, as in torch.
+    """Resizes a tensor by Keys' cubic convolution with ``a = -3/4``, as in torch.
 
-    Half-pixel centres, the outermost elements repeated beyond the edge, no antialiasing
-    (R. Keys, IEEE Trans. ASSP 29 (1981) 1153).
+    It uses half-pixel centres, repeats the edge elements, and does no antialiasing (R. Keys, IEEE Trans.
+    ASSP 29 (1981) 1153).
 
     Raises:
-        ValueError: not a size for each axis.
+        ValueError: the number of sizes is wrong.
     """
 
     def along(x: jax.Array, axis: int, new: int) -> jax.Array:
-        place = _place(x, axis, new, 0)
-        low = np.floor(place)
-        return _mixed(x, axis, [(low + k, _cubic(np.abs(place - low - k))) for k in (-1, 0, 1, 2)])
+        coordinate = _coordinates(x, axis, new, 0)
+        low = np.floor(coordinate)
+        points = [low + k for k in (-1, 0, 1, 2)]
+        return _weighted_sum(x, axis, [(p, _cubic(np.abs(coordinate - p))) for p in points])
 
     x = floating(input, "resize_bicubic")
     return rounded(_resized(wide(x), size, along, "resize_bicubic"), x.dtype)
@@ -167,39 +168,39 @@ def _resized(
 ) -> jax.Array:
     sizes = to_sizes(size, x.shape)
     if len(sizes) != x.ndim:
-        raise ValueError(f"{op}: a size for each of the {x.ndim} axes of {x.shape}, not {sizes}")
+        raise ValueError(f"{op}: the {x.ndim} axes of {x.shape} need {x.ndim} sizes, not {sizes}")
     for axis, new in enumerate(sizes):
         if new is x.shape[axis] or new == x.shape[axis]:
             continue
         if not isinstance(new, int) or not isinstance(x.shape[axis], int):
             raise ValueError(
-                f"{op}: axis {axis} goes from {x.shape[axis]} to {new}: both must be known"
+                f"{op}: axis {axis} is resized from {x.shape[axis]} to {new}, but both sizes must be known"
             )
         x = along(x, axis, new)
     return x
 
 
-def _place(x: jax.Array, axis: int, new: int, mode: int) -> np.ndarray:
-    places = _choose(_COORDINATES, mode, "coordinate_transform_mode")
-    return places(np.arange(new), x.shape[axis], new)
+def _coordinates(x: jax.Array, axis: int, new: int, mode: int) -> np.ndarray:
+    coordinates = _look_up(_COORDINATES, mode, "coordinate_transform_mode")
+    return coordinates(np.arange(new), x.shape[axis], new)
 
 
-def _choose(table: dict[int, Any], key: int, name: str) -> Any:
+def _look_up(table: dict[int, Any], key: int, name: str) -> Any:
     if key not in table:
-        raise ValueError(f"{name} is one of {', '.join(map(str, table))}, not {key!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, table))}, not {key!r}")
     return table[key]
 
 
-def _clamped(places: np.ndarray, size: int) -> np.ndarray:
-    return np.clip(places, 0, size - 1).astype(np.int32)
+def _clamped(coordinates: np.ndarray, size: int) -> np.ndarray:
+    return np.clip(coordinates, 0, size - 1).astype(np.int32)
 
 
-def _mixed(x: jax.Array, axis: int, terms: list[tuple[np.ndarray, np.ndarray]]) -> jax.Array:
-    """The sum of elements at some places, each times its weight."""
+def _weighted_sum(x: jax.Array, axis: int, terms: list[tuple[np.ndarray, np.ndarray]]) -> jax.Array:
+    """The weighted sum of elements at several coordinates."""
     shape = [-1 if i == axis else 1 for i in range(x.ndim)]
     parts = [
-        jnp.take(x, _clamped(place, x.shape[axis]), axis)
+        jnp.take(x, _clamped(coordinate, x.shape[axis]), axis)
         * jnp.asarray(weight, x.dtype).reshape(shape)
-        for place, weight in terms
+        for coordinate, weight in terms
     ]
     return sum(parts[1:], start=parts[0])

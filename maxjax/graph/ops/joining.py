@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from ..symbolic import to_size, to_sizes
 from ..value import TensorValue
-from .lift import array, axis_of, integers, lift, meet, same
+from .lift import array, axis_of, binary_operands, integers, lift, same
 
 
 @lift
@@ -29,7 +29,7 @@ def concat(original_vals: Iterable[Any], axis: int = 0) -> Any:
         >>> ops.concat([jnp.ones((2, 3)), jnp.ones((4, 3))]).shape
         (6, 3)
     """
-    arrays = _alike(original_vals, "concat")
+    arrays = _same_rank_and_dtype(original_vals, "concat")
     axis = axis_of(axis, arrays[0].ndim, "concat", IndexError)
     for i, sizes in enumerate(zip(*(x.shape for x in arrays), strict=True)):
         if i != axis and not all(same(size, sizes[0]) for size in sizes):
@@ -46,7 +46,7 @@ def stack(values: Iterable[Any], axis: int = 0) -> Any:
         IndexError: the result has no such axis.
         ValueError: there are no tensors, or their shapes or dtypes differ.
     """
-    arrays = _alike(values, "stack")
+    arrays = _same_rank_and_dtype(values, "stack")
     axis = axis_of(axis, arrays[0].ndim + 1, "stack", IndexError)
     for x in arrays:
         if not all(map(same, x.shape, arrays[0].shape)):
@@ -54,7 +54,7 @@ def stack(values: Iterable[Any], axis: int = 0) -> Any:
     return jnp.stack(arrays, axis)
 
 
-def _alike(values: Iterable[Any], op: str) -> list[jax.Array]:
+def _same_rank_and_dtype(values: Iterable[Any], op: str) -> list[jax.Array]:
     """Checks that there is at least one array, and that all have one rank and dtype."""
     arrays = [array(x) for x in values]
     if not arrays:
@@ -99,16 +99,18 @@ def split(x: Any, split_sizes: Sequence[Any], axis: int = 0) -> Any:
 
 @lift
 def chunk(x: Any, chunks: int, axis: int = 0) -> Any:
-    """Splits a tensor into a list of so many pieces of equal length.
+    """Splits a tensor into a list of ``chunks`` pieces of equal length.
 
     Raises:
         IndexError: there is no such axis.
-        ValueError: the axis does not divide into so many.
+        ValueError: ``chunks`` does not divide the axis.
     """
     x = array(x)
     axis = axis_of(axis, x.ndim, "chunk", IndexError)
     if chunks < 1 or not same(x.shape[axis] % chunks, 0):
-        raise ValueError(f"chunk: {chunks} equal pieces of axis {axis} with length {x.shape[axis]}")
+        raise ValueError(
+            f"chunk: axis {axis} of length {x.shape[axis]} is not divisible by {chunks}"
+        )
     return _pieces(x, (x.shape[axis] // chunks,) * chunks, axis)
 
 
@@ -122,15 +124,15 @@ def _pieces(x: jax.Array, sizes: Sequence[Any], axis: int) -> list[jax.Array]:
 
 @lift
 def tile(x: Any, repeats: Iterable[Any]) -> Any:
-    """Repeats the whole tensor so many times along each axis.
+    """Repeats the tensor along each axis.
 
     Raises:
-        ValueError: not one number for each axis, or one below 1.
+        ValueError: the number of repeats is wrong, or one is below 1.
     """
     x = array(x)
     counts = to_sizes(repeats, x.shape)
     if len(counts) != x.ndim:
-        raise ValueError(f"tile: a number for each of the {x.ndim} axes of {x.shape}, not {counts}")
+        raise ValueError(f"tile: the axes of {x.shape} need {x.ndim} numbers, not {counts}")
     if any(isinstance(n, int) and n < 1 for n in counts):
         raise ValueError(f"tile: the numbers must be positive, not {counts}")
     return jnp.tile(x, counts)
@@ -138,14 +140,14 @@ def tile(x: Any, repeats: Iterable[Any]) -> Any:
 
 @lift
 def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: Any = None) -> Any:
-    """Each element along an axis so many times in a row; without an axis, of the flat tensor.
+    """Repeats each element along an axis; without an axis, those of the flattened tensor.
 
     Args:
-        repeats: a number, or a tensor of one for each element along the axis.
-        out_dim: length of the result's axis; needed with a tensor.
+        repeats: number of repeats, or a tensor with one for each element along the axis.
+        out_dim: length of the axis in the result; required if ``repeats`` is a tensor.
 
     Raises:
-        ValueError: no such axis, a number below 1, or a tensor without ``out_dim``.
+        ValueError: the axis does not exist, a number is below 1, or ``out_dim`` is missing.
     """
     x = array(x)
     if axis is None:
@@ -164,7 +166,7 @@ def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: An
 
 
 def _total(repeats: jax.Array, name: str) -> Any:
-    """The length a name stands for: a symbolic dimension's, or what the numbers add up to."""
+    """The size of a named dimension, or the sum of ``repeats`` if there is none."""
     try:
         return to_size(name)
     except ValueError:
@@ -187,11 +189,11 @@ def pad(
 
     Args:
         paddings: ``[before_0, after_0, before_1, after_1, …]``, two for each axis.
-        mode: what is put there: ``value``, the mirror image without the outermost
-            element, or the outermost element.
+        mode: what to pad with: "constant" for ``value``, "reflect" for the mirror image without the
+            edge element, "edge" for the edge element.
 
     Raises:
-        ValueError: a negative or missing number, or another mode.
+        ValueError: a number is negative or missing, or the mode is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -201,7 +203,7 @@ def pad(
     """
     x, numbers = array(input), list(paddings)
     if mode not in _PAD_MODES:
-        raise ValueError(f"pad has the modes {', '.join(map(repr, _PAD_MODES))}, not {mode!r}")
+        raise ValueError(f"pad: mode is one of {', '.join(map(repr, _PAD_MODES))}, not {mode!r}")
     if len(numbers) != 2 * x.ndim:
         raise ValueError(f"pad: two numbers for each of the {x.ndim} axes, not {numbers}")
     if any(isinstance(n, int) and n < 0 for n in numbers):
@@ -209,7 +211,7 @@ def pad(
     widths = list(zip(numbers[::2], numbers[1::2], strict=True))
     if mode != "constant":
         return jnp.pad(x, widths, mode)
-    fill = jnp.asarray(meet(x, value)[1], x.dtype).reshape(())
+    fill = jnp.asarray(binary_operands(x, value)[1], x.dtype).reshape(())
     return jax.lax.pad(x, fill, [(before, after, 0) for before, after in widths])
 
 
@@ -217,19 +219,19 @@ def pad(
 def slice_tensor(x: Any, indices: Sequence[Any]) -> Any:
     """``x[indices]`` for a list of numbers, slices, ``...``, None and scalar tensors.
 
-    A slice may come with the length it should have, ``(slice, length)``.
+    A slice may be given with the length of its result, as ``(slice, length)``.
 
     Raises:
-        ValueError: outside the tensor, more indices than axes, a step below 1, or an index
-            tensor that is no scalar. (NumPy's rules, which do not mind, are those of ``x[…]``.)
+        ValueError: an index is out of range, there are more indices than axes, a step is below 1, or
+            an index tensor is not a scalar. (``x[…]`` follows NumPy's rules, which allow more.)
     """
     x, indices = array(x), list(indices) if isinstance(indices, (list, tuple)) else [indices]
     indices = [i[0] if isinstance(i, tuple) else i for i in indices]
     axes = [i for i in indices if i is not None and i is not Ellipsis]
     if len(axes) > x.ndim:
         raise ValueError(f"slice_tensor: {len(axes)} indices for the {x.ndim} axes of {x.shape}")
-    gap = indices.index(Ellipsis) if any(i is Ellipsis for i in indices) else len(indices)
-    before = sum(i is not None for i in indices[:gap])
+    ellipsis_at = indices.index(Ellipsis) if any(i is Ellipsis for i in indices) else len(indices)
+    before = sum(i is not None for i in indices[:ellipsis_at])
     for position, index in enumerate(axes):
         axis = position if position < before else position + x.ndim - len(axes)
         _check_index(index, x.shape[axis], axis)
@@ -245,7 +247,7 @@ def _check_index(index: Any, size: Any, axis: int) -> None:
         outside = [i for i in (index.start, index.stop) if _outside(i, size, True)]
     else:
         if getattr(index, "ndim", 0):
-            raise ValueError(f"slice_tensor: an index is a scalar, not of shape {index.shape}")
+            raise ValueError(f"slice_tensor: an index must be a scalar, not of shape {index.shape}")
         outside = [index] if _outside(index, size, False) else []
     if outside:
         raise ValueError(f"slice_tensor: {outside[0]} is outside axis {axis}, which is {size} long")

@@ -1,7 +1,6 @@
-"""How every op meets its operands: arrays go in, and the result is what they were.
+"""``lift``, which makes ops out of functions of arrays, and checks that many ops share.
 
-``lift`` makes an op out of a function of arrays. Beside it, what the ops share: operands
-of one dtype and shape, and axes counted from the front.
+A lifted op accepts TensorValues, Weights and arrays, and returns the kind of value that it was given.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ PLAIN, WEIGHT, VALUE = "plain", "weight", "value"
 
 
 def lift(function: _F) -> _F:
-    """The op that a function of arrays is.
+    """Decorator that makes an op out of a function of arrays.
 
-    Its operands may be TensorValues, Weights, JAX or NumPy arrays, and numbers, also in
-    lists. With a TensorValue among them, or with Weights alone, the results are
-    TensorValues; with plain arrays they are plain arrays.
+    The op accepts TensorValues, Weights, JAX or NumPy arrays and numbers, also in lists. It returns
+    TensorValues if an operand is one or if all are Weights, otherwise plain arrays.
     """
 
     @functools.wraps(function)
@@ -48,8 +46,8 @@ def lift(function: _F) -> _F:
     return op  # type: ignore[return-value]
 
 
-def maker(function: _F) -> _F:
-    """The op that a function is which makes a tensor of no other: it gives TensorValues."""
+def creator(function: _F) -> _F:
+    """Decorator for ops that create tensors, which always return TensorValues."""
 
     @functools.wraps(function)
     def op(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +67,7 @@ def wrapped(result: Any) -> Any:
 
 
 def _lower(x: Any, kinds: set[str]) -> Any:
-    """The arrays in an argument; notes in ``kinds`` what they were. Shapes stay what they are."""
+    """An argument with all values in it replaced by arrays; their kinds are added to ``kinds``."""
     if isinstance(x, TensorValue):
         kinds.add(VALUE if wraps(x) else WEIGHT)
         return unwrap(x)
@@ -81,20 +79,20 @@ def _lower(x: Any, kinds: set[str]) -> Any:
     if isinstance(x, WeightTranspose):
         kinds.add(WEIGHT)
         return x.array()
-    # np.float64 is a number like another: it must not widen what it meets.
+    # NumPy scalars become Python numbers, so that np.float64 does not widen the other operand.
     return x.item() if isinstance(x, np.generic) else x
 
 
 def array(x: Any) -> jax.Array:
-    """An operand as an array: numbers and Dims are made one."""
+    """An operand, which may be a number or a Dim, as an array."""
     return x if isinstance(x, jax.Array) else jnp.asarray(unwrap(x))
 
 
 def floating(x: Any, op: str) -> jax.Array:
-    """The operand of an op that is there for floats only.
+    """The operand of an op for floats only, as an array.
 
     Raises:
-        ValueError: a tensor of integers or booleans.
+        ValueError: it is a tensor of integers or booleans.
     """
     if isinstance(x, (int, float)):
         return jnp.asarray(float(x))
@@ -105,10 +103,10 @@ def floating(x: Any, op: str) -> jax.Array:
 
 
 def boolean(x: Any, op: str) -> jax.Array:
-    """The operand of an op that is there for truth values only.
+    """The operand of an op for booleans only, as an array.
 
     Raises:
-        ValueError: a tensor of another dtype.
+        ValueError: it has another dtype.
     """
     x = array(x)
     if x.dtype != jnp.bool_:
@@ -119,10 +117,10 @@ def boolean(x: Any, op: str) -> jax.Array:
 
 
 def integers(x: Any, op: str) -> jax.Array:
-    """The indices of an op.
+    """The indices of an op, as an array.
 
     Raises:
-        ValueError: they are no integers.
+        ValueError: they are not integers.
     """
     x = array(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -130,12 +128,12 @@ def integers(x: Any, op: str) -> jax.Array:
     return x
 
 
-def meet(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two operands of one dtype and of shapes that broadcast; a number that fits stays a number.
+def binary_operands(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two operands promoted to one dtype, checked to broadcast; a number that fits stays a number.
 
     Raises:
-        ValueError: an integer tensor meets a float, a number does not fit in the other's
-            dtype, or the shapes do not broadcast.
+        ValueError: one operand is an integer tensor and the other a float, a number does not fit in
+            the other's dtype, or the shapes do not broadcast.
     """
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
         if a.dtype == b.dtype and a.shape == b.shape:
@@ -145,20 +143,21 @@ def meet(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def axis_of(axis: int, rank: int, op: str, error: type[Exception] = ValueError) -> int:
-    """An axis counted from the front.
+    """An axis, which may be negative, as an index from the front.
 
     Raises:
-        ValueError: there is none of that number (or another class, where MAX raises that).
+        ValueError: it is out of range (or ``error``, if MAX raises another class).
+        TypeError: it is not an integer.
     """
     if not isinstance(axis, (int, np.integer)):
-        raise TypeError(f"{op}: the axis is an integer, not {axis!r}")
+        raise TypeError(f"{op}: the axis must be an integer, not {axis!r}")
     if not -rank <= axis < rank:
         raise error(f"{op}: axis {axis} is out of range for a tensor with {rank} axes")
     return int(axis) % max(rank, 1)
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """16-bit and narrower floats as float32: what several steps compute is rounded once."""
+    """16-bit and narrower floats as float32, so that a result of several steps is rounded once."""
     return x.astype(jnp.float32) if narrow(x.dtype) else x
 
 
@@ -168,17 +167,17 @@ def narrow(dtype: Any) -> bool:
 
 
 def rounded(y: jax.Array, dtype: Any) -> jax.Array:
-    """A result in the dtype it should have; eagerly even a cast to the same dtype takes time."""
+    """A result cast to a dtype, unless it has it: even that cast takes time in eager code."""
     return y if y.dtype == dtype else y.astype(dtype)
 
 
 def canonical(dtype: Any) -> Any:
-    """A DType as JAX has it now: 64-bit ones need ``jax_enable_x64``."""
+    """The dtype that JAX uses for a DType: 64-bit ones need ``jax_enable_x64``."""
     return jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
 
 
 def pair(value: Any, length: int, name: str) -> tuple[Any, ...]:
-    """A number for each of some axes, given as one number for all or as one each."""
+    """One number for each of ``length`` axes, given as one for all or one for each."""
     values = (value,) * length if isinstance(value, (int, Dim)) else tuple(value)
     if len(values) != length:
         raise ValueError(f"{name} takes {length} numbers, not {values}")

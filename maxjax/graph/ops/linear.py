@@ -1,6 +1,6 @@
 """Matmul, outer product, parts of a matrix, and the inverse FFT.
 
-``ops.matmul(x, w.T)`` of a Weight is the fast product of a layer, as ``x @ w.T`` is.
+``ops.matmul(x, w.T)`` with a Weight uses the fast kernel of linear layers, like ``x @ w.T``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import jax.numpy as jnp
 from ...dtype import DType, promote
 from ..operands import check_product, same_rank
 from ..weight.transpose import TransposedValue, WeightTranspose
-from .lift import array, axis_of, floating, lift, meet, narrow, same
+from .lift import array, axis_of, binary_operands, floating, lift, narrow, same
 
 
 def matmul(lhs: Any, rhs: Any) -> Any:
-    """``lhs @ rhs``: matrices in the last two axes, one for each place in the axes before.
+    """``lhs @ rhs``, batched over all axes but the last two.
 
-    A tensor of one axis is a row on the left and a column on the right, as in NumPy.
+    A 1-D tensor is a row on the left and a column on the right, as in NumPy.
     16-bit floats are multiplied with float32 accumulation and rounded once.
 
     Raises:
-        ValueError: the sizes do not fit (the message names both shapes), or an integer
-            tensor meets a float.
+        ValueError: the sizes do not fit (the message has both shapes), or one tensor has integers and
+            the other floats.
 
     Example:
         >>> import jax.numpy as jnp
@@ -37,12 +37,12 @@ def matmul(lhs: Any, rhs: Any) -> Any:
     if isinstance(rhs, (WeightTranspose, TransposedValue)):
         if rhs.T.stored.packing is None:
             promote(DType.of(lhs.dtype), rhs.dtype)
-        return _after(lhs, lambda x: x @ rhs)
+        return _apply(lhs, lambda x: x @ rhs)
     return _matmul(lhs, rhs)
 
 
 @lift
-def _after(x: Any, function: Callable[[jax.Array], Any]) -> Any:
+def _apply(x: Any, function: Callable[[jax.Array], Any]) -> Any:
     return function(array(x))
 
 
@@ -62,7 +62,7 @@ def _matmul(lhs: Any, rhs: Any) -> Any:
 
 @lift
 def outer(lhs: Any, rhs: Any) -> Any:
-    """``out[i, j] = lhs[i] · rhs[j]`` for tensors of one axis.
+    """``out[i, j] = lhs[i] · rhs[j]`` for 1-D tensors.
 
     Raises:
         ValueError: the number of axes is wrong.
@@ -70,22 +70,22 @@ def outer(lhs: Any, rhs: Any) -> Any:
     a, b = array(lhs), array(rhs)
     if (a.ndim, b.ndim) != (1, 1):
         raise ValueError(f"outer takes tensors of one axis, not of shapes {a.shape} and {b.shape}")
-    return jnp.multiply(*meet(a[:, None], b[None, :]))
+    return jnp.multiply(*binary_operands(a[:, None], b[None, :]))
 
 
 @lift
 def band_part(
     x: Any, num_lower: int | None = None, num_upper: int | None = None, exclude: bool = False
 ) -> Any:
-    """The matrices in the last two axes, zero but for a band round the diagonal.
+    """The matrices in the last two axes, with zeros outside a band around the diagonal.
 
     Args:
-        num_lower: how many diagonals below the main one belong to the band; None or -1: all.
-        num_upper: how many above.
-        exclude: the band itself becomes zero, and the rest stays.
+        num_lower: number of diagonals of the band below the main one; None or -1 for all.
+        num_upper: number of diagonals above it.
+        exclude: whether to set the band to zero instead of the rest.
 
     Raises:
-        ValueError: fewer than two axes, or a negative number.
+        ValueError: the tensor has fewer than two axes, or a number is negative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -107,14 +107,14 @@ def band_part(
         if number is None or number == -1:
             continue
         if number < 0:
-            raise ValueError(f"band_part: {name} must not be negative, and is {number}")
+            raise ValueError(f"band_part: {name} must not be negative, got {number}")
         band = band & (distance <= number)
     return jnp.where(band ^ exclude, x, jnp.zeros((), x.dtype))
 
 
 @lift
 def as_interleaved_complex(x: Any) -> Any:
-    """Pairs of the last axis, real and imaginary, as an axis of their own: ``[..., n/2, 2]``.
+    """The last axis split into pairs of real and imaginary parts: ``[..., n]`` → ``[..., n/2, 2]``.
 
     Raises:
         ValueError: the last axis has an odd length.
@@ -136,13 +136,13 @@ def irfft(
     input_is_complex: bool = False,
     buffer_size_mb: int = 512,
 ) -> Any:
-    """The inverse Fourier transform along an axis, of a spectrum that belongs to real values.
+    """The inverse Fourier transform along an axis, for the spectrum of a real signal.
 
     Args:
-        input_tensor: the first half of the spectrum: complex, or its real part, or, with
-            ``input_is_complex``, pairs of real and imaginary part in a last axis of 2.
+        input_tensor: first half of the spectrum: complex, or only its real part, or with
+            ``input_is_complex`` pairs of real and imaginary parts in a last axis of length 2.
         n: length of the result; by default ``2 · (length - 1)``.
-        normalization: "backward" (divides by ``n``), "ortho" (by ``√n``) or "forward" (not).
+        normalization: "backward" (divides by ``n``), "ortho" (by ``√n``) or "forward" (by 1).
         buffer_size_mb: for MAX's GPU library; ignored.
 
     Raises:

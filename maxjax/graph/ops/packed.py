@@ -16,15 +16,15 @@ def dequantize(encoding: QuantizationEncoding, quantized: Any) -> Any:
     """Dequantises the blocks of a quantised weight.
 
     Args:
-        encoding: which blocks.
+        encoding: type of the blocks.
         quantized: uint8 ``[..., n * encoding.block_size]``.
 
     Returns:
         float32 ``[..., n * encoding.elements_per_block]``.
 
     Raises:
-        ValueError: the last axis is not whole blocks, or the type is not uint8.
-        NotImplementedError: GPTQ, which has no blocks of its own.
+        ValueError: the last axis does not consist of complete blocks, or the dtype is not uint8.
+        NotImplementedError: the encoding is GPTQ, which has no fixed blocks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -40,12 +40,12 @@ def dequantize(encoding: QuantizationEncoding, quantized: Any) -> Any:
 def qmatmul(encoding: QuantizationEncoding, config: Any, lhs: Any, *rhs: Any) -> Any:
     """``lhs @ w.T`` for a quantised weight.
 
-    The weight is decoded, and activations stay as they are (MAX rounds them to 8 bits, which
-    loses about one percent).
+    The weight is dequantised, and activations keep their precision (MAX rounds them to 8 bits, with an
+    error of about one percent).
 
     Args:
-        encoding: which blocks.
-        config: None. GPTQ has one, and is not supported.
+        encoding: type of the blocks.
+        config: None. GPTQ, which has a config, is not supported.
         lhs: activations ``[..., in]``.
         rhs: one weight, uint8 ``[out, in / encoding.elements_per_block * encoding.block_size]``.
 
@@ -53,8 +53,8 @@ def qmatmul(encoding: QuantizationEncoding, config: Any, lhs: Any, *rhs: Any) ->
         ``[..., out]`` in the dtype of ``lhs``.
 
     Raises:
-        ValueError: shapes that do not fit.
-        NotImplementedError: GPTQ, a config, or more arrays than one weight.
+        ValueError: the shapes do not fit.
+        NotImplementedError: there is a config, or more than one array in ``rhs``, as for GPTQ.
 
     Example:
         >>> import jax.numpy as jnp
@@ -65,6 +65,6 @@ def qmatmul(encoding: QuantizationEncoding, config: Any, lhs: Any, *rhs: Any) ->
         (2, 5)
     """
     if config is not None or len(rhs) != 1:
-        raise NotImplementedError("qmatmul takes one weight of blocks and no config: no GPTQ")
+        raise NotImplementedError("qmatmul takes one weight and no config: GPTQ is not supported")
     y = matmul(unwrap(lhs), QuantArray(jnp.asarray(unwrap(rhs[0])), encoding.value))
     return TensorValue(y) if wraps(lhs) else y

@@ -1,4 +1,4 @@
-"""Pooling over the windows of an image ``[N, H, W, C]``, and ``fold``, which adds windows up."""
+"""Pooling over windows of an image ``[N, H, W, C]``, and ``fold``, which sums windows."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from .lift import array, floating, lift, pair, same
 
 
 class _Windows(NamedTuple):
-    """Where the windows of an image lie, per axis H and W."""
+    """The windows of an image, for the axes H and W."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     padding: tuple[int, ...]
     count: tuple[Any, ...]
-    end: tuple[Any, ...]  # padding after, so that the last window is whole
+    end: tuple[Any, ...]  # padding at the end, so that the last window is complete
 
-    def cover(self, x: jax.Array, fill: Any) -> jax.Array:
-        """The image with its padding."""
+    def pad(self, x: jax.Array, fill: Any) -> jax.Array:
+        """The padded image."""
         edges = zip(self.padding, self.end, strict=True)
         widths = [(0, 0, 0), *((before, after, 0) for before, after in edges), (0, 0, 0)]
         return jax.lax.pad(x, jnp.asarray(fill, x.dtype), widths)
 
     def slices(self, padded: jax.Array) -> list[jax.Array]:
-        """For each place of the kernel what the windows have there: ``[N, out_H, out_W, C]`` each."""
+        """For each position in the kernel, that element of all windows: ``[N, out_H, out_W, C]`` each."""
         return [
             padded[:, *(
                 slice(i * d, i * d + (n - 1) * s + 1, s)
-                for i, d, n, s in zip(place, self.dilation, self.count, self.stride, strict=True)
+                for i, d, n, s in zip(position, self.dilation, self.count, self.stride, strict=True)
             )]
-            for place in itertools.product(*map(range, self.kernel))
+            for position in itertools.product(*map(range, self.kernel))
         ]  # fmt: skip
 
 
@@ -52,13 +52,13 @@ def _windows(
     if x.ndim != 4:
         raise ValueError(f"{op} takes an image [N, H, W, C], not a tensor of shape {x.shape}")
     kernel = tuple(int(k) for k in pair(kernel_size, 2, "kernel_size"))
-    steps, spread = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
-    margin = pair(padding, 2, "padding")
+    strides, dilations = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
+    paddings = pair(padding, 2, "padding")
     counts, ends = [], []
-    for size, k, s, d, p in zip(x.shape[1:3], kernel, steps, spread, margin, strict=True):
-        room = size + 2 * p - d * (k - 1) - 1
-        count = (room + (s - 1 if ceil_mode else 0)) // s + 1
-        # A window that would begin behind the image and its padding in front is left out.
+    for size, k, s, d, p in zip(x.shape[1:3], kernel, strides, dilations, paddings, strict=True):
+        span = size + 2 * p - d * (k - 1) - 1
+        count = (span + (s - 1 if ceil_mode else 0)) // s + 1
+        # A window that would begin in the padding at the end is left out, as in torch.
         if ceil_mode and (count - 1) * s >= size + p:
             count = count - 1
         if isinstance(count, int) and count < 1:
@@ -67,7 +67,7 @@ def _windows(
             )
         counts.append(count)
         ends.append((count - 1) * s + d * (k - 1) + 1 - size - p)
-    return _Windows(kernel, steps, spread, margin, tuple(counts), tuple(ends))
+    return _Windows(kernel, strides, dilations, paddings, tuple(counts), tuple(ends))
 
 
 @lift
@@ -83,27 +83,27 @@ def avg_pool2d(
     """The mean of each window of ``[N, H, W, C]``.
 
     Args:
-        padding: zeros on both sides of H, of W.
-        ceil_mode: a last window that is not whole counts too.
-        count_boundary: the padding is counted among what the mean is of.
+        padding: number of zeros on both sides of H and of W.
+        ceil_mode: whether to include a last window that is incomplete.
+        count_boundary: whether the mean includes the padding.
 
     Raises:
         ValueError: the input is not an image, or is smaller than the kernel.
     """
     x = floating(input, "avg_pool2d")
     windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d")
-    total = sum(windows.slices(windows.cover(x, 0)), start=jnp.zeros((), x.dtype))
+    total = sum(windows.slices(windows.pad(x, 0)), start=jnp.zeros((), x.dtype))
     ones = jnp.ones((1, *x.shape[1:3], 1), x.dtype)
     if count_boundary:
-        margins = [(0, 0, 0), *((p, p, 0) for p in windows.padding), (0, 0, 0)]
-        ones = jax.lax.pad(ones, jnp.ones((), x.dtype), margins)
-        bare = windows._replace(
+        widths = [(0, 0, 0), *((p, p, 0) for p in windows.padding), (0, 0, 0)]
+        ones = jax.lax.pad(ones, jnp.ones((), x.dtype), widths)
+        unpadded = windows._replace(
             padding=(0, 0),
             end=tuple(e - p for e, p in zip(windows.end, windows.padding, strict=True)),
         )
-        count = sum(windows.slices(bare.cover(ones, 0)), start=jnp.zeros((), x.dtype))
+        count = sum(windows.slices(unpadded.pad(ones, 0)), start=jnp.zeros((), x.dtype))
     else:
-        count = sum(windows.slices(windows.cover(ones, 0)), start=jnp.zeros((), x.dtype))
+        count = sum(windows.slices(windows.pad(ones, 0)), start=jnp.zeros((), x.dtype))
     return total / count
 
 
@@ -116,7 +116,7 @@ def max_pool2d(
     padding: int | tuple[int, int] = 0,
     ceil_mode: bool = False,
 ) -> Any:
-    """The greatest element of each window of ``[N, H, W, C]``; padding is never the greatest.
+    """The maximum of each window of ``[N, H, W, C]``, without the padding.
 
     Raises:
         ValueError: the input is not an image, or is smaller than the kernel.
@@ -131,10 +131,10 @@ def max_pool2d(
     """
     x = array(input)
     windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "max_pool2d")
-    least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    first, *rest = windows.slices(windows.cover(x, least))
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    first, *rest = windows.slices(windows.pad(x, lowest))
     for other in rest:
-        # Of equals the first gets the gradient, as in torch; jnp.maximum would halve it.
+        # The first of equal elements gets the gradient, as in torch; jnp.maximum would split it.
         first = jnp.where(other > first, other, first)
     return first
 
@@ -160,11 +160,11 @@ def fold(
     x = array(input)
     kernel = to_sizes(pair(kernel_size, 2, "kernel_size"))
     size = to_sizes(pair(output_size, 2, "output_size"), x.shape)
-    steps, spread = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
-    margin = pair(padding, 2, "padding")
+    strides, dilations = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
+    paddings = pair(padding, 2, "padding")
     counts = [
         (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, d, p in zip(size, kernel, steps, spread, margin, strict=True)
+        for n, k, s, d, p in zip(size, kernel, strides, dilations, paddings, strict=True)
     ]
     area = kernel[0] * kernel[1]
     if x.ndim != 3 or not same(x.shape[1] % area, 0):
@@ -173,28 +173,28 @@ def fold(
         )
     if not same(x.shape[2], counts[0] * counts[1]):
         raise ValueError(
-            f"fold: {x.shape[2]} windows in the last axis, and {size} has {counts[0] * counts[1]}"
+            f"fold: {x.shape[2]} windows in the last axis, but size {size} needs {counts[0] * counts[1]}"
         )
     parts = x.reshape((x.shape[0], x.shape[1] // area, *kernel, *counts))
-    return _add_up(parts, size, steps, spread, margin)
+    return _sum_windows(parts, size, strides, dilations, paddings)
 
 
-def _add_up(
+def _sum_windows(
     parts: jax.Array,
     size: Sequence[Any],
-    steps: Sequence[Any],
-    spread: Sequence[Any],
-    margin: Sequence[Any],
+    strides: Sequence[Any],
+    dilations: Sequence[Any],
+    paddings: Sequence[Any],
 ) -> jax.Array:
     """``[N, C, kernel_h, kernel_w, count_h, count_w]`` → ``[N, C, H, W]``."""
     *_, kernel_h, kernel_w, rows, columns = parts.shape
-    padded = [n + 2 * p for n, p in zip(size, margin, strict=True)]
+    padded = [n + 2 * p for n, p in zip(size, paddings, strict=True)]
     image = jnp.zeros((*parts.shape[:2], *padded), parts.dtype)
     for i, j in itertools.product(range(kernel_h), range(kernel_w)):
-        top, left = i * spread[0], j * spread[1]
+        top, left = i * dilations[0], j * dilations[1]
         image = image.at[
             :, :,
-            top : top + (rows - 1) * steps[0] + 1 : steps[0],
-            left : left + (columns - 1) * steps[1] + 1 : steps[1],
+            top : top + (rows - 1) * strides[0] + 1 : strides[0],
+            left : left + (columns - 1) * strides[1] + 1 : strides[1],
         ].add(parts[:, :, i, j])  # fmt: skip
-    return image[:, :, margin[0] : margin[0] + size[0], margin[1] : margin[1] + size[1]]
+    return image[:, :, paddings[0] : paddings[0] + size[0], paddings[1] : paddings[1] + size[1]]

@@ -1,6 +1,6 @@
 """Ops along one axis, by default the last: sums, extremes, cumsum, softmax.
 
-A reduced axis stays, with length 1: ``sum`` of ``[B, T]`` along the last is ``[B, 1]``.
+A reduced axis is kept with length 1: ``sum`` of ``[B, T]`` along the last axis is ``[B, 1]``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, axis_of, floating, lift, meet, rounded, wide
+from .lift import array, axis_of, binary_operands, floating, lift, rounded, wide
 
 
 @lift
 def sum(x: Any, axis: int = -1) -> Any:
-    """The sum along an axis, which stays with length 1.
+    """The sum along an axis, which is kept with length 1.
 
     Raises:
-        ValueError: there is no such axis (here and in all that follow), or the tensor is
-            of booleans.
+        ValueError: there is no such axis (as in all ops below), or the tensor is boolean.
 
     Example:
         >>> import jax.numpy as jnp
@@ -34,7 +33,7 @@ def sum(x: Any, axis: int = -1) -> Any:
 
 @lift
 def mean(x: Any, axis: int = -1) -> Any:
-    """The mean along an axis, which stays with length 1; of integers it is rounded down."""
+    """The mean along an axis, which is kept with length 1; of integers it is rounded down."""
     x, axis = _numbers(x, axis, "mean")
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.sum(x, axis, keepdims=True, dtype=x.dtype) // jnp.asarray(x.shape[axis], x.dtype)
@@ -43,17 +42,17 @@ def mean(x: Any, axis: int = -1) -> Any:
 
 @lift
 def prod(x: Any, axis: int = -1) -> Any:
-    """The product along an axis, which stays with length 1."""
+    """The product along an axis, which is kept with length 1."""
     x, axis = _numbers(x, axis, "prod")
     return jnp.prod(x, axis, keepdims=True, dtype=x.dtype)
 
 
 @lift
 def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
-    """With two tensors the greater element by element, with one the greatest along an axis.
+    """The elementwise maximum of two tensors, or the maximum of one along an axis.
 
     Raises:
-        ValueError: two tensors and an axis.
+        ValueError: two tensors and an axis are given.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,10 +66,10 @@ def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
 
 @lift
 def min(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
-    """With two tensors the lesser element by element, with one the least along an axis.
+    """The elementwise minimum of two tensors, or the minimum of one along an axis.
 
     Raises:
-        ValueError: two tensors and an axis.
+        ValueError: two tensors and an axis are given.
     """
     return _extreme(jnp.minimum, jnp.min, "min", x, y, axis)
 
@@ -79,14 +78,14 @@ def _extreme(two: Any, reduce: Any, op: str, x: Any, y: Any, axis: int | None) -
     if y is not None:
         if axis is not None:
             raise ValueError(f"{op} of two tensors is element by element and takes no axis")
-        return two(*meet(x, y))
+        return two(*binary_operands(x, y))
     x = array(x)
     return reduce(x, axis_of(-1 if axis is None else axis, x.ndim, op), keepdims=True)
 
 
 @lift
 def argmax(x: Any, axis: int = -1) -> Any:
-    """The index of the greatest element along an axis, which stays with length 1; the first of equals.
+    """The index of the maximum along an axis, which is kept with length 1; the first of several.
 
     int64, or int32 without ``jax_enable_x64``.
     """
@@ -96,7 +95,7 @@ def argmax(x: Any, axis: int = -1) -> Any:
 
 @lift
 def argmin(x: Any, axis: int = -1) -> Any:
-    """The index of the least element along an axis, which stays with length 1; the first of equals."""
+    """The index of the minimum along an axis, which is kept with length 1; the first of several."""
     x = array(x)
     return jnp.argmin(x, axis_of(axis, x.ndim, "argmin"), keepdims=True)
 
@@ -106,8 +105,8 @@ def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = Fals
     """The cumulative sum along an axis.
 
     Args:
-        exclusive: without the element itself: the first sum is 0.
-        reverse: from the end.
+        exclusive: whether each sum excludes its own element, so that the first is 0.
+        reverse: whether to sum from the end.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,7 +119,7 @@ def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = Fals
     sums = jax.lax.cumsum(x, axis, reverse=reverse)
     if not exclusive:
         return sums
-    # Moved by one place rather than `sums - x`, which rounds, and is NaN at infinities.
+    # Shifted by one rather than `sums - x`, which rounds, and is NaN at infinities.
     low, high = (-1, 1) if reverse else (1, -1)
     padding = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(x.ndim)]
     return jax.lax.pad(sums, jnp.zeros((), x.dtype), padding)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..rebinding import rebound
 from ..symbolic import to_sizes
-from .lift import array, axis_of, canonical, lift, maker, same
+from .lift import array, axis_of, canonical, creator, lift, same
 
 
 @lift
@@ -38,7 +38,7 @@ def reshape(x: Any, shape: Iterable[Any]) -> Any:
         return x.reshape(sizes)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(
-            f"reshape: a tensor of shape {x.shape} has not the elements of shape {sizes}"
+            f"reshape: a tensor of shape {x.shape} cannot be reshaped to {sizes}"
         ) from error
 
 
@@ -48,14 +48,14 @@ def permute(x: Any, dims: Sequence[int]) -> Any:
 
     Raises:
         IndexError: there is no such axis.
-        ValueError: an axis is named twice or not at all.
+        ValueError: an axis occurs twice or is missing.
     """
     x, dims = array(x), list(dims)
     if len(dims) != x.ndim:
-        raise ValueError(f"permute: {len(dims)} axes are named, and the tensor has {x.ndim}")
+        raise ValueError(f"permute: {len(dims)} axes are given, but the tensor has {x.ndim}")
     axes = [axis_of(d, x.ndim, "permute", IndexError) for d in dims]
     if len(set(axes)) != len(axes):
-        raise ValueError(f"permute: {dims} names an axis twice")
+        raise ValueError(f"permute: {dims} contains an axis twice")
     return jnp.transpose(x, axes)
 
 
@@ -88,7 +88,7 @@ def squeeze(x: Any, axis: int) -> Any:
 
     Raises:
         IndexError: there is no such axis.
-        ValueError: it is longer.
+        ValueError: the axis is longer.
     """
     x = array(x)
     axis = axis_of(axis, x.ndim, "squeeze", IndexError)
@@ -102,10 +102,10 @@ def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = 
     """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes.
 
     Args:
-        out_dims: the sizes, where ``shape`` is a tensor that holds them.
+        out_dims: the sizes, if ``shape`` is a tensor.
 
     Raises:
-        ValueError: an axis longer than 1 would have to change.
+        ValueError: an axis longer than 1 has another size in the shape.
     """
     x = array(x)
     sizes = to_sizes(shape if out_dims is None else out_dims, x.shape)
@@ -119,18 +119,18 @@ def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = 
 
 @lift
 def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) -> Any:
-    """The tensor with its sizes called so: numbers, names, or arithmetic over names.
+    """The tensor with the given sizes declared: numbers, names, or arithmetic over names.
 
-    In a Graph the result has these sizes. Where that cannot be known yet, as of a named size
-    said to be another, it is checked each time the program runs. A name that is no dimension
-    yet means this size from now on; outside of a Graph it goes with any size.
+    In a Graph the result has these sizes. If tracing cannot decide whether they are right, as for two
+    different names, they are checked each time the program runs. A new name is defined as this size;
+    outside of a Graph it matches any size.
 
     Args:
-        message: in front of the error.
-        layout: layout of a convolution's filter in MAX; ignored here.
+        message: beginning of the error message.
+        layout: layout of a convolution's filter in MAX; ignored.
 
     Raises:
-        ValueError: it has another rank or size.
+        ValueError: the tensor has another rank or size.
 
     Example:
         >>> import numpy as np
@@ -168,7 +168,7 @@ def flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return x.reshape((*x.shape[:start], middle, *x.shape[end + 1 :]))
 
 
-@maker
+@creator
 def shape_to_tensor(shape: Iterable[Any]) -> Any:
     """The sizes as a tensor of integers: int64, or int32 without ``jax_enable_x64``."""
     sizes = [jnp.asarray(size, canonical("int64")) for size in to_sizes(shape)]

@@ -27,10 +27,12 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
         return array
     try:
         if getattr(sharding, "is_fully_addressable", True):
-            held = getattr(array, "sharding", None)
-            if held is not None and held.memory_kind != getattr(sharding, "memory_kind", None):
+            old_sharding = getattr(array, "sharding", None)
+            if old_sharding is not None and old_sharding.memory_kind != getattr(
+                sharding, "memory_kind", None
+            ):
                 # Between kinds of memory, JAX moves arrays only on the same devices.
-                array = jax.device_put(array, held.with_memory_kind("device"))
+                array = jax.device_put(array, old_sharding.with_memory_kind("device"))
             return jax.device_put(array, sharding)
         # Each of several processes provides the parts of its own devices: nothing is compared or sent.
         host = np.asarray(array)
@@ -52,7 +54,7 @@ def relaid(
     if before == after:
         where = sharding if after is None else after.sharding(sharding)
         return put(array, where, name)
-    # Arrays with Explicit axes can move between two meshes only by way of the host.
+    # Arrays with Explicit axes can be moved between two meshes only through the host.
     logical = np.asarray(array) if array.is_fully_addressable else array
     logical = logical if before is None else before.restore(logical)
     if after is None:
@@ -103,8 +105,8 @@ def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
     return _gathered(array, sharding, traced)
 
 
-def stays(array: Any, dims: Sequence[int] | None, sharding: Any) -> bool:
-    """Whether operations can use a weight in place: :func:`as_used` would not move it."""
+def is_usable_in_place(array: Any, dims: Sequence[int] | None, sharding: Any) -> bool:
+    """Whether operations can use a weight without :func:`as_used` moving it."""
     if sharding.memory_kind not in (None, "device"):
         return False
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
@@ -126,7 +128,7 @@ def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
 
     The first constraint is for gradients, which XLA could otherwise split in any way.
     """
-    mesh = _as_it_is_here(sharding.mesh)
+    mesh = _mesh_in_trace(sharding.mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     fsdp = axis_of(mesh, "fsdp")
     if AxisType.Manual in types.values():
@@ -145,11 +147,11 @@ def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
     array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(spec)))
     if not any(fsdp in entry for entry in spec):
         return array
-    whole = [tuple(name for name in entry if name != fsdp) for entry in spec]
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(whole)))
+    gathered = [tuple(name for name in entry if name != fsdp) for entry in spec]
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(gathered)))
 
 
-def _as_it_is_here(mesh: Any) -> Any:
+def _mesh_in_trace(mesh: Any) -> Any:
     """The mesh of the code being traced, if it is this one: its axis types may differ there."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.axis_names == mesh.axis_names else mesh
@@ -161,7 +163,7 @@ def is_manual(axis: str) -> bool:
     return axis in getattr(mesh, "manual_axes", ())
 
 
-def last_axis_whole(array: jax.Array, weight: Any, axis: int = -1) -> jax.Array:
+def replicate_last_axis(array: jax.Array, weight: Any, axis: int = -1) -> jax.Array:
     """``array`` with its last axis replicated, if an axis of ``weight`` is split.
 
     Otherwise XLA might split that axis, and all results that depend on it.
@@ -181,14 +183,14 @@ def on_mesh(
     f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: PartitionSpec
 ) -> Callable[..., Any]:
     """``jax.shard_map`` for arrays of any sharding on the mesh, or uncommitted ones."""
-    mesh = _as_it_is_here(mesh)
+    mesh = _mesh_in_trace(mesh)
     explicit = AxisType.Explicit in mesh.axis_types
     mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
     if not explicit:
         return mapped
 
     def run(*arrays: Any) -> Any:
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tuple(specs))
-        return mapped(*jax.tree.map(jax.sharding.reshard, arrays, places))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tuple(specs))
+        return mapped(*jax.tree.map(jax.sharding.reshard, arrays, shardings))
 
     return run

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ...errors import UserInputError
+from ...errors import UserInputError, some
 
 # Names of axes in other libraries → names in maxjax.
 ALIASES = {
@@ -54,21 +54,22 @@ def make_mesh(
     """
     if not sizes:
         raise UserInputError(
-            f"make_mesh() needs the size of an axis, as make_mesh(model=2); axes are {', '.join(AXES)}"
+            f"make_mesh() needs the size of an axis, as in make_mesh(model=2); axes are {', '.join(AXES)}"
         )
     names = [axis_name(name) for name in sizes]
     if len(set(names)) < len(names):
-        raise UserInputError(f"make_mesh(): {', '.join(sizes)} name one axis twice")
-    there = list(jax.devices() if devices is None else devices)
-    counts = _counts(sizes, len(there))
+        raise UserInputError(f"make_mesh(): {', '.join(sizes)} contain one axis twice")
+    available = list(jax.devices() if devices is None else devices)
+    counts = _counts(sizes, len(available))
     needed = math.prod(counts)
-    if needed > len(there):
+    if needed > len(available):
+        ids = some([f"{device.platform}:{device.id}" for device in available], 8)
         raise UserInputError(
-            f"make_mesh({_shown(sizes)}) needs {needed} devices, and there are {len(there)}: {_kinds(there)}"
+            f"make_mesh({_arguments(sizes)}) needs {needed} devices, but there are {len(available)}: {ids}"
         )
     types = axis_types if isinstance(axis_types, (tuple, list)) else [axis_types] * len(names)
     return jax.make_mesh(
-        tuple(counts), tuple(names), axis_types=tuple(types), devices=there[:needed]
+        tuple(counts), tuple(names), axis_types=tuple(types), devices=available[:needed]
     )
 
 
@@ -76,22 +77,17 @@ def _counts(sizes: dict[str, int], available: int) -> list[int]:
     counts = list(sizes.values())
     if any(type(n) is not int or (n < 1 and n != -1) for n in counts) or counts.count(-1) > 1:
         raise UserInputError(
-            f"make_mesh({_shown(sizes)}): a size is a positive number, or -1 for one of them"
+            f"make_mesh({_arguments(sizes)}): a size must be positive, or -1 for one of them"
         )
     if -1 in counts:
         others = math.prod(n for n in counts if n != -1)
         if available % others:
             raise UserInputError(
-                f"make_mesh({_shown(sizes)}): {available} devices are no multiple of {others}"
+                f"make_mesh({_arguments(sizes)}): {available} devices are not a multiple of {others}"
             )
         counts[counts.index(-1)] = available // others
     return counts
 
 
-def _shown(sizes: dict[str, int]) -> str:
+def _arguments(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _kinds(devices: Sequence[Any]) -> str:
-    kinds = [f"{device.platform}:{device.id}" for device in devices]
-    return ", ".join(kinds[:8]) + (", …" if len(kinds) > 8 else "")

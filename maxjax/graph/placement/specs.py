@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
     strategy: ShardingStrategy
     over: tuple[str, ...] = TENSOR
-    instead: ShardingStrategy | None = None
+    fallback: ShardingStrategy | None = None
     by_device: bool = False
 
 
@@ -76,18 +76,18 @@ def check_mesh(mesh: Any) -> None:
     if not any(axis_of(mesh, kind) for kind in AXES):
         raise UserInputError(
             f"the mesh has the axes {', '.join(map(str, mesh.axis_names)) or '()'}, and strategies know "
-            f"{', '.join(AXES)} (or dp, tp, ep, sp): name its axes so, or say with rules= what is split over them"
+            f"{', '.join(AXES)} (or dp, tp, ep, sp): use these names, or pass rules="
         )
 
 
-def place(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int = 1) -> Placed:
+def place(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 1) -> Placed:
     """The placement of a weight on a mesh.
 
     Args:
         name: name of the weight, for messages.
         shape: sizes of the weight; for quantised weights counted in weights.
         block: number of values of the last axis that stay together: the quantisation block.
-        wish: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
+        wanted: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
             unchanged, or None for no request.
         mesh: a ``jax.sharding.Mesh``, or an AbstractMesh.
 
@@ -105,29 +105,29 @@ def place(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int = 1)
         >>> place("w", (9, 6), ShardingStrategy.rowwise(1), mesh).why
         'the 9 values of axis 0 do not divide by model=4; axis 1 over fsdp=2'
     """
-    if not isinstance(wish, (ShardingStrategy, Split, PartitionSpec, tuple, type(None))):
+    if not isinstance(wanted, (ShardingStrategy, Split, PartitionSpec, tuple, type(None))):
         raise UserInputError(
-            f"weight '{name}': a rule is a PartitionSpec, a ShardingStrategy or None, not {wish!r}"
+            f"weight '{name}': a rule must be a PartitionSpec, a ShardingStrategy or None, not {wanted!r}"
         )
-    if isinstance(wish, PartitionSpec) or type(wish) is tuple:
-        return Placed(_given(name, shape, wish, mesh, block), "as given")
+    if isinstance(wanted, PartitionSpec) or type(wanted) is tuple:
+        return Placed(_explicit(name, shape, wanted, mesh, block), "as given")
     # The largest number of parts of each axis.
     counts = [*shape[:-1], shape[-1] // block] if shape else []
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
-    split = Split(wish) if isinstance(wish, ShardingStrategy) else wish
+    split = Split(wanted) if isinstance(wanted, ShardingStrategy) else wanted
     if isinstance(split, Split):
-        reasons.append(_tensor(name, shape, counts, split, mesh, entries))
+        reasons.append(_split_tensor(name, shape, counts, split, mesh, entries))
     fsdp = axis_of(mesh, "fsdp")
     if fsdp is not None and mesh.shape[fsdp] > 1:
-        reasons.append(_fully(shape, counts, fsdp, mesh.shape[fsdp], entries))
+        reasons.append(_split_fsdp(shape, counts, fsdp, mesh.shape[fsdp], entries))
     if split is None and not any(reasons):
         reasons.append("no strategy")
     why = "; ".join(reason for reason in reasons if reason)
     return Placed(spec_of(entries), why, _layout(split, entries, mesh))
 
 
-def _tensor(
+def _split_tensor(
     name: str,
     shape: Sequence[int],
     counts: Sequence[int],
@@ -143,7 +143,7 @@ def _tensor(
     n = math.prod(mesh.shape[axis] for axis in over)
     sizes = " and ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
     problems = []
-    for strategy in filter(None, (split.strategy, split.instead)):
+    for strategy in filter(None, (split.strategy, split.fallback)):
         found = _divided(name, shape, strategy, n)
         if found is None:
             return "replicated by its strategy"
@@ -177,11 +177,11 @@ def _divided(
     rule = strategy.shard
     if isinstance(rule, ByModule):
         raise UserInputError(
-            f"weight '{name}': {rule.kind} is for whole layers: a single weight needs rowwise, columnwise, …"
+            f"weight '{name}': {rule.kind} is for whole layers; use rowwise, columnwise, … for a weight"
         )
     if not isinstance(rule, _Ranges):
         raise NotImplementedError(
-            f"weight '{name}' has a strategy made of a function, which Weight.shard can use and a mesh cannot: "
+            f"weight '{name}' has a strategy made of a function, which a mesh does not support (Weight.shard does): "
             "use rowwise, columnwise, axiswise, … or rules= with a PartitionSpec"
         )
     if rule.axis is None:
@@ -189,7 +189,7 @@ def _divided(
     rank = len(shape)
     if not -rank <= rule.axis < rank:
         raise UserInputError(
-            f"weight '{name}' of shape {tuple(shape)} has no axis {rule.axis} to be split"
+            f"weight '{name}' of shape {tuple(shape)} has no axis {rule.axis} to split"
         )
     axis = rule.axis % rank
     try:
@@ -203,7 +203,7 @@ def _divided(
     return axis, rule.units(shape[axis]), rule.unit
 
 
-def _fully(
+def _split_fsdp(
     shape: Sequence[int], counts: Sequence[int], fsdp: str, n: int, entries: list[tuple[str, ...]]
 ) -> str:
     """Enters the largest remaining axis; vectors are replicated, as a gather would cost more."""
@@ -221,38 +221,38 @@ def spec_of(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
 
 
-def _given(name: str, shape: Sequence[int], wish: Any, mesh: Any, block: int) -> PartitionSpec:
-    """A spec of the caller, in the names of the mesh."""
-    if len(wish) > len(shape):
+def _explicit(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int) -> PartitionSpec:
+    """A spec of the caller with the axis names of the mesh, checked against the shape."""
+    if len(wanted) > len(shape):
         raise UserInputError(
-            f"weight '{name}' of shape {tuple(shape)} has fewer axes than its spec {tuple(wish)}"
+            f"weight '{name}' of shape {tuple(shape)} has fewer axes than its spec {tuple(wanted)}"
         )
     entries: list[tuple[str, ...]] = [()] * len(shape)
-    for axis, entry in enumerate(wish):
+    for axis, entry in enumerate(wanted):
         if not all(
             isinstance(kind, str) for kind in (entry if type(entry) is tuple else [entry or ""])
         ):
-            raise UserInputError(f"weight '{name}': {entry!r} in its spec is no axis of a mesh")
+            raise UserInputError(f"weight '{name}': {entry!r} in its spec is not a mesh axis")
         for kind in names_in(entry):
             found = axis_of(mesh, kind)
             if found is None:
                 raise UserInputError(
-                    f"weight '{name}' is to be split over '{kind}', and the mesh has the axes "
+                    f"weight '{name}': its spec names the axis '{kind}', but the mesh has the axes "
                     f"{', '.join(map(str, mesh.axis_names))}"
                 )
             entries[axis] = (*entries[axis], found)
         n = math.prod(mesh.shape[axis_name] for axis_name in entries[axis])
         unit = block if axis == len(shape) - 1 else 1
         if shape[axis] % (n * unit):
-            whole = f" in blocks of {unit}" if unit > 1 else ""
+            in_blocks = f" in blocks of {unit}" if unit > 1 else ""
             raise UserInputError(
-                f"weight '{name}': axis {axis} of {shape[axis]}{whole} does not divide by {n} "
+                f"weight '{name}': axis {axis} of {shape[axis]}{in_blocks} does not divide by {n} "
                 f"({', '.join(entries[axis])})"
             )
     used = [axis for entry in entries for axis in entry]
     if len(set(used)) < len(used):
         raise UserInputError(
-            f"weight '{name}': the spec {tuple(wish)} uses an axis of the mesh twice"
+            f"weight '{name}': the spec {tuple(wanted)} uses an axis of the mesh twice"
         )
     return spec_of(entries)
 
@@ -268,9 +268,9 @@ def by_pattern(rules: Mapping[str, Any], name: str) -> tuple[bool, Any]:
         >>> by_pattern({"*.q_proj.weight": 1, "*": 2}, "layers.0.q_proj.weight")
         (True, 1)
     """
-    for pattern, wish in rules.items():
+    for pattern, wanted in rules.items():
         if fnmatch.fnmatchcase(name, pattern):
-            return True, wish
+            return True, wanted
     return False, None
 
 

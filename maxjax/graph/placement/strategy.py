@@ -93,17 +93,17 @@ class _Ranges:
 def _axis_of(weight: Any, axis: int) -> tuple[int, int]:
     rank = len(weight.shape)
     if not -rank <= axis < rank:
-        raise IndexError(f"a weight of shape {tuple(weight.shape)} has no axis {axis} to be split")
+        raise IndexError(f"a weight of shape {tuple(weight.shape)} has no axis {axis} to split")
     extent = weight.shape[axis]
     if not isinstance(extent, (int, StaticDim)):
         raise TypeError(
-            f"axis {axis} of a weight of shape {weight.shape!r} has no known size: it cannot be split"
+            f"axis {axis} of a weight of shape {weight.shape!r} cannot be split, as its size is unknown"
         )
     return axis % rank, int(extent)
 
 
 @dataclass(frozen=True)
-class Whole(_Ranges):
+class Replicated(_Ranges):
     """Replicates the weight on every device."""
 
     axis = None
@@ -118,7 +118,7 @@ class ByModule(_Ranges):
 
     def __call__(self, weight: Any, i: int, n: int) -> Any:
         raise NotImplementedError(
-            f"{self.kind} is a placeholder for a whole layer: a single weight needs rowwise, columnwise, …"
+            f"{self.kind} is for whole layers; use rowwise, columnwise, … for a weight"
         )
 
 
@@ -148,7 +148,7 @@ class StackedQkv(_Ranges):
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         third, rest = divmod(extent, 3)
         if rest:
-            raise ValueError(f"stacked_qkv: {extent} rows are not three parts of one size")
+            raise ValueError(f"stacked_qkv: {extent} rows do not divide into three equal parts")
         if third != self.num_heads * self.head_dim:
             raise ValueError(
                 f"stacked_qkv: {extent} rows are not 3 x {self.num_heads} heads of {self.head_dim}"
@@ -171,14 +171,14 @@ class HeadAware(_Ranges):
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         start, end = Segment.head_aware(self.num_heads, self.head_dim).shard_range(i, n)
-        whole = self.num_heads * self.head_dim
-        if 2 * extent == whole:
+        columns = self.num_heads * self.head_dim
+        if 2 * extent == columns:
             start, end = start // 2, end // 2
-        elif 4 * extent == 3 * whole:
+        elif 4 * extent == 3 * columns:
             start, end = start * 3 // 4, end * 3 // 4
         if end > extent:
-            raise ValueError(f"head_aware_columnwise: {self.num_heads} heads of {self.head_dim} reach column {end}, "
-                             f"and there are {extent}")  # fmt: skip
+            raise ValueError(f"head_aware_columnwise: {self.num_heads} heads of {self.head_dim} need {end} columns, "
+                             f"but there are {extent}")  # fmt: skip
         return [(start, end)]
 
 
@@ -195,7 +195,7 @@ class GateUp(_Ranges):
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         half, rest = divmod(extent, 2)
         if rest:
-            raise ValueError(f"gate_up: an axis of {extent} has no two halves")
+            raise ValueError(f"gate_up: an axis of {extent} does not divide into two halves")
         start, end = even_range(half, i, n)
         return [(start, end), (half + start, half + end)]
 
@@ -214,13 +214,13 @@ class Segmented(_Ranges):
     def unit(self) -> str:
         """The name of the units, which are not split."""
         heads = all(segment.num_heads for segment in self.segments)
-        return "heads" if heads else "parts that all segments fall into"
+        return "heads" if heads else "common parts of the segments"
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         total = sum(segment.size for segment in self.segments)
         packed = 2 * extent == total
         if not packed and extent != total:
-            raise ValueError(f"segmented: the segments cover {total} of an axis of {extent}")
+            raise ValueError(f"segmented: the segments have {total} values, the axis {extent}")
         found, offset = [], 0
         for segment in self.segments:
             start, end = segment.shard_range(i, n)
@@ -262,7 +262,7 @@ class ShardingStrategy:
         """
         if not 0 <= i < self.num_devices:
             raise ValueError(
-                f"device {i} of a {self!r}, which splits over {self.num_devices}, counted from 0"
+                f"device {i} of a {self!r}: devices are numbered from 0 to {self.num_devices - 1}"
             )
         return self.shard(weight, i, self.num_devices)
 
@@ -298,7 +298,7 @@ class ShardingStrategy:
     @classmethod
     def replicate(cls, num_devices: int) -> ShardingStrategy:
         """Replicates the weight on each device."""
-        return cls(num_devices, Whole())
+        return cls(num_devices, Replicated())
 
     @classmethod
     def stacked_qkv(cls, num_devices: int, num_heads: int, head_dim: int) -> ShardingStrategy:
@@ -334,7 +334,7 @@ class ShardingStrategy:
         """Gives each device some of the experts of a layer."""
         return cls(num_devices, ByModule("expert_parallel"))
 
-    # -- what it is
+    # -- properties
 
     @property
     def is_rowwise(self) -> bool:
@@ -354,7 +354,7 @@ class ShardingStrategy:
     @property
     def is_replicate(self) -> bool:
         """Made by ``replicate``."""
-        return self.shard == Whole()
+        return self.shard == Replicated()
 
     @property
     def is_stacked_qkv(self) -> bool:

@@ -27,12 +27,12 @@ LEAF_CACHES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def structure_changed() -> None:
-    """Has every cached Module definition checked again at its next use."""
+    """Invalidates all cached Module definitions."""
     EPOCH.structure += 1
 
 
 def values_changed() -> None:
-    """Has every cached list of leaves collected again at its next use."""
+    """Invalidates all cached lists of leaves."""
     EPOCH.values += 1
     if LEAF_CACHES:
         for cache in list(LEAF_CACHES):

@@ -18,9 +18,9 @@ from jax.core import Tracer
 
 from ...dtype import DType
 from ...kernels import QuantArray, StackSlice
-from ...kernels.stack_slice import whole
+from ...kernels.stack_slice import stack_of
 from ..kind import KIND
-from ..placement.arrays import as_used, put, relaid, stays
+from ..placement.arrays import as_used, is_usable_in_place, put, relaid
 from ..placement.device_major import DeviceMajor
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
@@ -45,7 +45,7 @@ def standing_for(weight: Any) -> Any:
     if home is not None and RUNNING.is_below(home[0]):
         stack = standing_for(home[0])
         return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
-    return None if isinstance(whole(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
+    return None if isinstance(stack_of(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
 
 
 class StoredWeight:
@@ -229,9 +229,9 @@ class StoredWeight:
 
     def array(self) -> Any:
         """The stored array, read now if necessary; inside a Graph, its tracer."""
-        standing = standing_for(self.weight)
-        if standing is not None:
-            return standing
+        tracer = standing_for(self.weight)
+        if tracer is not None:
+            return tracer
         leaf = self.leaf
         if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
             if self.weight._source is None:
@@ -249,18 +249,19 @@ class StoredWeight:
     def operand(self) -> Any:
         """The operand for ``kernels.matmul``: quantised weights and slices of stacks stay as they are."""
         packing = self.packing
-        return self._uncut() if packing is None else QuantArray(self._uncut(), packing.value)
+        operand = self._unprepared_operand()
+        return operand if packing is None else QuantArray(operand, packing.value)
 
-    def _uncut(self) -> Any:
+    def _unprepared_operand(self) -> Any:
         """The array; a layer of a stack stays a slice if it needs no preparation."""
         w, leaf = self.weight, self.leaf
         if type(leaf) is not StackSlice or w._layout is not None or standing_for(w) is not None:
             return w._as_array()
-        if w._sharding is None or stays(leaf, self.leaf_dims, w._sharding):
+        if w._sharding is None or is_usable_in_place(leaf, self.leaf_dims, w._sharding):
             return leaf
         return w._as_array()
 
-    def placed(self, value: Any) -> Any:
+    def to_leaf(self, value: Any) -> Any:
         """A value in logical order, converted to the stored order and put on its sharding."""
         if self.weight._layout is not None and getattr(value, "is_fully_addressable", False):
             value = np.asarray(value)
@@ -271,7 +272,7 @@ class StoredWeight:
         # A copy: JAX on a CPU would share memory the user can write to.
         host = np.array(self.weight._source)
         with jax.ensure_compile_time_eval():
-            value = self.placed(host)
+            value = self.to_leaf(host)
             self.weight._put(value)
         self.weight._source = None
         return value

@@ -16,11 +16,11 @@ from ... import kernels
 from ...dtype import DType, promote
 from ..operands import check_product
 from ..shape import Shape
-from ..value import TensorValue, around, unwrap, wraps
+from ..value import TensorValue, unwrap, wrap, wraps
 
 
 class _OfWeight:
-    """What both classes share: the properties of ``w.T`` that need no array."""
+    """The properties of ``w.T`` that need no array, for both classes."""
 
     __slots__ = ()
     _weight: Any
@@ -102,7 +102,7 @@ class TransposedValue(_OfWeight, TensorValue):
         return self._matmul(x, self)
 
     def _product(self, x: Any) -> Any:
-        """``x @ w.T``: see ``value.py``."""
+        """``x @ w.T``, called by ``value.py``."""
         array, weight = unwrap(x), self._weight
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)
@@ -114,13 +114,13 @@ class TransposedValue(_OfWeight, TensorValue):
                 check_product(array.shape, self.shape)
             if array.dtype != weight._dtype.np:
                 promote(DType.of(array.dtype), self.dtype)  # raises for an integer and a float
-        return around(kernels.matmul(array, weight))
+        return wrap(kernels.matmul(array, weight))
 
 
 jax.tree_util.register_pytree_with_keys(
     TransposedValue,
     lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
-    lambda _, leaves: around(next(iter(leaves))),  # type: ignore[arg-type]
+    lambda _, leaves: wrap(next(iter(leaves))),  # type: ignore[arg-type]
     lambda t: ((t._array,), None),
 )
 

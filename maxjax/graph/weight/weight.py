@@ -289,8 +289,8 @@ class Weight(TensorValue):
     @property
     def value(self) -> Any:
         """The array, or None while the weight is lazy; inside a Graph, its tracer."""
-        standing = standing_for(self)
-        return self.stored.value if standing is None else self.stored.logical(standing)
+        tracer = standing_for(self)
+        return self.stored.value if tracer is None else self.stored.logical(tracer)
 
     @value.setter
     def value(self, value: Any) -> None:
@@ -321,7 +321,7 @@ class Weight(TensorValue):
         if other:
             self.stored.refuse_in_stack("another dtype")
         if self._sharding is not None:
-            value = self.stored.placed(value)
+            value = self.stored.to_leaf(value)
         self._put(value)
         self._loaded_shape = None
         if other:

@@ -48,8 +48,8 @@ class _FullName(str):
     __slots__ = ()
 
 
-class _Family:
-    """The state that all cursors of one checkpoint share, and the Source of its WeightData."""
+class CheckpointSource:
+    """The state that all cursors of one checkpoint share, and the DataSource of its WeightData."""
 
     def __init__(self, table: TensorTable, path: str, allocated: dict[str, Any] | None = None):
         self.table: TensorTable | None = table
@@ -64,7 +64,7 @@ class _Family:
 
     def open_table(self) -> TensorTable:
         if self.table is None:
-            raise KeyError(f"{self.path}: the weights were closed")
+            raise KeyError(f"{self.path}: the weights are closed")
         return self.table
 
     @cached_property
@@ -121,7 +121,7 @@ class Weights:
         (2, 3)
     """
 
-    _family: _Family
+    _family: CheckpointSource
     _prefix: str
     # Alignment of the file's tensors in bytes, for allocated Weights.
     _alignment: int | None = None
@@ -130,7 +130,7 @@ class Weights:
     def _of(cls, table: TensorTable, path: str, allocated: dict[str, Any] | None = None) -> Any:
         """The root of an open checkpoint."""
         self = object.__new__(cls)
-        self.__dict__.update(_family=_Family(table, path, allocated), _prefix="")
+        self.__dict__.update(_family=CheckpointSource(table, path, allocated), _prefix="")
         return self
 
     def _at(self, prefix: str) -> Weights:
@@ -225,9 +225,9 @@ class Weights:
         """As ``data``, but for an unsupported type only reading fails."""
         entry = self._family.open_table().entries.get(self._prefix)
         if entry is None:
-            raise KeyError(self._unknown())
+            raise KeyError(self._unknown_name())
         encoding = QuantizationEncoding(entry.encoding) if entry.encoding else None
-        return WeightData._lazy(self._family, entry.name, entry.dtype, entry.shape, encoding)
+        return WeightData.lazy(self._family, entry.name, entry.dtype, entry.shape, encoding)
 
     def __jax_array__(self) -> jax.Array:
         return self.data().__jax_array__()
@@ -241,7 +241,7 @@ class Weights:
     def __dlpack_device__(self) -> Any:
         return self.data().__dlpack_device__()
 
-    def _unknown(self) -> str:
+    def _unknown_name(self) -> str:
         like = closest(self._prefix, self._family.names)
         return f"{self._path}: no tensor is named '{self._prefix}'" + (
             f". Did you mean '{like}'?" if like else ""
@@ -269,18 +269,16 @@ class Weights:
         data = self.data()
         if quantization_encoding is not None:
             self._check_encoding(data, quantization_encoding)
-        there = data.logical_shape
-        if shape is not None and list(Shape(shape)) != list(there):
-            raise ValueError(
-                f"'{self.name}' was asked for with shape {_sizes(shape)}, but has {_sizes(there)}"
-            )
+        stored_shape = data.logical_shape
+        if shape is not None and list(Shape(shape)) != list(stored_shape):
+            raise ValueError(f"'{self.name}' has shape {_sizes(stored_shape)}, not {_sizes(shape)}")
         if dtype is not None:
             wanted = DType.of(dtype)
-            floats = data.dtype.is_float() or data._is_packed
+            floats = data.dtype.is_float() or data.is_packed
             if wanted is not data.dtype and not (wanted.is_float() and floats):
                 raise ValueError(
-                    f"'{self.name}' was asked for as {wanted}, but is {data.dtype}: "
-                    "only float widths are converted"
+                    f"'{self.name}' is {data.dtype} and cannot be allocated as {wanted}: "
+                    "only floats are cast"
                 )
             data = data.astype(wanted)
         return self._new_weight(data, device)
@@ -361,7 +359,7 @@ class SafetensorWeights(Weights):
     ):
         del tensors, tensors_to_file_idx  # MAX's own bookkeeping; the files have it
         paths = [os.fsdecode(path) for path in filepaths]
-        self._family = _Family(open_checkpoint(paths), paths[0], allocated)
+        self._family = CheckpointSource(open_checkpoint(paths), paths[0], allocated)
         self._prefix = prefix
 
     def allocate_as_bytes(self, dtype: Any = None) -> Weight:
@@ -389,7 +387,7 @@ class _Bytes(WeightData):
 
     @property
     def data(self) -> Any:
-        array = np.ascontiguousarray(np.asarray(self._of._typed()))
+        array = np.ascontiguousarray(np.asarray(self._of.typed()))
         return np.atleast_1d(array).view(np.uint8)
 
     @property
@@ -425,7 +423,7 @@ class UnreadWeights(Weights):
     """
 
     def __init__(self) -> None:
-        self._family = _Family(_NoTable(), "Graph.weights()")  # type: ignore[arg-type]
+        self._family = CheckpointSource(_NoTable(), "Graph.weights()")  # type: ignore[arg-type]
         self._prefix = ""
 
     def allocate(

@@ -225,13 +225,13 @@ class Destination:
     def _is_direct(self, number: int) -> bool:
         """Whether a source's bytes on disk are those of the array, in its order."""
         data = self.sources[number]
-        if not isinstance(data, WeightData) or data._casts or data._decodes is not None:
+        if not isinstance(data, WeightData) or data.casts or data.decodes is not None:
             return False
         in_order = self.order is None and self.axis in (None, 0)
-        return in_order and data._stored_dtype == self.dtype
+        return in_order and data.stored_dtype == self.dtype
 
     def _nbytes(self, data: WeightData, part: Box) -> int:
-        return count(self._tensor_box(part)) * data._stored_dtype.itemsize
+        return count(self._tensor_box(part)) * data.stored_dtype.itemsize
 
     def _new(self, nbytes: int) -> np.ndarray:
         """Host memory that JAX on a CPU can use without a copy."""
@@ -257,8 +257,8 @@ class Destination:
         source = self.sources[number]
         if isinstance(source, WeightData):
             for part in list(memory):
-                read = memory.pop(part).view(source._stored_dtype)
-                read = source._cast(read.reshape(extents(self._tensor_box(part))))
+                read = memory.pop(part).view(source.stored_dtype)
+                read = source.cast(read.reshape(extents(self._tensor_box(part))))
                 read = np.asarray(self._converted(number, read))
                 yield self.order.take(read, part) if self.order else read.reshape(extents(part))
             return

@@ -33,8 +33,8 @@ def host_or_jax(value: Any) -> Any:
     """
     if isinstance(value, WeightData):
         if value.source is not None and not value.is_loaded:
-            return value._cast(value.source.read(value.name))
-        value = value._typed()
+            return value.cast(value.source.read(value.name))
+        value = value.typed()
     if isinstance(value, (np.ndarray, jax.Array)):
         return value
     if isinstance(value, (Buffer, np.generic)):

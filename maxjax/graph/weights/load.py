@@ -14,7 +14,7 @@ from ...storage.table import Verify
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..weight.weight import Weight
-from .cursor import SafetensorWeights, Weights, _Family
+from .cursor import CheckpointSource, SafetensorWeights, Weights
 from .weight_data import WeightData, as_leaf
 
 
@@ -44,7 +44,7 @@ class GGUFWeights(Weights):
         del tensors
         reader = getattr(getattr(source, "data", None), "filename", None)
         path = os.fsdecode(source if reader is None else reader)
-        self._family = _Family(open_checkpoint(path), path, allocated)
+        self._family = CheckpointSource(open_checkpoint(path), path, allocated)
         self._prefix = prefix
 
     @property

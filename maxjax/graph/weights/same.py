@@ -14,7 +14,7 @@ import numpy as np
 
 from ...storage.entry import TensorEntry
 from ...storage.table import TensorTable
-from .cursor import _Family
+from .cursor import CheckpointSource
 from .given import dtype_of, host_or_jax, shape_of
 from .weight_data import WeightData
 from .writing import data_rows
@@ -33,7 +33,7 @@ def same_values(a: WeightData, b: WeightData) -> bool:
     if not same_kind(a, b):
         return False
     family = a.source
-    if isinstance(family, _Family) and family is b.source and _is_read_alike(a, b):
+    if isinstance(family, CheckpointSource) and family is b.source and _is_read_alike(a, b):
         key = (min(a.name, b.name), max(a.name, b.name))
         if key not in family.same:
             found = _by_entries(family.open_table(), a.name, b.name)
@@ -62,7 +62,7 @@ def same_kind(a: WeightData, b: WeightData) -> bool:
 
 def _is_read_alike(a: WeightData, b: WeightData) -> bool:
     """Whether both are read from disk, with the same casts."""
-    return not (a.is_loaded or b.is_loaded) and (a._decodes, a._casts) == (b._decodes, b._casts)
+    return not (a.is_loaded or b.is_loaded) and (a.decodes, a.casts) == (b.decodes, b.casts)
 
 
 def _by_entries(table: TensorTable, one: str, other: str) -> bool | None:

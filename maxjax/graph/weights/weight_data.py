@@ -1,7 +1,7 @@
-"""WeightData: one tensor of a checkpoint with its metadata, read when looked at.
+"""WeightData: one tensor of a checkpoint with its metadata, which is read when it is accessed.
 
-Casts are done by NumPy and ml_dtypes and rounded once, to nearest even, whatever the
-pair of types (:func:`cast_array`).
+Casts use NumPy and ml_dtypes, and round once, to nearest even, for every pair of types
+(:func:`cast_array`).
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape
 
 
-class Source(Protocol):
-    """Where the bytes of a WeightData that was not read yet come from."""
+class DataSource(Protocol):
+    """The source from which an unread WeightData is read."""
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, in memory nobody else holds."""
+        """Reads a tensor into new memory."""
         ...
 
     def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Several at once."""
+        """Reads several tensors."""
         ...
 
     def read_parts(self, parts: Sequence[Part]) -> int:
-        """Rectangles of some, into the memory for each."""
+        """Reads rectangular parts of tensors, each into its memory."""
         ...
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape of a tensor on the disk."""
+        """The dtype and shape of a tensor on the disk."""
         ...
 
 
 class PartSource:
-    """A Source that has all else from :meth:`stored` and :meth:`read_parts`."""
+    """A DataSource that is defined by :meth:`stored` and :meth:`read_parts` alone."""
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape of a tensor as it is read."""
+        """The dtype and shape of a tensor as it is read."""
         raise NotImplementedError
 
     def read_parts(self, parts: Sequence[Part]) -> int:
-        """Rectangles of some, into the memory for each."""
+        """Reads rectangular parts of tensors, each into its memory."""
         raise NotImplementedError
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, in memory nobody else holds."""
+        """Reads a tensor into new memory."""
         dtype, shape = self.stored(name)
         memory = aligned_empty(math.prod(shape) * dtype.itemsize)
         self.read_parts([Part(name, whole(shape), memory)])
         return memory.view(dtype).reshape(shape)
 
     def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Several at once."""
+        """Reads several tensors."""
         return {name: self.read(name) for name in names}
 
 
@@ -72,13 +72,13 @@ class WeightData:
     """A tensor and what is known about it.
 
     Args:
-        data: the array: NumPy, JAX, a Buffer, or anything that speaks DLPack.
-            A ``jax.ShapeDtypeStruct`` stands for data that is not there.
-        name: its full name.
-        dtype: its element type. Trusted: where the array has another type of the same
-            width (bfloat16 bits held as uint16), the bytes are taken to be of this one.
-        shape: its shape. Trusted.
-        quantization_encoding: the block format of packed bytes.
+        data: array: NumPy, JAX, a Buffer, or any DLPack array. A ``jax.ShapeDtypeStruct`` is a
+            placeholder for missing data.
+        name: full name.
+        dtype: element type, which is trusted: bytes of another type of the same width (bfloat16 stored
+            as uint16) are interpreted as this one.
+        shape: shape, which is trusted.
+        quantization_encoding: block format of quantised bytes.
 
     Attributes:
         source: source to read the data from, until it is read.
@@ -91,7 +91,7 @@ class WeightData:
         (WeightData(DType.float32, [Dim(2)]), array([1, 2], dtype=int32))
     """
 
-    __hash__ = None  # type: ignore[assignment]  # it can be changed, like MAX's
+    __hash__ = None  # type: ignore[assignment]  # mutable, like MAX's
 
     def __init__(
         self,
@@ -106,15 +106,15 @@ class WeightData:
         self.dtype = DType.of(dtype)
         self.shape = Shape(shape)
         self.quantization_encoding = quantization_encoding
-        self.source: Source | None = None
-        # What is done to what is read: blocks of this encoding decoded, then casts.
-        self._decodes: QuantizationEncoding | None = None
-        self._casts: tuple[DType, ...] = ()
+        self.source: DataSource | None = None
+        # After reading, blocks of this encoding are decoded, then casts are applied.
+        self.decodes: QuantizationEncoding | None = None
+        self.casts: tuple[DType, ...] = ()
 
     @classmethod
-    def _lazy(
+    def lazy(
         cls,
-        source: Source,
+        source: DataSource,
         name: str,
         dtype: DType,
         shape: Iterable[int],
@@ -122,7 +122,7 @@ class WeightData:
     ) -> WeightData:
         unknown = isinstance(dtype, UnknownType)
         self = cls(None, name, DType.uint8 if unknown else dtype, tuple(shape), encoding)
-        self.dtype = dtype  # an UnknownType stays what it is, for who asks more of it
+        self.dtype = dtype  # an UnknownType is kept; using it raises its error
         self.source = source
         return self
 
@@ -131,62 +131,63 @@ class WeightData:
         """A NumPy array with its own dtype and shape; the array is kept, not copied.
 
         Raises:
-            ValueError: the dtype is none of maxjax's, as text; or it is complex, as in MAX.
+            ValueError: maxjax does not support the dtype (such as text); or it is complex, which MAX
+                does not support either.
         """
         dtype = DType.of(arr.dtype)
         if dtype.is_complex():
             raise ValueError(
-                f"'{name}' is {dtype.name}, which MAX's WeightData is not made of: "
-                f"WeightData(array, name, DType.{dtype.name}, array.shape) is"
+                f"'{name}' is {dtype.name}, which from_numpy does not accept, as in MAX: "
+                f"use WeightData(array, name, DType.{dtype.name}, array.shape)"
             )
         return cls(arr, name, dtype, arr.shape)
 
     @property
     def data(self) -> Any:
-        """The array; read from its file the first time."""
+        """The array, which is read at the first access."""
         if self._data is None and self.source is not None:
-            self._data = self._cast(self.source.read(self.name))
+            self._data = self.cast(self.source.read(self.name))
         return self._data
 
     @data.setter
     def data(self, data: Any) -> None:
         self._data = data
-        self.source, self._decodes, self._casts = None, None, ()
+        self.source, self.decodes, self.casts = None, None, ()
 
     @property
     def is_loaded(self) -> bool:
         """Whether the array is in memory."""
         return self._data is not None or self.source is None
 
-    def _cast(self, array: np.ndarray) -> np.ndarray:
-        if self._decodes is not None:
-            array = decode(self._decodes.value, array)
-        for dtype in self._casts:
+    def cast(self, array: np.ndarray) -> np.ndarray:
+        if self.decodes is not None:
+            array = decode(self.decodes.value, array)
+        for dtype in self.casts:
             array = cast_array(array, dtype)
         return array
 
     @property
-    def _stored_dtype(self) -> np.dtype:
-        """What it is on the disk, before its casts."""
+    def stored_dtype(self) -> np.dtype:
+        """The dtype on the disk, before casts."""
         return self.dtype.np if self.source is None else self.source.stored(self.name)[0]
 
     @property
-    def _is_as_stored(self) -> bool:
-        """Whether it is on the disk, and there in the shape that its metadata has."""
+    def is_as_stored(self) -> bool:
+        """Whether the data is on the disk, in the shape of its metadata."""
         if self.source is None or self.is_loaded:
             return False
         return self.source.stored(self.name)[1] == tuple(self.shape)
 
     def astype(self, dtype: Any) -> WeightData:
-        """The data in another element type; itself when it has that type already.
+        """The data cast to another element type; itself if it has that type.
 
-        Rounds to nearest even; floats become integers by cutting off the fraction. Data
-        not read yet is converted when it is read; of data that is not there only the
-        dtype changes. The encoding is dropped. Packed blocks become floats by decoding, and
-        the shape then counts weights; integers are those of the bytes.
+        Rounds to nearest even; floats become integers by truncation. Unread data is cast when it is
+        read; a placeholder only changes its dtype. The result has no encoding. Quantised blocks are
+        dequantised if the new type is a float, and the shape then counts weights; otherwise their bytes
+        are cast.
 
         Raises:
-            ValueError: complex values as a real type, which would lose a part of them.
+            ValueError: a complex type would become a real one.
         """
         dtype = DType.of(dtype)
         if dtype is self.dtype:
@@ -195,37 +196,37 @@ class WeightData:
             raise ValueError(
                 f"'{self.name}' is {self.dtype.name}: {dtype.name} would lose the imaginary part"
             )
-        if self._is_packed and dtype.is_float():
+        if self.is_packed and dtype.is_float():
             return self._decoded()._as(dtype)
         return self._as(dtype)
 
     @property
-    def _is_packed(self) -> bool:
+    def is_packed(self) -> bool:
         encoding = self.quantization_encoding
         if encoding is None or not encoding.is_gguf or self.dtype is not DType.uint8:
             return False
-        # Metadata is trusted, as MAX does: it may speak of bytes that are no blocks.
+        # Metadata is trusted, as in MAX, so the bytes may not be blocks at all.
         return len(self.shape) > 0 and int(self.shape[-1]) % encoding.block_size == 0
 
     @property
     def logical_shape(self) -> Shape:
-        """The shape counted in weights; of data that is not packed it is the shape."""
+        """The shape counted in weights; the plain shape for data without quantised blocks."""
         encoding = self.quantization_encoding
-        if encoding is None or not self._is_packed:
+        if encoding is None or not self.is_packed:
             return self.shape
         return Shape(encoding.logical_shape(tuple(map(int, self.shape))))
 
     def _decoded(self) -> WeightData:
-        """The weights that packed blocks hold, in float32."""
+        """The dequantised weights, in float32."""
         assert self.quantization_encoding is not None
         new = WeightData(None, self.name, DType.float32, self.logical_shape)
         if not self.is_loaded:
-            new.source, new._decodes = self.source, self.quantization_encoding
+            new.source, new.decodes = self.source, self.quantization_encoding
         elif isinstance(self._data, jax.ShapeDtypeStruct):
             shape = tuple(map(int, new.shape))
             new._data = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._data.sharding)
         else:
-            new._data = decode(self.quantization_encoding.value, np.asarray(self._typed()))
+            new._data = decode(self.quantization_encoding.value, np.asarray(self.typed()))
         return new
 
     def _as(self, dtype: DType) -> WeightData:
@@ -233,18 +234,18 @@ class WeightData:
             return self
         new = WeightData(None, self.name, dtype, self.shape)
         if not self.is_loaded:
-            new.source, new._decodes = self.source, self._decodes
-            new._casts = (*self._casts, dtype)
+            new.source, new.decodes = self.source, self.decodes
+            new.casts = (*self.casts, dtype)
         elif isinstance(self._data, jax.ShapeDtypeStruct):
             new._data = jax.ShapeDtypeStruct(
                 self._data.shape, dtype.np, sharding=self._data.sharding
             )
         else:
-            new._data = cast_array(np.asarray(self._typed()), dtype)
+            new._data = cast_array(np.asarray(self.typed()), dtype)
         return new
 
-    def _typed(self) -> Any:
-        """The array in the dtype the metadata gives it."""
+    def typed(self) -> Any:
+        """The array in the dtype of the metadata."""
         data = self.data
         if isinstance(data, jax.Array) and data.dtype == self.dtype.np:
             return data
@@ -271,12 +272,12 @@ class WeightData:
         return buffer
 
     def __jax_array__(self) -> jax.Array:
-        array = self._typed()
-        # A copy: JAX on a CPU would share the memory of an array that ``data`` hands out too.
+        array = self.typed()
+        # A copy, because JAX on a CPU would share the memory of the array that ``data`` returns.
         return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._typed(), dtype=dtype, copy=copy)
+        return np.array(self.typed(), dtype=dtype, copy=copy)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self._exporter().__dlpack__(**kwargs)
@@ -285,7 +286,7 @@ class WeightData:
         return self._exporter().__dlpack_device__()
 
     def _exporter(self) -> Any:
-        array = self._typed()
+        array = self.typed()
         if isinstance(array, np.ndarray) and not is_native(array.dtype):
             return jax.device_put(
                 array, jax.local_devices(backend="cpu")[0]
@@ -297,9 +298,9 @@ class WeightData:
 
 
 def as_leaf(cls: type) -> None:
-    """Lets what JAX compiles take objects of a class as the arrays they stand for.
+    """Registers a class as a pytree whose leaf is its array, so that jitted functions accept it.
 
-    ``jnp.dot`` and others are jitted, and jit asks nothing but registered classes for arrays.
+    ``jnp.dot`` and others are jitted, and jit only accepts arrays and registered classes.
     """
     jax.tree_util.register_pytree_node(
         cls, lambda one: ((_leaf(one),), None), lambda _, leaves: leaves[0]
@@ -307,10 +308,10 @@ def as_leaf(cls: type) -> None:
 
 
 def _leaf(one: Any) -> Any:
-    """What JAX's functions see of data, or of the name of some: the array, read now, or its type."""
+    """The array of a WeightData or of a Weights cursor, read now, or its placeholder."""
     data = one if isinstance(one, WeightData) else one.data()
-    there = isinstance(data._data, jax.ShapeDtypeStruct)
-    return data._data if there else data.__jax_array__()
+    is_placeholder = isinstance(data._data, jax.ShapeDtypeStruct)
+    return data._data if is_placeholder else data.__jax_array__()
 
 
 as_leaf(WeightData)
@@ -325,13 +326,13 @@ def _host(data: Any) -> np.ndarray:
 
 
 def read_all(items: list[WeightData]) -> dict[int, np.ndarray]:
-    """Reads WeightData that were not read yet, all of one file in parallel.
+    """Reads unread WeightData, those of one source in parallel.
 
     Returns:
-        Arrays by ``id`` of the item, before its casts, in memory nobody else holds:
-        the items stay unread, so that whoever places the arrays may keep the memory.
+        Arrays by ``id`` of the item, before its casts, in new memory. The items stay unread, so the
+        caller may use the memory.
     """
-    by_source: dict[int, tuple[Source, list[WeightData]]] = {}
+    by_source: dict[int, tuple[DataSource, list[WeightData]]] = {}
     for item in items:
         assert item.source is not None
         by_source.setdefault(id(item.source), (item.source, []))[1].append(item)
@@ -349,9 +350,9 @@ def read_all(items: list[WeightData]) -> dict[int, np.ndarray]:
 def cast_array(array: np.ndarray, dtype: DType) -> np.ndarray:
     """``array`` in ``dtype``, rounded once.
 
-    ml_dtypes converts what is wider than float32 by way of float32, which would round
-    twice. Rounding to odd on that way keeps what the second rounding needs to know
-    (S. Boldo, G. Melquiond, "When double rounding is odd", 2005).
+    ml_dtypes converts types wider than float32 through float32, which would round twice. Rounding to
+    odd in that step makes the second rounding correct (S. Boldo, G. Melquiond, "When double rounding is
+    odd", 2005).
     """
     target = dtype.np
     with np.errstate(all="ignore"):
@@ -370,7 +371,7 @@ def is_native(dtype: np.dtype) -> bool:
 
 
 def _round_to_odd(array: np.ndarray) -> np.ndarray:
-    """float32 with the last bit set wherever something was cut off."""
+    """float32 rounded to odd: truncated, with the last bit set if the value is inexact."""
     exact = array.astype(np.longdouble)  # holds float64 and int64 exactly
     near = np.asarray(exact.astype(np.float32))
     back = near.astype(np.longdouble)

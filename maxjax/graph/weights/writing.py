@@ -1,7 +1,7 @@
-"""What is written to a file: a checkpoint's data, or a model's weights, in pieces.
+"""Streams of tensors to be written to a file: a checkpoint's data, or a model's weights.
 
-A tensor that is on the disk is read row by row as it is written, one that several devices
-hold is put together row by row: no tensor is in memory whole that was not before.
+A tensor on the disk is read row by row while it is written, and one on several devices is gathered row by
+row, so that no additional tensor is ever complete in memory.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..weight.weight import Weight
 from .device_reads import box_of, is_host
 from .weight_data import PartSource, WeightData
 
-# Makes blocks of a kind of float32 rows.
+# (encoding, float32 rows) → blocks.
 Encoder = Callable[[str, np.ndarray], np.ndarray]
 
 
 def outgoing_data(
     data: WeightData, name: str | None = None, encode: tuple[str, Encoder] | None = None
 ) -> Outgoing:
-    """A tensor on its way into a file: one of a checkpoint, or of :func:`weight_data`.
+    """The Outgoing of a tensor of a checkpoint or of :func:`weight_data`.
 
     Args:
-        encode: the blocks that its values become, and what makes them of float32.
+        encode: encoding to quantise the values to, and the function that encodes float32.
     """
     encoding = data.quantization_encoding
-    packed = encoding.value if encoding is not None and data._is_packed else None
+    packed = encoding.value if encoding is not None and data.is_packed else None
     shape, dtype = tuple(int(size) for size in data.shape), data.dtype
     if encode is not None:
         packed = encode[0]
@@ -55,31 +55,31 @@ def outgoing_data(
 
 
 def data_rows(data: WeightData) -> Iterator[np.ndarray]:
-    """The values of a tensor in turn, about 16 MiB of its file at a time, with all its casts.
+    """The values of a tensor with all casts, in order, about 16 MiB of its file at a time.
 
-    Each array has the tensor's rank and whole last axes. One that is in memory comes as it is.
+    Each array has the rank of the tensor and complete last axes. A tensor in memory is one array.
     """
     source = data.source
     if source is None or data.is_loaded:
-        yield np.asarray(data._typed())
+        yield np.asarray(data.typed())
         return
     dtype, shape = source.stored(data.name)
     rows = getattr(source, "rows", None)
     if rows is not None:
-        yield from map(data._cast, rows(data.name))
+        yield from map(data.cast, rows(data.name))
         return
     divisible = getattr(source, "is_divisible", None)
     if divisible is not None and not divisible(data.name):
-        yield data._cast(source.read(data.name))
+        yield data.cast(source.read(data.name))
         return
     for box in row_boxes(shape, dtype.itemsize):
         memory = aligned_empty(count(box) * dtype.itemsize)
         source.read_parts([Part(data.name, box, memory)])
-        yield data._cast(memory.view(dtype).reshape(extents(box)))
+        yield data.cast(memory.view(dtype).reshape(extents(box)))
 
 
 def row_boxes(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Boxes in the order of the bytes of a tensor, of about 16 MiB, each with whole last axes.
+    """Boxes of about 16 MiB with complete last axes, in the order of a tensor's bytes.
 
     Example:
         >>> list(row_boxes((2, 3, 1 << 20), 4))
@@ -94,35 +94,35 @@ def row_boxes(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def weight_data(name: str, weight: Weight) -> WeightData:
-    """A weight of a model as a tensor of a checkpoint: in logical order, whatever holds its value.
+    """A weight of a model as WeightData, in logical order.
 
     Raises:
-        ValueError: it has no value.
-        NotImplementedError: devices of another process hold a part of it.
+        ValueError: the weight has no value.
+        NotImplementedError: a part of it is on devices of another process.
     """
     source = weight.stored.source
     if weight.stored.is_lazy and isinstance(source, WeightData):
         return source
     if weight.stored.is_lazy:
         raise ValueError(f"weight '{name}' has no value: load a checkpoint, or call maxjax.init()")
-    held = _Held.of(weight)
-    if not getattr(held.array, "is_fully_addressable", True):
+    values = _WeightSource.of(weight)
+    if not getattr(values.array, "is_fully_addressable", True):
         raise NotImplementedError(
-            f"weight '{name}' lies on devices of several processes: save it with "
-            "maxjax.checkpoint.save, where each process writes what it holds"
+            f"weight '{name}' is on devices of several processes: save it with "
+            "maxjax.checkpoint.save, which writes from all processes"
         )
     encoding = weight.quantization_encoding
-    return WeightData._lazy(held, name, DType.of(held.array.dtype), held.shape, encoding)
+    return WeightData.lazy(values, name, DType.of(values.array.dtype), values.shape, encoding)
 
 
-class _Held(PartSource):
-    """The Source of a weight's value: an array, or a part of one along its leading axes."""
+class _WeightSource(PartSource):
+    """The DataSource of a weight's value: an array, or a slice of one along its leading axes."""
 
     def __init__(self, array: Any, index: tuple[int, ...], shape: Sequence[int]):
         self.array, self.index, self.shape = array, index, tuple(shape)
 
     @classmethod
-    def of(cls, weight: Weight) -> _Held:
+    def of(cls, weight: Weight) -> _WeightSource:
         stored = weight.stored
         shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
         home = stored.home
@@ -131,29 +131,29 @@ class _Held(PartSource):
         return cls(stored.value, (), shape)
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape."""
+        """The dtype and shape."""
         return np.dtype(self.array.dtype), self.shape
 
     def rows(self, name: str) -> Iterator[np.ndarray]:
-        """The values in turn."""
+        """The values in order, as arrays of rows."""
         return array_rows(self.array, self.index)
 
     def read_parts(self, parts: Sequence[Part]) -> int:
-        """Rectangles of it, into the memory for each."""
+        """Reads rectangular parts, each into its memory."""
         dtype = np.dtype(self.array.dtype)
-        held = _parts(self.array, self.index)
+        sources = _parts(self.array, self.index)
         for part in parts:
             into = part.memory.view(dtype).reshape(extents(part.region))
-            _gather(into, part.region, held)
+            _gather(into, part.region, sources)
         return sum(part.memory.nbytes for part in parts)
 
 
 def array_rows(array: Any, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
-    """The values of ``array[index]`` in turn, on the host; what one device there has is not copied."""
+    """The values of ``array[index]`` in order, on the host; without a copy if one host array has them."""
     parts = _parts(array, index)
     for box in row_boxes(array.shape[len(index) :], array.dtype.itemsize):
-        whole_of = (part for part in parts if overlap(box, part[0]) == box)
-        outer, values = next(whole_of, (None, None))
+        containing = (part for part in parts if overlap(box, part[0]) == box)
+        outer, values = next(containing, (None, None))
         if outer is not None and values is not None:
             yield values.array[within(box, outer)]
             continue
@@ -163,22 +163,22 @@ def array_rows(array: Any, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
         yield rows
 
 
-def _parts(array: Any, index: tuple[int, ...]) -> list[tuple[Box, _Piece]]:
-    """What the devices hold of ``array[index]``, each part once."""
+def _parts(array: Any, index: tuple[int, ...]) -> list[tuple[Box, _DevicePart]]:
+    """The parts of ``array[index]`` on the devices, without replicas."""
     if not isinstance(array, jax.Array):
-        return [(whole(array.shape[len(index) :]), _Piece(array, index))]
-    found: dict[Box, _Piece] = {}
+        return [(whole(array.shape[len(index) :]), _DevicePart(array, index))]
+    found: dict[Box, _DevicePart] = {}
     for shard in array.addressable_shards:
         spans = box_of(shard.index, array.shape)
         first, rest = spans[: len(index)], spans[len(index) :]
         if rest not in found and all(a <= i < b for i, (a, b) in zip(index, first, strict=True)):
             at = tuple(i - a for i, (a, _) in zip(index, first, strict=True))
-            found[rest] = _Piece(shard.data, at)
+            found[rest] = _DevicePart(shard.data, at)
     return list(found.items())
 
 
-class _Piece:
-    """What one device holds, as an array of the host, fetched when it is first looked at."""
+class _DevicePart:
+    """The part of an array on one device, copied to the host at the first access."""
 
     def __init__(self, data: Any, at: tuple[int, ...]):
         self._data, self._at = data, at
@@ -188,11 +188,11 @@ class _Piece:
         data = self._data
         if not isinstance(data, jax.Array) or is_host(data.sharding):
             return np.asarray(data)[self._at]
-        return np.asarray(data[self._at])  # nothing else comes from the device
+        return np.asarray(data[self._at])  # only this part is copied from the device
 
 
-def _gather(into: np.ndarray, box: Box, parts: list[tuple[Box, _Piece]]) -> None:
-    """Fills the values of a box from the parts that have them."""
+def _gather(into: np.ndarray, box: Box, parts: list[tuple[Box, _DevicePart]]) -> None:
+    """Fills the array of a box from the parts that overlap it."""
     for outer, piece in parts:
-        if overlap(box, outer) is not None:  # others are not fetched
+        if overlap(box, outer) is not None:  # others are not copied
             copy_shared((box, into), (outer, piece.array))

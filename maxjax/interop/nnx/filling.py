@@ -65,7 +65,7 @@ class Filling:
     def _source(self, number: int) -> Source:
         """The boxes of a tensor on disk, or all of it at once if those have another shape there."""
         _, data = self.sources[number]
-        in_boxes = data._is_as_stored and data._decodes is None and data.dtype.np.itemsize
+        in_boxes = data.is_as_stored and data.decodes is None and data.dtype.np.itemsize
         if in_boxes and not isinstance(self.change, Function):
             return data
         return partial(self._whole, number)

@@ -154,7 +154,7 @@ class Matching:
     ) -> WeightData | None:
         """The data in the Variable's dtype; None if it does not fit."""
         dtype = DType.of(target.dtype)
-        packed = value._is_packed and dtype.is_float()
+        packed = value.is_packed and dtype.is_float()
         sizes = tuple(int(size) for size in (value.logical_shape if packed else value.shape))
         if not isinstance(change, Function):
             expected = target.shape if change is None else change.file_shape

@@ -278,4 +278,4 @@ def _part(name: str, value: Any, layout: ExpertLayout) -> Any:
         return layout.apply(value)
     source = Relaid({name: value}, {name: Source(name, layout)})
     dtype, shape = source.stored(name)
-    return WeightData._lazy(source, name, DType.of(dtype), shape, value.quantization_encoding)
+    return WeightData.lazy(source, name, DType.of(dtype), shape, value.quantization_encoding)

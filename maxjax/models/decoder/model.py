@@ -137,7 +137,7 @@ class Decoder(PretrainedModel):
         A tied head is split as the embedding table is.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"lm_head.weight": Split(rows, instead=columns)}
+        return {"lm_head.weight": Split(rows, fallback=columns)}
 
     @property
     def max_length(self) -> int:

@@ -46,7 +46,7 @@ class Relaid(PartSource):
         """The tensor's origin in the file, its layout, and whether its blocks are dequantised."""
         where = self._names[name]
         data, layout = self._stored[where.tensor], where.layout
-        return data, layout, data._is_packed and not (layout.by_rows and layout.keeps_values)
+        return data, layout, data.is_packed and not (layout.by_rows and layout.keeps_values)
 
     def _read(self, part: Part) -> int:
         data, layout, is_decoded = self._of(part.name)
@@ -138,15 +138,15 @@ def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
     """A box of a tensor in its declared dtype, and the number of bytes read for it."""
     index = tuple(slice(*span) for span in box)
     if data.is_loaded or data.source is None:
-        return np.asarray(data._typed())[index], 0
+        return np.asarray(data.typed())[index], 0
     dtype, shape = data.source.stored(data.name)
     region = box
-    if data._decodes is not None:  # the box counts values, but the file's last axis counts bytes
+    if data.decodes is not None:  # the box counts values, but the file's last axis counts bytes
         region = (*box[:-1], (0, shape[-1]))
     memory = aligned_empty(math.prod(extents(region)) * dtype.itemsize)
     total = data.source.read_parts([Part(data.name, region, memory)])
-    array = data._cast(memory.view(dtype).reshape(extents(region)))
-    return (array[..., index[-1]] if data._decodes is not None else array), total
+    array = data.cast(memory.view(dtype).reshape(extents(region)))
+    return (array[..., index[-1]] if data.decodes is not None else array), total
 
 
 def _decoded(data: WeightData, blocks: np.ndarray) -> np.ndarray:

@@ -121,7 +121,7 @@ def _most(tensors: Mapping[str, WeightData]) -> str:
     for name, data in tensors.items():
         shape = tuple(map(int, data.logical_shape))
         if not is_wide(name, shape):
-            encoding = data.quantization_encoding if data._is_packed else None
+            encoding = data.quantization_encoding if data.is_packed else None
             kind = encoding.value if encoding else _PLAIN.get(data.dtype, data.dtype.name)
             sizes[kind] += math.prod(shape)
     return sizes.most_common(1)[0][0] if sizes else "F32"

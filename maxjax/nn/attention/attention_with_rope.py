@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placement.arrays import last_axis_whole
+from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split, parts
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
@@ -317,7 +317,7 @@ class AttentionWithRope(Module):
         if not self.qkv_proj.stacked or self.qkv_proj.weight.stored.layout is not None:
             return self.qkv_proj.apart(x)
         # The weight is replicated, while heads may be split: do not split the queries before that.
-        return [last_axis_whole(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]
+        return [replicate_last_axis(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]
 
     def _cos_sin(self, positions: Any, length: int, table: Any) -> tuple[jax.Array, jax.Array]:
         positions = jnp.arange(length) if positions is None else jnp.asarray(unwrap(positions))

@@ -19,7 +19,7 @@ from ...graph.kind import KIND
 from ...graph.weight.epoch import EPOCH, LEAF_CACHES
 from ...graph.weight.stored import around, leaf_of
 from ...graph.weight.weight import Weight
-from ...kernels.stack_slice import StackSlice, whole
+from ...kernels.stack_slice import StackSlice, stack_of
 from .assigned_list import AssignedList
 from .hooks import token
 from .walk import Walk, host_of, source_of
@@ -334,7 +334,7 @@ def weight_values(module: Any) -> list[Any]:
     """The values that the weights hold: the leaves, with the whole stack in place of a slice."""
     cache = cache_of(module)
     leaves = cache.leaves
-    return list(map(whole, leaves if cache.values == EPOCH.values else cache.refresh()))
+    return list(map(stack_of, leaves if cache.values == EPOCH.values else cache.refresh()))
 
 
 def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Definition | Valued]:

@@ -9,8 +9,8 @@ from .decoders import decode as decode
 from .decoders import decode_into as decode_into
 from .layout import KEPT as KEPT
 from .layout import LAYOUTS as LAYOUTS
+from .layout import BlockLayout as BlockLayout
 from .layout import Field as Field
-from .layout import Layout as Layout
 from .layout import layout_of as layout_of
 from .layout import swap_blocks as swap_blocks
 

@@ -1,21 +1,21 @@
-"""Decoding of ggml's blocks of 4-bit codes and of ternary digits: IQ4, FP4, TQ.
+"""Decoders of ggml's table-based and ternary blocks: IQ4, FP4, TQ.
 
-Source: ggml-quants.c, ``dequantize_row_*``, with the values of ``kvalues_iq4nl`` and
-``kvalues_mxfp4`` of ggml-common.h; ``d`` is float16 where nothing else is said.
+The formulas are those of ``dequantize_row_*`` in ggml-quants.c, and the tables are ``kvalues_iq4nl``
+and ``kvalues_mxfp4`` of ggml-common.h. ``d`` is float16 unless stated otherwise; ``q`` is a 4-bit index.
 
-IQ4_NL  d * table[q], 32 values, q as in Q4_0.
-IQ4_XS  d * (sc - 32) * table[q]. Eight sub-blocks of 32, each of 16 bytes as in Q4_0. The low 4
-        bits of sc of number i are half i % 2 of byte i // 2 of ``scales_l``, the upper 2 bits are the
-        bits 2 * i of ``scales_h``.
-MXFP4   scale * table[q], 32 values, q as in Q4_0; the scale is 2 ** (e - 128), and the
-        table has twice the values of an E2M1 number (OCP microscaling formats, section 5.3).
-NVFP4   the same table. Four sub-blocks of 16, each of 8 bytes, low halves first; byte i of ``d`` is
-        an E4M3 number without sign, of which half is the scale. 0x7F stands for 0. Otherwise the
-        highest bit is not looked at, and the largest exponent is like the others: 0xFF is 240.
-TQ1_0   d * (digit - 1). Digit k of byte b is ((b * 3 ** k mod 256) * 3) >> 8: five of each
-        of the first 32 bytes of ``qs``, five of each of the other 16, four of each of ``qh``; first the
-        digits 0 of all bytes of a part, then the digits 1, and so on.
-TQ2_0   d * (q - 1), q of 2 bits in ``qs`` as in Q2_K.
+IQ4_NL  d * table[q], 32 values; q is stored as in Q4_0.
+IQ4_XS  d * (sc - 32) * table[q]. Eight sub-blocks of 32 values, each stored in 16 bytes as in Q4_0. The
+        scale sc of sub-block i has 6 bits: the lower 4 are nibble i % 2 of byte i // 2 of ``scales_l``,
+        the upper 2 are bits 2 * i and 2 * i + 1 of ``scales_h``.
+MXFP4   scale * table[q], 32 values; q is stored as in Q4_0, the scale is 2 ** (e - 128), and the table
+        holds E2M1 values times 2 (OCP microscaling formats, section 5.3).
+NVFP4   The same table. Four sub-blocks of 16 values, each stored in 8 bytes, low nibbles first. The scale
+        of sub-block i is half of byte i of ``d``, an E4M3 number without sign. 0x7F means 0; for other
+        bytes the highest bit is ignored, and the largest exponent is an ordinary one: 0xFF is 240.
+TQ1_0   d * (digit - 1). Digit k of byte b is ((b * 3 ** k mod 256) * 3) >> 8. There are five digits per
+        byte in the first 32 bytes of ``qs``, five in its other 16, and four in ``qh``. In each of these
+        parts, digit 0 of all bytes comes first, then digit 1, and so on.
+TQ2_0   d * (q - 1), with q of 2 bits, stored in ``qs`` as in Q2_K.
 
 A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, elements]``.
 """
@@ -34,13 +34,8 @@ _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.fl
 _THREES = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
-def _exponents() -> np.ndarray:
-    """The scales of MXFP4: 2 ** (e - 128) for every byte e; e = 255 is nothing special."""
-    return np.ldexp(np.float32(1), np.arange(256) - 128)
-
-
-def _small_floats() -> np.ndarray:
-    """The scales of NVFP4 for every byte."""
+def _e4m3_halves() -> np.ndarray:
+    """The scale of NVFP4 for every byte: half of the E4M3 number."""
     byte = np.arange(256)
     exponent, mantissa = (byte >> 3) & 15, (byte & 7).astype(np.float32)
     values = np.where(
@@ -52,8 +47,9 @@ def _small_floats() -> np.ndarray:
     return values
 
 
-_E8M0 = _exponents()
-_UE4M3 = _small_floats()
+# MXFP4: the scale for every byte e, 255 included.
+_E8M0 = np.ldexp(np.float32(1), np.arange(256) - 128)
+_UE4M3 = _e4m3_halves()
 
 
 def iq4_nl(blocks: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
@@ -107,5 +103,5 @@ def _look_up(
     out: np.ndarray,
     scratch: Scratch,
 ) -> None:
-    """table[q] * scale, the q by halves of ``chunk`` bytes."""
+    """Fills ``out`` with table[q] * scale; of each ``chunk`` bytes of ``qs`` the low nibbles come first."""
     fill_product(out, np.take(table, nibbles(scratch, qs, chunk), mode="clip"), scales)

@@ -12,7 +12,7 @@ from ..boxes import Box, Wanted, count, extents, runs, within
 from ..entry import DECODED_BYTES, Coding, TensorEntry, fill
 from ..files import OpenFile, aligned_empty
 from .decoders import decode_into
-from .layout import Layout, layout_of, swap_blocks
+from .layout import BlockLayout, layout_of, swap_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Swapped(Coding):
     """Rows of quantised blocks, read as the bytes that a little-endian file would hold.
 
     The entry's dtype is uint8 and its last axis in bytes; ``type_name`` is ggml's name of the
-    blocks. A part is read by the blocks that hold it.
+    blocks. Only the blocks that overlap a part are read.
     """
 
     type_name: str
@@ -28,19 +28,19 @@ class Swapped(Coding):
     def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
         """See :class:`Coding`."""
         size, total = layout_of(self.type_name).nbytes, 0
-        of_blocks = (*entry.shape[:-1], entry.shape[-1] // size)
-        for whole, array in parts:
-            for box in self.split(entry, whole) if array.size else ():
+        in_blocks = (*entry.shape[:-1], entry.shape[-1] // size)
+        for part, array in parts:
+            for box in self.split(entry, part) if array.size else ():
                 start, stop = box[-1]
                 blocks = (*box[:-1], (start // size, -(-stop // size)))
                 packed = aligned_empty(count(blocks) * size)
                 rows = packed.reshape(*extents(blocks), size)
-                for first, run in runs(of_blocks, blocks, rows):
+                for first, run in runs(in_blocks, blocks, rows):
                     fill(file, entry, first * size, memoryview(run.reshape(-1)))
                 swap_blocks(self.type_name, packed)
                 values = packed.reshape(*extents(blocks[:-1]), -1)
                 skipped = start - blocks[-1][0] * size
-                array[within(box, whole)] = values[..., skipped : skipped + stop - start]
+                array[within(box, part)] = values[..., skipped : skipped + stop - start]
                 total += packed.size
         return total
 
@@ -49,8 +49,8 @@ class Swapped(Coding):
 class Decoded(Coding):
     """Rows of quantised blocks; the entry's dtype is float32 and its shape that of the values.
 
-    The last axis consists of whole blocks. A part is read by the blocks that hold it, and by
-    no others, with at most 4 MB beside the array.
+    The last axis consists of complete blocks. Only the blocks that overlap a part are read, with at
+    most 4 MB of memory besides the array.
 
     Attributes:
         type_name: ggml's name of the blocks ("Q4_K").
@@ -61,7 +61,7 @@ class Decoded(Coding):
     swap: bool = False
 
     def split(self, entry: TensorEntry, box: Box) -> Iterator[Box]:
-        """Boxes whose blocks have 1 MB of values; the cuts lie between blocks."""
+        """Cuts a box between blocks, into boxes of at most 1 MiB of values."""
         layout = layout_of(self.type_name)
         limit = max(1, DECODED_BYTES // 4 // layout.elements)
         start, stop = box[-1]
@@ -85,25 +85,25 @@ class Decoded(Coding):
         shape = extents(blocks)
         packed = aligned_empty(count(blocks) * layout.nbytes)
         rows = packed.reshape(*shape, layout.nbytes)
-        of_blocks = (*entry.shape[:-1], entry.shape[-1] // layout.elements)
-        for start, run in runs(of_blocks, blocks, rows):
+        in_blocks = (*entry.shape[:-1], entry.shape[-1] // layout.elements)
+        for start, run in runs(in_blocks, blocks, rows):
             fill(file, entry, start * layout.nbytes, memoryview(run.reshape(-1)))
         if self.swap:
             swap_blocks(self.type_name, packed)
         rows = packed.reshape(*shape[:-1], shape[-1] * layout.nbytes)
-        # The jobs of a tensor run in threads already.
-        whole = (*shape[:-1], shape[-1] * layout.elements)
-        if array.shape == whole:
+        # One thread each: the jobs of a tensor already run in several.
+        decoded = (*shape[:-1], shape[-1] * layout.elements)
+        if array.shape == decoded:
             decode_into(self.type_name, rows, array, threads=1)
         else:
-            values = np.empty(whole, np.float32)
+            values = np.empty(decoded, np.float32)
             decode_into(self.type_name, rows, values, threads=1)
             start = box[-1][0] - blocks[-1][0] * layout.elements
             array[...] = values[..., start : start + array.shape[-1]]
         return packed.size
 
 
-def _enclosing(box: Box, layout: Layout) -> Box:
-    """The box in blocks that holds a box in values."""
+def _enclosing(box: Box, layout: BlockLayout) -> Box:
+    """The box, counted in blocks, that encloses a box of values."""
     start, stop = box[-1]
     return (*box[:-1], (start // layout.elements, -(-stop // layout.elements)))

@@ -1,6 +1,6 @@
-"""Decoding of ggml's quantised blocks to float32 with NumPy, in pieces that fit the cache.
+"""Decoding of ggml's quantised blocks to float32 with NumPy, in pieces that fit the CPU cache.
 
-The values are bit for bit those of ggml's own ``dequantize_row_*``.
+The values equal those of ggml's ``dequantize_row_*`` bit for bit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .scratch import Scratch, scratch_of_thread
 # (blocks uint8 [n, nbytes], out float32 [n, elements], scratch); both are C-contiguous.
 Decoder = Callable[[np.ndarray, np.ndarray, Scratch], None]
 
-# Values of a piece. It stays in the cache; smaller ones are slower in two threads, which then
-# wait for the interpreter more than they compute.
+# Values per piece, which must fit the cache. Two threads are slower with smaller pieces, because they
+# then spend more time waiting for the GIL than computing.
 PIECE = 1 << 19
-# Below this a second thread costs more than it saves.
+# For fewer values a second thread costs more than it saves.
 PARALLEL = 1 << 21
 
 DECODERS: dict[str, Decoder] = {
@@ -53,7 +53,7 @@ DECODERS: dict[str, Decoder] = {
     "MXFP4": codebooks.mxfp4,
     "NVFP4": codebooks.nvfp4,
 }
-"""The types of blocks that can be decoded, by ggml's name."""
+"""The block types that can be decoded, by ggml's name."""
 
 
 def decode(name: str, blocks: np.ndarray, *, threads: int | None = None) -> np.ndarray:
@@ -61,13 +61,13 @@ def decode(name: str, blocks: np.ndarray, *, threads: int | None = None) -> np.n
 
     Args:
         name: ggml's name of the type, a key of ``DECODERS``.
-        blocks: whole blocks along the last axis.
+        blocks: bytes of the blocks; the last axis holds complete blocks.
         threads: number of threads for large arrays, by default 2.
 
     Raises:
         NotImplementedError: the type is unknown.
-        ValueError: the last axis does not consist of whole blocks.
-        TypeError: ``blocks`` are not uint8.
+        ValueError: the last axis does not consist of complete blocks.
+        TypeError: ``blocks`` is not uint8.
 
     Example:
         >>> block = np.zeros(34, np.uint8)
@@ -84,7 +84,7 @@ def decode(name: str, blocks: np.ndarray, *, threads: int | None = None) -> np.n
 def decode_into(
     name: str, blocks: np.ndarray, out: np.ndarray, *, threads: int | None = None
 ) -> None:
-    """Decodes like ``decode`` into an existing float32 array, which need not be contiguous.
+    """Like ``decode``, but into an existing float32 array, which need not be contiguous.
 
     Raises:
         NotImplementedError, ValueError, TypeError: as for ``decode``; or ``out`` does not fit.
@@ -98,9 +98,9 @@ def decode_into(
     layout = layout_of(name)
     shape = block_shape(layout, blocks.shape)
     if blocks.dtype != np.uint8 or out.dtype != np.float32:
-        raise TypeError(f"wanted uint8 blocks and float32 memory, got {blocks.dtype}, {out.dtype}")
+        raise TypeError(f"expected uint8 blocks and float32 out, got {blocks.dtype}, {out.dtype}")
     if out.shape != shape:
-        raise ValueError(f"blocks of shape {blocks.shape} have {shape} values, not {out.shape}")
+        raise ValueError(f"blocks {blocks.shape} decode to shape {shape}, but out has {out.shape}")
     if not out.size:
         return
     if blocks.flags.c_contiguous and out.flags.c_contiguous:
@@ -118,7 +118,7 @@ def decode_into(
 def _halves(
     blocks: np.ndarray, out: np.ndarray, nbytes: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both in two, across the first axis that can be cut; the last one between two blocks."""
+    """Both arrays cut in half along the first axis longer than 1; the last axis is cut between blocks."""
     axis = next((k for k, size in enumerate(out.shape[:-1]) if size > 1), out.ndim - 1)
     blocks, out = np.moveaxis(blocks, axis, 0), np.moveaxis(out, axis, 0)
     unit = nbytes if axis == out.ndim - 1 else 1
@@ -129,13 +129,13 @@ def _halves(
 
 
 def _run(decoder: Decoder, blocks: np.ndarray, out: np.ndarray, threads: int | None) -> None:
-    """Decodes blocks ``[n, nbytes]`` piece by piece; each thread takes the next one."""
+    """Decodes blocks ``[n, nbytes]`` piece by piece; each thread takes the next piece."""
     step = PIECE // out.shape[1]
     starts = iter(range(0, len(blocks), step))
 
     def work() -> None:
         scratch = scratch_of_thread()
-        # What is no number in a file is none in the array either: nothing to warn of.
+        # NaN and infinity in a file are decoded as such, without warnings.
         with np.errstate(all="ignore"):
             for start in starts:
                 decoder(blocks[start : start + step], out[start : start + step], scratch)

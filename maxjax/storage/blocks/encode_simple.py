@@ -1,20 +1,20 @@
-"""Encoding of ggml's blocks that have one scale: Q4_0 to Q8_0; ``simple`` decodes them.
+"""Encoders of ggml's blocks with one scale, Q4_0 to Q8_0, which ``simple`` decodes.
 
-Source: ggml-quants.c, ``quantize_row_*_ref``. All arithmetic is float32, in ggml's order;
-``d`` and ``m`` are rounded to float16 afterwards, the values are divided by what they were before.
+The algorithm is that of ``quantize_row_*_ref`` in ggml-quants.c, in float32 and in ggml's order. ``d``
+and ``m`` are stored as float16, but values are quantised with them before that rounding.
 
 =====  =============================================  =======================================
 type   scale                                          q
 =====  =============================================  =======================================
-Q4_0   d = v / -8, v the first of largest magnitude   min(15, floor(x / d + 8.5))
+Q4_0   d = v / -8; v: first of largest magnitude      min(15, floor(x / d + 8.5))
 Q5_0   d = v / -16                                    min(31, floor(x / d + 16.5))
 Q4_1   d = (largest - smallest) / 15, m = smallest    min(15, floor((x - m) / d + 0.5))
 Q5_1   d = (largest - smallest) / 31, m = smallest    min(31, floor((x - m) / d + 0.5))
-Q8_0   d = largest magnitude / 127                    x / d, halves rounded away from zero
+Q8_0   d = largest magnitude / 127                    x / d, ties rounded away from zero
 =====  =============================================  =======================================
 
-``x / d`` stands for ``x * (1 / d)``, and for 0 where d is 0. Where 1 / d is infinite, d being far
-below the smallest float16, C leaves open what q is; here it is 0, as in files made on x86.
+``x / d`` is computed as ``x * (1 / d)``, and is 0 if d is 0. If 1 / d is infinite (d far below the
+smallest float16), the result is undefined in C; here q is 0, as in files written on x86.
 
 An encoder takes float32 ``[n, elements]`` and fills blocks uint8 ``[n, nbytes]``.
 """
@@ -65,29 +65,29 @@ def q8_0(values: np.ndarray, blocks: np.ndarray, scratch: Scratch) -> None:
     d[...] = scale
     steps = scratch.array("steps", values.shape, "f4")
     np.multiply(values, _inverse(scale)[:, None], out=steps)
-    # Twice the part behind the point is exact; adding a half to a value is not.
-    whole = scratch.array("whole", values.shape, "f4")
-    np.trunc(steps, out=whole)
-    steps -= whole
+    # Doubling the fraction is exact; adding 0.5 to the value is not.
+    rounded = scratch.array("rounded", values.shape, "f4")
+    np.trunc(steps, out=rounded)
+    steps -= rounded
     steps += steps
     np.trunc(steps, out=steps)
-    whole += steps
-    np.copyto(qs, whole, casting="unsafe")
+    rounded += steps
+    np.copyto(qs, rounded, casting="unsafe")
 
 
 def _first_largest(values: np.ndarray, scratch: Scratch) -> np.ndarray:
-    """Of each block the value of the largest magnitude, with its sign; the first of equals."""
+    """The value of largest magnitude in each block, with its sign; the first of several."""
     magnitudes = np.abs(values, out=scratch.array("magnitudes", values.shape, "f4"))
-    # The sum is for zeros: a negative one becomes positive, as ggml has it.
-    return _at(values, magnitudes.argmax(axis=1)) + np.float32(0)
+    # Adding 0 turns -0 into 0, as in ggml.
+    return _take(values, magnitudes.argmax(axis=1)) + np.float32(0)
 
 
-def _at(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _take(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return np.take_along_axis(values, columns[:, None], axis=1)[:, 0]
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where that is infinite."""
+    """1 / scale, or 0 if that is infinite."""
     inverse = np.float32(1) / scale
     inverse[np.isinf(inverse)] = 0
     return inverse
@@ -96,10 +96,10 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 def _above_smallest(
     values: np.ndarray, top: int, d: np.ndarray, m: np.ndarray, scratch: Scratch
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Values less the smallest of their block, and the scales; fills the fields d and m."""
-    # The first of equals: of zeros of both signs, that is the one that ggml keeps.
-    smallest = _at(values, values.argmin(axis=1))
-    scale = (_at(values, values.argmax(axis=1)) - smallest) / np.float32(top)
+    """Values minus the smallest of their block, and the scales; fills the fields d and m."""
+    # Of 0 and -0 this takes the first, as ggml does.
+    smallest = _take(values, values.argmin(axis=1))
+    scale = (_take(values, values.argmax(axis=1)) - smallest) / np.float32(top)
     d[...], m[...] = scale, smallest
     shifted = scratch.array("shifted", values.shape, "f4")
     return np.subtract(values, smallest[:, None], out=shifted), scale
@@ -108,7 +108,7 @@ def _above_smallest(
 def _steps(
     values: np.ndarray, scale: np.ndarray, plus: float, top: int, scratch: Scratch
 ) -> np.ndarray:
-    """min(top, floor(values / scale + plus)), which is nowhere negative: uint8 as ``values``."""
+    """min(top, floor(values / scale + plus)), which is never negative, as uint8."""
     steps = scratch.array("steps", values.shape, "f4")
     inverse = _inverse(scale)
     np.multiply(values, inverse[:, None], out=steps)
@@ -121,5 +121,5 @@ def _steps(
 
 
 def _pack_halves(q: np.ndarray, qs: np.ndarray) -> None:
-    """Byte j of 16 gets the low 4 bits of value j, and above them those of value j + 16."""
+    """Packs 32 values into 16 bytes: the low 4 bits of byte j are value j, the high ones value j + 16."""
     np.bitwise_or(q[:, :16] & 15, q[:, 16:] << 4, out=qs)

@@ -1,9 +1,8 @@
-"""The code books of ggml's IQ blocks: which groups of 4 or 8 values a number stands for.
+"""The codebooks of ggml's IQ blocks, each a table of groups of 4 or 8 values.
 
-Source: the tables ``iq1s_grid``, ``iq2xxs_grid``, ``iq2xs_grid``, ``iq2s_grid``, ``iq3xxs_grid`` and
-``iq3s_grid`` of ggml-common.h. A group takes 16 bits here, the first value in the lowest: 2 bits
-a value in groups of 8, 4 bits in groups of 4, each the number of the value among the few that
-the table has.
+They are ``iq1s_grid``, ``iq2xxs_grid``, ``iq2xs_grid``, ``iq2s_grid``, ``iq3xxs_grid`` and ``iq3s_grid`` of
+ggml-common.h. A group is stored here in 16 bits, first value in the lowest bits: 2 bits per value in
+groups of 8, 4 bits in groups of 4. These bits are an index into the values that occur in the table.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
-    """``groups`` in base64, two bytes each, of ``size`` values out of ``values``."""
+class Codebook:
+    """A codebook: ``groups`` in base64, two bytes each, of ``size`` indices into ``values``."""
 
     values: tuple[int, ...]
     size: int
@@ -26,13 +25,13 @@ class Book:
 
 @cache
 def grid(name: str) -> np.ndarray:
-    """The groups of a type's book as float32 ``[groups, size]``, made at the first call.
+    """The codebook of a block type as float32 ``[groups, size]``, decoded at the first call.
 
     Example:
         >>> grid("IQ3_S").shape, grid("IQ3_S")[1].tolist()
         ((512, 4), [3.0, 1.0, 1.0, 1.0])
     """
-    book = BOOKS[name]
+    book = CODEBOOKS[name]
     groups = np.frombuffer(base64.b64decode(book.groups), "<u2")
     width = 16 // book.size
     numbers = groups[:, None] >> np.arange(0, 16, width, dtype=np.uint16) & (1 << width) - 1
@@ -45,8 +44,8 @@ _TERNARY = (-1, 0, 1)
 _THREE = (8, 25, 43)
 
 # fmt: off
-BOOKS = {
-    "IQ1_S": Book(_TERNARY, 8, (
+CODEBOOKS = {
+    "IQ1_S": Codebook(_TERNARY, 8, (
         "AAACAAUACAAKABEAFQAgACIAKAAqAEUAUQBUAFYAZQCAAIIAiACKAJUAoACiAKgAqgAEAQUBEQEUARYBGQEaASUBQQ"
         "FGAUkBUgFVAVoBYQFkAWYBaAGFAZEBlAGWAaUBAAICAggCCgIVAiACIgIoAioCRQJRAlkCZAJpAoACggKIAooCkQKV"
         "ApkCoAKiAqgCqgIRBBQEFgQlBEEESQRVBFoEZARlBJEEmQSlBAEFBAUFBQYFFQUYBRoFKQVABUUFSgVQBVEFVAVVBV"
@@ -109,7 +108,7 @@ BOOKS = {
         "SmpqYAqAKoCKgKqCCoIqgoqCqoUahUqFaoWaiAqIKoiKiKqJWooKiiqKioqqgFqRSpGakhqSWpQalQqVWpWqlhqWap"
         "aamQqZapAKoCqgiqCqogqiKqKKoqqlGqVKpWqoCqgqqIqoqqlaqgqqKqqKqqqg=="
     )),
-    "IQ2_XXS": Book(_THREE, 8, (
+    "IQ2_XXS": Codebook(_THREE, 8, (
         "AAACAAUACAAKABEAFAAgACIAKAAqAEEARABQAFgAYQBkAIAAggCKAKIAAQEEARABFQFAAYQBmAEAAgICIgKCAgEEBA"
         "QQBCEEJARABEIESARgBIEEhASQBKQEAAUCBQgFIAVGBWkFgAWRBQkGEAZABoQGpAYACAUICAgUCCgIQQhECFAIUgiI"
         "CAQJQAkCChQKARAEEBAQIRBAEGAQhBCQEJUQABEIESARUBFaEYARJBJFEgAUCBQgFCUUSRSAFBgVYhUAFhYWARgEGB"
@@ -119,7 +118,7 @@ BOOKS = {
         "YmBiAGQFZBBlEmWEZUJoAIACgAqAQYCCgASBGIFAgRGCAYQEhBCEFYRAhGCEAIVGhZSFCYZAhmCGAogEiRGKBJAQkC"
         "SQQJChkBaRgJFFkgCUIpRElFGVgZggmQKgUKCFoAmhAKIYpFCoBKk="
     )),
-    "IQ2_XS": Book(_THREE, 8, (
+    "IQ2_XS": Codebook(_THREE, 8, (
         "AAACAAUACAAKABEAFAAWABkAIAAiACUAKABBAEQARgBJAFAAUgBVAFgAYQBkAIAAggCFAIgAkQCUAJkAoAABAQQBBg"
         "EJARABEgEVARgBGgEhASQBQAFCAUUBSAFRAVQBYAFoAYEBhAGQAQACAgIFAggCEQIUAiACQQJEAlACVQKAAooCAQQE"
         "BAYECQQQBBIEFQQYBCEEJARABEIERQRIBFEEVARWBGAEgQSEBJAEAAUCBQUFCAURBRQFIAVBBUQFUAVhBYAFAQYEBh"
@@ -137,7 +136,7 @@ BOOKS = {
         "lUGWUZimmEmZFZpgmgCgAqAIoAqgIKAqoKCgUaFZoaahAKICogiiKqKAoqCiQKSVpGWmmKYKqCCoIqgoqKCoqKgEqY"
         "Sphqkoqiqqkaqqqg=="
     )),
-    "IQ2_S": Book(_THREE, 8, (
+    "IQ2_S": Codebook(_THREE, 8, (
         "AAACAAUACAAKABEAFAAWABkAIAAiACUAKABBAEQARgBJAFAAUgBVAFgAYQBkAGYAaQCAAIIAhQCIAJEAlACgAKUAqg"
         "ABAQQBBgEJARABEgEVARgBIQEkAUABQgFFAUgBUQFUAVYBWQFgAWUBaAGBAYQBkAGSAZUBoQGkAQACAgIFAggCEQIU"
         "AiACKgJBAkQCRgJJAlACVQKAAoUCigKUAqICAQQEBAYECQQQBBIEFQQYBCEEJAQmBCkEQARCBEUESARKBFEEVARWBF"
@@ -170,7 +169,7 @@ BOOKS = {
         "lSmZCaAKAFoAqgFKAioCqgQaBEoFCgoqCqoEChZaECogqiIqIooiqigqKIooqiqKIBpASkEKRApImkpKQApRmlUaYK"
         "qCiooqhUqYapCKoKqiCqIqooqoiqqqo="
     )),
-    "IQ3_XXS": Book((4, 12, 20, 28, 36, 44, 52, 62), 4, (
+    "IQ3_XXS": Codebook((4, 12, 20, 28, 36, 44, 52, 62), 4, (
         "AAACAAQAEQATABcAIAAiADEAQgBzAHUAAQEDARABEgEhASUBMAEyAUEBVAFwAQACAgIEAhECIAIiAjECMwI3AlECVw"
         "J1AgEDBwMQAxIDJQNwAxMENwREBFcEcwR1BAEFBwUyBVIFNQZkBhAHFAcWB0MHYQcBEAMQEBASECEQIxAwEDIQNBBH"
         "EFAQABECERERIBEiEQESAxIQEhISIRIwEnISABMCEyATMRNGE2YTARQFFFAUIBUkFUYVcRUFFiIXQBcAIAIgESATIC"
@@ -180,7 +179,7 @@ BOOKS = {
         "USZRVVEUUjJSclICU1NTEFQjVCdUclQCVTFVUFYkV0JXJGBEYEZgZGAhYWFhF2JkYjBjNmNEZAVlUmUzZgNnIWcDcA"
         "VwB3AQcDJwUnAmcUBxEnJFclJyAHMVczNzYHMhdEF0AHUCdSR1MHY="
     )),
-    "IQ3_S": Book((1, 3, 5, 7, 9, 11, 13, 15), 4, (
+    "IQ3_S": Codebook((1, 3, 5, 7, 9, 11, 13, 15), 4, (
         "AAABAAIABQAHABAAEQASABQAFgAgACEAJQAzAEAAQgBFAEcAUQBTAGAAYgBxAHQAdwAAAQEBAgEEARABEQEVASABIw"
         "EnATEBNQFEAWEBZQFyAQACAQIFAgcCEAITAhYCIQIlAjACNAJCAkUCRwJRAlMCcAJzAgMDEQMVAyADIgMxAzMDNgNE"
         "A1ADUgNnA3EDdQMABBMEFwQhBCQEMgRABEMEUQRwBAIFBAUgBSIFJgUzBUEFRQVHBWYFcwUGBhEGEwYxBlIGcQYABw"

@@ -1,26 +1,28 @@
-"""Decoding of ggml's K-quants: 256 values in sub-blocks of 16 or 32, whose scales are packed too.
+"""Decoders of ggml's K-quants: 256 values in sub-blocks of 16 or 32, with quantised scales.
 
-Source: ggml-quants.c, ``dequantize_row_*``; ``d`` and ``dmin`` are float16 (``d`` of Q8_K is
-float32), ``sc`` and ``mn`` the scale and minimum of a value's sub-block.
+The formulas are those of ``dequantize_row_*`` in ggml-quants.c. ``d`` and ``dmin`` are float16 (``d`` of Q8_K
+is float32); ``sc`` and ``mn`` are the scale and the minimum of the sub-block of a value.
 
-Q2_K  d * sc * q - dmin * mn. Sub-blocks of 16; byte i of ``scales`` has sc of number i in its low
-      and mn in its high 4 bits. Byte l of each half of ``qs`` (32 bytes for 128 values) has the
-      values l, l + 32, l + 64, l + 96, 2 bits each from the lowest.
-Q3_K  d * (sc - 32) * (q - 4 * (1 - h)). q as for Q2_K; h of value 32 * i + l is bit i of byte l
-      of ``hmask``. ``scales``: the low 4 bits of number i are the low half of byte i, or for
-      i >= 8 the high half of byte i - 8; the upper 2 bits are the bits 2 * (i // 4) of byte 8 + i % 4.
-Q4_K  d * sc * q - dmin * mn. Sub-blocks of 32. Byte l of each quarter of ``qs`` (32 bytes for 64
-      values) has value l in its low and l + 32 in its high half. ``scales``: for i < 4 sc is
-      the low 6 bits of byte i, mn of byte i + 4; sc of number i + 4 has the low half of byte i + 8
-      and above it the upper 2 bits of byte i; mn has its high half, and those of byte i + 4.
-Q5_K  as Q4_K, and the fifth bit of value 32 * i + l is bit i of byte l of ``qh``.
-Q6_K  d * sc * (q - 32). Sub-blocks of 16, sc of 8 bits with sign. Of each half (128 values): the
-      low 4 bits are the low halves of its 64 bytes of ``ql``, then their high halves; the upper 2
-      bits are in its 32 bytes of ``qh`` as the values of Q2_K.
-Q8_K  d * q, q of 8 bits with sign; ``bsums`` are sums of 16 of them, for products.
+Q2_K  d * sc * q - dmin * mn, sub-blocks of 16. Byte i of ``scales`` holds sc of sub-block i in its low
+      nibble and mn in its high one. Each half of ``qs`` is 32 bytes for 128 values: byte l holds the
+      values l, l + 32, l + 64 and l + 96, 2 bits each, starting from the lowest.
+Q3_K  d * (sc - 32) * (q - 4 * (1 - h)), sub-blocks of 16. q is stored as in Q2_K; h of value 32 * i + l
+      is bit i of byte l of ``hmask``. The lower 4 bits of sc of sub-block i are the low nibble of byte i
+      of ``scales``, or for i >= 8 the high nibble of byte i - 8; the upper 2 bits are bits 2 * (i // 4)
+      and above of byte 8 + i % 4.
+Q4_K  d * sc * q - dmin * mn, sub-blocks of 32. Each quarter of ``qs`` is 32 bytes for 64 values: byte l
+      holds value l in its low nibble and value l + 32 in its high one. ``scales`` holds 6 bits for each
+      sc and mn. For i < 4, sc of sub-block i is the low 6 bits of byte i, and mn those of byte i + 4. For
+      sub-block i + 4, sc is the low nibble of byte i + 8, with the upper 2 bits of byte i above it; mn is
+      the high nibble of byte i + 8, with the upper 2 bits of byte i + 4.
+Q5_K  As Q4_K; the fifth bit of value 32 * i + l is bit i of byte l of ``qh``.
+Q6_K  d * sc * (q - 32), sub-blocks of 16; sc is int8. For each half (128 values), the lower 4 bits are the
+      low nibbles of its 64 bytes of ``ql``, then their high nibbles; the upper 2 bits are in its 32 bytes
+      of ``qh``, stored like the values of Q2_K.
+Q8_K  d * q; q is int8. ``bsums``, the sums of 16 values each, only serve dot products.
 
-A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, 256]``. Products of a scale
-and a value are exact in float32, but the order of ggml is kept: it decides the sign of a zero.
+A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, 256]``. The product of a scale and a
+value is exact in float32; ggml's order of operations is kept because it decides the sign of zeros.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def q2_k(blocks: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
 
 def q3_k(blocks: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
     hmask, qs, packed, d = LAYOUTS["Q3_K"].split(blocks)
-    values = bits(scratch, qs, 2, 32).copy()  # the next call has the same memory
+    values = bits(scratch, qs, 2, 32).copy()  # the next call reuses the memory
     high = bits(scratch, hmask, 1, 32)
     high *= 4
     values += high
@@ -91,9 +93,9 @@ def q8_k(blocks: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
 def _six_bit_scales(
     packed: np.ndarray, d: np.ndarray, dmin: np.ndarray, scratch: Scratch
 ) -> np.ndarray:
-    """The scales and minima of Q4_K and Q5_K as ``[2, n * 8]``, multiplied by d and dmin."""
+    """The scales times d, and the minima times dmin, of Q4_K and Q5_K: ``[2, n * 8]``."""
     n = len(packed)
-    # Four sub-blocks at a time: a byte of a word each. Words of all blocks lie together.
+    # Four sub-blocks at a time, as the bytes of a 32-bit word; the words of all blocks are adjacent.
     words = scratch.array("words", (3, n), "<u4")
     np.copyto(words, packed.view("<u4").T)
     unpacked = scratch.array("unpacked", (2, n, 2), "<u4")

@@ -1,8 +1,7 @@
-"""The fields of ggml's quantised blocks as data, and the swapping of their byte order.
+"""The fields of ggml's quantised blocks as a table, and the reversal of their byte order.
 
-A block is a packed structure without padding; ``LAYOUTS`` has the fields of each in file order.
-The source is ggml-common.h of llama.cpp. What the bits of a field mean is told where it is
-decoded.
+A block is a C structure without padding; ``LAYOUTS`` lists the fields of each in file order, as in
+ggml-common.h of llama.cpp. The decoders document the bits of each field.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 # Name, values per block, fields as name:type or name:type*count; u1 and i1 are bytes, f2 is a
-# float16, u2 an unsigned 16-bit integer. "!" marks blocks with bytes that ggml itself reads as
-# wider integers of the machine: of them a big-endian form is nowhere defined.
+# float16, u2 an unsigned 16-bit integer. "!" marks blocks with bytes that ggml itself reads as wider
+# native integers, so that their big-endian form is undefined.
 _TABLE = """
 Q1_0      128  d:f2 qs:u1*16
 Q2_0       64  d:f2 qs:u1*16
@@ -48,7 +47,7 @@ NVFP4      64  d:u1*4 qs:u1*32
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``count`` values of a type (NumPy's code without the byte order) ``offset`` bytes in."""
+    """``count`` values of type ``code`` (NumPy's, without byte order) at byte ``offset`` of a block."""
 
     name: str
     code: str
@@ -62,16 +61,15 @@ class Field:
 
     @property
     def end(self) -> int:
-        """The byte of the block where the next field begins."""
+        """The offset of the next field."""
         return self.offset + self.itemsize * self.count
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """One type of block: ``elements`` values in ``nbytes`` bytes, which are its ``fields``.
+class BlockLayout:
+    """A block type: ``elements`` values in ``nbytes`` bytes, divided into ``fields``.
 
-    ``swappable`` says whether it is known what the block looks like in a big-endian file;
-    ``record`` is the block as a type of NumPy.
+    ``swappable`` says whether the block is defined in big-endian files; ``record`` is its NumPy dtype.
     """
 
     name: str
@@ -86,7 +84,7 @@ class Layout:
         return self.record.itemsize
 
     def split(self, blocks: np.ndarray) -> list[np.ndarray]:
-        """Views of the fields of blocks ``[n, nbytes]``: ``[n]`` of single ones, else ``[n, count]``.
+        """Views of the fields of blocks ``[n, nbytes]``: ``[n]`` for single values, otherwise ``[n, count]``.
 
         Example:
             >>> d, qs = LAYOUTS["Q4_0"].split(np.zeros((3, 18), np.uint8))
@@ -97,7 +95,7 @@ class Layout:
         return [records[field.name] for field in self.fields]
 
 
-def _parse(line: str) -> Layout:
+def _parse(line: str) -> BlockLayout:
     name, *rest = line.split()
     swappable = rest[0] != "!"
     elements, *fields = rest if swappable else rest[1:]
@@ -109,38 +107,38 @@ def _parse(line: str) -> Layout:
     record = [
         (f.name, f"<{f.code}", f.count) if f.count > 1 else (f.name, f"<{f.code}") for f in found
     ]
-    return Layout(name, int(elements), tuple(found), swappable, np.dtype(record))
+    return BlockLayout(name, int(elements), tuple(found), swappable, np.dtype(record))
 
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, BlockLayout] = {
     layout.name: layout for layout in map(_parse, _TABLE.strip().splitlines())
 }
 
 
 KEPT = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-"""Types that stay quantised, for kernels that take blocks. The others become float32 when read."""
+"""Types that stay quantised in memory, for kernels that take blocks. Others are read as float32."""
 
 
-def layout_of(name: str) -> Layout:
-    """The layout of a type of block.
+def layout_of(name: str) -> BlockLayout:
+    """The layout of a block type by its name.
 
     Raises:
-        NotImplementedError: the type of block does not exist, or is not known here.
+        NotImplementedError: the block type does not exist or is not supported.
 
     Example:
         >>> layout_of("Q4_K").elements, layout_of("Q4_K").nbytes
         (256, 144)
     """
     if name not in LAYOUTS:
-        raise NotImplementedError(f"blocks of type {name!r} cannot be decoded")
+        raise NotImplementedError(f"block type {name!r} is not supported")
     return LAYOUTS[name]
 
 
-def block_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in values of an array of blocks whose shape in bytes is ``shape``.
+def block_shape(layout: BlockLayout, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the values in an array of blocks whose shape in bytes is ``shape``.
 
     Raises:
-        ValueError: the last axis does not consist of whole blocks.
+        ValueError: the last axis does not consist of complete blocks.
     """
     if not shape or shape[-1] % layout.nbytes:
         raise ValueError(
@@ -153,13 +151,12 @@ def block_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
 def swap_blocks(name: str, blocks: np.ndarray) -> np.ndarray:
     """Reverses the byte order of blocks in place: uint8 ``[..., n * nbytes]``.
 
-    The fields that are swapped are those of more than one byte in ggml's structures, as
-    llama.cpp's gguf_convert_endian.py does it for the types it knows. Gives ``blocks``, which
-    must be C-contiguous.
+    Every value of more than one byte is reversed, as in llama.cpp's gguf_convert_endian.py. Returns
+    ``blocks``, which must be C-contiguous.
 
     Raises:
-        NotImplementedError: the type is unknown, or its big-endian form is nowhere defined.
-        ValueError: the last axis does not consist of whole blocks, or the array is not contiguous.
+        NotImplementedError: the type is unknown, or its big-endian form is undefined.
+        ValueError: the last axis does not consist of complete blocks, or the array is not contiguous.
 
     Example:
         >>> swap_blocks("Q8_0", np.arange(34, dtype=np.uint8))[:4]
@@ -167,10 +164,10 @@ def swap_blocks(name: str, blocks: np.ndarray) -> np.ndarray:
     """
     layout = layout_of(name)
     if not layout.swappable:
-        raise NotImplementedError(f"{name} blocks of a big-endian file: their form is not defined")
+        raise NotImplementedError(f"{name} blocks have no defined form in big-endian files")
     block_shape(layout, blocks.shape)
     if not blocks.flags.c_contiguous:
-        raise ValueError("blocks whose byte order is swapped must be C-contiguous")
+        raise ValueError("swap_blocks takes a C-contiguous array")
     rows = blocks.reshape(-1, layout.nbytes)
     for field in layout.fields:
         if field.itemsize > 1:

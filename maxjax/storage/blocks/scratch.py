@@ -1,10 +1,9 @@
-"""Helpers of the block decoders: reused scratch memory, and operations that move many bytes.
+"""Helpers of the block decoders: reused scratch memory, and fast operations on bytes.
 
-A decoder works on pieces that fit a core's cache; fresh memory for each would cost more than
-the arithmetic. Bytes are brought into the order of the values first, by ``weave``, which copies
-whole chunks: NumPy's loops over floats are then long, or short with one stride between them.
-Bits are moved up by multiplying, which takes a tenth of the time of NumPy's shift of bytes to
-the left. ``np.repeat`` is not for here: it keeps other threads waiting.
+A decoder works on pieces that fit a core's cache; new memory for each would cost more than the
+arithmetic. ``weave`` first copies the bytes, in chunks, into the order of the values, so that NumPy's
+inner loops over floats are long. Bits are shifted left by multiplication, which takes a tenth of the
+time of NumPy's shift of bytes. ``np.repeat`` is avoided because it holds the GIL.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 
 from ..files import aligned_empty
 
-# Views and orders that are kept at most: pieces of every length would otherwise fill the memory.
-KEPT = 64
+# Most cached views, since pieces of every length would fill the memory.
+MAX_VIEWS = 64
 
 
 class Scratch:
-    """Named memory of one thread. An array is valid until its name is asked for again."""
+    """Named scratch memory of one thread. An array is valid until its name is requested again."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
@@ -29,7 +28,7 @@ class Scratch:
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: type | str) -> np.ndarray:
-        """An array of that shape, any content."""
+        """An uninitialised array."""
         key = (name, shape, dtype)
         view = self._views.get(key)
         if view is None:
@@ -38,17 +37,17 @@ class Scratch:
             if buffer is None or buffer.size < nbytes:
                 buffer = self._buffers[name] = aligned_empty(nbytes)
                 self._views.clear()  # those of the smaller buffer would keep it alive
-            if len(self._views) >= KEPT:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             view = self._views[key] = buffer[:nbytes].view(dtype).reshape(shape)
         return view
 
     def order(self, planes: int, rows: int) -> np.ndarray:
-        """The numbers of the rows of ``planes`` planes, the first row of each plane first."""
+        """The row indices that interleave ``planes`` planes: row 0 of each plane, then row 1, and so on."""
         key = (planes, rows)
         order = self._orders.get(key)
         if order is None:
-            if len(self._orders) >= KEPT // 8:
+            if len(self._orders) >= MAX_VIEWS // 8:
                 self._orders.clear()
             order = np.arange(planes * rows).reshape(planes, rows).T.reshape(-1)
             self._orders[key] = order
@@ -59,16 +58,16 @@ _OF_THREAD = threading.local()
 
 
 def scratch_of_thread() -> Scratch:
-    """The scratch memory of the calling thread, at most a few MB; it goes with the thread."""
+    """The scratch memory of the calling thread, at most a few MB; it is freed with the thread."""
     if not hasattr(_OF_THREAD, "scratch"):
         _OF_THREAD.scratch = Scratch()
     return _OF_THREAD.scratch
 
 
 def weave(scratch: Scratch, name: str, planes: np.ndarray, chunk: int) -> np.ndarray:
-    """Chunks of ``chunk`` bytes of each plane in turn: uint8 ``[p, n * chunk]`` → ``[n, p, chunk]``.
+    """Interleaves planes in chunks of ``chunk`` bytes: uint8 ``[p, n * chunk]`` → ``[n, p, chunk]``.
 
-    The result is flat, in scratch memory ``name``.
+    The result is one-dimensional, in scratch memory ``name``.
 
     Example:
         >>> planes = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.uint8)
@@ -78,15 +77,15 @@ def weave(scratch: Scratch, name: str, planes: np.ndarray, chunk: int) -> np.nda
     table = planes.reshape(-1, chunk)
     woven = scratch.array(name, table.shape, "u1")
     order = scratch.order(len(planes), len(table) // len(planes))
-    # The mode spares a check of every number; they are all in range.
+    # The mode avoids a check of every index; all are in range.
     np.take(table, order, axis=0, out=woven, mode="clip")
     return woven.reshape(-1)
 
 
 def nibbles(scratch: Scratch, qs: np.ndarray, chunk: int) -> np.ndarray:
-    """The halves of bytes ``[n, k]``: of each ``chunk`` bytes the low ones, then the high ones.
+    """The nibbles of bytes ``[n, k]``: of each ``chunk`` bytes the low nibbles, then the high ones.
 
-    Flat, one to a byte.
+    The result is one-dimensional, with one nibble per byte.
     """
     planes = scratch.array("planes", (2, *qs.shape), "u1")
     np.bitwise_and(qs, 15, out=planes[0])
@@ -95,9 +94,9 @@ def nibbles(scratch: Scratch, qs: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def bits(scratch: Scratch, qs: np.ndarray, width: int, chunk: int) -> np.ndarray:
-    """The parts of ``width`` bits of bytes ``[n, k]``: of each ``chunk`` bytes the lowest, and so on.
+    """The fields of ``width`` bits of bytes ``[n, k]``: of each ``chunk`` bytes the lowest, then the next.
 
-    Flat, one to a byte, in the low bits.
+    The result is one-dimensional, with one field per byte.
     """
     plane = scratch.array("plane", qs.shape, "u1")
     np.copyto(plane, qs)
@@ -109,9 +108,9 @@ def bits(scratch: Scratch, qs: np.ndarray, width: int, chunk: int) -> np.ndarray
 
 
 def fill_product(out: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
-    """``out = values * scales``: ``[n, elements]``, values of any type in the same order.
+    """``out = values * scales``: ``[n, elements]``, with values of any dtype in the same order.
 
-    ``scales`` are float32 of any shape, each for a run of values of equal length.
+    ``scales`` is float32 of any shape; each scale applies to a run of values, all of equal length.
     """
     np.copyto(out, values.reshape(out.shape))
     runs = out.reshape(scales.size, -1)

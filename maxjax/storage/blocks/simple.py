@@ -1,19 +1,19 @@
-"""Decoding of ggml's blocks that have one scale: Q1_0, Q2_0 and Q4_0 to Q8_1.
+"""Decoders of ggml's blocks with one scale: Q1_0, Q2_0 and Q4_0 to Q8_1.
 
-Source: ggml-quants.c, ``dequantize_row_*``; ``d`` and ``m`` are float16. Where a block has 4 bits
-a value, byte j of ``qs`` (of 16) holds value j in its low half and value j + 16 in its high half.
+The formulas are those of ``dequantize_row_*`` in ggml-quants.c. ``d`` and ``m`` are float16. With 4 bits per
+value, byte j of the 16 bytes ``qs`` holds value j in its low nibble and value j + 16 in its high one.
 
 =====  ======================================  ==========================================
 type   fields                                  value j of the block
 =====  ======================================  ==========================================
-Q1_0   d, qs[16]                               d or -d: bit j of qs, lowest first, set or not
-Q2_0   d, qs[16]                               d * (q - 1), q of the bits 2 * j and 2 * j + 1
-Q4_0   d, qs[16]                               d * (q - 8), q of 4 bits
+Q1_0   d, qs[16]                               d if bit j of qs is set, otherwise -d
+Q2_0   d, qs[16]                               d * (q - 1), q is bits 2 * j and 2 * j + 1
+Q4_0   d, qs[16]                               d * (q - 8), q has 4 bits
 Q4_1   d, m, qs[16]                            d * q + m
 Q5_0   d, qh[4], qs[16]                        d * (q - 16), the fifth bit of q is bit j of qh
 Q5_1   d, m, qh[4], qs[16]                     d * q + m
-Q8_0   d, qs[32]                               d * q, q of 8 bits with sign
-Q8_1   d, s, qs[32]                            d * q; s is d times the sum of the q, for products
+Q8_0   d, qs[32]                               d * q, q is int8
+Q8_1   d, s, qs[32]                            d * q; s = d * sum(q) serves dot products
 =====  ======================================  ==========================================
 
 A decoder takes blocks uint8 ``[n, nbytes]`` and fills float32 ``[n, elements]``.

@@ -15,18 +15,19 @@ from ...errors import (
     CheckpointFormatError,
     CheckpointLimitError,
     CheckpointTruncatedError,
+    integer_text,
 )
 from ..files import OpenFile
 from ..limits import Limits, in_force
 from ..signatures import SNIFF_BYTES, foreign
 from ..strict_json import collector_paused
 from .types import GGML_TYPES, REMOVED, GgmlType
-from .values import IMPOSSIBLE, REFETCH, UINT32, Cursor, number
+from .values import DOWNLOAD_AGAIN, MAX_LENGTH, UINT32, Cursor, number
 
 MAX_DIMS = 4
 # The format says 64, but files of image models use up to 128, including C's NUL.
 MAX_NAME = 127
-REQUANTISE = "Make the file anew with a current llama.cpp."
+CONVERT_AGAIN = "Convert the model again with a current llama.cpp."
 
 
 # Not frozen, which halves the time to create a million of them.
@@ -34,21 +35,21 @@ REQUANTISE = "Make the file anew with a current llama.cpp."
 class Info:
     """One row of the table of tensors.
 
-    ``place`` is the row's byte offset in the file, ``dims`` has the fastest dimension first,
+    ``position`` is the row's byte offset in the file, ``dims`` has the fastest dimension first,
     ``offset`` counts from the start of the data, and ``nbytes`` excludes padding.
     """
 
     name: str
-    place: int
+    position: int
     dims: tuple[int, ...]
     type: GgmlType
     offset: int
     nbytes: int
 
     @property
-    def offset_place(self) -> int:
+    def offset_position(self) -> int:
         """The byte offset in the file of the field ``offset``."""
-        return self.place + 8 + len(self.name.encode()) + 4 + 8 * len(self.dims) + 4
+        return self.position + 8 + len(self.name.encode()) + 4 + 8 * len(self.dims) + 4
 
 
 def read_table(cursor: Cursor, count: int, infos: list[Info]) -> None:
@@ -56,80 +57,80 @@ def read_table(cursor: Cursor, count: int, infos: list[Info]) -> None:
     names: dict[str, int] = {}
     for row in range(1, count + 1):
         info = _read_info(cursor, row)
-        first = names.setdefault(info.name, info.place)
-        if first != info.place:
+        first = names.setdefault(info.name, info.position)
+        if first != info.position:
             expected = f"once, at byte {first}"
-            raise bad(cursor, info, "name: stands twice", expected, "again", info.place)
+            raise error(cursor, info, "name: occurs twice", expected, "again", info.position)
         infos.append(info)
 
 
 def _read_info(cursor: Cursor, number: int) -> Info:
-    place = cursor.place
+    position = cursor.position
     length = cursor.u64("name")
     if not 0 < length <= MAX_NAME:
-        raise _bad_name(cursor, number, length, place)
+        raise _bad_name(cursor, number, length, position)
     at = cursor.take(length, "name")
-    name = cursor.name(cursor.buffer[at : at + length], "tensor", number, place)
+    name = cursor.name(cursor.buffer[at : at + length], "tensor", number, position)
     count = cursor.u32("dims", name)
     if count > MAX_DIMS:
         raise _too_many_dims(cursor, name, count)
     at = cursor.take(8 * count + 12, "dims, type and offset", name)
     *dims, kind, offset = struct.unpack_from(f"{cursor.order}{count}QIQ", cursor.buffer, at)
-    end = cursor.place
+    end = cursor.position
     kind = GGML_TYPES.get(kind) or _unknown_type(cursor, name, kind, end - 12)
     elements = _elements(cursor, name, dims, kind, end - 12 - 8 * count)
     nbytes = elements // kind.elements * kind.nbytes
-    return Info(name, place, tuple(dims), kind, offset, nbytes)
+    return Info(name, position, tuple(dims), kind, offset, nbytes)
 
 
-def _bad_name(cursor: Cursor, number: int, length: int, place: int) -> CheckpointError:
+def _bad_name(cursor: Cursor, number: int, length: int, position: int) -> CheckpointError:
     cls = CheckpointFormatError if length else CheckpointTruncatedError
     problem = f"tensor {number}: name: {'too long' if length else 'is empty'}"
     expected, found = f"1 to {MAX_NAME} bytes", f"{length} bytes"
-    return cursor.bad(problem, expected, found, offset=place, cls=cls)
+    return cursor.error(problem, expected, found, offset=position, cls=cls)
 
 
 def _too_many_dims(cursor: Cursor, name: str, count: int) -> CheckpointError:
-    problem, at = "dims: too many", cursor.place - 4
+    problem, at = "dims: too many", cursor.position - 4
     if count < 1 << 31 and 8 * count > cursor.remaining:
         where = {"path": cursor.file.path, "offset": at, "tensor": name}
         problem = f"{problem}, and more than the file can hold"
         return own_limit(problem, f"at most {MAX_DIMS}", count, "the format's own", **where)
-    return cursor.bad(problem, f"at most {MAX_DIMS}", count, offset=at, tensor=name)
+    return cursor.error(problem, f"at most {MAX_DIMS}", count, offset=at, tensor=name)
 
 
 def _unknown_type(cursor: Cursor, name: str, number: int, offset: int) -> GgmlType:
     removed = REMOVED.get(number)
     problem = f"type: {removed} was removed from ggml" if removed else "type: unknown"
-    hint = REQUANTISE if removed else "Written by a newer or a changed llama.cpp?"
+    hint = CONVERT_AGAIN if removed else "Written by a newer or a modified llama.cpp?"
     expected, where = "a tensor type of ggml", {"offset": offset, "tensor": name}
-    raise cursor.bad(problem, expected, number, hint=hint, **where)
+    raise cursor.error(problem, expected, number, hint=hint, **where)
 
 
-def _elements(cursor: Cursor, name: str, dims: list[int], kind: GgmlType, place: int) -> int:
+def _elements(cursor: Cursor, name: str, dims: list[int], kind: GgmlType, position: int) -> int:
     """The number of values in a tensor; refuses sizes too large even without dimensions of size 0."""
     elements = prod(dims)
     nonzero = elements or prod(dim or 1 for dim in dims)
     # For quantised types this is the size of the values when they are read as float32.
     size = nonzero * (kind.nbytes if kind.dtype else 4)
     row = dims[0] if dims else 1
-    if row % kind.elements or size >= IMPOSSIBLE or size > cursor.limits.tensor_bytes:
-        raise _bad_dims(cursor, kind, dims, size, {"offset": place, "tensor": name})
+    if row % kind.elements or size >= MAX_LENGTH or size > cursor.limits.tensor_bytes:
+        raise _bad_dims(cursor, kind, dims, size, {"offset": position, "tensor": name})
     return elements
 
 
 def _bad_dims(
     cursor: Cursor, kind: GgmlType, dims: list[int], size: int, where: dict[str, Any]
 ) -> CheckpointError:
-    if dims and max(dims) >= IMPOSSIBLE:
-        return cursor.bad("dims: not a size", f"< {IMPOSSIBLE}", max(dims), **where)
+    if dims and max(dims) >= MAX_LENGTH:
+        return cursor.error("dims: not a size", f"< {MAX_LENGTH}", max(dims), **where)
     row = dims[0] if dims else 1
     if row % kind.elements:
-        problem = f"dims: a row of {kind.name} has whole blocks only"
-        return cursor.bad(problem, f"a multiple of {kind.elements}", row, **where)
+        problem = f"dims: a row of {kind.name} must consist of complete blocks"
+        return cursor.error(problem, f"a multiple of {kind.elements}", row, **where)
     problem = "dims: too large"
-    if size >= IMPOSSIBLE:
-        return cursor.bad(problem, f"less than {IMPOSSIBLE} bytes", _shown(size), **where)
+    if size >= MAX_LENGTH:
+        return cursor.error(problem, f"less than {MAX_LENGTH} bytes", integer_text(size), **where)
     return cursor.limits.error(problem, "tensor_bytes", size, path=cursor.file.path, **where)
 
 
@@ -139,46 +140,46 @@ def check_layout(cursor: Cursor, infos: list[Info], data_start: int, alignment: 
     llama.cpp loads nothing else, and the check finds most corruption of the table. Returns the end of
     the last tensor.
     """
-    place = end = data_start
+    position = end = data_start
     for info in infos:
         begin = data_start + info.offset
         end = begin + info.nbytes
         # An empty tensor needs no bytes in the file.
-        if begin != place or (end > cursor.file.size and info.nbytes):
-            raise _bad_offset(cursor, info, data_start, place, alignment)
-        place = padded(end, alignment)
+        if begin != position or (end > cursor.file.size and info.nbytes):
+            raise _bad_offset(cursor, info, data_start, position, alignment)
+        position = padded(end, alignment)
     return end
 
 
 def _bad_offset(
-    cursor: Cursor, info: Info, data_start: int, place: int, alignment: int
+    cursor: Cursor, info: Info, data_start: int, position: int, alignment: int
 ) -> CheckpointError:
-    offset, size, at = info.offset, cursor.file.size, info.offset_place
+    offset, size, at = info.offset, cursor.file.size, info.offset_position
     begin = data_start + offset
     end = begin + info.nbytes
-    if offset % alignment or offset >= IMPOSSIBLE:
-        problem = "offset: not aligned" if offset % alignment else "offset: impossible"
-        return bad(cursor, info, problem, f"a multiple of {alignment}", offset, at)
+    if offset % alignment or offset >= MAX_LENGTH:
+        problem = "offset: not aligned" if offset % alignment else "offset: too large"
+        return error(cursor, info, problem, f"a multiple of {alignment}", offset, at)
     if end > size and info.nbytes:
-        return cursor.bad(
+        return cursor.error(
             f"the data ends at byte {end} but the file has {size} bytes ({end - size} missing)",
             f"{info.nbytes} bytes",
             f"{max(size - begin, 0)} bytes",
             offset=min(begin, size),
             tensor=info.name,
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
             cls=CheckpointTruncatedError,
         )
     hole = "bytes before it belong to no tensor"
-    problem = f"offset: {hole if begin > place else 'lies in another tensor'}"
-    return bad(cursor, info, problem, place - data_start, offset, at)
+    problem = f"offset: {hole if begin > position else 'lies in another tensor'}"
+    return error(cursor, info, problem, position - data_start, offset, at)
 
 
-def bad(
+def error(
     cursor: Cursor, info: Info, problem: str, expected: Any, found: Any, offset: int
 ) -> CheckpointError:
     """An error about a tensor, at a byte offset."""
-    return cursor.bad(problem, expected, found, offset=offset, tensor=info.name)
+    return cursor.error(problem, expected, found, offset=offset, tensor=info.name)
 
 
 def own_limit(problem: str, expected: str, found: int, which: str, **where: Any) -> CheckpointError:
@@ -197,30 +198,26 @@ def padded(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
-def _shown(value: int) -> str:
-    return str(value) if value < 1 << 128 else f"an integer of {value.bit_length()} bits"
-
-
 WHAT = "a GGUF file"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT_KEY = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 # Bytes of magic, version, and the two counts.
 _START_BYTES = 24
-# The fewest bytes of a key (one letter, a 1-byte value) and of a table row (no dimensions).
-_LEAST_KEY, _LEAST_TENSOR = 14, 25
-# For more tensors than this a wrong count is not analysed.
-_EXPLAINED = 20_000
+# The minimum bytes of a key (one letter, a 1-byte value) and of a table row (no dimensions).
+_MIN_KEY_BYTES, _MIN_ROW_BYTES = 14, 25
+# For more tensors or keys than this a wrong count is not analysed.
+_MAX_EXPLAINED = 20_000
 _TRAILING_BYTES = 1 << 20
 
 
-def read_header(file: OpenFile, limits: Limits) -> Header:
+def read_header(file: OpenFile, limits: Limits) -> GGUFHeader:
     """Reads and validates the header of an open file.
 
     Raises:
         CheckpointError: as for ``open_gguf``.
     """
-    header = Header(file, limits, _byte_order(file))
+    header = GGUFHeader(file, limits, _byte_order(file))
     with collector_paused():
         try:
             header.read()
@@ -254,7 +251,7 @@ def _byte_order(file: OpenFile) -> str:
             offset=len(start),
             expected=f"{_START_BYTES} bytes",
             found=f"{len(start)} bytes",
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
         )
     (little,), (big,) = struct.unpack_from("<I", start, 4), struct.unpack_from(">I", start, 4)
     if little in VERSIONS or big in VERSIONS:
@@ -262,17 +259,17 @@ def _byte_order(file: OpenFile) -> str:
     version = 1 if big == 1 else little
     old = version <= 1
     raise CheckpointFormatError(
-        "version: not one of the GGUF format that can be read",
+        "version: not a supported version of GGUF",
         path=file.path,
         offset=4,
         expected="2 or 3",
         found=version,
-        hint=REQUANTISE if old else "Written by something newer, or damaged.",
+        hint=CONVERT_AGAIN if old else "The file is newer than this reader, or corrupt.",
     )
 
 
 # First bytes of llama.cpp's files from before August 2023.
-_BEFORE = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"nsgg": "ggsn"}
+_OLD = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"nsgg": "ggsn"}
 
 
 def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
@@ -285,12 +282,13 @@ def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
             offset=0,
             expected=f"{_START_BYTES} bytes",
             found="0 bytes",
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
         )
-    old = _BEFORE.get(magic) or next((v for v in _BEFORE.values() if v.encode() == magic), None)
+    old = _OLD.get(magic) or next((v for v in _OLD.values() if v.encode() == magic), None)
     if old:
         found = f"a pre-GGUF file ({old})"
-        return CheckpointFormatError(f"the file is {found}", found=found, hint=REQUANTISE, **where)
+        hint = CONVERT_AGAIN
+        return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
         found, hint = "a safetensors file", "Rename it so that its name ends in .safetensors."
         return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)
@@ -300,11 +298,11 @@ def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
     return CheckpointFormatError(f"magic: not {WHAT}", found=repr(magic), **where)
 
 
-class Header:
+class GGUFHeader:
     """The header of one file. ``order`` is its byte order, "<" or ">".
 
     Attributes set by ``read``: ``metadata`` (key → value), ``kinds`` (key → the number of its
-    type), ``places`` (key → byte offset), ``infos`` (in the order of the file), ``data_start`` (byte offset).
+    type), ``positions`` (key → byte offset), ``infos`` (in the order of the file), ``data_start`` (byte offset).
     """
 
     def __init__(self, file: OpenFile, limits: Limits, order: str):
@@ -314,59 +312,59 @@ class Header:
         self.cursor = Cursor(file, limits, order, 8)
         self.metadata: dict[str, Any] = {}
         self.kinds: dict[str, int] = {}
-        self.places: dict[str, int] = {}
+        self.positions: dict[str, int] = {}
         self.infos: list[Info] = []
         self.alignment = _DEFAULT_ALIGNMENT
-        self.tensors = self.keys = self.key_place = self.table_start = self.data_start = 0
+        self.tensors = self.keys = self.key_position = self.table_start = self.data_start = 0
 
     def read(self) -> None:
         """Reads and validates the whole header."""
         cursor = self.cursor
         self.tensors, self.keys = cursor.u64("tensor count"), cursor.u64("key count")
-        self._check_count("tensor count", 8, self.tensors, "tensors", _LEAST_TENSOR)
-        self._check_count("key count", 16, self.keys, "metadata_keys", _LEAST_KEY)
+        self._check_count("tensor count", 8, self.tensors, "tensors", _MIN_ROW_BYTES)
+        self._check_count("key count", 16, self.keys, "metadata_keys", _MIN_KEY_BYTES)
         for index in range(1, self.keys + 1):
             self._read_key(index)
-        self.table_start = cursor.place
+        self.table_start = cursor.position
         read_table(cursor, self.tensors, self.infos)
-        self.data_start = padded(cursor.place, self.alignment)
+        self.data_start = padded(cursor.position, self.alignment)
         end = check_layout(cursor, self.infos, self.data_start, self.alignment)
         self._check_rest(end)
 
-    def _check_count(self, what: str, offset: int, count: int, option: str, least: int) -> None:
+    def _check_count(self, what: str, offset: int, count: int, option: str, min_bytes: int) -> None:
         if count > getattr(self.limits, option):
             where = {"path": self.file.path, "offset": offset}
             raise self.limits.error(f"{what} is over the limit", option, count, **where)
-        if count * least > self.cursor.remaining:
-            raise self.cursor.cut(what, count * least)
+        if count * min_bytes > self.cursor.remaining:
+            raise self.cursor.truncated(what, count * min_bytes)
 
     # --- metadata ---
 
     def _read_key(self, number: int) -> None:
-        cursor, place = self.cursor, self.cursor.place
-        self.key_place = place
+        cursor, position = self.cursor, self.cursor.position
+        self.key_position = position
         key = cursor.key(number)
-        if key in self.metadata:
-            expected = f"once, at byte {self.places[key]}"
-            raise cursor.bad(f"key '{key[:80]}': stands twice", expected, "again", offset=place)
         what = f"key '{key[:80]}'"
+        if key in self.metadata:
+            expected = f"once, at byte {self.positions[key]}"
+            raise cursor.error(f"{what}: occurs twice", expected, "again", offset=position)
         kind = cursor.u32(what)
         if key == ALIGNMENT_KEY:
             self.alignment = self._read_alignment(kind)
             value: Any = self.alignment
         else:
             value = cursor.value(kind, what)
-        self.metadata[key], self.kinds[key], self.places[key] = value, kind, place
+        self.metadata[key], self.kinds[key], self.positions[key] = value, kind, position
 
     def _read_alignment(self, kind: int) -> int:
         cursor, what = self.cursor, f"key '{ALIGNMENT_KEY}'"
         if kind != UINT32:
-            raise cursor.bad(f"{what}: value type", f"{UINT32} (32 bits)", kind)
-        place, value = cursor.place, cursor.u32(what)
+            raise cursor.error(f"{what}: value type", f"{UINT32} (32 bits)", kind)
+        position, value = cursor.position, cursor.u32(what)
         if value == 0 or value & (value - 1):
-            raise cursor.bad(what, "a power of two", value, offset=place)
+            raise cursor.error(what, "a power of two", value, offset=position)
         if value > self.limits.alignment_bytes:
-            where = {"path": self.file.path, "offset": place}
+            where = {"path": self.file.path, "offset": position}
             raise self.limits.error(f"{what} is over the limit", "alignment_bytes", value, **where)
         return value
 
@@ -382,7 +380,7 @@ class Header:
         if not zero:
             problem = "bytes after the last tensor belong to no tensor"
             expected, found = f"a file of {start} bytes", f"{self.file.size} bytes"
-            raise self.cursor.bad(problem, expected, found, offset=start)
+            raise self.cursor.error(problem, expected, found, offset=start)
 
     # --- wrong counts ---
 
@@ -391,12 +389,12 @@ class Header:
 
         The sign of this is that the file is complete without the last item that was read.
         """
-        if max(self.tensors, self.keys) > _EXPLAINED:
+        if max(self.tensors, self.keys) > _MAX_EXPLAINED:
             return None
         done, in_table = len(self.infos), self.table_start > 0
         if in_table and 0 < done < self.tensors and self._is_complete(self.table_start, done):
             return self._too_many("tensor count", 8, self.tensors, done)
-        if self.key_place and self._is_complete(self.key_place, self.tensors):
+        if self.key_position and self._is_complete(self.key_position, self.tensors):
             # With a table, its start was read as the last key; without one, that key is incomplete.
             return self._too_many("key count", 16, self.keys, len(self.metadata) - in_table)
         return None
@@ -409,13 +407,13 @@ class Header:
         try:
             self.cursor.seek(start)
             read_table(self.cursor, count, infos)
-            data_start = padded(self.cursor.place, self.alignment)
+            data_start = padded(self.cursor.position, self.alignment)
             end = check_layout(self.cursor, infos, data_start, self.alignment)
         except CheckpointError:
             return False
         return self.file.size in (end, padded(end, self.alignment))
 
-    def _too_many(self, what: str, offset: int, count: int, there: int) -> CheckpointError:
+    def _too_many(self, what: str, offset: int, count: int, present: int) -> CheckpointError:
         where = {"path": self.file.path, "offset": offset}
         problem = f"{what}: more than the file holds"
-        return own_limit(problem, f"at most {there}", count, "the file's own content", **where)
+        return own_limit(problem, f"at most {present}", count, "the file's own content", **where)

@@ -21,7 +21,7 @@ from ..entry import Coding, Strided, TensorEntry
 from ..files import OpenFile, open_regular
 from ..limits import Limits, in_force
 from ..table import TensorTable
-from .header import Header, Info, bad, read_header
+from .header import GGUFHeader, Info, error, read_header
 
 _COUNT, _NUMBER, _TENSORS = "split.count", "split.no", "split.tensors.count"
 
@@ -78,18 +78,18 @@ def open_gguf(
 # --- sets of files ----------------------------------------------------------------------------
 
 
-def _open_set(headers: list[Header], parts: list[OpenFile], limits: Limits) -> None:
+def _open_set(headers: list[GGUFHeader], parts: list[OpenFile], limits: Limits) -> None:
     """Opens the other parts of a set, in order; ``parts`` holds the one that is already open."""
-    known = headers[0]
-    count = _split_value(known, _COUNT)
-    number = _split_value(known, _NUMBER)
+    first = headers[0]
+    count = _split_value(first, _COUNT)
+    number = _split_value(first, _NUMBER)
     if number >= count:
-        raise _split_error(known, _NUMBER, f"less than {count}, the value of '{_COUNT}'")
-    stem = _stem(known, number, count)
+        raise _split_error(first, _NUMBER, f"less than {count}, the value of '{_COUNT}'")
+    stem = _stem(first, number, count)
     for k in range(count):
         if k == number:
             continue
-        parts.insert(k, _open_part(f"{stem}-{k + 1:05d}-of-{count:05d}.gguf", known, limits))
+        parts.insert(k, _open_part(f"{stem}-{k + 1:05d}-of-{count:05d}.gguf", first))
         headers.insert(k, read_header(parts[k], limits))
         for key, expected in ((_COUNT, count), (_NUMBER, k)):
             if _split_value(headers[k], key) != expected:
@@ -100,20 +100,20 @@ def _open_set(headers: list[Header], parts: list[OpenFile], limits: Limits) -> N
             raise _split_error(header, _TENSORS, f"{total}, as the {count} files hold")
 
 
-def _stem(header: Header, number: int, count: int) -> str:
+def _stem(header: GGUFHeader, number: int, count: int) -> str:
     """The path of a part without its number, which must match the header's."""
     match = GGUF_PART.fullmatch(header.file.path)
     if match is None or int(match[3]) != count:
         name = os.path.basename(header.file.path)
         expected = f"a name that ends in -{number + 1:05d}-of-{count:05d}.gguf"
-        hint = "Give the parts their names back, all in one directory."
+        hint = "Restore the original names of the parts, all in one directory."
         raise _split_error(header, _COUNT, expected, f"{count} parts, and the name '{name}'", hint)
     if int(match[2]) != number + 1:
         raise _split_error(header, _NUMBER, f"{int(match[2]) - 1}, by the file's name")
     return match[1]
 
 
-def _split_value(header: Header, key: str) -> int:
+def _split_value(header: GGUFHeader, key: str) -> int:
     """A metadata number about the split; 0 if it is absent."""
     value = header.metadata.get(key, 0)
     if type(value) is not int or value < 0:
@@ -122,28 +122,28 @@ def _split_value(header: Header, key: str) -> int:
 
 
 def _split_error(
-    header: Header, key: str, expected: str, found: str | None = None, hint: str | None = None
+    header: GGUFHeader, key: str, expected: str, found: str | None = None, hint: str | None = None
 ) -> CheckpointError:
-    there = str(header.metadata.get(key, "no such key"))[:80]
+    present = str(header.metadata.get(key, "no such key"))[:80]
     return CheckpointFormatError(
-        f"key '{key}': the parts of the set do not fit together",
+        f"key '{key}': the parts of the set do not belong together",
         path=header.file.path,
-        offset=header.places.get(key, header.table_start),
+        offset=header.positions.get(key, header.table_start),
         expected=expected,
-        found=found or there,
+        found=found or present,
         hint=hint,
     )
 
 
-def _open_part(path: str, known: Header, limits: Limits) -> OpenFile:
+def _open_part(path: str, first: GGUFHeader) -> OpenFile:
     try:
         return open_regular(path)
     except CheckpointMissingError as error:
-        name = os.path.basename(known.file.path)
-        tensors = known.metadata.get(_TENSORS, "unknown")
+        name = os.path.basename(first.file.path)
+        tensors = first.metadata.get(_TENSORS, "unknown")
         raise CheckpointMissingError(
             f"{error.problem}, but {name} says that its model is split over "
-            f"{known.metadata[_COUNT]} files (tensors in all: {tensors})",
+            f"{first.metadata[_COUNT]} files (tensors in all: {tensors})",
             path=path,
             hint=fetch_hint(path),
         ) from error
@@ -152,7 +152,7 @@ def _open_part(path: str, known: Header, limits: Limits) -> OpenFile:
 # --- entries ----------------------------------------------------------------------------------
 
 
-def _entries(headers: list[Header]) -> dict[str, TensorEntry]:
+def _entries(headers: list[GGUFHeader]) -> dict[str, TensorEntry]:
     """The entries of all files of a set; a name in two files is refused."""
     entries: dict[str, TensorEntry] = {}
     for number, header in enumerate(headers):
@@ -161,19 +161,20 @@ def _entries(headers: list[Header]) -> dict[str, TensorEntry]:
             if info.name in entries:
                 other = os.path.basename(headers[entries[info.name].file].file.path)
                 expected, problem = f"only in {other}", "name: in two files of the set"
-                raise bad(header.cursor, info, problem, expected, "also here", info.place)
+                raise error(header.cursor, info, problem, expected, "also here", info.position)
             entries[info.name] = _entry(header, info, number, swap)
     return entries
 
 
-def _entry(header: Header, info: Info, number: int, swap: bool) -> TensorEntry:
+def _entry(header: GGUFHeader, info: Info, number: int, swap: bool) -> TensorEntry:
     kind, shape = info.type, info.dims[::-1]
     offset, encoding = header.data_start + info.offset, None
     coding: Coding | None = None
     if kind.dtype is not None:
         dtype = kind.dtype
         if swap and kind.nbytes > 1:
-            coding = Strided(_strides(shape), swap=True)
+            strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            coding = Strided(strides, swap=True)
         return TensorEntry(info.name, dtype, shape, number, offset, info.nbytes, coding)
     _check_blocks(header, info, swap)
     if kind.name in KEPT:
@@ -186,18 +187,13 @@ def _entry(header: Header, info: Info, number: int, swap: bool) -> TensorEntry:
     return TensorEntry(info.name, dtype, shape, number, offset, info.nbytes, coding, encoding)
 
 
-def _check_blocks(header: Header, info: Info, swap: bool) -> None:
+def _check_blocks(header: GGUFHeader, info: Info, swap: bool) -> None:
     """Refuses a quantised type whose decoding, or whose big-endian form, is not known."""
     name, problem = info.type.name, None
     if name not in DECODERS:
-        problem = f"type: {name} is known but cannot be decoded"
+        problem = f"type: {name} is not supported"
     elif swap and not LAYOUTS[name].swappable:
-        problem = f"type: {name} of a file in the other byte order has no defined form"
+        problem = f"type: {name} has no defined form in big-endian files"
     if problem:
-        place, cursor = info.offset_place - 4, header.cursor
-        raise bad(cursor, info, problem, "a type that can be decoded", name, place)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of an array in C order, counted in values."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        position, cursor = info.offset_position - 4, header.cursor
+        raise error(cursor, info, problem, "a type that can be decoded", name, position)

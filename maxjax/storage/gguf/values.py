@@ -19,8 +19,8 @@ from ..limits import Limits
 
 # Bytes of one read of the header.
 BLOCK_BYTES = 1 << 20
-# No file has so many bytes, so a length from here on is invalid.
-IMPOSSIBLE = 1 << 63
+# Lengths and sizes from here on are invalid: no file has so many bytes.
+MAX_LENGTH = 1 << 63
 
 BOOL, STRING, ARRAY, UINT32 = 7, 8, 9, 4
 # Number of a value type → its NumPy dtype without byte order.
@@ -32,8 +32,8 @@ _STRUCTS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
 _WIDTHS = {kind: int(code[1]) for kind, code in _NUMBERS.items()}
-# The fewest bytes of an item of variable size: a string's length; an array's type and count.
-_LEAST = {STRING: 8, ARRAY: 12}
+# The minimum bytes of an item of variable size: a string's length; an array's type and count.
+_MIN_BYTES = {STRING: 8, ARRAY: 12}
 # The weight of such an item in the limit. Arrays take longer to create, and real files nest few of
 # them, so a small file full of nested arrays is refused fast.
 _WEIGHTS = {STRING: 1, ARRAY: 64}
@@ -41,7 +41,7 @@ _TYPES = "a value type from 0 to 12"
 
 KEY_BYTES = 65_535
 """The format's own bound on the length of a key."""
-REFETCH = "Incomplete download? Delete the file and fetch it again."
+DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def number(kind: int, value: Any) -> Any:
@@ -57,29 +57,29 @@ def number(kind: int, value: Any) -> Any:
 class Cursor:
     """A position in the header of an open file, with a buffered block of the file around it.
 
-    ``order`` is the byte order of all numbers, "<" or ">"; ``place`` is a byte offset in the file.
+    ``order`` is the byte order of all numbers, "<" or ">"; ``position`` is a byte offset in the file.
     """
 
-    def __init__(self, file: OpenFile, limits: Limits, order: str, place: int):
+    def __init__(self, file: OpenFile, limits: Limits, order: str, position: int):
         self.file = file
         self.limits = limits
         self.order = order
         self._u32 = struct.Struct(order + "I")
         self._u64 = struct.Struct(order + "Q")
         self._items = 0
-        self.seek(place)
+        self.seek(position)
 
-    def seek(self, place: int) -> None:
+    def seek(self, position: int) -> None:
         """Moves to another byte offset."""
-        self.place = self.start = place
+        self.position = self.start = position
         self.buffer = b""
 
     @property
     def remaining(self) -> int:
         """Number of bytes of the file after the position."""
-        return self.file.size - self.place
+        return self.file.size - self.position
 
-    def bad(
+    def error(
         self,
         problem: str,
         expected: Any,
@@ -95,20 +95,20 @@ class Cursor:
             problem,
             path=self.file.path,
             tensor=tensor,
-            offset=self.place if offset is None else offset,
+            offset=self.position if offset is None else offset,
             expected=expected,
             found=found,
             hint=hint,
         )
 
-    def cut(self, what: str, nbytes: int, tensor: str | None = None) -> CheckpointError:
+    def truncated(self, what: str, nbytes: int, tensor: str | None = None) -> CheckpointError:
         """The error for a file that ends before the next ``nbytes`` bytes, those of ``what``."""
-        return self.bad(
+        return self.error(
             f"{what}: the file ends inside the header",
             f"{nbytes} bytes",
             f"{self.remaining} bytes",
             tensor=tensor,
-            hint=REFETCH,
+            hint=DOWNLOAD_AGAIN,
             cls=CheckpointTruncatedError,
         )
 
@@ -116,24 +116,24 @@ class Cursor:
 
     def take(self, nbytes: int, what: str, tensor: str | None = None) -> int:
         """Advances by ``nbytes`` bytes; returns their index in ``buffer``."""
-        at = self.place - self.start
+        at = self.position - self.start
         if at + nbytes > len(self.buffer):
             self._fill(nbytes, what, tensor)
             at = 0
-        self.place += nbytes
+        self.position += nbytes
         return at
 
     def _fill(self, nbytes: int, what: str, tensor: str | None) -> None:
         if nbytes > self.remaining:
-            raise self.cut(what, nbytes, tensor)
-        allowed = self.limits.header_bytes - self.place
+            raise self.truncated(what, nbytes, tensor)
+        allowed = self.limits.header_bytes - self.position
         if nbytes > allowed:
-            where = {"path": self.file.path, "offset": self.place, "tensor": tensor}
-            problem, end = f"{what}: the header is too long", self.place + nbytes
+            where = {"path": self.file.path, "offset": self.position, "tensor": tensor}
+            problem, end = f"{what}: the header is too long", self.position + nbytes
             raise self.limits.error(problem, "header_bytes", end, **where)
         wanted = min(max(nbytes, BLOCK_BYTES), allowed, self.remaining)
-        self.buffer = self.file.pread(self.place, wanted)
-        self.start = self.place
+        self.buffer = self.file.pread(self.position, wanted)
+        self.start = self.position
 
     def u32(self, what: str, tensor: str | None = None) -> int:
         """An unsigned integer of 4 bytes."""
@@ -148,8 +148,8 @@ class Cursor:
     def string(self, what: str) -> bytes:
         """A string: 8 bytes of length, then its bytes."""
         length = self.u64(what)
-        if length >= IMPOSSIBLE:
-            raise self.bad(f"{what}: not a length", f"<= {self.remaining}", length)
+        if length >= MAX_LENGTH:
+            raise self.error(f"{what}: not a length", f"<= {self.remaining}", length)
         at = self.take(length, what)
         return self.buffer[at : at + length]
 
@@ -157,36 +157,37 @@ class Cursor:
 
     def key(self, number: int) -> str:
         """The name of the ``number``-th key of the file, counted from 1."""
-        what, place = f"key {number}: name", self.place
+        what, position = f"key {number}: name", self.position
         length = self.u64(what)
         if length > KEY_BYTES:
-            raise self._long_key(what, length, place)
+            raise self._long_key(what, length, position)
         if not length:
-            raise self.bad(
-                f"{what}: is empty", "at least 1 byte", "0 bytes", offset=place,
+            raise self.error(
+                f"{what}: is empty", "at least 1 byte", "0 bytes", offset=position,
                 cls=CheckpointTruncatedError,
             )  # fmt: skip
         at = self.take(length, what)
-        return self.name(self.buffer[at : at + length], "key", number, place)
+        return self.name(self.buffer[at : at + length], "key", number, position)
 
-    def _long_key(self, what: str, length: int, place: int) -> CheckpointError:
-        if length < IMPOSSIBLE and length > self.remaining:
+    def _long_key(self, what: str, length: int, position: int) -> CheckpointError:
+        if length < MAX_LENGTH and length > self.remaining:
             problem = f"{what}: longer than the file, and than a name may be"
-            where = {"path": self.file.path, "offset": place}
+            where = {"path": self.file.path, "offset": position}
             return self.limits.error(problem, "name_bytes", length, **where)
-        return self.bad(f"{what}: too long", f"at most {KEY_BYTES} bytes", length, offset=place)
+        problem, expected = f"{what}: too long", f"at most {KEY_BYTES} bytes"
+        return self.error(problem, expected, length, offset=position)
 
-    def name(self, raw: bytes, of: str, number: int, place: int) -> str:
+    def name(self, raw: bytes, of: str, number: int, position: int) -> str:
         """Decodes the name of the ``number``-th "key" or "tensor"; refuses a NUL, which ends it in C."""
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
             problem = f"{of} {number}: name: not UTF-8"
             found = f"byte {raw[error.start]:02X}"
-            raise self.bad(problem, "UTF-8", found, offset=place + 8 + error.start) from error
+            raise self.error(problem, "UTF-8", found, offset=position + 8 + error.start) from error
         if "\0" in text:
             problem, found = f"{of} {number}: name: holds a NUL", f"'{text[:80]}'"
-            raise self.bad(problem, "text without NUL", found, offset=place)
+            raise self.error(problem, "text without NUL", found, offset=position)
         return text
 
     def value(self, kind: int, what: str) -> Any:
@@ -200,17 +201,17 @@ class Cursor:
             return self._array(what)
         code = _STRUCTS.get(kind)
         if code is None:
-            raise self.bad(f"{what}: unknown value type", _TYPES, kind, offset=self.place - 4)
+            raise self.error(f"{what}: unknown value type", _TYPES, kind, offset=self.position - 4)
         at = self.take(_WIDTHS[kind], what)
         (value,) = struct.unpack_from(self.order + code, self.buffer, at)
         if kind == BOOL:
             if value > 1:
-                raise self._not_bool(what, value, self.place - 1)
+                raise self._not_bool(what, value, self.position - 1)
             return value == 1
         return value
 
-    def _not_bool(self, what: str, found: int, place: int) -> CheckpointError:
-        return self.bad(f"{what}: a boolean must be 0 or 1", "0 or 1", found, offset=place)
+    def _not_bool(self, what: str, found: int, position: int) -> CheckpointError:
+        return self.error(f"{what}: a boolean must be 0 or 1", "0 or 1", found, offset=position)
 
     def _array(self, what: str) -> Any:
         """An array; nested arrays are read with an explicit stack, which cannot overflow."""
@@ -236,34 +237,34 @@ class Cursor:
 
     def _array_head(self, what: str, depth: int) -> tuple[int, int]:
         """The type and number of an array's items, checked against the rest of the file."""
-        place = self.place
-        where = {"path": self.file.path, "offset": place}
+        position = self.position
+        where = {"path": self.file.path, "offset": position}
         if depth > self.limits.array_depth:
             raise self.limits.error(f"{what}: arrays too deep", "array_depth", depth, **where)
         kind, count = self.u32(what), self.u64(what)
-        if kind in _LEAST:
+        if kind in _MIN_BYTES:
             self._items += count * _WEIGHTS[kind]
             if self._items > self.limits.array_items:
                 problem = f"{what}: too many items in arrays"
                 raise self.limits.error(problem, "array_items", self._items, **where)
-            if count * _LEAST[kind] > self.remaining:
-                raise self.cut(what, count * _LEAST[kind])
+            if count * _MIN_BYTES[kind] > self.remaining:
+                raise self.truncated(what, count * _MIN_BYTES[kind])
         elif kind not in _NUMBERS:
-            raise self.bad(f"{what}: unknown type of array", _TYPES, kind, offset=place)
-        elif count * _WIDTHS[kind] >= IMPOSSIBLE:
+            raise self.error(f"{what}: unknown type of array", _TYPES, kind, offset=position)
+        elif count * _WIDTHS[kind] >= MAX_LENGTH:
             expected = f"<= {self.remaining // _WIDTHS[kind]}"
-            raise self.bad(f"{what}: array length", expected, count, offset=place + 4)
+            raise self.error(f"{what}: array length", expected, count, offset=position + 4)
         return kind, count
 
     def _numbers(self, kind: int, count: int, what: str) -> np.ndarray:
-        place, dtype = self.place, np.dtype(self.order + _NUMBERS[kind])
+        position, dtype = self.position, np.dtype(self.order + _NUMBERS[kind])
         at = self.take(count * dtype.itemsize, what)
         values = np.frombuffer(self.buffer, dtype, count, at)
         if kind != BOOL:
             return values.astype(dtype.newbyteorder("="))
         if count and values.max() > 1:
             index = int((values > 1).argmax())
-            raise self._not_bool(what, int(values[index]), place + index)
+            raise self._not_bool(what, int(values[index]), position + index)
         return values == 1
 
     def _strings(self, count: int, what: str) -> list[str]:
@@ -271,7 +272,7 @@ class Cursor:
         values: list[str] = []
         unpack = self._u64.unpack_from
         while len(values) < count:
-            buffer, at = self.buffer, self.place - self.start
+            buffer, at = self.buffer, self.position - self.start
             size = len(buffer)
             for _ in range(count - len(values)):
                 if at + 8 > size:
@@ -281,7 +282,7 @@ class Cursor:
                     break
                 values.append(str(buffer[at + 8 : end], "utf-8", "surrogateescape"))
                 at = end
-            self.place = self.start + at
+            self.position = self.start + at
             if len(values) < count:
                 values.append(self.string(what).decode("utf-8", "surrogateescape"))
         return values

@@ -79,7 +79,7 @@ def plan_gguf(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> GGUFP
         metadata: key → value, in the file's order. Python values get the types that llama.cpp
             expects: an int is uint32 if it fits, else int32, else 64 bits; a float is float32; a
             list of ints is int32 if all fit. NumPy scalars and one-dimensional arrays keep their
-            dtype. Lists may hold strings, numbers, bools or lists. "general.alignment" is obeyed.
+            dtype. Lists may hold strings, numbers, bools or lists. "general.alignment" sets the alignment.
         tensors: tensors, whose names are written unchanged and whose axes in GGUF's reversed order.
             Those with an ``encoding`` are uint8, the last axis in bytes.
 
@@ -101,21 +101,12 @@ def plan_gguf(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> GGUFP
     offsets = accumulate((padded(t.nbytes, alignment) for t in tensors), initial=0)
     for tensor, offset in zip(tensors, offsets, strict=False):
         if tensor.name in names:
-            raise UserInputError(f"two tensors are called {tensor.name!r}")
+            raise UserInputError(f"two tensors are named {tensor.name!r}")
         names.add(tensor.name)
         parts.append(_row(tensor, offset))
     header = b"".join(parts)
     header += bytes(padded(len(header), alignment) - len(header))
     return GGUFPlan(header, tuple(tensors), alignment)
-
-
-def gguf_pieces(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> Iterator[memoryview]:
-    """The bytes of a GGUF file in order; :func:`plan_gguf` also gives their number in advance.
-
-    Raises:
-        UserInputError: as for :func:`plan_gguf`.
-    """
-    return plan_gguf(metadata, tensors).pieces()
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -148,16 +139,16 @@ def ggml_type(tensor: Outgoing) -> GgmlType:
         kind = _PLAIN.get(tensor.dtype)
         if kind is None:
             raise UserInputError(
-                f"tensor {tensor.name!r}: GGUF has no {tensor.dtype.name}: convert it to bfloat16, "
+                f"tensor {tensor.name!r}: GGUF cannot store {tensor.dtype.name}: convert it to bfloat16, "
                 "float16 or float32"
             )
         return kind
     kind = GGML_TYPES_BY_NAME.get(tensor.encoding)
     if kind is None or kind.dtype is not None:
-        raise UserInputError(f"tensor {tensor.name!r}: GGUF has no blocks {tensor.encoding!r}")
+        raise UserInputError(f"tensor {tensor.name!r}: GGUF has no block type {tensor.encoding!r}")
     if not tensor.shape or tensor.shape[-1] % kind.nbytes or tensor.dtype.np != np.uint8:
         raise UserInputError(
-            f"tensor {tensor.name!r}: {tensor.dtype.name} {list(tensor.shape)} are not rows of whole "
+            f"tensor {tensor.name!r}: {tensor.dtype.name} {list(tensor.shape)} is not rows of complete "
             f"{kind.name} blocks of {kind.nbytes} bytes"
         )
     return kind
@@ -206,7 +197,7 @@ def _array(key: str, values: Any) -> bytes:
     if all(isinstance(value, (list, tuple, np.ndarray)) for value in values):
         return struct.pack(head, ARRAY, count) + b"".join(_array(key, value) for value in values)
     if any(isinstance(value, (str, list, tuple)) for value in values):
-        raise UserInputError(f"metadata key {key!r}: the items of a list are of several types")
+        raise UserInputError(f"metadata key {key!r}: the items of a list must have one type")
     kind, raw = _numbers(key, values, of_list=True)
     return struct.pack(head, kind, count) + raw
 
@@ -231,8 +222,8 @@ def _numbers(key: str, values: Any, of_list: bool = False) -> tuple[int, bytes]:
     kind = _KINDS.get(f"{dtype.kind}{dtype.itemsize}") if dtype is not None else None
     if kind is None or dtype is None:
         raise UserInputError(
-            f"metadata key {key!r}: GGUF holds strings, numbers of up to 64 bits, bools and lists of "
-            "them, and this is none of these"
+            f"metadata key {key!r}: GGUF cannot store a {type(values).__name__}, only strings, numbers "
+            "of up to 64 bits, bools, and lists of these"
         )
     return kind, np.asarray(values, dtype).astype(dtype.newbyteorder("<")).tobytes()
 

@@ -24,13 +24,13 @@ from ...errors import (
     CheckpointUnsafeError,
 )
 from ..entry import MAX_DIMS, Strided, TensorEntry, UnknownType
-from ..files import OpenFile, open_regular
-from ..limits import Limits, in_force
+from ..files import OpenFile
+from ..limits import Limits
 from ..signatures import foreign
-from ..table import TensorTable
+from ..table import TensorTable, open_single
 
 # No valid size has more digits, so a longer number is not converted.
-_DIGITS = 30
+_MAX_DIGITS = 30
 _DTYPES = {
     d.np.str[1:]: d
     for d in DType.__members__.values()
@@ -49,7 +49,7 @@ _TOKEN = re.compile(
 # Python 2 wrote an L after long integers.
 _SIZE = re.compile(r"(0|[1-9]\d*)L?", re.ASCII)
 _OBJECT = re.compile(r"[<>|=]?O\d*", re.ASCII)
-_PAIRS = {"(": ")", "[": "]", "{": "}"}
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class ArrayHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayPlace:
-    """Where an array lies, for messages: its file, its name, its first byte.
+class ArrayLocation:
+    """The location of an array, for messages: its file, its name, its first byte.
 
-    ``in_order``: byte k of the array is byte ``offset`` + k of the file; else it is compressed.
+    ``in_order``: whether byte k of the array is byte ``offset`` + k of the file; if not, it is compressed.
     """
 
     path: str
@@ -100,28 +100,29 @@ class ArrayPlace:
     in_order: bool = True
 
     def at(self, byte: int) -> dict[str, Any]:
-        """The facts of an error at a byte of the array."""
+        """The keyword arguments of an error at a byte of the array."""
         offset = self.offset + byte if self.in_order else self.offset
         return {"path": self.path, "tensor": self.tensor, "offset": offset}
 
 
 class HeaderText:
-    """A header's text, token by token. ``base`` is the byte of the array it begins at."""
+    """A parser of a header's text. ``base`` is the offset of the text in the array's bytes."""
 
-    def __init__(self, text: str, encoding: str, base: int, place: ArrayPlace, limits: Limits):
-        # A header is filled up with spaces; a search for a token that begins at any of
-        # them would go to the end again and again.
+    def __init__(
+        self, text: str, encoding: str, base: int, location: ArrayLocation, limits: Limits
+    ):
+        # A header is padded with spaces; without this, searching a token would scan them repeatedly.
         self.text = text.rstrip(" \t\r\n")
         self.encoding = encoding
         self.base = base
-        self.place = place
+        self.location = location
         self.limits = limits
         self.at = 0
         self.kind = self.token = ""
         self.shape_at = self._where()
 
     def header(self, skip: int) -> ArrayHeader:
-        """All of it; ``skip`` is where the data begins."""
+        """Parses the header; ``skip`` is the offset of the data."""
         self._check_bounds()
         found: dict[str, Any] = {}
         self._next()
@@ -130,8 +131,8 @@ class HeaderText:
         while self.token != "}":
             key = self.token[1:-1] if self.kind == "string" else ""
             if key not in _KEYS or key in found:
-                problem = "there twice" if key in found else "not a key of a header"
-                raise self._bad(f"header: {problem}", f"each of {', '.join(_KEYS)} once")
+                problem = "key occurs twice" if key in found else "unknown key"
+                raise self._error(f"header: {problem}", f"each of {', '.join(_KEYS)} once")
             self._next()
             self._expect(":", key)
             found[key] = read[key]()
@@ -139,17 +140,17 @@ class HeaderText:
                 self._expect(",", key)
         self._next()
         if self.kind:
-            raise self._bad("header: more after its end", "spaces")
-        absent = [key for key in _KEYS if key not in found]
-        if absent:
+            raise self._error("header: text after its end", "spaces")
+        missing = [key for key in _KEYS if key not in found]
+        if missing:
             expected = f"the keys {', '.join(_KEYS)}"
-            raise self._bad("header: a key is missing", expected, f"no {', '.join(absent)}")
+            raise self._error("header: a key is missing", expected, f"no {', '.join(missing)}")
         dtype, swap = found["descr"]
         self._check_total(dtype, found["shape"])
         return ArrayHeader(dtype, found["shape"], found["fortran_order"], swap, skip)
 
     def _check_bounds(self) -> None:
-        """Brackets and signs inside one another, and the digits of numbers, before all else."""
+        """Bounds the nesting of brackets and signs, and the digits of numbers, before parsing."""
         depth = deepest = signs = longest = 0
         for match in _TOKEN.finditer(self.text):
             token = match[match.lastgroup or 0]
@@ -159,17 +160,16 @@ class HeaderText:
             if match.lastgroup == "number":
                 longest = max(longest, len(token))
         for option, value, what in (
-            ("json_depth", deepest, "brackets and signs inside one another"),
+            ("json_depth", deepest, "nested brackets and signs"),
             ("json_digits", longest, "digits of a number"),
         ):
             if value > getattr(self.limits, option):
                 problem = f"header: too many {what}"
-                raise self.limits.error(problem, option, value, **self.place.at(self.base))
+                raise self.limits.error(problem, option, value, **self.location.at(self.base))
 
     def _next(self) -> None:
         match = _TOKEN.match(self.text, self.at)
         if match is None:
-            # What is left is white space, or nothing.
             self.at, self.kind, self.token = len(self.text), "", ""
             return
         self.at, self.kind = match.end(), match.lastgroup or ""
@@ -177,14 +177,14 @@ class HeaderText:
 
     def _expect(self, mark: str, field: str) -> None:
         if self.token != mark:
-            raise self._bad(f"{field}: not as NumPy writes it", repr(mark))
+            raise self._error(f"{field}: not what NumPy writes", repr(mark))
         self._next()
 
     def _where(self) -> dict[str, Any]:
         before = self.text[: self.at - len(self.token)].encode(self.encoding)
-        return self.place.at(self.base + len(before))
+        return self.location.at(self.base + len(before))
 
-    def _bad(self, problem: str, expected: str, found: str | None = None) -> CheckpointError:
+    def _error(self, problem: str, expected: str, found: str | None = None) -> CheckpointError:
         """The error at the current token; a call, a subscript or an attribute there is code."""
         if self.kind == "word" and re.match(r"\s*[(.\[]", self.text[self.at :]):
             rest = self.text[self.at - len(self.token) :][:80]
@@ -192,7 +192,7 @@ class HeaderText:
                 "header: code instead of a value",
                 expected=expected,
                 found=repr(rest),
-                hint="It is not run. Do not trust this file.",
+                hint="The code was not run. Do not trust this file.",
                 **self._where(),
             )
         shown = repr(self.token[:80]) if self.kind else "the end of the header"
@@ -203,58 +203,58 @@ class HeaderText:
     def _bool(self) -> bool:
         value = {"True": True, "False": False}.get(self.token)
         if value is None:
-            raise self._bad("fortran_order: not a boolean", "True or False")
+            raise self._error("fortran_order: not a boolean", "True or False")
         self._next()
         return value
 
     def _shape(self) -> tuple[int, ...]:
         self.shape_at, sizes, comma = self._where(), [], True
         if self.token != "(":
-            raise self._bad("shape: not a tuple", "a tuple of integers >= 0")
+            raise self._error("shape: not a tuple", "a tuple of integers >= 0")
         self._next()
         while self.token != ")":
             match = _SIZE.fullmatch(self.token) if comma else None
-            if match is None or len(match[1]) > _DIGITS:
-                raise self._bad("shape: not a size", "an integer >= 0")
+            if match is None or len(match[1]) > _MAX_DIGITS:
+                raise self._error("shape: not a size", "an integer >= 0")
             sizes.append(int(match[1]))
             self._next()
             comma = self.token == ","
             if comma:
                 self._next()
         if len(sizes) == 1 and not comma:
-            raise self._bad("shape: not a tuple", "a tuple of integers >= 0", f"({sizes[0]})")
+            raise self._error("shape: not a tuple", "a tuple of integers >= 0", f"({sizes[0]})")
         if len(sizes) > MAX_DIMS:
-            problem, most = "shape: too many dimensions", f"<= {MAX_DIMS}"
-            raise CheckpointFormatError(problem, expected=most, found=len(sizes), **self.shape_at)
+            problem, most, count = "shape: too many dimensions", f"<= {MAX_DIMS}", len(sizes)
+            raise CheckpointFormatError(problem, expected=most, found=count, **self.shape_at)
         self._next()
         return tuple(sizes)
 
     def _check_total(self, dtype: Any, shape: tuple[int, ...]) -> None:
-        """No array that no machine could hold, whatever a product of its sizes wraps around to."""
+        """Refuses shapes that are too large, computed without overflow."""
         if isinstance(dtype, UnknownType):
             return
         nbytes = prod(size or 1 for size in shape) * dtype.np.itemsize
         if nbytes >= 2**63 and 0 not in shape:
             raise CheckpointFormatError(
-                f"shape: no array has the size {list(shape)}",
+                f"shape: {list(shape)} is too large for an array",
                 expected="less than 2**63 bytes",
                 found=nbytes,
                 **self.shape_at,
             )
         if nbytes > self.limits.tensor_bytes:
-            problem = "shape: the dimensions other than 0 are too large"
+            problem = "shape: too large, even without the dimensions of size 0"
             raise self.limits.error(problem, "tensor_bytes", nbytes, **self.shape_at)
 
     def _descr(self) -> tuple[Any, bool]:
         expected = f"one of {', '.join(_DTYPES)} with '<', '>' or '|'"
-        if self.token in _PAIRS:
+        if self.token in _BRACKETS:
             error = self._structured(expected)
             if not isinstance(error, CheckpointFormatError) or not self.kind:
                 raise error
             self._next()
             return UnknownType("a structured dtype", error), False
         if self.kind != "string":
-            raise self._bad("descr: not a type", expected)
+            raise self._error("descr: not a type", expected)
         descr = self.token[1:-1]
         order, dtype = descr[:1], _DTYPES.get(descr[1:])
         if dtype is None or order not in ("|" if dtype.np.itemsize == 1 else "<>"):
@@ -268,21 +268,21 @@ class HeaderText:
         return dtype, little != (sys.byteorder == "little")
 
     def _structured(self, expected: str) -> CheckpointError:
-        """The error for a type of several fields; Python objects may be among them."""
+        """The error for a structured dtype, which may contain Python objects."""
         where, depth = self._where(), 0
         while self.kind:
             if self.kind == "string" and _OBJECT.fullmatch(self.token[1:-1]):
                 return self._object()
             if self.kind == "word":
-                error = self._bad("descr: not a type", expected)
+                error = self._error("descr: not a type", expected)
                 if isinstance(error, CheckpointUnsafeError):
                     return error
-            depth += (self.token in _PAIRS) - (self.token in _PAIRS.values())
+            depth += (self.token in _BRACKETS) - (self.token in _BRACKETS.values())
             if not depth:
                 break
             self._next()
         return CheckpointFormatError(
-            "descr: several fields in one value",
+            "descr: a structured dtype is not supported",
             expected=expected,
             found="a structured dtype",
             hint="Save each field as an array.",
@@ -321,7 +321,7 @@ WHAT = "a NumPy .npy array"
 MAGIC = b"\x93NUMPY"
 # The first read: magic, version, length, and nearly always all of the header.
 _START_BYTES = 256
-_REFETCH = "Incomplete download? Delete the file and fetch it again."
+_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def open_npy(
@@ -346,55 +346,52 @@ def open_npy(
         ...     print(table.read("w"))
         [0 1 2]
     """
-    limits = in_force(limits)
-    file = open_regular(path)
-    try:
-        name = os.path.basename(file.path).removesuffix(".npy")
-        entry = _entry(file, name, limits)
-    except BaseException:
-        file.close()
-        raise
-    return TensorTable("npy", [file], {name: entry})
+    return open_single("npy", path, limits, _read)
+
+
+def _read(file: OpenFile, number: int, limits: Limits) -> tuple[dict[str, TensorEntry], dict]:
+    name = os.path.basename(file.path).removesuffix(".npy")
+    return {name: _entry(file, name, limits)}, {}
 
 
 def _entry(file: OpenFile, name: str, limits: Limits) -> TensorEntry:
-    place = ArrayPlace(file.path, name)
+    location = ArrayLocation(file.path, name)
 
     def head(nbytes: int) -> bytes:
         return file.pread(0, min(nbytes, file.size))
 
-    header = read_header(head, file.size, place, limits)
+    header = read_header(head, file.size, location, limits)
     if isinstance(header.dtype, UnknownType):
-        there = file.size - header.skip
-        return TensorEntry(name, header.dtype, header.shape, 0, header.skip, there)
-    check_size(header, file.size, place)
+        available = file.size - header.skip
+        return TensorEntry(name, header.dtype, header.shape, 0, header.skip, available)
+    check_size(header, file.size, location)
     return TensorEntry(
         name, header.dtype, header.shape, 0, header.skip, header.nbytes, header.coding
     )
 
 
-def check_size(header: ArrayHeader, size: int, place: ArrayPlace) -> None:
+def check_size(header: ArrayHeader, size: int, location: ArrayLocation) -> None:
     """Refuses an array whose data does not fill the rest of the ``size`` bytes after its header."""
-    there = size - header.skip
-    if header.nbytes > there:
+    available = size - header.skip
+    if header.nbytes > available:
         raise CheckpointTruncatedError(
-            f"shape: the data of {list(header.shape)} ends after the last byte that is there",
+            f"shape: the data of {list(header.shape)} is longer than the file",
             expected=f"{header.nbytes} bytes",
-            found=f"{there} bytes",
-            hint=_REFETCH,
-            **place.at(header.skip),
+            found=f"{available} bytes",
+            hint=_DOWNLOAD_AGAIN,
+            **location.at(header.skip),
         )
-    if header.nbytes < there:
+    if header.nbytes < available:
         raise CheckpointFormatError(
-            f"shape: bytes after the data of {list(header.shape)} belong to nothing",
+            f"shape: unexpected bytes after the data of {list(header.shape)}",
             expected=f"{header.nbytes} bytes of data",
-            found=f"{there} bytes",
-            **place.at(header.skip + header.nbytes),
+            found=f"{available} bytes",
+            **location.at(header.skip + header.nbytes),
         )
 
 
 def read_header(
-    head: Callable[[int], bytes], size: int, place: ArrayPlace, limits: Limits
+    head: Callable[[int], bytes], size: int, location: ArrayLocation, limits: Limits
 ) -> ArrayHeader:
     """The header of an array of ``size`` bytes, header included; ``head(n)`` gives the first n.
 
@@ -404,24 +401,24 @@ def read_header(
     """
     start = head(_START_BYTES)
     if not start.startswith(MAGIC) and not (len(start) < 6 and MAGIC.startswith(start)):
-        raise _other(start, place)
+        raise _other_format(start, location)
     if len(start) < 10:
-        raise _short(place, "magic, version and length", len(start), 10, len(start))
+        raise _truncated(location, "magic, version and length", len(start), 10, len(start))
     version = (start[6], start[7])
     if version not in ((1, 0), (2, 0), (3, 0)):
         found = f"{version[0]}.{version[1]}"
         raise CheckpointFormatError(
-            "version: not one NumPy has written", expected="1.0, 2.0 or 3.0", found=found, **place.at(6)
+            "version: not a version of the .npy format", expected="1.0, 2.0 or 3.0", found=found, **location.at(6)
         )  # fmt: skip
     fixed = 10 if version == (1, 0) else 12
     if len(start) < fixed:
-        raise _short(place, "length of the header", len(start), fixed, len(start))
+        raise _truncated(location, "length of the header", len(start), fixed, len(start))
     length = int.from_bytes(start[8:fixed], "little")
     if length > limits.npy_header_bytes:
         problem = "header length is over the limit"
-        raise limits.error(problem, "npy_header_bytes", length, **place.at(8))
+        raise limits.error(problem, "npy_header_bytes", length, **location.at(8))
     if fixed + length > size:
-        raise _short(place, "header", fixed, length, size - fixed)
+        raise _truncated(location, "header", fixed, length, size - fixed)
     data = (start if fixed + length <= len(start) else head(fixed + length))[fixed:][:length]
     encoding = "utf-8" if version == (3, 0) else "latin-1"
     try:
@@ -429,27 +426,29 @@ def read_header(
     except UnicodeDecodeError as error:
         found = repr(data[error.start : error.start + 8])
         raise CheckpointFormatError(
-            "header: not UTF-8", expected="UTF-8", found=found, **place.at(fixed + error.start)
+            "header: not UTF-8", expected="UTF-8", found=found, **location.at(fixed + error.start)
         ) from None
-    return HeaderText(text, encoding, fixed, place, limits).header(fixed + length)
+    return HeaderText(text, encoding, fixed, location, limits).header(fixed + length)
 
 
-def _short(place: ArrayPlace, what: str, at: int, wanted: int, there: int) -> CheckpointError:
+def _truncated(
+    location: ArrayLocation, what: str, at: int, wanted: int, available: int
+) -> CheckpointError:
     return CheckpointTruncatedError(
         f"the array ends inside the {what}",
         expected=f"{wanted} bytes",
-        found=f"{there} bytes",
-        hint=_REFETCH,
-        **place.at(at),
+        found=f"{available} bytes",
+        hint=_DOWNLOAD_AGAIN,
+        **location.at(at),
     )
 
 
-def _other(start: bytes, place: ArrayPlace) -> CheckpointError:
+def _other_format(start: bytes, location: ArrayLocation) -> CheckpointError:
     """The error for a file that is not an array; it names the file's kind."""
-    known = foreign(place.path, start, WHAT)
+    known = foreign(location.path, start, WHAT)
     if known is not None:
         problem, found = known.problem.replace("the file is", "not an array but"), known.found
-        where = place.at(known.offset or 0)
+        where = location.at(known.offset or 0)
         return type(known)(problem, expected=WHAT, found=found, hint=known.hint, **where)
     problem, found = f"not {WHAT}", repr(start[:8])
-    return CheckpointFormatError(problem, expected=repr(MAGIC), found=found, **place.at(0))
+    return CheckpointFormatError(problem, expected=repr(MAGIC), found=found, **location.at(0))

@@ -13,12 +13,12 @@ from functools import partial
 
 from ...errors import CheckpointError, CheckpointFormatError
 from ..entry import TensorEntry, UnknownType
-from ..files import open_regular
-from ..limits import Limits, in_force
-from ..table import TensorTable
+from ..files import OpenFile
+from ..limits import Limits
+from ..table import TensorTable, open_single
 from ..zip.archive import STORED, Archive, Member, read_directory
 from ..zip.directory import check_ratio
-from .npy import ArrayHeader, ArrayPlace, check_size, read_header
+from .npy import ArrayHeader, ArrayLocation, check_size, read_header
 
 WHAT = "a NumPy .npz archive"
 _END = ".npy"
@@ -50,17 +50,15 @@ def open_npz(
         ...     print(list(table.entries), table.read("w"))
         ['w', 'b'] [0 1 2]
     """
-    limits = in_force(limits)
-    file = open_regular(path)
-    try:
-        archive = read_directory(file, limits, what=WHAT, tensor_of=_tensor_of, has_all_crcs=True)
-        for member in archive.members.values():
-            _check_name(archive, member, limits)
-        entries = [_entry(archive, member, limits) for member in archive.members.values()]
-    except BaseException:
-        file.close()
-        raise
-    return TensorTable("npz", [file], {entry.name: entry for entry in entries})
+    return open_single("npz", path, limits, _read)
+
+
+def _read(file: OpenFile, number: int, limits: Limits) -> tuple[dict[str, TensorEntry], dict]:
+    archive = read_directory(file, limits, what=WHAT, tensor_of=_tensor_of, has_all_crcs=True)
+    members = archive.members.values()
+    for member in members:
+        _check_name(archive, member, limits)
+    return {_tensor_of(member.name): _entry(archive, member, limits) for member in members}, {}
 
 
 def _tensor_of(member: str) -> str:
@@ -74,11 +72,11 @@ def _check_name(archive: Archive, member: Member, limits: Limits) -> None:
         problem, length = "the tensor's name is too long", len(name.encode())
         raise limits.error(problem, "name_bytes", length, **where)
     if not member.name.endswith(_END):
-        raise _other(archive, member, where)
+        raise _other_format(member, where)
     # numpy.load also accepts a member's full name, which takes precedence.
     if name in archive.members:
         raise CheckpointFormatError(
-            f"members '{name}' and '{member.name}': which one the name means is unclear",
+            f"members '{name}' and '{member.name}': the name '{name}' is ambiguous",
             expected="one",
             found="two",
             hint="Rename one of them.",
@@ -86,7 +84,7 @@ def _check_name(archive: Archive, member: Member, limits: Limits) -> None:
         )
 
 
-def _other(archive: Archive, member: Member, where: dict) -> CheckpointError:
+def _other_format(member: Member, where: dict) -> CheckpointError:
     torch = member.name.endswith((".pkl", ".format_version", ".storage_alignment"))
     hint = "A PyTorch checkpoint? Give it a name that ends in .pt." if torch else None
     return CheckpointFormatError(
@@ -100,23 +98,23 @@ def _other(archive: Archive, member: Member, where: dict) -> CheckpointError:
 
 def _entry(archive: Archive, member: Member, limits: Limits) -> TensorEntry:
     path, name = archive.file.path, _tensor_of(member.name)
-    place = ArrayPlace(path, name, member.offset, member.method == STORED)
+    location = ArrayLocation(path, name, member.offset, member.method == STORED)
     head: Callable[[int], bytes] = partial(archive.head, member)
-    header = read_header(head, member.size, place, limits)
+    header = read_header(head, member.size, location, limits)
     if isinstance(header.dtype, UnknownType):
         nbytes = member.compressed
         return TensorEntry(name, header.dtype, header.shape, 0, member.offset, nbytes)
-    problem = f"shape: {list(header.shape)} is far more than the member has bytes for"
-    at = place.at(header.skip)
+    problem = f"shape: {list(header.shape)} is too large for the size of the member"
+    at = location.at(header.skip)
     check_ratio(problem, header.nbytes, member.compressed, limits, **at)
-    check_size(header, member.size, place)
+    check_size(header, member.size, location)
     if not header.nbytes:
         # No data of it will ever be read, so its checksum is compared now.
         archive.read(member, member.size)
-    return _placed(archive, member, header, name)
+    return _located(archive, member, header, name)
 
 
-def _placed(archive: Archive, member: Member, header: ArrayHeader, name: str) -> TensorEntry:
+def _located(archive: Archive, member: Member, header: ArrayHeader, name: str) -> TensorEntry:
     offset = member.offset + header.skip
     entry = TensorEntry(name, header.dtype, header.shape, 0, offset, header.nbytes)
     if not header.nbytes:

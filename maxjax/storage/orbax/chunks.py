@@ -24,7 +24,7 @@ from .store import Store
 
 # Bytes of one request to tensorstore, or one chunk if that is larger.
 BLOCK_BYTES = 8 << 20
-# Most bytes in flight in this process, or two chunks; decoding takes the same amount once more.
+# Maximum bytes in flight in this process, or two chunks; decoding takes the same amount once more.
 FLIGHT_BYTES = 64 << 20
 _FLIGHT_BLOCKS = 2
 
@@ -56,7 +56,7 @@ class Chunks(Coding):
         array = self.store.array(self.driver, entry.name, self.is_dense)
         if (tuple(array.shape), array.dtype.numpy_dtype) != (entry.shape, self.stored.np):
             raise CheckpointChangedError(
-                "the array is another than when the checkpoint was opened",
+                "the array has changed since the checkpoint was opened",
                 path=self.store.directory,
                 tensor=entry.name,
                 expected=f"{self.stored.name} {list(entry.shape)}",
@@ -85,13 +85,13 @@ class Chunks(Coding):
     def _check_values(self, entry: TensorEntry, parts: Sequence[Wanted]) -> None:
         """Refuses booleans other than 0 and 1, which would silently give wrong results."""
         for _, values in parts if entry.dtype is DType.bool else ():
-            if values.size and (most := int(values.view(np.uint8).max())) > 1:
+            if values.size and (largest := int(values.view(np.uint8).max())) > 1:
                 raise CheckpointFormatError(
                     "data: a boolean must be 0 or 1",
                     path=self.store.directory,
                     tensor=entry.name,
                     expected="0 or 1",
-                    found=most,
+                    found=largest,
                 )
 
     def _blocks(
@@ -108,8 +108,8 @@ class Chunks(Coding):
             for index in product(*ranges):
                 found.setdefault(index, []).append(part)
         for index, users in sorted(found.items(), key=lambda pair: pair[0]):
-            whole = tuple((i * step, (i + 1) * step) for i, step in zip(index, block, strict=True))
-            shared = (overlap(whole, box) for box, _ in users)
+            part = tuple((i * step, (i + 1) * step) for i, step in zip(index, block, strict=True))
+            shared = (overlap(part, box) for box, _ in users)
             yield enclosing([box for box in shared if box is not None]), users
 
     def _covered(self, entry: TensorEntry, box: Box) -> list[int]:

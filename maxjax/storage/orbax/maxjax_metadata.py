@@ -2,7 +2,7 @@
 
 Orbax stores only arrays, and no empty ones. Quantised blocks are saved as their bytes; their kind is
 recorded in the checkpoint's custom metadata, with a checksum, together with empty arrays, the
-implementations of random keys, and leaves that are no arrays.
+implementations of random keys, and leaves that are not arrays.
 
     {"maxjax": {"version": 1, "encodings": {"model": {"w": "Q4_K"}}, …, "crc32": "0011aabb"}}
 """
@@ -21,7 +21,7 @@ from ..blocks import KEPT, layout_of
 from ..crc32 import crc32
 from ..entry import TensorEntry
 from ..limits import Limits, in_force
-from ..strict_json import load_json, wrong
+from ..strict_json import invalid, load_json
 from .metadata import CHECKPOINT
 
 _KEY = "maxjax"
@@ -37,7 +37,7 @@ class Extras:
     """The content of one tree in addition to its arrays.
 
     Attributes:
-        plain: name → leaf that is no array.
+        plain: name → leaf that is not an array.
         encodings: name → kind of the quantised blocks.
         empty: name → dtype and shape of an empty array, which orbax does not accept.
         keys: name → implementation of a random key.
@@ -73,7 +73,7 @@ def _sum(content: Mapping[str, Any]) -> int:
 
 
 def _text(value: Any) -> str:
-    """A leaf that is no array, as text from which it can be restored exactly."""
+    """A leaf that is not an array, as text from which it can be restored exactly."""
     if isinstance(value, bytes):
         return value.hex()
     return value if isinstance(value, str) else repr(value)
@@ -83,7 +83,7 @@ def _text(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class MaxjaxMetadata:
     """maxjax's metadata of one tree of a checkpoint; empty if another program wrote the checkpoint.
 
     Attributes:
@@ -104,7 +104,7 @@ class Own:
     _plain: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """Name → leaf that is no array.
+        """Name → leaf that is not an array.
 
         Raises:
             CheckpointFormatError: a text is not that of a value.
@@ -126,10 +126,10 @@ class Own:
         """Raises CheckpointFormatError if a tensor that the metadata names does not exist."""
         for name in self.encodings:
             if name not in names:
-                raise wrong(self.path, _KEY, "tensors of the tree", name, name)
+                raise invalid(self.path, _KEY, "tensors of the tree", name, name)
         for entry in self.empty:
             if entry.name in names:
-                raise wrong(self.path, "empty", "no tensor of the tree", entry.name, entry.name)
+                raise invalid(self.path, "empty", "no tensor of the tree", entry.name, entry.name)
 
     def applied(self, entry: TensorEntry) -> TensorEntry:
         """The entry with its encoding.
@@ -142,12 +142,12 @@ class Own:
             return entry
         block = layout_of(encoding).nbytes
         if not entry.shape or entry.shape[-1] % block:
-            raise self._other(entry, f"rows of blocks of {block} bytes ({encoding})")
+            raise self._mismatch(entry, f"rows of blocks of {block} bytes ({encoding})")
         if entry.dtype is not DType.uint8:
-            raise self._other(entry, "uint8")
+            raise self._mismatch(entry, "uint8")
         return replace(entry, encoding=encoding)
 
-    def _other(self, entry: TensorEntry, expected: str) -> CheckpointFormatError:
+    def _mismatch(self, entry: TensorEntry, expected: str) -> CheckpointFormatError:
         return CheckpointFormatError(
             "the tensor is not stored as the checkpoint's metadata says",
             path=self.path,
@@ -157,7 +157,7 @@ class Own:
         )
 
 
-# Type of a leaf that is no array → the function that restores it from text.
+# Type of a leaf that is not an array → the function that restores it from text.
 _VALUES = {
     "str": str,
     "bytes": bytes.fromhex,
@@ -168,14 +168,14 @@ _VALUES = {
 }
 
 
-def read_own(
+def read_maxjax_metadata(
     metadata: Mapping[str, str],
     checkpoint: str,
     item: str,
     limits: Limits | None = None,
     *,
-    must_sum: bool = False,
-) -> Own:
+    require_checksum: bool = False,
+) -> MaxjaxMetadata:
     """Reads maxjax's metadata of one tree from the custom metadata of a checkpoint.
 
     Args:
@@ -183,7 +183,7 @@ def read_own(
         checkpoint: directory of the checkpoint.
         item: name of the tree.
         limits: limits for its JSON.
-        must_sum: whether content without a checksum is refused.
+        require_checksum: whether content without a checksum is refused.
 
     Raises:
         CheckpointFormatError: the content is not what maxjax writes.
@@ -191,19 +191,19 @@ def read_own(
     """
     path = os.path.join(checkpoint, CHECKPOINT)
     if _KEY not in metadata:
-        return Own(path)
+        return MaxjaxMetadata(path)
     text = metadata[_KEY].encode(errors="replace")
     document = load_json(text, limits=in_force(limits), name=path)
     if not isinstance(document, dict):
-        raise wrong(path, _KEY, "an object", document)
-    if must_sum or "crc32" in document:
+        raise invalid(path, _KEY, "an object", document)
+    if require_checksum or "crc32" in document:
         _check_sum(document, path)
     if document.get("version") != _VERSION:
-        raise wrong(path, f"{_KEY}: version", str(_VERSION), document.get("version"))
+        raise invalid(path, f"{_KEY}: version", str(_VERSION), document.get("version"))
     items = document.get("items", [])
     if not isinstance(items, list):
-        raise wrong(path, "items", "a list", items)
-    return Own(
+        raise invalid(path, "items", "a list", items)
+    return MaxjaxMetadata(
         path,
         True,
         item in items,
@@ -219,7 +219,7 @@ def _check_sum(document: dict[str, Any], path: str) -> None:
     found = f"{_sum(document):08x}"
     if document.get("crc32") != found:
         raise CheckpointCorruptError(
-            f"{_KEY}: what maxjax wrote into the metadata is not what is there",
+            f"{_KEY}: the metadata that maxjax wrote does not match its checksum",
             path=path,
             expected=f"CRC-32 {document.get('crc32')}",
             found=found,
@@ -231,7 +231,7 @@ def _encodings(document: dict[str, Any], item: str, path: str) -> dict[str, str]
     found = _texts(document, "encodings", item, path)
     for name, encoding in found.items():
         if encoding not in KEPT or layout_of(encoding).nbytes is None:
-            raise wrong(path, "encodings", f"one of {', '.join(KEPT)}", encoding, name)
+            raise invalid(path, "encodings", f"one of {', '.join(KEPT)}", encoding, name)
     return found
 
 
@@ -240,7 +240,7 @@ def _empty(document: dict[str, Any], item: str, path: str) -> Iterator[TensorEnt
         title, shape = found if isinstance(found, list) and len(found) == 2 else ("", [])
         dtype = DType.__members__.get(title) if isinstance(title, str) else None
         if dtype is None or not _is_empty(shape):
-            raise wrong(path, "empty", "a type, and a shape with a 0 in it", found, name)
+            raise invalid(path, "empty", "a dtype, and a shape that contains 0", found, name)
         yield TensorEntry(name, dtype, tuple(shape), 0, 0, 0)
 
 
@@ -254,7 +254,7 @@ def _texts(document: dict[str, Any], key: str, item: str, path: str) -> dict[str
     found = _part(document, key, item, path)
     for name, text in found.items():
         if not isinstance(text, str):
-            raise wrong(path, key, "text", text, name)
+            raise invalid(path, key, "text", text, name)
     return found
 
 
@@ -262,8 +262,8 @@ def _part(document: dict[str, Any], key: str, item: str, path: str) -> dict[str,
     """The part of the table ``key`` that belongs to the tree ``item``."""
     table = document.get(key, {})
     if not isinstance(table, dict):
-        raise wrong(path, key, "an object", table)
+        raise invalid(path, key, "an object", table)
     found = table.get(item, {})
     if not isinstance(found, dict):
-        raise wrong(path, key, "an object", found)
+        raise invalid(path, key, "an object", found)
     return found

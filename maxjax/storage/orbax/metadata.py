@@ -16,7 +16,7 @@ from typing import Any
 from ...errors import CheckpointFormatError, CheckpointIncompleteError
 from ..formats import ORBAX
 from ..limits import Limits
-from ..strict_json import load_json, require, wrong
+from ..strict_json import invalid, load_json, require
 
 TREE, CHECKPOINT, INDICATOR = ORBAX.marks
 STRINGS = "_strings.json"
@@ -27,7 +27,7 @@ _EMPTY = {"None": "none", "Dict": "dict", "List": "list", "Tuple": "tuple",
           "NamedTuple": "namedtuple"}  # fmt: skip
 _KINDS = {"jax.Array": "array", "np.ndarray": "array", "scalar": "scalar", "string": "string",
           **_EMPTY}  # fmt: skip
-_KEYS = {1: "sequence", 2: "dict"}
+_KEY_TYPES = {1: "sequence", 2: "dict"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ def read_tree(directory: str, limits: Limits) -> Tree:
         leaf = _leaf(path, title, entry, random_keys, limits)
         if leaf.name in leaves:
             raise CheckpointFormatError(
-                "two leaves have this name, and orbax wrote one over the other",
+                "two leaves have this name, so orbax overwrote one with the other",
                 path=path,
                 tensor=leaf.name,
                 expected="each name once",
-                found=f"{_way(leaves[leaf.name])} and {_way(leaf)}",
+                found=f"{_path(leaves[leaf.name])} and {_path(leaf)}",
                 hint="Save it again with other keys.",
             )
         leaves[leaf.name] = leaf
@@ -138,7 +138,9 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
     )
     shape = value.get("write_shape")
     if shape is not None:
-        is_shape = isinstance(shape, list) and all(map(_is_size, shape))
+        is_shape = isinstance(shape, list) and all(
+            type(size) is int and size >= 0 for size in shape
+        )
         require(is_shape, path, "write_shape", "a list of sizes", shape, name)
         shape = tuple(shape)
     # The handler of a user's class has another kind, but stores arrays all the same.
@@ -147,19 +149,19 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
 
 def _keys(path: str, title: str, entries: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        raise wrong(path, "key_metadata", "a list of objects", entries, title)
+        raise invalid(path, "key_metadata", "a list of objects", entries, title)
     for one in entries:
         key, kind = one.get("key"), one.get("key_type")
         require(isinstance(key, str), path, "key", "text", key, title)
-        is_kind = not isinstance(kind, bool) and isinstance(kind, int) and kind in _KEYS
+        is_kind = not isinstance(kind, bool) and isinstance(kind, int) and kind in _KEY_TYPES
         require(is_kind, path, "key_type", "1 or 2", kind, title)
-        if _KEYS[kind] == "sequence":
+        if _KEY_TYPES[kind] == "sequence":
             is_index = key.isascii() and key.isdecimal()
             require(is_index, path, "the key of a sequence", "a number", key, title)
-        yield key, _KEYS[kind]
+        yield key, _KEY_TYPES[kind]
 
 
-def _way(leaf: Leaf) -> str:
+def _path(leaf: Leaf) -> str:
     return "/".join(key for key, _ in leaf.keys)
 
 
@@ -175,30 +177,30 @@ def _random_keys(directory: str, limits: Limits) -> Iterator[tuple[str, str]]:
         document = load_json(path, limits=limits)
         listed = document.get("array_metadatas") if isinstance(document, dict) else None
         if not isinstance(listed, list):
-            raise wrong(path, "array_metadatas", "a list", listed)
+            raise invalid(path, "array_metadatas", "a list", listed)
         for one in listed:
             array = one.get("array_metadata") if isinstance(one, dict) else None
             if not isinstance(array, dict):
-                raise wrong(path, "array_metadata", "an object", array)
+                raise invalid(path, "array_metadata", "an object", array)
             name, more = array.get("param_name"), array.get("ext_metadata")
             if not isinstance(name, str):
-                raise wrong(path, "param_name", "text", name)
+                raise invalid(path, "param_name", "text", name)
             kind = more.get("random_key_impl") if isinstance(more, dict) else None
             if isinstance(kind, str):
                 yield name, kind
 
 
 def _strings(directory: str, leaves: dict[str, Leaf], limits: Limits) -> dict[str, str]:
-    wanted = [leaf.name for leaf in leaves.values() if leaf.kind == "string"]
-    if not wanted:
+    names = [leaf.name for leaf in leaves.values() if leaf.kind == "string"]
+    if not names:
         return {}
     path = os.path.join(directory, STRINGS)
     document = load_json(path, limits=limits)
     require(isinstance(document, dict), path, "the document", "an object", document)
-    for name in wanted:
+    for name in names:
         text = document.get(name)
         require(isinstance(text, str), path, "the text of a leaf", "text", text, name)
-    return {name: document[name] for name in wanted}
+    return {name: document[name] for name in names}
 
 
 def read_checkpoint_metadata(directory: str, limits: Limits) -> dict[str, str]:
@@ -239,7 +241,3 @@ def texts(metadata: Any) -> dict[str, str]:
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in metadata.items()
     }
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -5,7 +5,7 @@ complete.
 
     root/100/_CHECKPOINT_METADATA       a step
     root/100/model/_METADATA            a tree ("item") of it
-    root/200.orbax-checkpoint-tmp/      a step that is being written, or was broken off
+    root/200.orbax-checkpoint-tmp/      a step that is being written, or was interrupted
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEGACY = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class TreePlace:
+class TreeLocation:
     """One tree: its ``directory``, and its name ``item`` in ``checkpoint`` ("" if it is the checkpoint)."""
 
     directory: str
@@ -115,14 +115,14 @@ def resolve(path: str) -> str:
     names = _listed(path)
     if _LEGACY in names:
         raise CheckpointFormatError(
-            "a checkpoint of orbax's or flax's in its old form (msgpack), which is not read",
+            "an old checkpoint of orbax or flax (msgpack), a format that is not supported",
             path=os.path.join(path, _LEGACY),
             expected=TREE,
             found=_LEGACY,
             hint="Restore it with the version of orbax that wrote it, and save it again.",
         )
     raise CheckpointMissingError(
-        "the directory holds no checkpoint of orbax's",
+        "the directory holds no orbax checkpoint",
         path=path,
         expected=f"{TREE}, {CHECKPOINT} or directories of steps",
         found=some(names, 5) or "an empty directory",
@@ -137,10 +137,10 @@ def checkpoint_of(path: str) -> str:
     """
     found = resolve(path)
     is_tree = os.path.lexists(os.path.join(found, TREE))
-    return _place_of_tree(found).checkpoint if is_tree else found
+    return _tree_location(found).checkpoint if is_tree else found
 
 
-def locate(path: str, item: str | None) -> TreePlace:
+def locate(path: str, item: str | None) -> TreeLocation:
     """The tree that a path and the name of an item refer to.
 
     Raises:
@@ -150,7 +150,7 @@ def locate(path: str, item: str | None) -> TreePlace:
     checkpoint = resolve(path)
     found = _items(checkpoint)
     if "" in found and item in (None, ""):
-        return _place_of_tree(checkpoint)
+        return _tree_location(checkpoint)
     if item is None:
         item = next((name for name in PREFERRED if name in found), None)
         if item is None and len(found) == 1:
@@ -170,17 +170,17 @@ def locate(path: str, item: str | None) -> TreePlace:
             expected=item,
             found=some([name or "a single tree without a name" for name in found], 10),
         )
-    return TreePlace(found[item], checkpoint, item)
+    return TreeLocation(found[item], checkpoint, item)
 
 
-def _place_of_tree(directory: str) -> TreePlace:
+def _tree_location(directory: str) -> TreeLocation:
     """The tree in a directory with a ``_METADATA``: a checkpoint, or an item of its parent."""
     above, name = os.path.split(os.path.abspath(directory))
     marks = (CHECKPOINT, INDICATOR)
-    own = any(os.path.lexists(os.path.join(directory, mark)) for mark in marks)
-    if not own and any(os.path.lexists(os.path.join(above, mark)) for mark in marks):
-        return TreePlace(directory, above, name)
-    return TreePlace(directory, directory, "")
+    is_step = any(os.path.lexists(os.path.join(directory, mark)) for mark in marks)
+    if not is_step and any(os.path.lexists(os.path.join(above, mark)) for mark in marks):
+        return TreeLocation(directory, above, name)
+    return TreeLocation(directory, directory, "")
 
 
 def _items(checkpoint: str) -> dict[str, str]:
@@ -271,7 +271,7 @@ def _check_finished(path: str) -> None:
 
 def _incomplete(path: str) -> CheckpointIncompleteError:
     return CheckpointIncompleteError(
-        "the checkpoint is still being written, or its writing was broken off",
+        "the checkpoint is still being written, or writing it was interrupted",
         path=path,
         expected="the name of a step",
         found=os.path.basename(path),

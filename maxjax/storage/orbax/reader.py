@@ -24,17 +24,17 @@ from ..limits import Limits, in_force
 from ..save.beside import Beside
 from ..table import TensorTable, Verify
 from .chunks import Chunks
-from .maxjax_metadata import read_own
+from .maxjax_metadata import read_maxjax_metadata
 from .metadata import TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
-from .paths import TreePlace, locate, other_step
+from .paths import TreeLocation, locate, other_step
 from .paths import is_orbax as is_orbax
 from .paths import orbax_items as orbax_items
 from .paths import steps as steps
 from .store import Store
 from .zarr import DRIVERS, ArrayDescription, check_chunks, check_write_shape, read_description
 
-# zstd cannot expand a byte to more.
-_MOST_RATIO = 40_000
+# The maximum bytes that zstd can expand one byte to.
+_MAX_RATIO = 40_000
 _FREE_BYTES = 1 << 20
 
 
@@ -69,28 +69,33 @@ def open_orbax(
         maxjax.errors.CheckpointMissingError: no/such/checkpoint: no such file
     """
     limits = in_force(limits)
-    place, tree, metadata = _open_tree(os.fsdecode(path), item, limits)
-    own = read_own(metadata, place.checkpoint, place.item, limits)
-    store = Store(place.directory, limits)
-    file = open_regular(os.path.join(place.directory, TREE))
+    location, tree, metadata = _open_tree(os.fsdecode(path), item, limits)
+    extra = read_maxjax_metadata(metadata, location.checkpoint, location.item, limits)
+    store = Store(location.directory, limits)
+    file = open_regular(os.path.join(location.directory, TREE))
     try:
         arrays = _describe(store, tree, limits)
-        own.check_names({leaf.name for leaf, _ in arrays})
-        sums = {} if verify is False else _sums(place, limits)
+        extra.check_names({leaf.name for leaf, _ in arrays})
+        digests = None if verify is False else read_digests(location.checkpoint, limits=limits)
+        sums = digests.of(DIRECTORY, 0) if digests else {}
         entries: dict[str, TensorEntry] = {}
         offset = 0
         for leaf, found in arrays:
-            entry = own.applied(_entry(store, tree, leaf, found, offset))
-            entries[leaf.name] = replace(entry, checksum=_checksum(place, entry, sums))
+            coding = Chunks(store, found.driver, found.dtype, found.read_chunk, tree.is_dense)
+            entry = TensorEntry(
+                leaf.name, found.dtype, found.shape, 0, offset, found.nbytes, coding
+            )
+            entry = extra.applied(entry)
+            entries[leaf.name] = replace(entry, checksum=_checksum(location, entry, sums))
             offset += entry.nbytes
-        entries.update((entry.name, entry) for entry in own.empty)
-        _check_total(store, offset, limits)
+        entries.update((entry.name, entry) for entry in extra.empty)
+        _check_total(store, offset)
     except BaseException:
         file.close()
         raise
     table = TensorTable("orbax", [file], entries, metadata)
     table.verify = verify
-    table.beside = Beside(place.checkpoint, file)
+    table.beside = Beside(location.checkpoint, file)
     return table
 
 
@@ -110,20 +115,20 @@ def orbax_tree(
 
 def _open_tree(
     path: str, item: str | None, limits: Limits
-) -> tuple[TreePlace, Tree, dict[str, str]]:
-    place = locate(path, item)
+) -> tuple[TreeLocation, Tree, dict[str, str]]:
+    location = locate(path, item)
     try:
-        metadata = read_checkpoint_metadata(place.checkpoint, limits)
+        metadata = read_checkpoint_metadata(location.checkpoint, limits)
     except CheckpointIncompleteError as error:
         raise CheckpointIncompleteError(
             error.problem,
             path=error.path,
             expected=error.expected,
             found=error.found,
-            hint=other_step(place.checkpoint),
+            hint=other_step(location.checkpoint),
         ) from None
-    tree = read_tree(place.directory, limits)
-    return place, tree, {**metadata, **tree.metadata}
+    tree = read_tree(location.directory, limits)
+    return location, tree, {**metadata, **tree.metadata}
 
 
 def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, ArrayDescription]]:
@@ -133,22 +138,23 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
         for leaf in leaves:
             _check_inside(store, leaf)
     chunks = _by_array(store.keys(), {leaf.name for leaf in leaves})
-    wanted, drivers = [], []
+    requests, drivers = [], []
     for leaf in leaves:
-        there = [kind for kind, end in DRIVERS.items() if end in chunks[leaf.name]]
-        if len(there) != 1:
+        present = [kind for kind, end in DRIVERS.items() if end in chunks[leaf.name]]
+        if len(present) != 1:
             raise CheckpointMissingError(
-                "the description of the array is not there",
+                "the description of the array is missing",
                 path=store.directory,
                 tensor=leaf.name,
                 expected=f"one of {', '.join(DRIVERS.values())}",
-                found=" and ".join(there) or "neither",
-                hint="Fetch the checkpoint again, or open an earlier step.",
+                found=" and ".join(present) or "neither",
+                hint="Download the checkpoint again, or open an earlier step.",
             )
-        drivers.append(there[0])
-        wanted.append((leaf.name, _key(leaf.name, DRIVERS[there[0]])))
+        drivers.append(present[0])
+        end = DRIVERS[present[0]]
+        requests.append((leaf.name, f"{leaf.name}/{end}" if leaf.name else end))
     found = []
-    described = store.descriptions(wanted)
+    described = store.descriptions(requests)
     for leaf, driver, (path, source) in zip(leaves, drivers, described, strict=True):
         array = read_description(driver, path, leaf.name, source, limits)
         if leaf.write_shape is not None:
@@ -156,10 +162,6 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
         check_chunks(array, chunks[leaf.name], path, leaf.name, tree.is_dense)
         found.append((leaf, array))
     return found
-
-
-def _key(name: str, end: str) -> str:
-    return f"{name}/{end}" if name else end
 
 
 def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
@@ -190,35 +192,23 @@ def _check_inside(store: Store, leaf: Leaf) -> None:
         )
 
 
-def _check_total(store: Store, nbytes: int, limits: Limits) -> None:
-    most = _MOST_RATIO * store.nbytes + _FREE_BYTES
-    if nbytes > most:
+def _check_total(store: Store, nbytes: int) -> None:
+    limit = _MAX_RATIO * store.nbytes + _FREE_BYTES
+    if nbytes > limit:
         raise CheckpointFormatError(
             "the arrays are larger than anything their files could hold",
             path=store.directory,
-            expected=f"at most {most} bytes of {store.nbytes} compressed ones",
+            expected=f"at most {limit} bytes of {store.nbytes} compressed ones",
             found=f"{nbytes} bytes",
         )
 
 
-def _entry(
-    store: Store, tree: Tree, leaf: Leaf, found: ArrayDescription, offset: int
-) -> TensorEntry:
-    coding = Chunks(store, found.driver, found.dtype, found.read_chunk, tree.is_dense)
-    return TensorEntry(leaf.name, found.dtype, found.shape, 0, offset, found.nbytes, coding)
-
-
-def _sums(place: TreePlace, limits: Limits) -> dict[str, tuple[int, ...]]:
-    digests = read_digests(place.checkpoint, limits=limits)
-    return digests.of(DIRECTORY, 0) if digests else {}
-
-
 def _checksum(
-    place: TreePlace, entry: TensorEntry, sums: dict[str, tuple[int, ...]]
+    location: TreeLocation, entry: TensorEntry, sums: dict[str, tuple[int, ...]]
 ) -> Checksum | None:
-    name = f"{place.item}/{entry.name}" if place.item else entry.name
+    name = f"{location.item}/{entry.name}" if location.item else entry.name
     crcs = sums.get(name)
     if not crcs:
         return None
-    source = os.path.join(place.checkpoint, NAME)
+    source = os.path.join(location.checkpoint, NAME)
     return Checksum(name, 0, entry.nbytes, crcs[0], crcs[1:], source, of_values=True)

@@ -36,7 +36,7 @@ from ..limits import Limits
 # "value:ocdbt.process_0/:d/0123:0:99": kind, directory, file, offset, length.
 _REFERENCE = re.compile(r"(\w+):([^:]*):([^:]*):(\d{1,19}):(\d{1,19})", re.ASCII)
 _PROCESS = re.compile(r"ocdbt\.process_(\d+)")
-_HINT = "Fetch the checkpoint again, or open an earlier step."
+_HINT = "Download the checkpoint again, or open an earlier step."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Database:
         Raises:
             CheckpointMissingError, CheckpointTruncatedError: a file is missing or too short.
             CheckpointUnsafeError: a reference leads out of the directory.
-            CheckpointFormatError: the nodes are no tree.
+            CheckpointFormatError: the nodes do not form a tree.
             CheckpointLimitError: there are too many keys.
         """
         found: dict[str, bytes | None] = {}
@@ -83,12 +83,12 @@ class Database:
         while nodes:
             node = nodes.pop()
             if node.location in seen:
-                raise self._broken("a node is in two places of the tree of keys")
+                raise self._broken("a node occurs twice in the tree of keys")
             seen.add(node.location)
             self._check(node.location, None)
             content = self.dump(node.location)
             if content["height"] != node.height:
-                raise self._broken("a node is of another height than its place in the tree")
+                raise self._broken("the height of a node does not match its level in the tree")
             for entry in content["entries"]:
                 key = node.prefix + entry["key"]
                 if node.height:
@@ -115,7 +115,7 @@ class Database:
         """Checks a reference against the files; ``key`` is the key whose value it locates."""
         match = _REFERENCE.fullmatch(location)
         if not match:
-            raise self._broken(f"a reference cannot be read: {location}")
+            raise self._broken(f"invalid reference: {location}")
         file = unquote(match[2]) + unquote(match[3])
         where: dict[str, Any] = {"path": os.path.join(self.directory, file), "tensor": _owner(key)}
         if file.startswith("/") or "\0" in file or ".." in file.split("/"):
@@ -159,8 +159,8 @@ def _owner(key: str | None) -> str | None:
 def missing(*, path: str, tensor: str | None, hint: str = _HINT) -> CheckpointMissingError:
     """The error for a missing file; it says which process wrote the file, if one of several did."""
     process = _PROCESS.search(path)
-    who = f"the part that process {process[1]} wrote is not there: " if process else ""
-    return CheckpointMissingError(f"{who}no such file", path=path, tensor=tensor, hint=hint)
+    part = f"the part that process {process[1]} wrote is missing: " if process else ""
+    return CheckpointMissingError(f"{part}no such file", path=path, tensor=tensor, hint=hint)
 
 
 MANIFEST = "manifest.ocdbt"
@@ -202,13 +202,14 @@ class Store:
                     "cache_pool#ocdbt": {"total_bytes_limit": _NODES_BYTES},
                 }
             )
-            self._kvs = tensorstore.KvStore.open(self._place(), context=self._context).result()
+            store = tensorstore.KvStore.open(self._kvstore_spec(), context=self._context)
+            self._kvs = store.result()
         self._values = self._read_values() if self.is_ocdbt else {}
 
     def __reduce__(self):
         raise TypeError("an open checkpoint cannot be copied or pickled; open the path again")
 
-    def _place(self, name: str = "") -> dict[str, Any]:
+    def _kvstore_spec(self, name: str = "") -> dict[str, Any]:
         """tensorstore's specification of the key-value store below a name."""
         name = f"{name}/" if name else ""
         if not self.is_ocdbt:
@@ -259,7 +260,7 @@ class Store:
                 return self._arrays[driver, name]
         spec = {
             "driver": driver,
-            "kvstore": self._place(name),
+            "kvstore": self._kvstore_spec(name),
             "recheck_cached_metadata": False,
             "recheck_cached_data": False,
             # Otherwise missing chunks would be read as zeros.
@@ -319,7 +320,7 @@ class Store:
         except CheckpointError:
             raise
         except MemoryError as error:
-            raise OutOfMemoryError(self._text(tensor, "the host has no memory for it")) from error
+            raise OutOfMemoryError(self._text(tensor, "out of host memory")) from error
         except Exception as error:
             self.check_unchanged(tensor)
             raise self._error(str(error), tensor, opening) from error
@@ -330,7 +331,7 @@ class Store:
         if not os.path.lexists(path):
             return missing(path=path, tensor=tensor)
         short = re.sub(r"\s*\[[^\[]*='.*|\s*\[source locations=.*", "", message, flags=re.DOTALL)
-        problem = f"tensorstore cannot read it: {short[:300]}"
+        problem = f"tensorstore reports: {short[:300]}"
         if "PERMISSION_DENIED" in message:
             return CheckpointAccessError(problem, **where)
         if "Too many open files" in message:
@@ -341,12 +342,12 @@ class Store:
         if message.startswith("NOT_FOUND") or "is missing" in message:
             return CheckpointMissingError(problem, **where)
         if "OUT_OF_RANGE" in message or "outside valid range" in message:
-            hint = "Incomplete copy, or cut while being read? Fetch the checkpoint again."
+            hint = "Incomplete copy, or truncated while being read? Download the checkpoint again."
             return CheckpointTruncatedError(problem, hint=hint, **where)
-        wrong = message.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED"))
-        if wrong or (opening and message.startswith("FAILED_PRECONDITION")):
+        invalid = message.startswith(("INVALID_ARGUMENT", "UNIMPLEMENTED"))
+        if invalid or (opening and message.startswith("FAILED_PRECONDITION")):
             return CheckpointFormatError(problem, **where)
-        hint = "It was damaged on its way or on the disk: fetch it again, or open an earlier step."
+        hint = "The file is corrupt: download it again, or open an earlier step."
         return CheckpointCorruptError(problem, hint=hint, **where)
 
     def _text(self, tensor: str | None, problem: str) -> str:

@@ -18,12 +18,12 @@ from ...dtype import DType
 from ...errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMissingError
 from ..entry import UnknownType
 from ..limits import Limits
-from ..strict_json import load_json, require, wrong
+from ..strict_json import invalid, load_json, require
 
 # tensorstore's driver for a format → file name of the array's description.
 DRIVERS = {"zarr3": "zarr.json", "zarr": ".zarray"}
 # The most dimensions that both NumPy and tensorstore support.
-_MOST_DIMENSIONS = 32
+_MAX_DIMS = 32
 _ZARR2 = re.compile(r"[<>|](?:[biuf]\d|c8|c16)")
 
 
@@ -100,19 +100,20 @@ def _zarr3(value: dict[str, Any], path: str, name: str) -> ArrayDescription:
     version, kind = value.get("zarr_format"), value.get("node_type")
     require(version == 3, path, "zarr_format", "3", version, name)
     require(kind == "array", path, "node_type", "'array'", kind, name)
-    grid, configuration = _named(value.get("chunk_grid"), path, "chunk_grid", name)
+    grid, configuration = _extension(value.get("chunk_grid"), path, "chunk_grid", name)
     require(grid == "regular", path, "chunk_grid", "'regular'", grid, name)
     shape = _sizes(value.get("shape"), path, "shape", name)
     chunk = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
-    encoding, options = _named(value.get("chunk_key_encoding"), path, "chunk_key_encoding", name)
+    keys = value.get("chunk_key_encoding")
+    encoding, options = _extension(keys, path, "chunk_key_encoding", name)
     known = encoding in ("default", "v2")
     require(known, path, "chunk_key_encoding", "'default' or 'v2'", encoding, name)
     separator = options.get("separator", "/" if encoding == "default" else ".")
     require(separator in (".", "/"), path, "separator", "'.' or '/'", separator, name)
     dtype = _dtype(value.get("data_type"), path, "data_type", name)
-    read = _inner(value.get("codecs"), path, name) or chunk
+    read_chunk = _inner(value.get("codecs"), path, name) or chunk
     prefix = "c" if encoding == "default" else ""
-    return ArrayDescription("zarr3", dtype, shape, chunk, read, prefix, separator)
+    return ArrayDescription("zarr3", dtype, shape, chunk, read_chunk, prefix, separator)
 
 
 def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
@@ -120,7 +121,7 @@ def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
     require(isinstance(codecs, list), path, "codecs", "a list", codecs, name)
     found = None
     for one in codecs:
-        codec, configuration = _named(one, path, "codecs", name)
+        codec, configuration = _extension(one, path, "codecs", name)
         if codec == "sharding_indexed":
             found = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
             inside = configuration.get("codecs")
@@ -128,7 +129,7 @@ def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
     return found
 
 
-def _named(value: Any, path: str, what: str, name: str) -> tuple[str, dict[str, Any]]:
+def _extension(value: Any, path: str, what: str, name: str) -> tuple[str, dict[str, Any]]:
     """The name and the configuration of an extension."""
     if isinstance(value, str):
         return value, {}
@@ -141,9 +142,9 @@ def _named(value: Any, path: str, what: str, name: str) -> tuple[str, dict[str, 
 
 
 def _sizes(value: Any, path: str, what: str, name: str) -> tuple[int, ...]:
-    holds = isinstance(value, list) and len(value) <= _MOST_DIMENSIONS
+    holds = isinstance(value, list) and len(value) <= _MAX_DIMS
     holds = holds and all(type(size) is int and size >= 0 for size in value)
-    require(holds, path, what, f"a list of up to {_MOST_DIMENSIONS} sizes", value, name)
+    require(holds, path, what, f"a list of up to {_MAX_DIMS} sizes", value, name)
     return tuple(value)
 
 
@@ -155,16 +156,16 @@ def _dtype(value: Any, path: str, what: str, name: str) -> Any:
             return DType[value]
     except (TypeError, ValueError):
         pass
-    error = wrong(path, what, "a type that maxjax has", value, name)
+    error = invalid(path, what, "a dtype that maxjax supports", value, name)
     if not isinstance(value, str):
         raise error
     return UnknownType(value[:80], error)
 
 
 def _check_sizes(found: ArrayDescription, path: str, name: str, limits: Limits) -> None:
-    shape, chunk, read = found.shape, found.chunk, found.read_chunk
+    shape, chunk, read_chunk = found.shape, found.chunk, found.read_chunk
     where: dict[str, Any] = {"path": path, "tensor": name}
-    same = len(shape) == len(chunk) == len(read)
+    same = len(shape) == len(chunk) == len(read_chunk)
     require(same, path, "the number of axes of a chunk", str(len(shape)), str(len(chunk)), name)
     itemsize = 1 if isinstance(found.dtype, UnknownType) else found.dtype.np.itemsize
     nbytes = itemsize * math.prod(size for size in shape if size)
@@ -173,13 +174,13 @@ def _check_sizes(found: ArrayDescription, path: str, name: str, limits: Limits) 
     # A chunk is decoded completely, including the part outside the array.
     fits = all(0 < step <= max(size, 1) for size, step in zip(shape, chunk, strict=True))
     fits = fits and all(
-        0 < step and size % step == 0 for size, step in zip(chunk, read, strict=True)
+        0 < step and size % step == 0 for size, step in zip(chunk, read_chunk, strict=True)
     )
     if not fits:
         raise CheckpointFormatError(
             "the chunks do not fit into the array",
             expected=f"chunks of at most {list(shape)}",
-            found=f"{list(chunk)} in pieces of {list(read)}",
+            found=f"{list(chunk)} in pieces of {list(read_chunk)}",
             **where,
         )
 
@@ -195,12 +196,12 @@ def check_write_shape(
     pairs = zip(found.shape, shape, strict=True) if len(shape) == len(found.shape) else [(1, 0)]
     if not all(piece and size % piece == 0 for size, piece in pairs):
         raise CheckpointFormatError(
-            "the array is not made of the pieces that it was written in",
+            "the array's shape does not match the pieces in which it was written",
             path=path,
             tensor=name,
             expected=f"a multiple of {list(shape)}",
             found=list(found.shape),
-            hint="One of the two files was damaged.",
+            hint="One of the two files is corrupt.",
         )
 
 
@@ -213,31 +214,31 @@ def check_chunks(
         CheckpointMissingError: a chunk is missing.
         CheckpointCorruptError: a chunk lies outside the shape.
     """
-    there = {index for key in keys if (index := _index(found, key)) is not None}
+    present = {index for key in keys if (index := _index(found, key)) is not None}
     grid = found.grid
-    outside = [index for index in there if not all(map(int.__lt__, index, grid))]
+    outside = [index for index in present if not all(map(int.__lt__, index, grid))]
     if outside:
         raise CheckpointCorruptError(
-            "there are chunks that the shape has no place for",
+            "there are chunks outside the array's shape",
             path=path,
             tensor=name,
             expected=f"a grid of {list(grid)} chunks",
             found=found.key(min(outside)),
         )
-    if is_dense and len(there) < math.prod(grid):
+    if is_dense and len(present) < math.prod(grid):
         # Among one more index than there are chunks, at least one is missing.
-        places = (_place(number, grid) for number in range(len(there) + 1))
-        absent = next(index for index in places if index not in there)
+        indices = (_unravel(number, grid) for number in range(len(present) + 1))
+        missing = next(index for index in indices if index not in present)
         raise CheckpointMissingError(
-            f"{math.prod(grid) - len(there)} of the {math.prod(grid)} chunks are missing",
+            f"{math.prod(grid) - len(present)} of the {math.prod(grid)} chunks are missing",
             path=path,
             tensor=name,
-            expected=f"chunk {found.key(absent)}",
-            hint="Fetch the checkpoint again, or open an earlier step.",
+            expected=f"chunk {found.key(missing)}",
+            hint="Download the checkpoint again, or open an earlier step.",
         )
 
 
-def _place(number: int, grid: Sequence[int]) -> tuple[int, ...]:
+def _unravel(number: int, grid: Sequence[int]) -> tuple[int, ...]:
     """The grid index of a chunk, by its number."""
     index = []
     for size in reversed(grid):

@@ -25,7 +25,7 @@ MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 # Bytes read from the file at first; most pickles of weights are shorter.
 _FIRST_BYTES = 1 << 20
-_REFETCH = "Incomplete download? Delete the file and fetch it again."
+_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def read_legacy(
@@ -39,9 +39,9 @@ def read_legacy(
         CheckpointFormatError: ``torch.save`` does not write such files.
         CheckpointLimitError: the file exceeds ``limits``.
     """
-    most, wanted = limits.pickle_bytes, _FIRST_BYTES
+    limit, wanted = limits.pickle_bytes, _FIRST_BYTES
     while True:
-        data = file.pread(0, min(file.size, most, wanted))
+        data = file.pread(0, min(file.size, limit, wanted))
         legacy = _Legacy(file, number, limits, data)
         try:
             legacy.read()
@@ -50,10 +50,10 @@ def read_legacy(
             # Only the end of the bytes read so far may be reached: try again with more.
             if legacy.is_read or len(data) == file.size:
                 raise
-            if len(data) == most:
+            if len(data) == limit:
                 problem = "the pickles are longer than the limit"
                 raise limits.error(
-                    problem, "pickle_bytes", file.size, path=file.path, offset=most
+                    problem, "pickle_bytes", file.size, path=file.path, offset=limit
                 ) from None
             wanted *= 8
 
@@ -73,40 +73,40 @@ class _Legacy:
     def read(self) -> None:
         """Reads the pickles."""
         for what, expected in (("magic number", MAGIC), ("version of the format", _VERSION)):
-            value, place = self._plain()
+            value, offset = self._plain()
             if type(value) is not int or value != expected:
-                raise self._bad(what, place, expected, shown(value))
-        system, place = self._plain()
+                raise self._error(what, offset, expected, shown(value))
+        system, offset = self._plain()
         if type(system) is not dict:
-            raise self._bad("facts of the system", place, "a dict", shown(system))
-        place = self.at
+            raise self._error("facts of the system", offset, "a dict", shown(system))
+        offset = self.at
         value = self._pickle(find, self._persistent)
-        where = {"path": self.file.path, "offset": place, "nbytes": self.at - place}
+        where = {"path": self.file.path, "offset": offset, "nbytes": self.at - offset}
         self.found, self.metadata = flatten(value, limits=self.limits, **where)
         self.keys, self.keys_at = self._plain()
         if type(self.keys) is not list or not all(type(key) is str for key in self.keys):
             found = shown(self.keys)
-            raise self._bad("keys of the storages", self.keys_at, "a list of texts", found)
+            raise self._error("keys of the storages", self.keys_at, "a list of texts", found)
         self.is_read = True
 
     def entries(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-        """(entries, metadata), once the pickles are read."""
+        """(entries, metadata), after the pickles were read."""
         layout = self._layout()
         # Storages are little-endian on every machine.
         swap = sys.byteorder != "little"
         entries = Entries(self.file.path, self.number, self.limits, layout.get, swap)
         return {name: entries.entry(name, tensor) for name, tensor in self.found}, self.metadata
 
-    def _bad(
-        self, problem: str, place: int, expected: Any, found: Any, tensor: str | None = None
+    def _error(
+        self, problem: str, offset: int, expected: Any, found: Any, tensor: str | None = None
     ) -> CheckpointError:
-        where = {"path": self.file.path, "offset": place, "tensor": tensor}
+        where = {"path": self.file.path, "offset": offset, "tensor": tensor}
         return CheckpointFormatError(problem, expected=expected, found=found, **where)
 
     def _plain(self) -> tuple[Any, int]:
-        """The value of a pickle that may ask for no names, and its offset."""
-        place = self.at
-        return self._pickle(lambda module, name: None, None), place
+        """The value of a pickle without globals, and its offset."""
+        offset = self.at
+        return self._pickle(lambda module, name: None, None), offset
 
     def _pickle(self, tokens: Any, persistent: Any) -> Any:
         value, self.at = read_pickle(
@@ -137,20 +137,20 @@ class _Legacy:
             storage, tensor = self.storages.get(key), users.get(key)
             if storage is None or key in layout:
                 problem = f"keys of the storages: '{key[:80]}'"
-                again = "again" if storage else "one that no tensor has"
-                raise self._bad(problem, self.keys_at, "each key once", again, tensor)
+                again = "again" if storage else "a key that no tensor uses"
+                raise self._error(problem, self.keys_at, "each key once", again, tensor)
             kind = storage.kind.value
             width = kind.np.itemsize if type(kind) is DType else WIDTHS.get(storage.kind.name)
             if width is None:
                 problem = "dtype: unknown or not supported"
-                expected, asked = "a type that JAX has arrays of", str(storage.kind)
-                raise self._bad(problem, storage.at, expected, asked, tensor)
+                expected, kind_name = "a type that JAX has arrays of", str(storage.kind)
+                raise self._error(problem, storage.at, expected, kind_name, tensor)
             layout[key] = self._storage(at, width, tensor)
             at = layout[key].offset + layout[key].nbytes
         if at != self.file.size:
             problem = "bytes after the last storage belong to no tensor"
             expected, size = f"a file of {at} bytes", f"{self.file.size} bytes"
-            raise self._bad(problem, at, expected, size)
+            raise self._error(problem, at, expected, size)
         return layout
 
     def _storage(self, at: int, width: int, tensor: str | None) -> Stored:
@@ -170,7 +170,7 @@ class _Legacy:
                 offset=min(at, size),
                 expected=f"{8 + nbytes} bytes",
                 found=f"{max(size - at, 0)} bytes",
-                hint=_REFETCH,
+                hint=_DOWNLOAD_AGAIN,
             )
         return Stored(start, nbytes)
 

@@ -1,8 +1,8 @@
 """The names (globals) that the pickle of a PyTorch file may ask for, and their meaning.
 
-Those that ``torch.load`` takes by default (``weights_only``) and that weights are written with; a call
-of one becomes a record, which is looked at later. The format is what ``torch/_utils.py`` and
-``torch/serialization.py`` write.
+They are those that ``torch.load`` accepts by default (``weights_only``) and that weights need. A call of
+one becomes a record, which is interpreted later. The format is that of ``torch/_utils.py`` and
+``torch/serialization.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _tensor(reader: Reader, arguments: tuple, function: Token) -> Tensor:
 
 
 def _rebuild(name: str, value: Any) -> Token:
-    # The token is the function's own, so it exists only after the lambda that gives it.
+    # The lambda refers to the token that it is part of.
     token = Token("torch._utils", name, value, lambda r, a: _tensor(r, a, token))
     return token
 
@@ -55,60 +55,61 @@ def _parameter(reader: Reader, arguments: tuple) -> Any:
     """Replaces a parameter by its tensor."""
     if not arguments or type(arguments[0]) is not Tensor:
         found = arguments[0] if arguments else ()
-        raise reader.bad("the data of a parameter", "a tensor", shown(found))
+        raise reader.error("the data of a parameter", "a tensor", shown(found))
     return arguments[0]
 
 
 def _from_type(reader: Reader, arguments: tuple) -> Any:
-    """A tensor with attributes of Python is the tensor: (function, class, arguments, state)."""
+    """The tensor itself of a tensor with Python attributes: (function, class, arguments, state)."""
     function = arguments[0] if arguments else None
     if type(function) is not Token or function.module != "torch._utils" or not function.reduce:
-        raise reader.bad("a tensor with attributes", "what makes a tensor", shown(function))
+        expected = "a function that makes a tensor"
+        raise reader.error("a tensor with attributes", expected, shown(function))
     if len(arguments) != 4 or type(arguments[2]) is not tuple:
-        raise reader.bad("a tensor with attributes", "4 arguments", shown(arguments))
+        raise reader.error("a tensor with attributes", "4 arguments", shown(arguments))
     if type(arguments[1]) is not Token or arguments[1].value != "class":
-        raise reader.bad("the class of a tensor", "torch.Tensor", shown(arguments[1]))
+        raise reader.error("the class of a tensor", "torch.Tensor", shown(arguments[1]))
     return function.reduce(reader, arguments[2])
 
 
 def _ordered_dict(reader: Reader, arguments: tuple) -> dict:
-    """Empty, or of Python 2: with the list of its items."""
+    """An empty OrderedDict, or as Python 2 writes it, one with a list of items."""
     items = arguments[0] if arguments else []
     if len(arguments) > 1 or type(items) is not list:
-        raise reader.bad("the arguments of OrderedDict", "none", shown(arguments))
+        raise reader.error("the arguments of OrderedDict", "none", shown(arguments))
     result: dict = {}
     for item in items:
         if type(item) not in (list, tuple) or len(item) != 2:
-            raise reader.bad("an item of an OrderedDict", "a key and a value", shown(item))
+            raise reader.error("an item of an OrderedDict", "a key and a value", shown(item))
         reader.check_key(item[0])
         result[item[0]] = item[1]
     return result
 
 
-def _one(kind: type) -> Callable[[Reader, tuple], Any]:
-    """A call with one argument that stands for the argument: a size, a device, a set."""
+def _single_argument(kind: type) -> Callable[[Reader, tuple], Any]:
+    """A function that replaces a call by its only argument: a size, a device, a set."""
 
     def reduce(reader: Reader, arguments: tuple) -> Any:
         if not arguments or type(arguments[0]) is not kind:
-            raise reader.bad("the argument of a call", kind.__name__, shown(arguments))
+            raise reader.error("the argument of a call", kind.__name__, shown(arguments))
         return arguments[0]
 
     return reduce
 
 
 def _encode(reader: Reader, arguments: tuple) -> bytes:
-    """Bytes as protocol 2 writes them: text, of which every character is one byte."""
+    """Bytes as protocol 2 writes them: as text with one character for each byte."""
     if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in ("latin1", "latin-1"):
         try:
             return arguments[0].encode("latin-1")
         except UnicodeEncodeError:
             pass
-    raise reader.bad("the arguments of encode", "bytes as latin1 text", shown(arguments))
+    raise reader.error("the arguments of encode", "bytes as latin1 text", shown(arguments))
 
 
 def _bytes(reader: Reader, arguments: tuple) -> bytes:
     if arguments:
-        raise reader.bad("the arguments of bytes", "none", shown(arguments))
+        raise reader.error("the arguments of bytes", "none", shown(arguments))
     return b""
 
 
@@ -148,7 +149,7 @@ WIDTHS = {
     "QUInt4x2Storage": 1,
     "QUInt2x4Storage": 1,
 }
-# Functions that make a tensor: where the arguments are, or which kind is not supported.
+# Functions that make a tensor: VIEW, or a description of the unsupported kind.
 VIEW = "a view"
 _FUNCTIONS: dict[str, str] = {
     "_rebuild_tensor": VIEW,
@@ -159,8 +160,8 @@ _FUNCTIONS: dict[str, str] = {
     "_rebuild_nested_tensor": "a nested tensor",
     "_rebuild_meta_tensor_no_storage": "a tensor of the meta device, which has no data",
     "_rebuild_wrapper_subclass": "a tensor of a subclass",
-    "_rebuild_device_tensor_from_numpy": "a tensor of another device's own kind",
-    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of another device's own kind",
+    "_rebuild_device_tensor_from_numpy": "a tensor of an unsupported device",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of an unsupported device",
 }
 _SCHEMES = (
     "per_tensor_affine per_channel_affine per_tensor_symmetric per_channel_symmetric"
@@ -173,13 +174,13 @@ _ALL = [
     Token("torch._tensor", "_rebuild_from_type_v2", None, _from_type),
     Token("torch", "Tensor", "class"),
     Token("torch.nn.parameter", "Parameter", "class"),
-    Token("torch", "Size", None, _one(tuple)),
-    Token("torch", "device", None, _one(str)),
-    Token("torch.serialization", "_get_layout", None, _one(str)),
+    Token("torch", "Size", None, _single_argument(tuple)),
+    Token("torch", "device", None, _single_argument(str)),
+    Token("torch.serialization", "_get_layout", None, _single_argument(str)),
     Token("torch.storage", "UntypedStorage", DType.uint8),
     Token("collections", "OrderedDict", None, _ordered_dict),
     Token("_codecs", "encode", None, _encode),
-    *(Token(module, "set", None, _one(list)) for module in ("builtins", "__builtin__")),
+    *(Token(module, "set", None, _single_argument(list)) for module in ("builtins", "__builtin__")),
     *(Token(module, "bytes", None, _bytes) for module in ("builtins", "__builtin__")),
     *(Token("torch", name, dtype) for name, dtype in _DTYPES.items()),
     *(Token("torch", name) for name in (*_NO_DTYPES, *_SCHEMES)),
@@ -191,8 +192,7 @@ _STORAGE = re.compile(r"([A-Za-z0-9]{1,40})Storage")
 def find(module: str, name: str) -> Token | None:
     """The token of a name that a file may ask for, or None.
 
-    A storage class that is unknown has a token too: what it is asked for is a tensor, and the error shall
-    say which.
+    An unknown storage class has a token too, so that the error can name the tensor that needs it.
 
     Example:
         >>> str(find("torch", "FloatStorage")), find("os", "system")
@@ -208,10 +208,10 @@ def find(module: str, name: str) -> Token | None:
 def persistent(reader: Reader, identity: Any) -> Storage:
     """The storage that a persistent id stands for: ("storage", class, key, location, numel)."""
     if type(identity) is not tuple or len(identity) not in (5, 6):
-        raise reader.bad("a persistent id", "that of a storage", shown(identity))
+        raise reader.error("a persistent id", "that of a storage", shown(identity))
     word, kind, key, _, numel, *view = identity
     if type(word) is not str or word != "storage":
-        raise reader.bad("a persistent id", "that of a storage", shown(word))
+        raise reader.error("a persistent id", "that of a storage", shown(word))
     if type(kind) is not Token or not kind.name.endswith("Storage"):
-        raise reader.bad("the class of a storage", "a storage class", shown(kind))
+        raise reader.error("the class of a storage", "a storage class", shown(kind))
     return Storage(kind, key, numel, view[0] if view else None, reader.where(reader.op))

@@ -12,13 +12,14 @@ from ...errors import (
     CheckpointFormatError,
     CheckpointTruncatedError,
     CheckpointUnsafeError,
+    integer_text,
 )
-from ..limits import Limits, of_digits
+from ..limits import Limits, digits_hint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Token:
-    """A name that a pickle may ask for; it stands for itself and is never imported.
+    """A global that a pickle may ask for; it is a placeholder and never imported.
 
     ``value`` is its meaning in the format. ``reduce`` is our function that replaces a call of it: it
     takes the ``Reader`` and the arguments and returns a plain value.
@@ -42,11 +43,11 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
-    if type(value) is int and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"
+    if type(value) is int:
+        return integer_text(value)
     if isinstance(value, str | bytes):
         return repr(value[:80]) + ("…" if len(value) > 80 else "")
-    if value is None or isinstance(value, int | float | Token):
+    if value is None or isinstance(value, bool | float | Token):
         return str(value)
     return f"a {type(value).__name__}"
 
@@ -58,7 +59,7 @@ _CHILDREN: dict[type, Callable[[Any], Any]] = {dict: dict.values, list: iter, tu
 
 
 class _Level:
-    """A container on the way down: ``values`` in it so far, and ``levels`` with its own."""
+    """A container being measured: its number of ``values`` so far, and its depth in ``levels``."""
 
     __slots__ = ("value", "rest", "values", "levels")
 
@@ -71,43 +72,43 @@ class _Level:
         self.values += values
         self.levels = max(self.levels, levels + 1)
 
-    def next(self, known: dict[int, tuple[int, int]]) -> Any:
-        """The next container in it that was not measured yet, or None."""
+    def next(self, measured: dict[int, tuple[int, int]]) -> Any:
+        """The next container in it that is not measured yet, or None."""
         for child in self.rest:
             if type(child) not in _CHILDREN:
                 self.values += 1
-            elif id(child) in known:
-                self.add(*known[id(child)])
+            elif id(child) in measured:
+                self.add(*measured[id(child)])
             else:
                 return child
         return None
 
 
-def measure(value: Any, limits: Limits, over: Callable[[str, str, int], Exception]) -> None:
-    """Checks depth and size of a value as if each container were written out at each place.
+def measure(value: Any, limits: Limits, over_limit: Callable[[str, str, int], Exception]) -> None:
+    """Checks depth and size of a value, counting a shared container once for each reference.
 
-    ``over`` makes the error from the problem, the limit's name and the value.
+    ``over_limit`` makes the error from the problem, the limit's name and the value.
     """
     items, depth = limits.pickle_items, limits.pickle_depth
-    known: dict[int, tuple[int, int]] = {}  # id → (values, levels)
+    measured: dict[int, tuple[int, int]] = {}  # id → (values, levels)
     path = [_Level(value)] if type(value) in _CHILDREN else []
     inside = {id(value)}
     while path:
         level = path[-1]
-        child = level.next(known)
+        child = level.next(measured)
         if level.values > items:
-            raise over("the pickle holds too many values", "pickle_items", level.values)
+            raise over_limit("the pickle holds too many values", "pickle_items", level.values)
         if child is not None:
             if id(child) in inside or len(path) >= depth:
-                raise over("values too deep in one another", "pickle_depth", depth + 1)
+                raise over_limit("values are nested too deep", "pickle_depth", depth + 1)
             inside.add(id(child))
             path.append(_Level(child))
             continue
         if len(path) + level.levels - 1 > depth:
-            raise over("values too deep in one another", "pickle_depth", depth + 1)
+            raise over_limit("values are nested too deep", "pickle_depth", depth + 1)
         path.pop()
         inside.discard(id(level.value))
-        known[id(level.value)] = level.values, level.levels
+        measured[id(level.value)] = level.values, level.levels
         if path:
             path[-1].add(level.values, level.levels)
 
@@ -116,20 +117,21 @@ _SAFE = "Nothing of the file was run. Use a safetensors version."
 # Safe types of keys: a file cannot choose their hashes, and so cannot slow down a dict by collisions.
 _KEYS = (str, int, bool, bytes, float, type(None))
 _HASH_MODULUS = 2**61 - 1
-# What torch.save writes for a tensor has up to 32 instructions, and 10 more for a parameter.
-_OF_A_TENSOR = 64
+# torch.save writes up to 32 instructions for a tensor, and 10 more for a parameter.
+_INSTRUCTIONS_PER_TENSOR = 64
 # Numbers of at most this many bytes are read without checking the limit on long ones.
 _SHORT_BYTES = 8
 # Number of stack items searched for the name of the tensor that an error concerns.
-_LOOKED_AT = 64
+_MAX_SEARCHED = 64
 Find = Callable[[str, str], Token | None]
 
 
 class Reader:
-    """One pass over a pickle. ``at`` is the next byte, ``op`` that of the instruction being done.
+    """The state of one pass over a pickle.
 
-    ``stack`` holds what was built since the last mark, ``marks`` the stacks before it, and
-    ``tensors`` is how many were made so far.
+    ``at`` is the offset of the next byte, and ``op`` that of the current instruction. ``stack`` holds
+    the values since the last mark, ``marks`` the stacks before it, and ``tensors`` is the number of
+    tensors created so far.
     """
 
     def __init__(
@@ -141,12 +143,12 @@ class Reader:
         tokens: Find,
         persistent: Callable[[Reader, Any], Any] | None,
         start: int,
-        packed_at: int,
+        compressed_offset: int,
     ):
         self.data = data
         self.path = path
         self.offset = offset
-        self.packed_at = packed_at
+        self.compressed_offset = compressed_offset
         self.limits = limits
         self.tokens = tokens
         self.persistent = persistent
@@ -159,15 +161,15 @@ class Reader:
     # --- errors ---
 
     def where(self, at: int) -> int:
-        """The place in the file of byte ``at`` of the data."""
-        return self.packed_at if self.offset is None else self.offset + at
+        """The offset in the file of byte ``at`` of the data."""
+        return self.compressed_offset if self.offset is None else self.offset + at
 
-    def bad(self, problem: str, expected: str, found: str, key: Any = None) -> CheckpointError:
-        """The error for something that no writer writes; ``key`` is the tensor's key in its dict."""
+    def error(self, problem: str, expected: str, found: str, key: Any = None) -> CheckpointError:
+        """The error for an invalid pickle; ``key`` is the tensor's key in its dict."""
         return CheckpointFormatError(
             problem,
             path=self.path,
-            tensor=self._name(key),
+            tensor=self._tensor_name(key),
             offset=self.where(self.op),
             expected=expected,
             found=found,
@@ -178,64 +180,64 @@ class Reader:
         return CheckpointUnsafeError(
             problem,
             path=self.path,
-            tensor=self._name(),
+            tensor=self._tensor_name(),
             offset=self.where(self.op),
-            expected="the names that tensors are written with",
+            expected="a global that PyTorch uses to store tensors",
             found=found,
             hint=_SAFE,
         )
 
-    def short(self, wanted: int) -> CheckpointError:
+    def truncated(self, wanted: int) -> CheckpointError:
         """The error for data that ends before ``wanted`` more bytes."""
-        there = len(self.data) - self.at
+        available = len(self.data) - self.at
         return CheckpointTruncatedError(
-            "the pickle ends inside an instruction" if wanted > 1 else "the pickle has no end",
+            f"the pickle {'ends inside an instruction' if wanted > 1 else 'has no STOP instruction'}",
             path=self.path,
             offset=self.where(self.at),
             expected=f"{wanted} bytes",
-            found=f"{there} bytes",
-            hint="Incomplete download? Fetch it again.",
+            found=f"{available} bytes",
+            hint="Incomplete download? Download it again.",
         )
 
-    def over(
+    def over_limit(
         self, problem: str, option: str, value: int, fixed: str | None = None
     ) -> CheckpointError:
         """The error for a value over the limit ``option``; ``fixed`` says why raising it does not help."""
-        place, name = self.where(self.op), self._name()
-        more = {"path": self.path, "tensor": name, "offset": place}
+        offset, name = self.where(self.op), self._tensor_name()
+        more = {"path": self.path, "tensor": name, "offset": offset}
         return self.limits.error(problem, option, value, fixed=fixed, **more)
 
-    def _name(self, key: Any = None) -> str | None:
-        """The tensor being built, as far as the keys on the stack tell."""
+    def _tensor_name(self, key: Any = None) -> str | None:
+        """The name of the tensor being built, as far as the keys on the stack show it."""
         keys: list[Any] = []
-        frames = [*self.marks[:_LOOKED_AT], self.stack]
+        frames = [*self.marks[:_MAX_SEARCHED], self.stack]
         for number, frame in enumerate(frames):
             before = frames[number - 1][-1:] if number else []
             if before and type(before[0]) is dict:  # the keys and values of SETITEMS
                 last = len(frame) - 1 - (len(frame) - 1) % 2
                 found = [k for k in frame[max(last - 2, 0) : last + 1 : 2] if type(k) is str][-1:]
             else:  # a dict and its one key, for SETITEM
-                pairs = pairwise(frame[:_LOOKED_AT])
-                found = [key for held, key in pairs if type(held) is dict]
+                pairs = pairwise(frame[:_MAX_SEARCHED])
+                found = [key for container, key in pairs if type(container) is dict]
             keys.extend(found)
         return ".".join(k for k in [*keys, key] if type(k) is str) or None
 
-    def stranger(self, module: str, name: str) -> CheckpointError:
-        """The error for a name that is not in the table."""
+    def unknown_name(self, module: str, name: str) -> CheckpointError:
+        """The error for a global that is not in the table."""
         asked = f"{module}.{name}"[:200]
-        return self.unsafe(f"the file asks for '{asked}', which no weights need", asked)
+        return self.unsafe(f"the file asks for '{asked}', which weights do not need", asked)
 
     # --- bounds ---
 
-    def most_instructions(self) -> int:
+    def max_instructions(self) -> int:
         """The number of instructions allowed, given the tensors created so far."""
-        return self.limits.pickle_instructions + _OF_A_TENSOR * self.tensors
+        return self.limits.pickle_instructions + _INSTRUCTIONS_PER_TENSOR * self.tensors
 
     def count_tensor(self) -> None:
         """Counts one more tensor."""
         self.tensors += 1
         if self.tensors > self.limits.tensors:
-            raise self.over("too many tensors", "tensors", self.tensors)
+            raise self.over_limit("too many tensors", "tensors", self.tensors)
 
     # --- operands ---
 
@@ -243,15 +245,15 @@ class Reader:
         """The next ``count`` bytes."""
         begin, end = self.at, self.at + count
         if end > len(self.data):
-            raise self.beyond(count)
+            raise self.missing_bytes(count)
         self.at = end
         return self.data[begin:end]
 
-    def beyond(self, count: int) -> CheckpointError:
+    def missing_bytes(self, count: int) -> CheckpointError:
         """The error for ``count`` missing bytes: over the limit, or the data ends earlier."""
         if count > self.limits.pickle_bytes:
-            return self.over("a value of the pickle is too long", "pickle_bytes", count)
-        return self.short(count)
+            return self.over_limit("a value of the pickle is too long", "pickle_bytes", count)
+        return self.truncated(count)
 
     def number(self, width: int) -> int:
         """The next ``width`` bytes as an unsigned number."""
@@ -261,7 +263,7 @@ class Reader:
         """The text up to the end of the line."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
-            raise self.short(len(self.data) - self.at + 1)
+            raise self.truncated(len(self.data) - self.at + 1)
         return self.text(self.take(end + 1 - self.at)[:-1])
 
     def text(self, data: bytes) -> str:
@@ -270,39 +272,39 @@ class Reader:
             return data.decode()
         except UnicodeDecodeError as error:
             found = f"byte {data[error.start]:02X}"
-            raise self.bad("text that is not UTF-8", "UTF-8", found) from None
+            raise self.error("text that is not UTF-8", "UTF-8", found) from None
 
     def pop(self) -> Any:
         """The top of the stack."""
         if not self.stack:
-            raise self.bad("an instruction without its operand", "a value", "an empty stack")
+            raise self.error("an instruction without its operand", "a value", "an empty stack")
         return self.stack.pop()
 
     def top(self, *kinds: type) -> Any:
-        """The top of the stack, which stays there; of one of ``kinds`` if there are any."""
+        """The top of the stack, without popping it; its type must be one of ``kinds`` if any are given."""
         self.stack.append(value := self.pop())
         if kinds and type(value) not in kinds:
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise self.bad("an instruction on a value of another type", wanted, shown(value))
+            raise self.error("an instruction on a value of another type", wanted, shown(value))
         return value
 
     def to_mark(self) -> list[Any]:
         """Pops what was built since the last mark."""
         if not self.marks:
-            raise self.bad("an instruction without its mark", "a mark", "none")
+            raise self.error("an instruction without its mark", "a mark", "none")
         values, self.stack = self.stack, self.marks.pop()
         return values
 
     def remember(self, slot: int) -> None:
         """Stores the top of the stack in the memo."""
-        if slot >= self.most_instructions():  # each slot takes one
-            raise self.over("a slot of the memo", "pickle_instructions", slot)
+        if slot >= self.max_instructions():  # each slot takes one
+            raise self.over_limit("a slot of the memo", "pickle_instructions", slot)
         self.memo[slot] = self.top()
 
     def recall(self, slot: int) -> None:
         """Pushes a value from the memo."""
         if slot not in self.memo:
-            raise self.bad("a slot of the memo", "one that was filled", str(slot))
+            raise self.error("a slot of the memo", "one that was filled", str(slot))
         self.stack.append(self.memo[slot])
 
     def insert(self, pairs: list[Any]) -> None:
@@ -311,42 +313,42 @@ class Reader:
         if type(target) is not dict:
             target = self.top(dict)
         if len(pairs) % 2:
-            raise self.bad("keys and values of a dict", "pairs", f"{len(pairs)} values")
+            raise self.error("keys and values of a dict", "pairs", f"{len(pairs)} values")
         for key, value in zip(pairs[0::2], pairs[1::2], strict=True):
             if type(key) is not str:
                 self.check_key(key)
             if key in target:
-                raise self.bad("a key twice in one dict", "one value a key", shown(key), key)
+                raise self.error("a key occurs twice in one dict", "unique keys", shown(key), key)
             target[key] = value
 
     def check_key(self, key: Any) -> None:
         """Refuses a key that a dict should not be asked to hash."""
         if type(key) not in _KEYS:
-            raise self.bad("a key of a dict", "text or a number", shown(key))
+            raise self.error("a key of a dict", "text or a number", shown(key))
         if type(key) is int and abs(key) >= _HASH_MODULUS:
-            raise self.bad("a key of a dict", "a number below 2^61", shown(key))
+            raise self.error("a key of a dict", "a number below 2^61", shown(key))
 
-    def ask(self, module: Any, name: Any) -> None:
-        """Pushes the token of a name."""
+    def push_global(self, module: Any, name: Any) -> None:
+        """Pushes the token of a global."""
         if type(module) is not str or type(name) is not str:
             asked = f"{shown(module)}, {shown(name)}"
-            raise self.unsafe("the file asks for a name that is none", asked)
+            raise self.unsafe("the file asks for a global whose name is not text", asked)
         token = self.tokens(module, name)
         if token is None:
-            raise self.stranger(module, name)
+            raise self.unknown_name(module, name)
         self.stack.append(token)
 
-    def whole(self, data: bytes) -> int:
+    def signed_integer(self, data: bytes) -> int:
         """A signed number of any length."""
         if len(data) <= _SHORT_BYTES:
             return int.from_bytes(data, "little", signed=True)
         digits = len(data) * 2408 // 1000
         if digits > self.limits.json_digits + 3:
-            raise self.over("a number has too many digits", "json_digits", digits)
+            raise self.over_limit("a number has too many digits", "json_digits", digits)
         return int.from_bytes(data, "little", signed=True)
 
     def decimal(self) -> Any:
-        """A number as text: also ``00`` and ``01``, which are False and True."""
+        """A number as text; ``00`` and ``01`` are False and True."""
         text = self.line()
         if text in ("00", "01"):
             return text == "01"
@@ -355,7 +357,7 @@ class Reader:
             raise self._digits(len(digits))
         plain = digits.removeprefix("-")
         if not (plain.isascii() and plain.isdigit()):
-            raise self.bad("a number as text", "digits", shown(text))
+            raise self.error("a number as text", "digits", shown(text))
         try:
             return int(digits)
         except ValueError:  # the interpreter has a limit of its own
@@ -364,4 +366,4 @@ class Reader:
     def _digits(self, count: int) -> CheckpointError:
         """The error for a number as text that is too long."""
         problem = "a number has too many digits"
-        return self.over(problem, "json_digits", count, of_digits(count))
+        return self.over_limit(problem, "json_digits", count, digits_hint(count))

@@ -1,10 +1,10 @@
 """A safe pickle reader, which returns plain values and executes nothing.
 
-A pickle is a program that may import and call anything. This reader knows the instructions
-that ``torch.save`` writes (protocols 1 to 5) and gives plain data: a name that a pickle asks
-for becomes an inert :class:`Token` out of a list of the format's, a call becomes what the
-format's table says, and any other name is refused. Nothing is imported and nothing of the file
-is called. The instructions are those of Python's ``pickletools``.
+A pickle is a program that may import and call anything. This reader interprets the instructions that
+``torch.save`` writes (protocols 1 to 5) and returns plain data. A global in the table of the format
+becomes an inert :class:`Token`, and a call of it becomes the value that the table defines; any other
+global is refused. Nothing is imported, and nothing from the file is called. ``pickletools`` of Python
+documents the instructions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..limits import Limits
 from ..strict_json import collector_paused
 from .pickle_machine import Find, Reader, Token, measure, shown
 
-# A number as text of up to so many bytes is read without a look at the limits of long ones.
+# Numbers as text of at most this many bytes are read without checking the limit on long ones.
 _SHORT_NUMBER = 20
 _UINT = struct.Struct("<I").unpack_from
 # Instructions that build an object of a class or of a registered extension.
@@ -41,18 +41,18 @@ def read_pickle(
     tokens: Find,
     persistent: Callable[[Reader, Any], Any] | None = None,
     start: int = 0,
-    packed_at: int = 0,
+    compressed_offset: int = 0,
 ) -> tuple[Any, int]:
-    """The value of the pickle that begins at byte ``start`` of ``data``, and where it ends.
+    """The value of the pickle that begins at byte ``start`` of ``data``, and the offset of its end.
 
-    Dicts, lists, tuples and scalars are themselves; an OrderedDict is a dict, a set a list. No
-    container is inside itself, or deeper than ``limits.pickle_depth``, or stands in so many places
-    that writing all of them out would take more than ``limits.pickle_items``. Instructions are
-    counted against ``limits.pickle_instructions`` and the tensors that they make.
+    An OrderedDict becomes a dict, and a set a list. Containers that contain themselves are refused.
+    ``limits.pickle_depth`` bounds the nesting, ``limits.pickle_items`` the number of values (a shared
+    container counts once for each reference), and ``limits.pickle_instructions`` the instructions, in
+    addition to some for each tensor.
 
     Args:
         offset: offset of ``data`` in the file, or None if it is compressed there and begins at
-            ``packed_at``; messages then name that byte.
+            ``compressed_offset``; messages then name that byte.
         tokens: function (module, name) → token, or None if the name is refused.
         persistent: function from a persistent id to its value.
 
@@ -70,23 +70,23 @@ def read_pickle(
         ...             tokens=lambda module, name: None)
         Traceback (most recent call last):
         maxjax.errors.CheckpointUnsafeError: m.pt: at byte 0: the file asks for 'posix.system',
-        which no weights need (expected ..., found posix.system). Nothing of the file was run...
+        which weights do not need (expected ..., found posix.system). Nothing of the file was run...
     """
-    reader = Reader(data, path, offset, limits, tokens, persistent, start, packed_at)
+    reader = Reader(data, path, offset, limits, tokens, persistent, start, compressed_offset)
     with collector_paused():
         value = _run(reader)
-    measure(value, limits, reader.over)
+    measure(value, limits, reader.over_limit)
     return value, reader.at
 
 
 def _run(reader: Reader) -> Any:
-    """Follows the instructions up to STOP; gives the value left."""
+    """Interprets the instructions up to STOP; returns the remaining value."""
     data, end, done = reader.data, len(reader.data), 0
-    while (most := reader.most_instructions()) > done:
-        for _ in range(most - done):
+    while (limit := reader.max_instructions()) > done:
+        for _ in range(limit - done):
             reader.op = at = reader.at
             if at >= end:
-                raise reader.short(1)
+                raise reader.truncated(1)
             reader.at = at + 1
             code = data[at]
             if code == 0x2E:  # STOP
@@ -95,19 +95,19 @@ def _run(reader: Reader) -> Any:
             if instruction is None:
                 raise _refused(reader, code)
             instruction(reader)
-        done = most
+        done = limit
     problem = "the pickle has too many instructions for its tensors"
-    raise reader.over(problem, "pickle_instructions", done + 1)
+    raise reader.over_limit(problem, "pickle_instructions", done + 1)
 
 
 def _refused(reader: Reader, code: int) -> CheckpointError:
     if code == 0x69:  # INST: its class is in its arguments
         module, name = reader.line(), reader.line()
-        return reader.stranger(module, name)
+        return reader.unknown_name(module, name)
     if code in _OBJECTS:
         what = _OBJECTS[code]
         return reader.unsafe(f"the instruction {what} builds an object of a class", what)
-    return reader.bad("no instruction of a checkpoint", "an instruction", f"byte {code:02X}")
+    return reader.error("no instruction of a checkpoint", "an instruction", f"byte {code:02X}")
 
 
 # --- the instructions: code → what to do with the reader ---------------------------------------
@@ -117,48 +117,48 @@ def _protocol(reader: Reader) -> None:
     """PROTO."""
     version = reader.number(1)
     if version > 5:
-        raise reader.bad("the protocol of the pickle", "0 to 5", str(version))
+        raise reader.error("the protocol of the pickle", "0 to 5", str(version))
 
 
 def _frame(reader: Reader) -> None:
-    """FRAME: its bytes must be there, and are read as if it were not."""
+    """FRAME: its bytes must exist; otherwise it is ignored."""
     length = reader.number(8)
     if length > len(reader.data) - reader.at:
-        raise reader.beyond(length)
+        raise reader.missing_bytes(length)
 
 
-def _ask_stack(reader: Reader) -> None:
+def _push_global(reader: Reader) -> None:
     """STACK_GLOBAL."""
     stack = reader.stack
     name = stack.pop() if stack else None
     module = stack.pop() if stack else None
-    reader.ask(module, name)
+    reader.push_global(module, name)
 
 
 def _reduce(reader: Reader) -> None:
-    """REDUCE: what the table says that the call stands for."""
+    """REDUCE: the value that the table defines for the call."""
     arguments, callee = reader.pop(), reader.pop()
     if type(callee) is not Token:
-        raise reader.bad("a call of what is no name", "a name", shown(callee))
+        raise reader.error("a call of a value that is not a global", "a global", shown(callee))
     if callee.reduce is None:
-        raise reader.unsafe(f"the file calls '{callee}', which no weights need", str(callee))
+        raise reader.unsafe(f"the file calls '{callee}', which weights do not need", str(callee))
     if type(arguments) is not tuple:
-        raise reader.bad(f"the arguments of {callee.name}", "a tuple", shown(arguments))
+        raise reader.error(f"the arguments of {callee.name}", "a tuple", shown(arguments))
     reader.stack.append(callee.reduce(reader, arguments))
 
 
 def _build(reader: Reader) -> None:
-    """BUILD: attributes, which only an OrderedDict may have; they are left out."""
+    """BUILD: attributes, which only an OrderedDict may have; they are ignored."""
     state, built = reader.pop(), reader.top()
     if type(built) is not dict or type(state) is not dict:
         what = f"BUILD of {shown(built)} from {shown(state)}"
         raise reader.unsafe("the instruction BUILD sets the state of an object", what)
 
 
-def _stored(reader: Reader) -> None:
-    """BINPERSID: something that is not in the pickle."""
+def _persistent(reader: Reader) -> None:
+    """BINPERSID: an object outside the pickle, here a storage."""
     if reader.persistent is None:
-        raise reader.bad("a persistent id", "none here", shown(reader.top()))
+        raise reader.error("a persistent id", "none here", shown(reader.top()))
     reader.stack.append(reader.persistent(reader, reader.pop()))
 
 
@@ -166,8 +166,8 @@ def _push(make: Callable[[Reader], Any]) -> Callable[[Reader], None]:
     return lambda reader: reader.stack.append(make(reader))
 
 
-# What a hostile pickle may have a million of goes without further calls as long as nothing is
-# wrong; the plain way below each has the error.
+# Instructions that a hostile pickle may contain a million times have a fast path without further calls;
+# the slow path raises the errors.
 
 
 def _put(reader: Reader) -> None:
@@ -242,11 +242,6 @@ def _byte(reader: Reader) -> None:
         reader.number(1)
 
 
-def _duplicate(reader: Reader) -> None:
-    """DUP."""
-    reader.stack.append(reader.top())
-
-
 def _line_number(reader: Reader) -> None:
     """INT and LONG: a number as text."""
     at = reader.at
@@ -260,9 +255,9 @@ def _line_number(reader: Reader) -> None:
 
 
 def _mark(reader: Reader) -> None:
-    # One container is open for each mark, beside the arguments of calls.
+    # Each mark is an open container, or the arguments of a call.
     if len(reader.marks) > reader.limits.pickle_depth + 16:
-        raise reader.over("values too deep in one another", "pickle_depth", len(reader.marks))
+        raise reader.over_limit("values are nested too deep", "pickle_depth", len(reader.marks))
     reader.marks.append(reader.stack)
     reader.stack = []
 
@@ -271,7 +266,7 @@ def _pack(count: int) -> Callable[[Reader], None]:
     def pack(reader: Reader) -> None:
         stack = reader.stack
         if len(stack) < count:
-            raise reader.bad("an instruction without its operand", "a value", "an empty stack")
+            raise reader.error("an instruction without its operand", "a value", "an empty stack")
         values = tuple(stack[-count:])
         del stack[-count:]
         stack.append(values)
@@ -281,14 +276,14 @@ def _pack(count: int) -> Callable[[Reader], None]:
 
 def _append(reader: Reader) -> None:
     value = reader.pop()
-    if reader.stack and type(held := reader.stack[-1]) is list:
-        held.append(value)
+    if reader.stack and type(container := reader.stack[-1]) is list:
+        container.append(value)
     else:
         reader.top(list)
 
 
 def _tuple(reader: Reader) -> None:
-    values = tuple(reader.to_mark())  # before the stack is asked for: it is another one then
+    values = tuple(reader.to_mark())  # first, because this replaces the stack
     reader.stack.append(values)
 
 
@@ -300,18 +295,14 @@ def _extend(reader: Reader) -> None:
 def _insert(reader: Reader) -> None:
     """SETITEM."""
     value, key, stack = reader.pop(), reader.pop(), reader.stack
-    if type(key) is str and stack and type(held := stack[-1]) is dict and key not in held:
-        held[key] = value
+    if type(key) is str and stack and type(container := stack[-1]) is dict and key not in container:
+        container[key] = value
     else:
         reader.insert([key, value])
 
 
-def _insert_all(reader: Reader) -> None:
-    reader.insert(reader.to_mark())
-
-
 def _short(reader: Reader) -> bytes:
-    """Bytes behind a byte that counts them."""
+    """Bytes that follow a one-byte count."""
     at, data = reader.at, reader.data
     end = at + 1 + data[at] if at < len(data) else at
     if at < end <= len(data):
@@ -320,8 +311,8 @@ def _short(reader: Reader) -> bytes:
     return reader.take(reader.number(1))
 
 
-def _old_text(reader: Reader, data: bytes) -> Any:
-    """A string of Python 2: text if it is any, else bytes."""
+def _old_text(data: bytes) -> Any:
+    """A string of Python 2: text if it is UTF-8, otherwise bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -345,14 +336,14 @@ _INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
     ord("e"): _extend,
     0x90: _extend,  # ADDITEMS
     ord("s"): _insert,
-    ord("u"): _insert_all,
+    ord("u"): lambda r: r.insert(r.to_mark()),
     # the memo
     ord("q"): _put,
     ord("r"): _put_long,
     0x94: _memoize,
     ord("h"): _get,
     ord("j"): _get_long,
-    ord("2"): _duplicate,
+    ord("2"): _push(lambda r: r.top()),  # DUP
     # scalars
     ord("N"): _push(lambda r: None),
     0x88: _push(lambda r: True),
@@ -360,8 +351,8 @@ _INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
     ord("K"): _byte,
     ord("M"): _push(lambda r: r.number(2)),
     ord("J"): _push(lambda r: int.from_bytes(r.take(4), "little", signed=True)),
-    0x8A: _push(lambda r: r.whole(_short(r))),
-    0x8B: _push(lambda r: r.whole(r.take(r.number(4)))),
+    0x8A: _push(lambda r: r.signed_integer(_short(r))),
+    0x8B: _push(lambda r: r.signed_integer(r.take(r.number(4)))),
     ord("G"): _push(lambda r: struct.unpack(">d", r.take(8))[0]),
     ord("I"): _line_number,
     ord("L"): _line_number,
@@ -369,15 +360,15 @@ _INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
     0x8C: _push(lambda r: r.text(_short(r))),
     ord("X"): _text,
     0x8D: _push(lambda r: r.text(r.take(r.number(8)))),
-    ord("U"): _push(lambda r: _old_text(r, _short(r))),
-    ord("T"): _push(lambda r: _old_text(r, r.take(r.number(4)))),
+    ord("U"): _push(lambda r: _old_text(_short(r))),
+    ord("T"): _push(lambda r: _old_text(r.take(r.number(4)))),
     ord("C"): _push(_short),
     ord("B"): _push(lambda r: r.take(r.number(4))),
     0x8E: _push(lambda r: r.take(r.number(8))),
     # names and what is done with them
-    ord("c"): lambda r: r.ask(r.line(), r.line()),
-    0x93: _ask_stack,
+    ord("c"): lambda r: r.push_global(r.line(), r.line()),
+    0x93: _push_global,
     ord("R"): _reduce,
     ord("b"): _build,
-    ord("Q"): _stored,
+    ord("Q"): _persistent,
 }

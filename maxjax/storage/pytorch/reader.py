@@ -19,10 +19,10 @@ from ...errors import (
     some,
 )
 from ..entry import Coding, TensorEntry
-from ..files import OpenFile, open_regular
-from ..limits import Limits, in_force
+from ..files import OpenFile
+from ..limits import Limits
 from ..signatures import SNIFF_BYTES, foreign, sniff
-from ..table import TensorTable
+from ..table import TensorTable, open_single
 from ..zip.archive import STORED, Archive, Member, read_directory
 from .legacy import read_legacy
 from .names import find, persistent
@@ -69,14 +69,7 @@ def open_pytorch(
         >>> open_pytorch(path).metadata
         {'epoch': '3'}
     """
-    limits = in_force(limits)
-    file = open_regular(path)
-    try:
-        entries, metadata = read_pytorch(file, 0, limits)
-    except BaseException:
-        file.close()
-        raise
-    return TensorTable("pytorch", [file], entries, metadata)
+    return open_single("pytorch", path, limits, read_pytorch)
 
 
 def read_pytorch(
@@ -91,7 +84,7 @@ def read_pytorch(
             offset=0,
             expected="at least 1 byte",
             found="0 bytes",
-            hint="Incomplete download? Fetch it again.",
+            hint="Incomplete download? Download it again.",
         )
     if start.startswith(_ZIP) or _ZIP[0].startswith(start):
         return _read_zip(file, number, limits)
@@ -107,7 +100,7 @@ def read_pytorch(
             offset=0,
             expected="a zip archive or a pickle of torch.save",
             found=repr(start[:8]),
-            hint="Fetch the file again.",
+            hint="Download the file again.",
         ) from error
 
 
@@ -155,7 +148,7 @@ def _read_zip(
         limits=limits,
         tokens=find,
         persistent=persistent,
-        packed_at=pickle.offset,
+        compressed_offset=pickle.offset,
     )
     if end != len(data):
         raise CheckpointFormatError(
@@ -179,11 +172,11 @@ def _read_zip(
 def _directory(file: OpenFile, limits: Limits) -> Archive:
     """The members of the archive; errors name the member if no tensor is known."""
     try:
-        # A few members are no storages: the pickle, the version, the byte order.
-        room = replace(limits, tensors=min(limits.tensors + _MEMBERS, 2**63 - 1))
-        return read_directory(file, room, what=WHAT, tensor_of=lambda name: name)
+        # A few members are not storages: the pickle, the version, the byte order.
+        raised = replace(limits, tensors=min(limits.tensors + _MEMBERS, 2**63 - 1))
+        return read_directory(file, raised, what=WHAT, tensor_of=lambda name: name)
     except CheckpointFormatError as error:
-        # Readers differ in which of two they use, so one may be hidden from a scanner.
+        # Readers differ in which one they use, so one may be hidden from a scanner.
         if error.tensor and error.tensor.endswith(f"/{_PICKLE}") and "twice" in error.problem:
             raise _two_pickles(file, error.tensor, error.offset or 0) from error
         raise
@@ -191,7 +184,7 @@ def _directory(file: OpenFile, limits: Limits) -> Archive:
 
 def _two_pickles(file: OpenFile, name: str, offset: int) -> CheckpointError:
     return CheckpointUnsafeError(
-        "the archive holds two pickles: which of them is meant is unclear",
+        "the archive holds two pickles, so it is ambiguous",
         path=file.path,
         offset=offset,
         expected=f"one {_PICKLE}",
@@ -248,7 +241,7 @@ def _is_swapped(archive: Archive, root: str) -> bool:
     order = archive.read(member, 64)
     if order not in (b"little", b"big"):
         raise CheckpointFormatError(
-            f"member '{member.name}': no byte order",
+            f"member '{member.name}': not a byte order",
             path=archive.file.path,
             offset=member.offset,
             expected="'little' or 'big'",

@@ -79,10 +79,10 @@ class Entries:
             CheckpointUnsafeError: the key of the storage leads out of the archive's data.
             CheckpointLimitError: a size exceeds the limits.
         """
-        return _Checked(self, name, tensor).entry()
+        return _TensorParser(self, name, tensor).entry()
 
 
-class _Checked:
+class _TensorParser:
     """One tensor being checked. Errors name it, the field, and the byte of its instruction."""
 
     def __init__(self, all: Entries, name: str, tensor: Tensor):
@@ -91,15 +91,15 @@ class _Checked:
         self.place = {"path": all.path, "tensor": name, "offset": tensor.at}
         self.name = name
 
-    def bad(self, problem: str, expected: Any, found: str) -> CheckpointFormatError:
+    def error(self, problem: str, expected: Any, found: str) -> CheckpointFormatError:
         return CheckpointFormatError(problem, expected=expected, found=found, **self.place)
 
-    def over(self, problem: str, option: str, value: int) -> CheckpointError:
+    def over_limit(self, problem: str, option: str, value: int) -> CheckpointError:
         return self.all.limits.error(problem, option, value, **self.place)
 
     def entry(self) -> TensorEntry:
         if self.tensor.function.value != VIEW:
-            return self._other()
+            return self._unsupported()
         storage, offset, sizes, strides, dtype = self._arguments()
         if isinstance(dtype, UnknownType):
             shape, stored = self._integers("size", sizes), self._found(storage)
@@ -109,12 +109,12 @@ class _Checked:
         shape = self._integers("size", sizes)
         steps = self._integers("stride", strides)
         if type(offset) is not int or offset < 0:
-            raise self.bad("storage offset: not a place", "an integer >= 0", shown(offset))
+            raise self.error("storage offset: not an offset", "an integer >= 0", shown(offset))
         if len(steps) != len(shape):
-            problem = "stride: not one for each dimension of the size"
-            raise self.bad(problem, f"{len(shape)} numbers", f"{len(steps)} numbers")
+            problem = "stride: not as many numbers as the size has"
+            raise self.error(problem, f"{len(shape)} numbers", f"{len(steps)} numbers")
         if len(shape) > MAX_DIMS:
-            raise self.bad("size: too many dimensions", f"<= {MAX_DIMS}", shown(len(shape)))
+            raise self.error("size: too many dimensions", f"<= {MAX_DIMS}", shown(len(shape)))
         self._check_size(shape, dtype)
         # The stride of an axis of size 1 has no meaning.
         steps = tuple(0 if n == 1 else step for n, step in zip(shape, steps, strict=True))
@@ -122,10 +122,10 @@ class _Checked:
         self._check_expansion(shape, dtype)
         return self._entry(stored, dtype, shape, steps, offset, span)
 
-    def _other(self) -> TensorEntry:
+    def _unsupported(self) -> TensorEntry:
         """The entry of an unsupported kind of tensor, with its shape if the record has it."""
         kind = self.tensor.function.value
-        error = self.bad("not a plain tensor", "a tensor in a storage", kind)
+        error = self.error("not a plain tensor", "a tensor in a storage", kind)
         arguments = self.tensor.arguments
         inner = (item for one in arguments if type(one) is tuple for item in one)
         for one in (*arguments, *inner):
@@ -141,10 +141,10 @@ class _Checked:
         least, most = _ARITY[function.name]
         if not least <= len(arguments) <= most:
             problem, expected = f"the arguments of {function.name}", f"{least} to {most}"
-            raise self.bad(problem, expected, str(len(arguments)))
+            raise self.error(problem, expected, str(len(arguments)))
         storage, offset, sizes, strides, *rest = arguments
         if type(storage) is not Storage:
-            raise self.bad("storage: not one", "a storage", shown(storage))
+            raise self.error("storage: not a storage", "a storage", shown(storage))
         kind = storage.kind
         if function.name == "_rebuild_tensor_v3":
             kind = rest.pop(2)
@@ -152,36 +152,36 @@ class _Checked:
         if type(dtype) is not DType or type(storage.kind.value) is not DType:
             found = kind if type(dtype) is not DType else storage.kind
             problem = "dtype: unknown or not supported"
-            error = self.bad(problem, "a type that JAX has arrays of", shown(found))
+            error = self.error(problem, "a type that JAX has arrays of", shown(found))
             if type(found) is not Token:
                 raise error
             dtype = UnknownType(found.name.removesuffix("Storage"), error)
         if error := self._check_rest(rest):
-            dtype = UnknownType("a view that is computed", error)
+            dtype = UnknownType("a view that must be computed", error)
         return storage, offset, sizes, strides, dtype
 
     def _check_rest(self, rest: list[Any]) -> CheckpointFormatError | None:
         """(requires gradients, hooks, bits): the error if one of them changes the values."""
         gradient, hooks, bits = (*rest, *(None, None, None)[len(rest) :])
         if gradient not in (None, True, False) or type(gradient) is int:
-            raise self.bad("requires_grad: no boolean", "True or False", shown(gradient))
+            raise self.error("requires_grad: not a boolean", "True or False", shown(gradient))
         if hooks is not None and (type(hooks) is not dict or hooks):
-            raise self.bad("backward_hooks: not empty", "an empty dict", shown(hooks))
+            raise self.error("backward_hooks: not empty", "an empty dict", shown(hooks))
         if bits is not None and type(bits) is not dict:
-            raise self.bad("metadata: not a dict", "a dict", shown(bits))
+            raise self.error("metadata: not a dict", "a dict", shown(bits))
         for key, value in (bits or {}).items():
             if value is not False:
                 problem = "metadata: a view that is computed when it is read"
-                return self.bad(problem, "False", f"{shown(key)}: {shown(value)}")
+                return self.error(problem, "False", f"{shown(key)}: {shown(value)}")
         return None
 
     def _integers(self, field: str, values: Any) -> tuple[int, ...]:
         if type(values) is not tuple:
-            raise self.bad(f"{field}: not a tuple", "a tuple of integers", shown(values))
+            raise self.error(f"{field}: not a tuple", "a tuple of integers", shown(values))
         for value in values:
             # The exact type: True is an int to isinstance.
             if type(value) is not int or value < 0:
-                raise self.bad(f"{field}: not a number of values", "an integer >= 0", shown(value))
+                raise self.error(f"{field}: not a size", "an integer >= 0", shown(value))
         return values
 
     # --- the storage ---
@@ -190,10 +190,10 @@ class _Checked:
         """Where the storage lies; checks that it has the size that the pickle says."""
         numel, kind = storage.numel, storage.kind.value
         if type(numel) is not int or numel < 0:
-            raise self.bad("storage numel: not a number of values", "an integer >= 0", shown(numel))
+            raise self.error("storage numel: not a size", "an integer >= 0", shown(numel))
         nbytes = numel * kind.np.itemsize
         if nbytes > self.all.limits.storage_bytes:
-            raise self.over("storage numel: too many bytes", "storage_bytes", nbytes)
+            raise self.over_limit("storage numel: too many bytes", "storage_bytes", nbytes)
         stored = self._found(storage)
         self._check_stored(storage, stored, nbytes)
         return self._part(storage, stored)
@@ -202,7 +202,7 @@ class _Checked:
         """Where the storage lies; raises an error if it does not exist."""
         key = storage.key
         if type(key) is not str:
-            raise self.bad("storage key: no text", "text", shown(key))
+            raise self.error("storage key: not text", "text", shown(key))
         if not _KEY.fullmatch(key):
             raise CheckpointUnsafeError(
                 "storage key: may not lead out of the directory of the storages",
@@ -212,29 +212,29 @@ class _Checked:
             )
         stored = self.all.find(key)
         if stored is None:
-            problem = "storage: the file does not hold it"
-            raise self.bad(problem, f"storage '{key}'", "none of this key")
+            problem = "storage: missing from the file"
+            raise self.error(problem, f"storage '{key}'", "no storage with this key")
         return stored
 
     def _check_stored(self, storage: Storage, stored: Stored, nbytes: int) -> None:
         key = storage.key
         if stored.nbytes < nbytes:
             raise CheckpointTruncatedError(
-                f"storage '{key}' is shorter than its number of values takes",
+                f"storage '{key}' is too short for its number of values",
                 expected=f"{nbytes} bytes",
                 found=f"{stored.nbytes} bytes",
                 **{**self.place, "offset": stored.offset},
             )
         if stored.nbytes > nbytes:
-            problem = f"storage '{key}' is longer than its number of values takes"
-            raise self.bad(problem, f"{nbytes} bytes", f"{stored.nbytes} bytes")
+            problem = f"storage '{key}' is too long for its number of values"
+            raise self.error(problem, f"{nbytes} bytes", f"{stored.nbytes} bytes")
         if key not in self.all.storages:
             self.all.stored_bytes += nbytes
-        says = (storage.kind.value, storage.numel)
-        if self.all.storages.setdefault(key, says) != says:
-            problem = f"storage '{key}' is another one in another tensor"
+        declared = (storage.kind.value, storage.numel)
+        if self.all.storages.setdefault(key, declared) != declared:
+            problem = f"two tensors disagree about the type or size of storage '{key}'"
             first = "{}, {} values".format(*self.all.storages[key])
-            raise self.bad(problem, first, "{}, {} values".format(*says))
+            raise self.error(problem, first, "{}, {} values".format(*declared))
 
     def _part(self, storage: Storage, stored: Stored) -> Stored:
         """The part of the storage that a storage view covers, as in files from before 2018."""
@@ -242,13 +242,13 @@ class _Checked:
         if view is None:
             return stored
         if type(view) is not tuple or len(view) != 3:
-            raise self.bad("storage view: not a part of a storage", "3 values", shown(view))
+            raise self.error("storage view: not a part of a storage", "3 values", shown(view))
         start, size = self._integers("storage view", view[1:])
         if start + size > storage.numel:
             expected = f"at most {storage.numel} values"
-            raise self.bad("storage view: ends behind its storage", expected, str(start + size))
+            raise self.error("storage view: ends outside its storage", expected, str(start + size))
         if stored.packed is not None:
-            raise self.bad("storage view: of a compressed storage", "a stored one", shown(view))
+            raise self.error("storage view: of a compressed storage", "a stored one", shown(view))
         itemsize = storage.kind.value.np.itemsize
         return Stored(stored.offset + start * itemsize, size * itemsize, stored.checksum)
 
@@ -256,11 +256,11 @@ class _Checked:
 
     def _check_size(self, shape: tuple[int, ...], dtype: DType) -> None:
         if prod(shape) >= 2**63:
-            raise self.bad("size: too many values", "less than 2^63", shown(prod(shape)))
+            raise self.error("size: too many values", "less than 2^63", shown(prod(shape)))
         nbytes = prod(n or 1 for n in shape) * dtype.np.itemsize
         if nbytes > self.all.limits.tensor_bytes:
-            problem = "size: the dimensions other than 0 are too large"
-            raise self.over(problem, "tensor_bytes", nbytes)
+            problem = "size: too large, even without the dimensions of size 0"
+            raise self.over_limit(problem, "tensor_bytes", nbytes)
 
     def _check_span(
         self,
@@ -274,11 +274,11 @@ class _Checked:
         if 0 in shape:
             return 0
         span = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-        there = stored.nbytes // dtype.np.itemsize
-        if offset + span > there:
-            field = "storage offset" if offset >= there else "size and stride"
-            problem = f"{field}: the tensor ends behind its storage"
-            raise self.bad(problem, f"at most {there} values", shown(offset + span))
+        available = stored.nbytes // dtype.np.itemsize
+        if offset + span > available:
+            field = "storage offset" if offset >= available else "size and stride"
+            problem = f"{field}: the tensor ends after the end of its storage"
+            raise self.error(problem, f"at most {available} values", shown(offset + span))
         return span
 
     def _check_expansion(self, shape: tuple[int, ...], dtype: DType) -> None:
@@ -314,7 +314,8 @@ class _Checked:
         if stored.packed is not None:
             order = _order(shape, steps)
             if order is None:
-                raise self.bad("stride: of a compressed storage", "values side by side", "others")
+                problem = "stride: a view of a compressed storage"
+                raise self.error(problem, "contiguous values", "other strides")
             coding = stored.packed(start, order, swap)
             place, nbytes = stored.offset, stored.packed_bytes
         else:
@@ -328,8 +329,8 @@ class _Checked:
     ) -> TensorEntry:
         """The entry of a float4 tensor: two values per byte; the size in the file counts bytes."""
         if not shape or not is_plain or stored.packed is not None:
-            problem = "stride: of values of four bits"
-            raise self.bad(problem, "values side by side", "another order, or compressed")
+            problem = "stride: a view of values of four bits"
+            raise self.error(problem, "contiguous values", "other strides, or a compressed storage")
         shape, nbytes = (*shape[:-1], 2 * shape[-1]), prod(shape)
         dtype, place, number = DType.float4_e2m1fn, stored.offset + start, self.all.number
         sum_of = stored.checksum

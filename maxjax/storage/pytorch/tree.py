@@ -53,7 +53,7 @@ def flatten(
         name = name[skip:]
         if name in named:
             raise CheckpointFormatError(
-                "name: two tensors have it when dicts in one another are joined by dots",
+                "two tensors have this name when the keys of nested dicts are joined by dots",
                 path=path,
                 tensor=name,
                 offset=tensor.at,
@@ -70,7 +70,7 @@ class _Walk:
     def __init__(self, path: str, offset: int, nbytes: int, limits: Limits):
         self.path = path
         self.offset = offset
-        self.most = _FREE_BYTES + nbytes * limits.expansion
+        self.max_bytes = _FREE_BYTES + nbytes * limits.expansion
         self.limits = limits
         self.found: list[Found] = []
         self.plain: dict[str, str] = {}
@@ -107,7 +107,7 @@ class _Walk:
         """A list of plain data as text, or None for another list; computed once per list."""
         if id(items) not in self.lists:
             text = None
-            if all(type(item) in _SCALARS for item in items):
+            if all(type(item) in _PLAIN_TYPES for item in items):
                 self._count(sum(8 + len(v) if isinstance(v, str | bytes) else 8 for v in items))
                 text = _json(items)
             self.lists[id(items)] = text
@@ -126,16 +126,16 @@ class _Walk:
             raise self.limits.error("too many tensors", "tensors", len(self.found), **where)
 
     def _count(self, length: int) -> None:
-        """Bounds the total length of names: a shared container gives names at each place."""
+        """Bounds the total length of names: a shared container gets names for each reference."""
         self.written += length
-        if self.written > self.most:
-            problem = "the pickle's values take too much, written out at each place they stand"
+        if self.written > self.max_bytes:
+            problem = "the pickle refers to its values too often"
             where = {"path": self.path, "offset": self.offset}
             option, limits = "expansion", self.limits
-            raise limits.error(problem, option, f"more than {self.most} bytes", **where)
+            raise limits.error(problem, option, f"more than {self.max_bytes} bytes", **where)
 
 
-_SCALARS = (str, int, float, bool, type(None), bytes, Token)
+_PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Token)
 
 
 def _text(key: Any) -> str:

@@ -11,18 +11,23 @@ from dataclasses import replace
 from typing import Any
 
 from ...dtype import DType
-from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointTruncatedError,
+    integer_text,
+)
 from ..blocks import KEPT, layout_of
 from ..entry import MAX_DIMS, Nibbles, TensorEntry, UnknownType
-from ..files import OpenFile, open_regular
-from ..limits import Limits, in_force
+from ..files import OpenFile
+from ..limits import Limits
 from ..signatures import SNIFF_BYTES, foreign, sniff
 from ..strict_json import KeyPath, Text, collector_paused
-from ..table import TensorTable
+from ..table import TensorTable, open_single
 
 WHAT = "a safetensors file"
-# From here on the first 8 bytes are no header length: nobody writes a header of a terabyte.
-_ABSURD = 1 << 40
+# From a terabyte on, the first 8 bytes are not the length of a header but other data.
+_MAX_LENGTH = 1 << 40
 # Dtypes of the format that JAX lacks or would silently convert to another.
 _UNSUPPORTED = {"F6_E2M3", "F6_E3M2"}
 _DTYPES = {
@@ -33,7 +38,7 @@ _DTYPES = {
 _METADATA = "__metadata__"
 # The metadata key that lists the tensors of quantised blocks, with their kind.
 ENCODINGS = "maxjax.encodings"
-_REFETCH = "Incomplete download? Delete the file and fetch it again."
+_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def open_safetensors(
@@ -50,14 +55,7 @@ def open_safetensors(
         CheckpointLimitError: the file exceeds ``limits``.
         CheckpointMissingError, CheckpointAccessError: as for ``open_regular``.
     """
-    limits = in_force(limits)
-    file = open_regular(path)
-    try:
-        entries, metadata = read_header(file, 0, limits)
-    except BaseException:
-        file.close()
-        raise
-    return TensorTable("safetensors", [file], entries, metadata)
+    return open_single("safetensors", path, limits, read_header)
 
 
 def read_header(
@@ -67,7 +65,7 @@ def read_header(
     data = _header(file, limits)
     text = Text(data, file.path, limits, 8, _tensor_of, CheckpointFormatError)
     with collector_paused():
-        return _Header(file, number, limits, text).entries(text.parse())
+        return _HeaderParser(file, number, limits, text).entries(text.parse())
 
 
 def _tensor_of(keys: KeyPath) -> str | None:
@@ -97,19 +95,19 @@ def _header(file: OpenFile, limits: Limits) -> bytes:
 
 def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
     """Refuses a header length that is absurd, over the limit, or longer than the file."""
-    field, there = "header length", file.size - 8
-    if there < 0 or there < length <= min(limits.header_bytes, _ABSURD - 1):
-        offset, wanted, found = (8, length, there) if there >= 0 else (0, 8, file.size)
+    field, available = "header length", file.size - 8
+    if available < 0 or available < length <= min(limits.header_bytes, _MAX_LENGTH - 1):
+        offset, wanted, found = (8, length, available) if available >= 0 else (0, 8, file.size)
         raise CheckpointTruncatedError(
-            f"the file ends inside the {'header' if there >= 0 else field}",
+            f"the file ends inside the {'header' if available >= 0 else field}",
             path=file.path,
             offset=offset,
             expected=f"{wanted} bytes",
             found=f"{found} bytes",
-            hint=_REFETCH,
+            hint=_DOWNLOAD_AGAIN,
         )
-    if length == 0 or length >= _ABSURD:
-        expected = f"a length between 2 and {there}"
+    if length == 0 or length >= _MAX_LENGTH:
+        expected = f"a length between 2 and {available}"
         raise CheckpointFormatError(
             f"{field}: not {WHAT}", path=file.path, offset=0, expected=expected, found=length
         )
@@ -118,7 +116,7 @@ def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
         raise limits.error(problem, "header_bytes", length, path=file.path, offset=0)
 
 
-class _Header:
+class _HeaderParser:
     """Validates one parsed header. Errors name tensor, field and byte offset."""
 
     def __init__(self, file: OpenFile, number: int, limits: Limits, text: Text):
@@ -149,9 +147,9 @@ class _Header:
             data = metadata[ENCODINGS].encode()
         except UnicodeEncodeError:
             data = b""
-        found = Text(data, self.file.path, self.limits, cut=CheckpointFormatError).parse()
+        found = Text(data, self.file.path, self.limits, truncated=CheckpointFormatError).parse()
         if type(found) is not dict:
-            raise self._bad(_METADATA, ENCODINGS, "not an object", "an object of names", found)
+            raise self._error(_METADATA, ENCODINGS, "not an object", "an object of names", found)
         return found
 
     def _packed(self, name: str, entry: TensorEntry | None, encoding: Any) -> TensorEntry:
@@ -160,14 +158,14 @@ class _Header:
             problem, expected = "no such tensor", "a tensor of the file"
             if entry is not None:
                 problem, expected = "an unknown encoding", f"one of {', '.join(KEPT)}"
-            raise self._bad(_METADATA, ENCODINGS, f"'{name}': {problem}", expected, encoding)
+            raise self._error(_METADATA, ENCODINGS, f"'{name}': {problem}", expected, encoding)
         if entry.dtype is not DType.uint8 or not entry.shape or entry.shape[-1] % block:
-            problem = f"'{name}' is no {encoding}: its rows are not blocks of {block} bytes"
+            problem = f"'{name}' is not {encoding}: its rows are not blocks of {block} bytes"
             found = f"{entry.dtype.name} {_shown(list(entry.shape))}"
-            raise self._bad(_METADATA, ENCODINGS, problem, f"uint8 rows of {block} bytes", found)
+            raise self._error(_METADATA, ENCODINGS, problem, f"uint8 rows of {block} bytes", found)
         return replace(entry, encoding=encoding)
 
-    def _bad(
+    def _error(
         self, name: str, field: str, problem: str, expected: Any, found: Any, hint: str = ""
     ) -> CheckpointFormatError:
         where = self.text.where((name, field))
@@ -179,10 +177,10 @@ class _Header:
 
     def _metadata(self, value: Any) -> dict[str, str]:
         if type(value) is not dict:
-            raise self._bad(_METADATA, _METADATA, "not an object", "an object of strings", value)
+            raise self._error(_METADATA, _METADATA, "not an object", "an object of strings", value)
         for key, item in value.items():
             if type(item) is not str:
-                raise self._bad(_METADATA, key, "metadata is not a string", "a string", item)
+                raise self._error(_METADATA, key, "metadata is not a string", "a string", item)
         return value
 
     def _entry(self, name: str, spec: Any) -> TensorEntry:
@@ -190,18 +188,18 @@ class _Header:
         if 4 * len(name) > self.limits.name_bytes:
             self._check_name(name)
         if type(spec) is not dict:
-            raise self._bad(name, "entry", "not an object", "an object", spec)
+            raise self._error(name, "entry", "not an object", "an object", spec)
         for field in ("dtype", "shape", "data_offsets"):
             if field not in spec:
                 found = ", ".join(spec)[:80] or "no field"
-                raise self._bad(name, field, "the field is missing", f"a field '{field}'", found)
+                raise self._error(name, field, "the field is missing", f"a field '{field}'", found)
         dtype, bits = self._dtype(name, spec["dtype"])
         shape = self._integers(name, "shape", spec["shape"])
         offsets = self._integers(name, "data_offsets", spec["data_offsets"])
         if len(shape) > MAX_DIMS:
-            raise self._bad(name, "shape", "too many dimensions", f"<= {MAX_DIMS}", len(shape))
+            raise self._error(name, "shape", "too many dimensions", f"<= {MAX_DIMS}", len(shape))
         if len(offsets) != 2:
-            raise self._bad(name, "data_offsets", "not begin and end", "2 numbers", len(offsets))
+            raise self._error(name, "data_offsets", "not begin and end", "2 numbers", len(offsets))
         begin, end = offsets
         self._check_size(name, bits, shape, begin, end)
         coding = Nibbles() if dtype is DType.float4_e2m1fn else None
@@ -221,27 +219,27 @@ class _Header:
             return known
         supported = f"one of {', '.join(map(str, _DTYPES))}"
         if type(value) is not str:
-            raise self._bad(name, "dtype", "not a name", supported, value)
+            raise self._error(name, "dtype", "not a name", supported, value)
         problem, hint = "unknown", ""
         if value in _UNSUPPORTED:
-            problem, hint = "known but not supported", "Convert the tensor to another type."
-        error = self._bad(name, "dtype", problem, supported, value, hint)
+            problem, hint = "not supported", "Convert the tensor to another type."
+        error = self._error(name, "dtype", problem, supported, value, hint)
         return UnknownType(_shown(value), error), None
 
     def _integers(self, name: str, field: str, value: Any) -> tuple[int, ...]:
         if type(value) is not list:
-            raise self._bad(name, field, "not a list", "a list", value)
+            raise self._error(name, field, "not a list", "a list", value)
         for item in value:
             # The exact type: True is an int to isinstance.
             if type(item) is not int or item < 0:
-                raise self._bad(name, field, "not a size", "an integer >= 0", item)
+                raise self._error(name, field, "not a size", "an integer >= 0", item)
         return tuple(value)
 
     def _check_size(
         self, name: str, bits: int | None, shape: tuple[int, ...], begin: int, end: int
     ) -> None:
         if begin > end:
-            raise self._bad(name, "data_offsets", "end before begin", f"an end >= {begin}", end)
+            raise self._error(name, "data_offsets", "end before begin", f"an end >= {begin}", end)
         if self.data_bytes < end < 2**63:
             raise self._beyond_the_file(name, begin, end)
         if bits is None:
@@ -251,12 +249,15 @@ class _Header:
             elements *= dim
             nonzero *= dim or 1
         if elements * bits != 8 * (end - begin):
-            problem = f"shape {_shown(list(shape))} and the dtype take another number of bytes"
-            expected = _as_bytes(elements * bits)
-            raise self._bad(name, "data_offsets", problem, expected, f"{_shown(end - begin)} bytes")
+            problem = f"the size does not match shape {_shown(list(shape))} and the dtype"
+            nbytes, rest = divmod(elements * bits, 8)
+            expected = f"{_shown(nbytes)}{'.5' if rest else ''} bytes"
+            raise self._error(
+                name, "data_offsets", problem, expected, f"{_shown(end - begin)} bytes"
+            )
         nbytes = nonzero * bits // 8
         if nbytes > self.limits.tensor_bytes:
-            problem = "shape: the dimensions other than 0 are too large"
+            problem = "shape: too large, even without the dimensions of size 0"
             where = self.text.where((name, "shape"))
             raise self.limits.error(problem, "tensor_bytes", _shown(nbytes), **where)
 
@@ -270,50 +271,43 @@ class _Header:
             offset=self.data_start + begin,
             expected=f"{end - begin} bytes",
             found=f"{max(self.data_bytes - begin, 0)} bytes",
-            hint=_REFETCH,
+            hint=_DOWNLOAD_AGAIN,
         )
 
     def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
         """Checks that the tensors cover the data without gaps, overlaps or trailing bytes."""
-        place, shared = self.data_start, 0
+        position, shared = self.data_start, 0
         for entry in sorted(entries.values(), key=lambda e: (e.offset, e.nbytes)):
-            if entry.offset != place:
-                shared += self._check_begin(entry, place)
+            if entry.offset != position:
+                shared += self._check_begin(entry, position)
                 if shared > self.limits.shared_bytes:
                     where = self.text.where((entry.name, "data_offsets"))
-                    problem = "data_offsets: the data is also another tensor's"
+                    problem = "data_offsets: the data overlaps that of another tensor"
                     raise self.limits.error(problem, "shared_bytes", shared, **where)
-            place = max(place, entry.offset + entry.nbytes)
-        if place != self.file.size:
+            position = max(position, entry.offset + entry.nbytes)
+        if position != self.file.size:
             raise CheckpointFormatError(
                 "bytes after the last tensor belong to no tensor",
                 path=self.file.path,
-                offset=place,
-                expected=f"a file of {place} bytes",
+                offset=position,
+                expected=f"a file of {position} bytes",
                 found=f"{self.file.size} bytes",
-                hint="Written by a downloader that had not finished? Fetch it again.",
+                hint="Incomplete download? Download it again.",
             )
 
-    def _check_begin(self, entry: TensorEntry, place: int) -> int:
-        """The number of bytes that a tensor which begins before ``place`` shares with others."""
-        if entry.offset < place and entry.nbytes:
-            return min(place, entry.offset + entry.nbytes) - entry.offset
-        hole = entry.offset > place
-        problem = "bytes before it belong to no tensor" if hole else "lies inside another tensor"
+    def _check_begin(self, entry: TensorEntry, position: int) -> int:
+        """The number of bytes that a tensor which begins before ``position`` shares with others."""
+        if entry.offset < position and entry.nbytes:
+            return min(position, entry.offset + entry.nbytes) - entry.offset
+        is_gap = entry.offset > position
+        problem = "bytes before it belong to no tensor" if is_gap else "lies inside another tensor"
         begin = entry.offset - self.data_start
-        expected = f"a begin of {place - self.data_start}"
-        raise self._bad(entry.name, "data_offsets", problem, expected, begin)
-
-
-def _as_bytes(bits: int) -> str:
-    half = ".5" if bits % 8 else ""
-    return f"{_shown(bits // 8)}{half} bytes"
+        expected = f"a begin of {position - self.data_start}"
+        raise self._error(entry.name, "data_offsets", problem, expected, begin)
 
 
 def _shown(value: Any) -> str:
     """A header value as short text, since a huge one must not be printed in full."""
     if isinstance(value, dict | list) and len(value) > 8:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} items"
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"
-    return str(value)[:200]
+    return integer_text(value) if isinstance(value, int) else str(value)[:200]

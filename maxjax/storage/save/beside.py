@@ -28,11 +28,11 @@ from .staging import FOLDER, WAITING, lock
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("maxjax")
-# Seconds for which a checkpoint that is being replaced is opened again and again.
-SETTLING = 5.0
-# Suffixes of files that may describe weights, and of those that no program reads.
+# Seconds for which opening is repeated while the checkpoint is being replaced.
+RETRY_SECONDS = 5.0
+# Suffixes of files that may describe weights, and of those that only people read.
 _SMALL = (".json", ".txt", ".model", ".jinja", ".md")
-_READ_BY_PEOPLE = ".md"
+_UNCHECKED = ".md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Beside:
     Args:
         directory: directory of the files.
         weights: open file whose rename commits the checkpoint; None if not known.
-        said: descriptions from the records of that file; empty if another program wrote it.
+        described: descriptions from the records of that file; empty if another program wrote it.
 
     Attributes:
-        said: the description that applies; None if nothing is recorded.
+        described: the description that applies; None if nothing is recorded.
 
     Example:
         >>> import tempfile
@@ -70,11 +70,11 @@ class Beside:
         self,
         directory: str | os.PathLike[str],
         weights: OpenFile | None = None,
-        said: Sequence[Description] = (),
+        described: Sequence[Description] = (),
     ):
         self.directory = os.fspath(directory)
         self._weights = weights
-        self.said = self._chosen(said)
+        self.described = self._matching(described)
 
     def __repr__(self) -> str:
         return f"Beside({self.directory!r})"
@@ -97,7 +97,7 @@ class Beside:
         """
         with contextlib.ExitStack() as stack:
             folder = Path(self.directory)
-            if copied or not self._is_in_order(names):
+            if copied or not self._is_consistent(names):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxjax-")))
                 self._copy_to(folder)
                 self._require_in_place()
@@ -116,49 +116,52 @@ class Beside:
         if self._weights is not None and not self._weights.is_in_place():
             raise replaced(self._weights.path)
 
-    def _is_in_order(self, names: Sequence[str]) -> bool:
+    def _is_consistent(self, names: Sequence[str]) -> bool:
         """Whether the files in place match the record, or no better ones exist."""
-        if self.said is None:
+        if self.described is None:
             return True
-        files, gone = self.said.files, self.said.gone
-        if any(_is(os.path.join(self.directory, name), crc) for name, crc in gone.items()):
+        files, gone = self.described.files, self.described.gone
+        folder = self.directory
+        if any(_has_checksum(os.path.join(folder, name), crc) for name, crc in gone.items()):
             return False
         for name in names or files:
-            place = os.path.join(self.directory, name)
-            if name in files and not _is(place, files[name]):
-                if self._has(name, files[name]):
+            path = os.path.join(folder, name)
+            if name in files and not _has_checksum(path, files[name]):
+                if self._find(name, files[name]):
                     return False
                 self._require_in_place()
-                if os.path.exists(place) and not name.endswith(_READ_BY_PEOPLE):
-                    _tell(place)
+                if os.path.exists(path) and not name.endswith(_UNCHECKED):
+                    _warn_changed(path)
         return True
 
     def _copy_to(self, folder: Path) -> None:
         """Copies the files into ``folder``, and links everything else of the directory."""
-        files, gone = ({}, {}) if self.said is None else (self.said.files, self.said.gone)
-        small = (entry.name for entry in _seen(self.directory) if entry.name.endswith(_SMALL))
+        files = {} if self.described is None else self.described.files
+        gone = {} if self.described is None else self.described.gone
+        visible = (entry.name for entry in _visible_entries(self.directory))
+        sidecars = (name for name in visible if name.endswith(_SMALL))
         left_out = set()
-        for name in dict.fromkeys([*files, *small]):
-            place = os.path.join(self.directory, name)
-            if name in gone and _is(place, gone[name]):
+        for name in dict.fromkeys([*files, *sidecars]):
+            path = os.path.join(self.directory, name)
+            if name in gone and _has_checksum(path, gone[name]):
                 left_out.add(name)
                 continue
-            fits = (path for path in self._places(name) if name in files and _is(path, files[name]))
             with contextlib.suppress(CheckpointMissingError):
-                _copy(next(fits, place), folder / name)
+                _copy(name in files and self._find(name, files[name]) or path, folder / name)
         _link(self.directory, folder, left_out)
 
-    def _chosen(self, said: Sequence[Description]) -> Description | None:
+    def _matching(self, described: Sequence[Description]) -> Description | None:
         """The first description all of whose files exist; several have equal weights."""
-        for one in said:
-            if len(said) == 1 or all(self._has(*pair) for pair in one.files.items()):
+        for one in described:
+            if len(described) == 1 or all(self._find(*pair) for pair in one.files.items()):
                 return one
-        return said[-1] if said else None
+        return described[-1] if described else None
 
-    def _has(self, name: str, crc: int) -> bool:
-        return any(_is(path, crc) for path in self._places(name))
+    def _find(self, name: str, crc: int) -> str | None:
+        """The path of the file that has this checksum, in place or waiting to be moved there."""
+        return next((path for path in self._candidates(name) if _has_checksum(path, crc)), None)
 
-    def _places(self, name: str) -> Iterator[str]:
+    def _candidates(self, name: str) -> Iterator[str]:
         """The paths where a file may be; its final one twice, as it may be moved there meanwhile."""
         yield os.path.join(self.directory, name)
         for folder in waiting(self.directory):
@@ -171,7 +174,7 @@ class Beside:
         It does nothing during another save, if the files belong to another user, or if the directory
         is not writable. Returns whether it did anything.
         """
-        folders = waiting(self.directory) if self.said is not None else []
+        folders = waiting(self.directory) if self.described is not None else []
         if not folders or not all(map(_is_mine, folders)):
             return False
         try:
@@ -180,17 +183,15 @@ class Beside:
             return False
         try:
             # Only under a real lock: without lock support, a save may be in progress.
-            if lock(fd, wait=False, unsupported=None) and self._is_still():
-                put_into_place(self.directory, self.said)
+            locked = lock(fd, wait=False, unsupported=None)
+            if locked and self._weights is not None and self._weights.is_in_place():
+                move_into_place(self.directory, self.described)
                 return True
         except OSError as error:
-            _LOG.info("%s: an interrupted save could not be ended: %s", self.directory, error)
+            _LOG.info("%s: an interrupted save could not be completed: %s", self.directory, error)
         finally:
             os.close(fd)
         return False
-
-    def _is_still(self) -> bool:
-        return self._weights is not None and bool(self._weights.is_in_place())
 
 
 def settled(read: Callable[[], _T]) -> _T:
@@ -199,7 +200,7 @@ def settled(read: Callable[[], _T]) -> _T:
     Raises:
         CheckpointChangedError: the checkpoint was replaced again and again, for too long.
     """
-    end = time.monotonic() + SETTLING
+    end = time.monotonic() + RETRY_SECONDS
     while True:
         try:
             return read()
@@ -211,7 +212,7 @@ def settled(read: Callable[[], _T]) -> _T:
 def replaced(path: str) -> CheckpointChangedError:
     """The error for a checkpoint that was replaced since it was opened."""
     error = CheckpointChangedError(
-        "another checkpoint was put into its place since it was opened, or it was deleted",
+        "the checkpoint was replaced after it was opened, or it was deleted",
         path=path,
         hint="Open it again.",
     )
@@ -233,7 +234,7 @@ def waiting(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in sorted(names) if name.startswith(WAITING)]
 
 
-def put_into_place(directory: str, said: Description | None) -> None:
+def move_into_place(directory: str, described: Description | None) -> None:
     """Moves the waiting files that belong to a description into place; deletes all others.
 
     The caller must hold the directory's lock. An interrupted call can be repeated.
@@ -241,17 +242,17 @@ def put_into_place(directory: str, said: Description | None) -> None:
     Raises:
         OSError: the operating system reports an error.
     """
-    files, gone = ({}, {}) if said is None else (said.files, said.gone)
+    files, gone = ({}, {}) if described is None else (described.files, described.gone)
     folders, touched = waiting(directory), set()
     for folder in folders:
         for name, crc in files.items():
             path, place = os.path.join(folder, name), os.path.join(directory, name)
-            if _is(path, crc) and not _is(place, crc):
+            if _has_checksum(path, crc) and not _has_checksum(place, crc):
                 os.makedirs(os.path.dirname(place), exist_ok=True)
                 os.rename(path, place)
                 touched.add(os.path.dirname(place))
     for name, crc in gone.items():
-        if _is(os.path.join(directory, name), crc):
+        if _has_checksum(os.path.join(directory, name), crc):
             os.unlink(os.path.join(directory, name))
             touched.add(os.path.dirname(os.path.join(directory, name)))
     for folder in sorted(touched):
@@ -260,7 +261,7 @@ def put_into_place(directory: str, said: Description | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is(path: str, crc: int) -> bool:
+def _has_checksum(path: str, crc: int) -> bool:
     with contextlib.suppress(CheckpointError):  # a directory, or not readable
         return sum_of(open_regular(path)) == crc
     return False
@@ -275,7 +276,7 @@ def _copy(path: str, place: Path) -> None:
 
 def _link(directory: str, folder: Path, left_out: Collection[str]) -> None:
     """Links everything in ``directory`` that ``folder`` lacks; copies could be large."""
-    for entry in _seen(directory):
+    for entry in _visible_entries(directory):
         place = folder / entry.name
         if not os.path.lexists(place) and entry.name not in left_out:
             os.symlink(os.path.abspath(entry.path), place)
@@ -283,7 +284,7 @@ def _link(directory: str, folder: Path, left_out: Collection[str]) -> None:
             _link(entry.path, place, ())
 
 
-def _seen(directory: str) -> list[os.DirEntry[str]]:
+def _visible_entries(directory: str) -> list[os.DirEntry[str]]:
     """The entries of a directory that are not hidden."""
     with os.scandir(directory) as entries:
         return [entry for entry in entries if not entry.name.startswith(".")]
@@ -296,9 +297,9 @@ def _is_mine(folder: str) -> bool:
 
 
 @lru_cache(1024)  # once per file, not per read
-def _tell(place: str) -> None:
+def _warn_changed(place: str) -> None:
     _LOG.warning(
-        "%s: not the file that these weights were saved with: changed since? It is taken as it is. "
-        "To save the model again makes them one checkpoint, and ends this message",
+        "%s: the file differs from the one that was saved with these weights, and is used as it is. "
+        "Save the model again to record the change",
         place,
     )

@@ -19,7 +19,7 @@ def require_writable(path: str) -> None:
 
     Raises:
         CheckpointMissingError: the directory of the path does not exist.
-        CheckpointSaveError: the path is a directory or no regular file.
+        CheckpointSaveError: the path is a directory or not a regular file.
     """
     if "\0" in path:
         raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
@@ -30,12 +30,12 @@ def require_writable(path: str) -> None:
     except FileNotFoundError:
         is_folder = False
     except OSError as error:
-        raise os_error(error, folder, "looking for the directory failed") from error
+        raise os_error(error, folder, "checking the directory failed") from error
     if not is_folder:
-        hint = "Make it first, or write to another place."
+        hint = "Create it first, or choose another path."
         raise CheckpointMissingError(f"no such directory: {folder}", path=path, hint=hint)
     if os.path.exists(target) and not os.path.isfile(target):
-        what = "a directory" if os.path.isdir(target) else "no regular file"
+        what = "a directory" if os.path.isdir(target) else "not a regular file"
         raise save_failed(f"cannot be written: it is {what}", path, errno.EISDIR, "Name a file.")
 
 
@@ -60,7 +60,7 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
     target = os.path.realpath(path)  # the target of a link is replaced, not the link
     folder = os.path.dirname(target)
     temporary = os.path.join(folder, f".maxjax-{secrets.token_hex(8)}.part")
-    kept = "The file that was there before is untouched." if os.path.exists(target) else ""
+    kept = "The previous file is untouched." if os.path.exists(target) else ""
     try:
         try:
             write_new(temporary, pieces, like=target)
@@ -76,7 +76,7 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
     try:
         flush_folder(folder)
     except OSError as error:
-        problem = f"the new file is there, but its directory was not flushed: {error.strerror}"
+        problem = f"the file was written, but its directory was not flushed: {error.strerror}"
         raise save_failed(problem, path, error.errno, "A power cut may undo it.") from error
 
 
@@ -146,7 +146,7 @@ def _space(path: str, needed: int | None) -> str:
         folder = os.path.dirname(folder)
     status = os.statvfs(folder)
     if has_no_inodes(status):
-        return f"all {status.f_files:,} inodes are in use: no file more can be made, however small"
+        return f"all {status.f_files:,} inodes are in use, so no file can be created"
     free = f"{status.f_bavail * status.f_frsize:,} bytes are free"
     return free if needed is None else f"{needed:,} bytes are needed, {free}"
 

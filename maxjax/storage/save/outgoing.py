@@ -62,7 +62,7 @@ def pieces(array: np.ndarray) -> Iterator[memoryview]:
     if DType.of(array.dtype) is DType.float4_e2m1fn:
         yield from nibbles([array])
         return
-    if array.flags.c_contiguous and not _is_swapped(array):
+    if array.flags.c_contiguous and array.dtype.newbyteorder("<") == array.dtype:
         flat = _bytes(array)
         for start in range(0, len(flat), PIECE_BYTES):
             yield flat[start : start + PIECE_BYTES]
@@ -83,10 +83,6 @@ def _rows(array: np.ndarray) -> Iterator[np.ndarray]:
         return
     for start in range(0, len(array), step):
         yield array[start : start + step]
-
-
-def _is_swapped(array: np.ndarray) -> bool:
-    return array.dtype.newbyteorder("<") != array.dtype
 
 
 def _bytes(array: np.ndarray) -> memoryview:

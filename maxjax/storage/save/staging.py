@@ -30,14 +30,14 @@ _LOG = logging.getLogger("maxjax")
 _START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
 WAITING = ".maxjax-next-"
 # Age in seconds from which the temporary files of another host are considered abandoned.
-_AGE = 24 * 3600
+_ABANDONED_SECONDS = 24 * 3600
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # The temporary directories in use by this process.
 _IN_USE: set[str] = set()
-# Seconds; longer than a writer takes from creating its directory to locking it.
-_MOMENT = 60
-# Seconds for which a lock holder without a temporary directory is waited for.
-_PATIENCE = 2.0
+# A writer takes less than this many seconds from creating its directory to locking it.
+_LOCKING_SECONDS = 60
+# Seconds to wait for a lock holder that has no temporary directory.
+_WAIT_SECONDS = 2.0
 # The errors of file systems without locks.
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 
@@ -73,15 +73,17 @@ class Staging:
     def __init__(self, directory: str | os.PathLike[str], *, exclusive: bool = True):
         self.shown = os.fspath(directory)
         self.directory = os.path.realpath(self.shown)
-        there = os.path.isdir(self.directory)
-        self._kept = f"Nothing was changed: what was in {self.shown} is as it was." if there else ""
-        self._made: list[str] = []
+        exists = os.path.isdir(self.directory)
+        self._kept_text = f"Nothing in {self.shown} was changed." if exists else ""
+        self._created: list[str] = []
         self._locks: list[int] = []  # of the directory, of the folder
-        self.folder = os.path.join(self.directory, _new_name())
-        self.waiting = f"{WAITING}{self.folder.rpartition('-')[2].removesuffix(_END)}"
+        # The name identifies process and host, before there is a file that does.
+        name = f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
+        self.folder = os.path.join(self.directory, name)
+        self.waiting = f"{WAITING}{name.rpartition('-')[2].removesuffix(_END)}"
         try:
             with self.saving("making the directory"):
-                self._make()
+                self._create_directory()
                 if not self._open_lock(self.directory, exclusive):
                     self._wait_for_lock()
                 sweep(self.directory)
@@ -99,7 +101,7 @@ class Staging:
         self._locks.extend(map(os.open, (path,), (FOLDER,)))
         return not exclusive or lock(self._locks[-1], wait=False) is not False
 
-    def _make(self) -> None:
+    def _create_directory(self) -> None:
         """Creates the directory and its missing parents."""
         missing, path = [], self.directory
         while not os.path.isdir(path):
@@ -108,12 +110,12 @@ class Staging:
         for path in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
-                self._made.append(path)
+                self._created.append(path)
                 flush_folder(os.path.dirname(path))
 
     def keeps(self, what: str) -> None:
         """Sets the sentence about the previous checkpoint that every error includes."""
-        self._kept = what
+        self._kept_text = what
 
     @contextlib.contextmanager
     def saving(self, doing: str, *, needed: int | None = None):
@@ -123,11 +125,9 @@ class Staging:
         except CheckpointError:
             raise
         except OSError as error:
-            found = save_error(error, self.shown, doing, self._kept, needed)
-            if isinstance(
-                found, CheckpointMissingError
-            ):  # this is a save, so nothing was to be read
-                kept = self._kept or None
+            found = save_error(error, self.shown, doing, self._kept_text, needed)
+            if isinstance(found, CheckpointMissingError):  # a save fails to write, not to read
+                kept = self._kept_text or None
                 found = save_failed(found.problem, self.shown, error.errno, kept)
             raise found from error
 
@@ -137,7 +137,7 @@ class Staging:
         Raises:
             CheckpointSaveError: too few bytes or no inodes are free; ``errno`` is ENOSPC.
         """
-        with self.saving("looking at the disk", needed=nbytes):
+        with self.saving("checking the free space", needed=nbytes):
             status = os.statvfs(self.directory)
             if status.f_bavail * status.f_frsize < nbytes or has_no_inodes(status):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -188,7 +188,7 @@ class Staging:
                 for group in groups:
                     for name in group:
                         self._replace(name, undo)
-                    for folder in {os.path.dirname(self._place(name)) for name in group}:
+                    for folder in {os.path.dirname(self._target(name)) for name in group}:
                         flush_folder(folder)
                 for name in retire:
                     self._retire(name, undo)
@@ -197,14 +197,14 @@ class Staging:
             except BaseException:
                 self._undo(undo)
                 raise
-        self._made.clear()
+        self._created.clear()
         self._remove(remove)
 
-    def _place(self, name: str) -> str:
+    def _target(self, name: str) -> str:
         return os.path.join(self.directory, name)
 
     def _replace(self, name: str, undo: list[tuple[str, str | None]]) -> None:
-        place, backup = self._place(name), None
+        place, backup = self._target(name), None
         if not os.path.isdir(os.path.dirname(place)):
             os.makedirs(os.path.dirname(place))
             flush_folder(os.path.dirname(os.path.dirname(place)))
@@ -212,11 +212,11 @@ class Staging:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), place)
         if os.path.lexists(place):
             backup = os.path.join(self.folder, f".old-{secrets.token_hex(4)}")
-            _keep(place, backup)
+            _back_up(place, backup)
         self._move(os.path.join(self.folder, name), place, (place, backup), undo)
 
     def _retire(self, name: str, undo: list[tuple[str, str | None]]) -> None:
-        place, gone = self._place(name), os.path.join(self.folder, f".old-{secrets.token_hex(4)}")
+        place, gone = self._target(name), os.path.join(self.folder, f".old-{secrets.token_hex(4)}")
         if os.path.lexists(place):
             self._move(place, gone, (place, gone), undo)
 
@@ -238,15 +238,15 @@ class Staging:
                 else:
                     os.unlink(place)
             except OSError as error:
-                self._kept = f"{place} is new, and could not be taken back: {error.strerror}."
-                break  # what was put there before belongs to it
+                self._kept_text = f"{place} is new and could not be removed: {error.strerror}."
+                break  # the files before it belong to it
         with contextlib.suppress(OSError):
             flush_folder(self.directory)
 
     def _remove(self, names: Sequence[str]) -> None:
         """Deletes files that nothing refers to any more; a failure is only logged."""
         for name in names:
-            place = self._place(name)
+            place = self._target(name)
             try:
                 if os.path.isdir(place) and not os.path.islink(place):
                     # Renamed first: a half-deleted checkpoint must never be visible by its name.
@@ -286,7 +286,7 @@ class Staging:
 
     def _clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        for path in reversed(self._made):  # created for a save that failed
+        for path in reversed(self._created):  # created for a save that failed
             with contextlib.suppress(OSError):
                 os.rmdir(path)
 
@@ -297,22 +297,22 @@ class Staging:
 
     def _wait_for_lock(self) -> None:
         """Waits for a holder that locks the directory only briefly: to rename a file, to end a save."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _WAIT_SECONDS
         while lock(self._locks[0], wait=False) is False:
             living = (path for path in _temporary(self.directory) if not _is_dead(path))
-            owners = [who for path in living if (who := _who(path))]
+            owners = [owner for path in living if (owner := _exclusive_owner(path))]
             if owners or time.monotonic() > end:
                 raise self._busy(owners)
             time.sleep(0.01)
 
     def _busy(self, owners: Sequence[tuple[Any, Any]]) -> CheckpointBusyError:
-        hint = "Wait until it has finished, or save to another place."
+        hint = "Wait until it has finished, or save to another directory."
         problem = "another process is writing to this directory"
         found = ", ".join(f"process {pid} on {host}" for pid, host in owners) or None
         if (os.getpid(), socket.gethostname()) in owners:
-            problem = "another save of this same process is writing to this directory"
-            found = "one of another thread, or a save_async that goes on"
-            hint = "Wait for its result() first, or save to another place."
+            problem = "another save of this process is writing to this directory"
+            found = "a save of another thread, or an unfinished save_async"
+            hint = "Wait for its result() first, or save to another directory."
         return CheckpointBusyError(problem, path=self.shown, found=found, hint=hint)
 
     def __enter__(self) -> Self:
@@ -334,7 +334,7 @@ def sweep(directory: str) -> list[str]:
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)
     if swept:
-        _LOG.warning("%s: removed what %d interrupted saves left", directory, len(swept))
+        _LOG.warning("%s: removed the remains of %d interrupted saves", directory, len(swept))
     return swept
 
 
@@ -369,21 +369,16 @@ def _is_dead(path: str) -> bool:
             return False
         age, host, pid = time.time() - status.st_mtime, *_owner_in_name(path)
         owner = _read_owner(path)
-        here = owner["host"] == socket.gethostname() if "host" in owner else host == _host()
-        if not here:
-            return age > _AGE
+        is_local = owner["host"] == socket.gethostname() if "host" in owner else host == _host()
+        if not is_local:
+            return age > _ABANDONED_SECONDS
         if is_free and owner:
-            return True  # it had been locked
+            return True  # its writer had locked it, and has ended
         if pid == os.getpid():
             return path not in _IN_USE
-        return not _is_alive(owner.get("pid", pid)) or (not owner and age > _MOMENT)
+        return not _is_alive(owner.get("pid", pid)) or (not owner and age > _LOCKING_SECONDS)
     finally:
         os.close(fd)
-
-
-def _new_name() -> str:
-    """A unique name that identifies its process and host from the first moment."""
-    return f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
 
 
 def _host() -> str:
@@ -421,7 +416,7 @@ def _owner(exclusive: bool) -> bytes:
     return json.dumps(owner).encode()
 
 
-def _who(path: str) -> tuple[Any, Any] | None:
+def _exclusive_owner(path: str) -> tuple[Any, Any] | None:
     """The process and host of the writer that holds a directory exclusively."""
     owner = _read_owner(path)
     return (owner.get("pid"), owner.get("host")) if owner.get("exclusive") else None
@@ -440,7 +435,7 @@ def lock(fd: int, *, wait: bool, unsupported: bool | None = True) -> bool | None
     return True
 
 
-def _keep(place: str, backup: str) -> None:
+def _back_up(place: str, backup: str) -> None:
     """Keeps a backup of the file at ``place``: a hard link, or a copy if links are not supported."""
     try:
         os.link(place, backup, follow_symlinks=False)

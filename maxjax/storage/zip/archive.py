@@ -25,8 +25,8 @@ class Archive:
     """The members of a zip archive by name, in the order of its directory; no data yet.
 
     Attributes: ``file`` and ``members``. Errors of its methods name ``tensor_of(name)`` as the
-    tensor. ``has_all_crcs``: whether a CRC of 0 is one like any other; else it says that none
-    was computed, as PyTorch writes on demand.
+    tensor. ``has_all_crcs``: whether a CRC of 0 is an ordinary value; otherwise it means that none was
+    computed, which is an option of PyTorch.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Archive:
         data = self.file.pread(member.offset, member.size, tensor=tensor)
         if crc is not None and crc32(data) != crc:
             raise CheckpointCorruptError(
-                f"the bytes of {member.name} are not those that were written",
+                f"the bytes of {member.name} do not match their checksum",
                 offset=member.offset,
                 expected=f"CRC-32 {crc:08x}",
                 found=f"{crc32(data):08x}",
-                hint="The file was damaged on its way or on the disk: fetch it again.",
+                hint="The file is corrupt: download it again.",
                 **where,
             )
         return data
@@ -121,9 +121,9 @@ def read_directory(
 
     Raises:
         CheckpointTruncatedError: the file ends before its end record.
-        CheckpointFormatError: another kind of file; members that overlap, are duplicate, are
-            encrypted, compressed with anything but deflate, or described in two ways; bytes
-            that belong to nothing, before, between and after them.
+        CheckpointFormatError: another kind of file; members that overlap, are duplicate, encrypted,
+            compressed with a method other than deflate, or described inconsistently; unexpected
+            bytes before, between or after them.
         CheckpointUnsafeError: the file is a pickle.
         CheckpointLimitError: the archive exceeds ``limits``, or a member would inflate to more
             than ``member_ratio`` times its bytes and a MiB.

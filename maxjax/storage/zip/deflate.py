@@ -1,7 +1,7 @@
 """Compressed members of an archive (deflate, RFC 1951), and tensors read through them.
 
-A member is inflated piece by piece, from its first byte to its last: what comes out has the
-length and the CRC-32 the archive names, or an error is raised.
+A member is always inflated completely, piece by piece; an error is raised unless the result has the
+length and the CRC-32 that the archive records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..files import OpenFile, aligned_empty
 
 # Bytes read from the file at a time.
 COMPRESSED_BYTES = 256 << 10
-_REFETCH = "The file was damaged on its way or on the disk: fetch it again."
+_DOWNLOAD_AGAIN = "The file is corrupt: download it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +101,27 @@ class Deflated(Coding):
             if piece:
                 yield piece
         rest = len(inflater.unused_data) + end - place
-        wrong = None
+        mismatch = None
         if not inflater.eof or total < self.size:
-            wrong = f"{self.size} bytes", f"{total} bytes"
+            mismatch = f"{self.size} bytes", f"{total} bytes"
         elif rest:
-            wrong = f"{nbytes} bytes of deflated data", f"an end {rest} bytes before"
+            mismatch = f"{nbytes} bytes of deflated data", f"an end {rest} bytes before"
         elif self.crc is not None and crc != self.crc:
-            wrong = f"CRC-32 {self.crc:08x}", f"{crc:08x}"
-        if wrong:
-            raise self._corrupt(file, offset, tensor, *wrong)
+            mismatch = f"CRC-32 {self.crc:08x}", f"{crc:08x}"
+        if mismatch:
+            raise self._corrupt(file, offset, tensor, *mismatch)
 
     def _corrupt(
         self, file: OpenFile, offset: int, tensor: str | None, expected: str, found: str
     ) -> CheckpointError:
         return CheckpointCorruptError(
-            f"the bytes of {self.name} are not those that were written",
+            f"the bytes of {self.name} do not match their checksum",
             path=file.path,
             tensor=tensor,
             offset=offset,
             expected=expected,
             found=found,
-            hint=_REFETCH,
+            hint=_DOWNLOAD_AGAIN,
         )
 
     def _blocks(self, file: OpenFile, entry: TensorEntry) -> Iterator[np.ndarray]:

@@ -1,8 +1,8 @@
 """The directory (list of members) of a zip archive, validated to the last byte.
 
-A list is understood in one way only: members from byte 0 on, one behind another, the central
-directory behind them, one end record behind that, and the end of the file. What this allows
-no two readers can take differently. Format: PKWARE's APPNOTE.TXT 6.3.
+Only one layout is accepted: members from byte 0 on without gaps, then the central directory, one end
+record, and the end of the file. Therefore all readers find the same members in an accepted file.
+Format: PKWARE's APPNOTE.TXT 6.3.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def read_end(file: OpenFile) -> tuple[int, int, int]:
     tail = file.pread(base, file.size - base)
     at = tail.rfind(_SIGN)
     if at < 0 or len(tail) - at < _END.size:
-        raise _cut(file)
+        raise _truncated(file)
     _check_single(file, tail, at, base)
     _, *fields, comment = _END.unpack_from(tail, at)
     end, rest = base + at, len(tail) - at - _END.size - comment
-    # In data that was cut the signature may stand by chance.
-    if rest < 0 or (rest > 0 and not _has_directory(fields[4] + fields[5], end)):
-        raise _cut(file)
+    # In a truncated file, the signature may occur by chance in the data.
+    if rest < 0 or (rest > 0 and not _is_end_record(fields[4] + fields[5], end)):
+        raise _truncated(file)
     if rest:
-        problem = "bytes after the end of the archive belong to nothing"
-        raise _bad(file, problem, file.size - rest, "the end of the file", f"{rest} bytes")
+        problem = "unexpected bytes after the end of the archive"
+        raise _error(file, problem, file.size - rest, "the end of the file", f"{rest} bytes")
     wide = _end64(file, end)
     if wide:
         _check_equal(file, end, fields, wide[1:])
@@ -59,20 +59,20 @@ def read_end(file: OpenFile) -> tuple[int, int, int]:
 
 
 def _directory(file: OpenFile, at: int, end: int, fields: list[int]) -> tuple[int, int, int]:
-    """The result, of the fields of the end record at ``at``; the directory ends at ``end``."""
+    """The result for the fields of the end record at ``at``; the directory ends at ``end``."""
     disk, first_disk, here, count, nbytes, start = fields
     if disk or first_disk or here != count:
-        problem = "end record: a part of an archive on several disks"
+        problem = "end record: archives on several disks are not supported"
         found = f"disk {disk} of a directory on {first_disk}, {here} of {count} members"
-        raise _bad(file, problem, at, "disk 0, which has all members", found)
+        raise _error(file, problem, at, "disk 0, which has all members", found)
     if start + nbytes != end:
         problem = "end record: the directory does not end where this record begins"
         found = f"{nbytes} bytes from byte {start}"
-        raise _bad(file, problem, at, f"an end at byte {end}", found)
+        raise _error(file, problem, at, f"an end at byte {end}", found)
     return count, start, end
 
 
-def _bad(
+def _error(
     file: OpenFile, problem: str, offset: int, expected: Any, found: Any
 ) -> CheckpointFormatError:
     return CheckpointFormatError(
@@ -80,29 +80,29 @@ def _bad(
     )
 
 
-def _cut(file: OpenFile) -> CheckpointError:
+def _truncated(file: OpenFile) -> CheckpointError:
     return CheckpointTruncatedError(
         "the file ends before the list of the archive's members",
         path=file.path,
         offset=file.size,
         expected=f"an end record of {_END.size} bytes or more",
         found="the end of the file",
-        hint="Incomplete download? Delete the file and fetch it again.",
+        hint="Incomplete download? Delete the file and download it again.",
     )
 
 
-def _has_directory(directory_end: int, end: int) -> bool:
-    """Whether an end record at ``end`` is one: the directory, or zip64 records, are in front."""
+def _is_end_record(directory_end: int, end: int) -> bool:
+    """Whether bytes at ``end`` are a real end record: the directory or zip64 records precede it."""
     return directory_end in (end, end - _END64.size - _LOCATOR.size) or directory_end >= _MAX32
 
 
 def _check_single(file: OpenFile, tail: bytes, at: int, base: int) -> None:
-    """No other end record, of which the last one is the comment."""
+    """Refuses an earlier end record whose comment contains the last one."""
     other = tail.rfind(_SIGN, 0, at + 3)
     while other >= 0:
         if int.from_bytes(tail[other + 20 : other + 22], "little") == len(tail) - other - 22:
-            problem = "two end records: which list of members is meant is unclear"
-            raise _bad(file, problem, base + other, "one", f"another at byte {base + at}")
+            problem = "two end records, so the list of members is ambiguous"
+            raise _error(file, problem, base + other, "one", f"another at byte {base + at}")
         other = tail.rfind(_SIGN, 0, other + 3)
 
 
@@ -117,39 +117,38 @@ def _end64(file: OpenFile, end: int) -> tuple[int, ...] | None:
     if disk or disks > 1 or start > at - _END64.size:
         found = f"disk {disk} of {disks}, byte {start}"
         expected = f"disk 0 of 1, at most byte {at - _END64.size}"
-        raise _bad(file, "zip64 locator: no place in this file", at, expected, found)
+        raise _error(file, "zip64 locator: does not point into this file", at, expected, found)
     sign, length, _, _, *fields = _END64.unpack(file.pread(start, _END64.size))
     if sign != _SIGN64 or start + 12 + length != at:
-        problem = "zip64 end record: not what the locator behind it points to"
+        problem = "zip64 end record: does not match the locator after it"
         found = f"{sign!r} and a length of {length}"
-        raise _bad(file, problem, start, f"{_SIGN64!r} and {at - start - 12}", found)
+        raise _error(file, problem, start, f"{_SIGN64!r} and {at - start - 12}", found)
     return (start, *fields)
 
 
 def _check_equal(file: OpenFile, at: int, narrow: list[int], wide: tuple[int, ...]) -> None:
-    """The same in the end record and in that of zip64, where the first has room for it."""
-    for number, (here, there) in enumerate(zip(narrow, wide, strict=True)):
-        if here != there and here != (_MAX16 if number < 4 else _MAX32):
-            problem = "end record: not what the zip64 end record says"
-            raise _bad(file, problem, at, there, here)
+    """Checks that the two end records agree, unless a value is too large for the first."""
+    for number, (here, available) in enumerate(zip(narrow, wide, strict=True)):
+        if here != available and here != (_MAX16 if number < 4 else _MAX32):
+            problem = "end record: contradicts the zip64 end record"
+            raise _error(file, problem, at, available, here)
 
 
 STORED, DEFLATED = 0, 8
-# Bytes that a member may inflate to whatever its ratio.
+# Bytes that a member may inflate to regardless of its compression ratio.
 FREE_BYTES = 1 << 20
 
 _CENTRAL = Struct("<4s6H3L5H2L")
 _LOCAL = Struct("<4s5H3L2H")
 _FIELD = Struct("<2H")
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-# Flags: encrypted (three ways) and patch data are refused; the name is UTF-8; sizes may
-# stand behind the data.
+# Flags: encrypted (three kinds) and patch data are refused; the name is UTF-8; the sizes may follow the
+# data in a descriptor.
 _REFUSED, _UTF8, _DESCRIPTOR = 0x2061, 0x800, 0x8
 _MEANING = _REFUSED | _UTF8
 # Extra fields: 64-bit sizes, and a second name.
 _ZIP64, _UNICODE_NAME = 0x0001, 0x7075
-_NEWEST = 63
-# The characters of names that are not UTF-8; decoded here, as it imports the codec.
+_MAX_VERSION = 63
+# The characters of names that are not UTF-8; decoded at import, which imports the codec.
 _CP437 = bytes(range(256)).decode("cp437")
 
 
@@ -202,13 +201,13 @@ class Directory:
         ends = [record.header for record in ordered[1:]] + [start] * bool(ordered)
         first = ordered[0].header if ordered else start
         if first:
-            problem = "bytes before the first member belong to none"
-            raise self._bad(problem, 0, "a member or the directory at byte 0", f"at byte {first}")
+            problem = "unexpected bytes before the first member"
+            raise self._error(problem, 0, "a member or the directory at byte 0", f"at byte {first}")
         for record, end in zip(ordered, ends, strict=True):
             found[record.name] = self._member(record, end)
         return {name: found[name] for name in records}
 
-    def _bad(
+    def _error(
         self, problem: str, offset: int, expected: Any, found: Any, record: _Record | None = None
     ) -> CheckpointError:
         return CheckpointFormatError(
@@ -227,7 +226,7 @@ class Directory:
         nbytes, where = end - start, {"path": self.file.path, "offset": start}
         if count * _CENTRAL.size > nbytes:
             problem = "end record: more members than the directory has bytes for"
-            raise self._bad(problem, end, f"at most {nbytes // _CENTRAL.size}", count)
+            raise self._error(problem, end, f"at most {nbytes // _CENTRAL.size}", count)
         if count > self.limits.tensors:
             raise self.limits.error("directory: too many members", "tensors", count, **where)
         if nbytes > self.limits.header_bytes:
@@ -237,37 +236,37 @@ class Directory:
         for _ in range(count):
             record, length = self._record(data, at, start)
             if record.name in records:
-                raise self._bad("is there twice", record.at, "one of each name", "two", record)
+                raise self._error("occurs twice", record.at, "one of each name", "two", record)
             self._check_size(record)
             records[record.name] = record
             at += length
         if at != nbytes:
             problem = "directory: bytes after its last member"
-            raise self._bad(problem, start + at, f"{at} bytes", f"{nbytes} bytes")
+            raise self._error(problem, start + at, f"{at} bytes", f"{nbytes} bytes")
         return records, start
 
     def _record(self, data: bytes, at: int, base: int) -> tuple[_Record, int]:
         if len(data) - at < _CENTRAL.size or data[at : at + 4] != b"PK\1\2":
             found = repr(data[at : at + 4])
-            raise self._bad("directory: no member here", base + at, "b'PK\\x01\\x02'", found)
+            raise self._error("directory: not a member", base + at, "b'PK\\x01\\x02'", found)
         (
             _, _, version, flags, method, _, _, crc, compressed, size,
             name_bytes, extra_bytes, comment_bytes, disk, _, _, header,
         ) = _CENTRAL.unpack_from(data, at)  # fmt: skip
         length = _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
-        behind = at + _CENTRAL.size + name_bytes
-        raw = data[at + _CENTRAL.size : behind]
+        name_end = at + _CENTRAL.size + name_bytes
+        raw = data[at + _CENTRAL.size : name_end]
         if length > len(data) - at:
-            problem = "directory: a member's name and comment go beyond it"
-            raise self._bad(problem, base + at, f"at most {len(data) - at} bytes", length)
+            problem = "directory: the name and comment of a member exceed it"
+            raise self._error(problem, base + at, f"at most {len(data) - at} bytes", length)
         name = self._name(raw, flags, base + at)
         record = _Record(base + at, name, raw, flags, method, crc, compressed, size, header)
-        extra = self._extra(data[behind : behind + extra_bytes], record)
-        record.size, record.compressed, record.header, disk = self._wide(
+        extra = self._extra(data[name_end : name_end + extra_bytes], record)
+        record.size, record.compressed, record.header, disk = self._zip64_values(
             extra, record, ((size, 8), (compressed, 8), (header, 8), (disk, 4))
         )
         if disk:
-            raise self._bad("is on another disk", record.at, "disk 0", disk, record)
+            raise self._error("is on another disk", record.at, "disk 0", disk, record)
         self._check_kind(record, version)
         return record, length
 
@@ -277,40 +276,40 @@ class Directory:
             name = raw.decode() if utf8 else "".join(_CP437[byte] for byte in raw)
         except UnicodeDecodeError:
             found = repr(raw[:80])
-            raise self._bad("directory: a name is not UTF-8", at, "UTF-8", found) from None
-        if "\0" in name:  # some readers end it there
-            raise self._bad("directory: a name with a NUL", at, "no NUL", repr(name[:80]))
+            raise self._error("directory: a name is not UTF-8", at, "UTF-8", found) from None
+        if "\0" in name:  # some readers treat it as the end
+            raise self._error("directory: a name with a NUL", at, "no NUL", repr(name[:80]))
         return name
 
     def _extra(self, data: bytes, record: _Record) -> dict[int, bytes]:
-        """The extra fields that change what a member is."""
+        """The extra fields that affect sizes or the name of a member."""
         fields: dict[int, bytes] = {}
         at, end = 4, len(data)
         while at <= end:
             kind, length = _FIELD.unpack_from(data, at - 4)
             if length > end - at or (kind == _ZIP64 and kind in fields):
-                problem = "extra field: goes beyond its end, or is there twice"
+                problem = "extra field: too long, or occurs twice"
                 found = f"{length} bytes of kind {kind:#06x}"
-                raise self._bad(problem, record.at, f"at most {end - at} bytes", found, record)
+                raise self._error(problem, record.at, f"at most {end - at} bytes", found, record)
             if kind in (_ZIP64, _UNICODE_NAME):
                 fields[kind] = data[at : at + length]
             at += length + 4
         second = fields.get(_UNICODE_NAME)
         if second is not None and second[5:] != record.name.encode():
             found = repr(second[5:85])
-            raise self._bad("has two names", record.at, repr(record.raw_name[:80]), found, record)
+            raise self._error("has two names", record.at, repr(record.raw_name[:80]), found, record)
         return fields
 
-    def _wide(
+    def _zip64_values(
         self, extra: dict[int, bytes], record: _Record, fields: tuple[tuple[int, int], ...]
     ) -> list[int]:
-        """Fields of 32 (the last: 16) bits; those that are all ones stand in the zip64 field."""
+        """Fields of 32 (the last: 16) bits; those with all bits set are read from the zip64 field."""
         data, found = extra.get(_ZIP64, b""), []
         for value, width in fields:
             if value == (_MAX32 if width == 8 else _MAX16):
                 if len(data) < width:
                     problem = "a size of 64 bits is missing"
-                    raise self._bad(
+                    raise self._error(
                         problem, record.at, f"{width} bytes", f"{len(data)} bytes", record
                     )
                 value, data = int.from_bytes(data[:width], "little"), data[width:]
@@ -321,24 +320,24 @@ class Directory:
         where = record.at
         if record.flags & _REFUSED:
             found = f"flags {record.flags:#06x}"
-            raise self._bad("is encrypted or a patch", where, "plain data", found, record)
+            raise self._error("is encrypted or a patch", where, "plain data", found, record)
         if record.method not in (STORED, DEFLATED):
             expected = f"{STORED} (stored) or {DEFLATED} (deflated)"
-            raise self._bad("compression method", where, expected, record.method, record)
-        if version & 0xFF > _NEWEST:
-            expected = f"at most {_NEWEST}"
-            raise self._bad("needs a newer version of zip", where, expected, version & 0xFF, record)
+            raise self._error("compression method", where, expected, record.method, record)
+        if version & 0xFF > _MAX_VERSION:
+            expected, version = f"at most {_MAX_VERSION}", version & 0xFF
+            raise self._error("needs a newer version of zip", where, expected, version, record)
 
     def _check_size(self, record: _Record) -> None:
         """Refuses a member with too high a compression ratio, before anything else is trusted."""
-        there = min(record.compressed, self.file.size)
+        available = min(record.compressed, self.file.size)
         where = {"tensor": self.tensor_of(record.name), "offset": record.at}
         problem = f"member '{record.name}': size is over the limit"
-        check_ratio(problem, record.size, there, self.limits, path=self.file.path, **where)
+        check_ratio(problem, record.size, available, self.limits, path=self.file.path, **where)
         if record.method == STORED and record.compressed != record.size:
             expected = f"{record.size} bytes"
-            problem = "is stored as it is, but with another size"
-            raise self._bad(problem, record.at, expected, f"{record.compressed} bytes", record)
+            problem = "is not compressed, but has another size"
+            raise self._error(problem, record.at, expected, f"{record.compressed} bytes", record)
 
     # --- the header in front of each member ---
 
@@ -347,7 +346,7 @@ class Directory:
         at, length = record.header, _LOCAL.size + len(record.raw_name)
         if at + length > end:
             problem = "overlaps what comes after it"
-            raise self._bad(problem, at, f"{length} bytes for its header", f"{end - at}", record)
+            raise self._error(problem, at, f"{length} bytes for its header", f"{end - at}", record)
         head = self.file.pread(at, length)
         signature, _, flags, method, _, _, crc, compressed, size, name_bytes, extra = (
             _LOCAL.unpack_from(head)
@@ -357,37 +356,37 @@ class Directory:
         if signature != b"PK\3\4" or name != record.raw_name:
             found = repr(signature + head[_LOCAL.size :][:80])
             expected = repr(b"PK\3\4" + record.raw_name[:80])
-            raise self._bad("its header is another's", at, expected, found, record)
+            raise self._error("its header differs from the directory", at, expected, found, record)
         if offset + record.compressed > end:
             problem = "overlaps what comes after it"
             found = f"{record.compressed} bytes from byte {offset}"
-            raise self._bad(problem, at, f"an end by byte {end}", found, record)
+            raise self._error(problem, at, f"an end by byte {end}", found, record)
         if _MAX32 in (size, compressed):
             fields = self._extra(self.file.pread(at + length, extra), record)
-            size, compressed = self._wide(fields, record, ((size, 8), (compressed, 8)))
+            size, compressed = self._zip64_values(fields, record, ((size, 8), (compressed, 8)))
         theirs = (flags & _MEANING, method, crc, compressed, size)
         ours = (record.flags & _MEANING, record.method, record.crc)
         ours = (*ours, record.compressed, record.size)
         blank = (*ours[:2], 0, 0, 0)
-        if theirs != ours and not (flags & _DESCRIPTOR and _mixed(theirs, ours, blank)):
+        if theirs != ours and not (flags & _DESCRIPTOR and _each_from(theirs, ours, blank)):
             if (*theirs[:2], *theirs[3:]) == (*ours[:2], *ours[3:]):
-                raise self._differing(record, at, crc)
+                raise self._crc_mismatch(record, at, crc)
             names = "(flags, method, CRC-32, compressed, size)"
             problem = f"header and directory differ in {names}"
-            raise self._bad(problem, at, ours, theirs, record)
+            raise self._error(problem, at, ours, theirs, record)
         self._check_gap(record, flags, offset + record.compressed, end)
         return Member(record.name, method, record.crc, record.compressed, record.size, offset)
 
-    def _differing(self, record: _Record, at: int, crc: int) -> CheckpointError:
+    def _crc_mismatch(self, record: _Record, at: int, crc: int) -> CheckpointError:
         """The error for two different checksums of one member, of which one is corrupt."""
         return CheckpointCorruptError(
-            f"member '{record.name}': its checksum in the directory is another than beside its data",
+            f"member '{record.name}': its checksum in the directory differs from that in its header",
             path=self.file.path,
             tensor=self.tensor_of(record.name),
             offset=at,
             expected=f"CRC-32 {record.crc:08x}",
             found=f"{crc:08x}",
-            hint="The file was damaged on its way or on the disk: fetch it again.",
+            hint="The file is corrupt: download it again.",
         )
 
     def _check_gap(self, record: _Record, flags: int, start: int, end: int) -> None:
@@ -405,27 +404,27 @@ class Directory:
             sizes = (record.compressed, record.size)
             if (signed or gap in (12, 20)) and found[1:] == sizes:
                 if found[0] != record.crc:
-                    raise self._differing(record, start, found[0])
+                    raise self._crc_mismatch(record, start, found[0])
                 return
-        problem = "the bytes after it belong to nothing"
+        problem = "unexpected bytes after it"
         expected = f"the next member at byte {start}"
-        raise self._bad(problem, start, expected, f"at byte {end}", record)
+        raise self._error(problem, start, expected, f"at byte {end}", record)
 
 
-def _mixed(values: tuple[int, ...], *choices: tuple[int, ...]) -> bool:
+def _each_from(values: tuple[int, ...], *choices: tuple[int, ...]) -> bool:
     return all(value in allowed for value, *allowed in zip(values, *choices, strict=True))
 
 
 # --- limits -----------------------------------------------------------------------------------
 
 
-def check_ratio(problem: str, size: int, there: int, limits: Limits, **where) -> None:
-    """Refuses ``there`` bytes that inflate to ``size``, if that is more than the limits allow."""
+def check_ratio(problem: str, size: int, available: int, limits: Limits, **where) -> None:
+    """Refuses ``available`` bytes that inflate to ``size``, if that is more than the limits allow."""
     ratio = limits.member_ratio
-    if size > FREE_BYTES + ratio * there:
+    if size > FREE_BYTES + ratio * available:
         raise CheckpointLimitError(
             problem,
-            expected=f"at most {ratio} times its {there} bytes, and {FREE_BYTES}",
+            expected=f"at most {ratio} times its {available} bytes, and {FREE_BYTES}",
             found=f"{size} bytes",
             hint=raising("member_ratio"),
             **where,

@@ -491,7 +491,7 @@ def test_nothing_is_printed(tmp_path, capfd, caplog):
 
 def test_another_writer_is_not_disturbed(tmp_path):
     model = filled(Net())
-    with Staging(tmp_path), pytest.raises(CheckpointBusyError, match="save of this same process"):
+    with Staging(tmp_path), pytest.raises(CheckpointBusyError, match="save of this process"):
         save(tmp_path, model)
     save(tmp_path, model)
 

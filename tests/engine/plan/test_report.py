@@ -239,7 +239,7 @@ def test_a_name_that_does_not_hold_is_whole_and_says_why(checkpoint):
     )
     kinds = plan(path, {"model": 2}).kinds
     assert {kind.spec for kind in kinds} == {"(None, None)", "(None,)"}
-    assert any("segments cover 32 of an axis of 24" in kind.why for kind in kinds)
+    assert any("segments have 32 values, the axis 24" in kind.why for kind in kinds)
 
 
 def test_rules_of_the_caller_go_before_names(checkpoint):

@@ -39,16 +39,16 @@ def test_names(other, name):
     assert axis_name(other) == name
 
 
-@pytest.mark.fast("sizes0-needs the size of an axis", "sizes5-no multiple of 3")
+@pytest.mark.fast("sizes0-needs the size of an axis", "sizes5-not a multiple of 3")
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
         ({}, "needs the size of an axis"),
-        ({"model": 16}, "needs 16 devices, and there are 8: cpu:0"),
+        ({"model": 16}, "needs 16 devices, but there are 8: cpu:0"),
         ({"model": 0}, "positive"),
         ({"model": 2.0}, "positive"),
         ({"model": -1, "data": -1}, "one of them"),
-        ({"model": -1, "data": 3}, "no multiple of 3"),
+        ({"model": -1, "data": 3}, "not a multiple of 3"),
         ({"tp": 2, "model": 2}, "one axis twice"),
     ],
 )

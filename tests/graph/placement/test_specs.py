@@ -65,7 +65,7 @@ HEADS = S.segmented(1, 0, [Segment.head_aware(9, 4)])
         ((8, 6), Split(S.rowwise(1), EXPERTS), {"expert": 2, "model": 2},
          (("expert", "model"), None), "axis 0 over expert=2 and model=2"),
         ((8, 6), Split(S.rowwise(1), EXPERTS), {"ep": 2}, ("ep", None), "axis 0 over ep=2"),
-        ((7, 6), Split(S.rowwise(1), instead=S.columnwise(1)), {"model": 2}, (None, "model"),
+        ((7, 6), Split(S.rowwise(1), fallback=S.columnwise(1)), {"model": 2}, (None, "model"),
          "the 7 values of axis 0 do not divide by model=2; axis 1 over model=2"),
         ((8, 6), P("tp", None), {"model": 2}, ("model", None), "as given"),
         ((8, 6), (None, ("model", "data")), {"data": 3, "model": 2}, (None, ("model", "data")), "as"),
@@ -80,7 +80,7 @@ def test_where_and_why(shape, wish, sizes, spec, why):
 
 @pytest.mark.fast(
     "shape0-wish0-UserInputError-'w' of shape .8,. has no axis 1",
-    "shape5-wish5-UserInputError-over 'data', and the mesh has the axes model",
+    "shape5-wish5-UserInputError-'data', but the mesh has the axes model",
 )
 @pytest.mark.parametrize(
     ("shape", "wish", "error", "says"),
@@ -89,8 +89,13 @@ def test_where_and_why(shape, wish, sizes, spec, why):
         ((8, 6), S.tensor_parallel(2), UserInputError, "tensor_parallel is for whole layers"),
         ((8, 6), S(2, lambda w, i, n: w), NotImplementedError, "'w' has a strategy made of a func"),
         ((10, 6), S.stacked_qkv(1, 2, 4), UserInputError, "'w': stacked_qkv: 10 rows"),
-        ((10, 6), S.segmented(1, 0, [Segment.even(4)]), UserInputError, "cover 4 of an axis of 10"),
-        ((8, 6), P("data"), UserInputError, "over 'data', and the mesh has the axes model"),
+        (
+            (10, 6),
+            S.segmented(1, 0, [Segment.even(4)]),
+            UserInputError,
+            "have 4 values, the axis 10",
+        ),
+        ((8, 6), P("data"), UserInputError, "'data', but the mesh has the axes model"),
         ((7, 6), P("model"), UserInputError, "axis 0 of 7 does not divide by 2"),
         ((8, 6), P(None, None, "model"), UserInputError, "fewer axes than its spec"),
         ((8, 6), P("model", "tp"), UserInputError, "uses an axis of the mesh twice"),

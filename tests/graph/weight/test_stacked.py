@@ -288,7 +288,7 @@ def test_layers_without_values_are_named():
 def test_values_of_another_type_in_the_registry():
     _, model = nets("plain")
     wrong = {"layers.1.bias": np.ones(5, np.float32)}
-    with pytest.raises(ValueError, match=r"'layers\.1\.bias' .* \(5,\), but the graph wants"):
+    with pytest.raises(ValueError, match=r"'layers\.1\.bias' .* \(5,\), but the graph expects"):
         InferenceSession().load(Graph("g", model, [KIND]), weights_registry=wrong)
 
 

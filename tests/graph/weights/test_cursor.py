@@ -121,7 +121,7 @@ def test_allocate(path):
     assert a.value.dtype == jnp.bfloat16
     assert w.layers[1].w.allocate() is not w.layers[1].w.allocate()
     for bad, message in (
-        ({"shape": (3, 2)}, r"'layers.1.w'"), ({"dtype": "int32"}, "DType.int32.*DType.float32"),
+        ({"shape": (3, 2)}, r"'layers.1.w'"), ({"dtype": "int32"}, "DType.float32.*DType.int32"),
         ({"quantization_encoding": QuantizationEncoding.Q4_0}, "not supported"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

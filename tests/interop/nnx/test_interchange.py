@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxjax.errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
 from maxjax.graph.weights import load_weights
-from maxjax.graph.weights.cursor import _Family
+from maxjax.graph.weights.cursor import CheckpointSource
 from maxjax.interop.nnx.interchange import AS_IS, OIHW_TO_HWIO, T, load, tensors, torch_rules
 
 nnx = pytest.importorskip("flax.nnx")
@@ -671,7 +671,7 @@ def test_a_failed_read_changes_nothing(tmp_path, monkeypatch):
     def fails(self, parts):
         raise OSError("gone")
 
-    monkeypatch.setattr(_Family, "read_parts", fails)
+    monkeypatch.setattr(CheckpointSource, "read_parts", fails)
     with pytest.raises(OSError, match="gone"):
         load(model, path, rename=torch_rules(model))
     assert all(value is before[key] for key, value in snapshot(model).items())
@@ -785,7 +785,7 @@ def test_each_device_reads_its_own(tmp_path, monkeypatch, kind, is_abstract, sto
     mesh, values = spread(kind), sharded_values(stored)
     path = saved(tmp_path / "m.safetensors", values)
     read, total = [], sum(v.nbytes for v in values.values())
-    original = _Family.read_parts
+    original = CheckpointSource.read_parts
 
     def counted(self, parts):
         read.extend(part.memory.nbytes for part in parts)
@@ -793,7 +793,7 @@ def test_each_device_reads_its_own(tmp_path, monkeypatch, kind, is_abstract, sto
 
     with jax.set_mesh(mesh):
         model = nnx.eval_shape(lambda: Sharded(rngs())) if is_abstract else Sharded(rngs())
-        monkeypatch.setattr(_Family, "read_parts", counted)
+        monkeypatch.setattr(CheckpointSource, "read_parts", counted)
         load(model, path, rename=torch_rules(model), cast=True)
     check_sharded(model, values, mesh)
     # A head's width over "model" is in no rectangle: each of four devices reads all the heads.

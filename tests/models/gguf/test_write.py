@@ -34,7 +34,7 @@ from maxjax.models.gguf import (
 from maxjax.models.gguf.config.families import ARCHITECTURE_OF
 from maxjax.models.gguf.sources import read_box
 from maxjax.models.gguf.tensors.read import EXACT_KEY
-from maxjax.storage.gguf.writer import gguf_pieces
+from maxjax.storage.gguf.writer import plan_gguf
 from maxjax.storage.parts import Part
 from maxjax.storage.save.outgoing import outgoing
 
@@ -53,10 +53,10 @@ def written(path, config, tensors, more=None, **options):
     made = gguf_tensors(config, tensors)
     metadata = gguf_metadata(config, made.tensors, **options) | made.metadata | (more or {})
     outgoings = [
-        outgoing(n, np.ascontiguousarray(d._typed()), (e := d.quantization_encoding) and e.value)
+        outgoing(n, np.ascontiguousarray(d.typed()), (e := d.quantization_encoding) and e.value)
         for n, d in made.tensors.items()
     ]
-    path.write_bytes(b"".join(gguf_pieces(metadata, outgoings)))
+    path.write_bytes(b"".join(plan_gguf(metadata, outgoings).pieces()))
     return path
 
 
@@ -155,7 +155,7 @@ def test_norms_of_gemma_that_lose_bits_are_kept_beside(dtype, tmp_path):
     path = tmp_path / "m.gguf"
 
     def write(values):
-        pieces = gguf_pieces(metadata, [outgoing("blk.0.attn_norm.weight", values)])
+        pieces = plan_gguf(metadata, [outgoing("blk.0.attn_norm.weight", values)]).pieces()
         path.write_bytes(b"".join(pieces))
         return hf_tensors(load_weights(path))[NORM]
 
@@ -178,7 +178,7 @@ def test_norms_of_gemma_that_lose_nothing_are_not(tmp_path):
 def test_values_beside_that_do_not_fit(value, tmp_path):
     metadata = {"general.architecture": "gemma", "gemma.block_count": 1, EXACT_KEY + NORM: value}
     one = outgoing("blk.0.attn_norm.weight", np.ones(8, np.float32))
-    (tmp_path / "m.gguf").write_bytes(b"".join(gguf_pieces(metadata, [one])))
+    (tmp_path / "m.gguf").write_bytes(b"".join(plan_gguf(metadata, [one]).pieces()))
     with pytest.raises(CheckpointFormatError, match=r"m\.gguf: metadata key 'maxjax\.exact\."):
         hf_tensors(load_weights(tmp_path / "m.gguf"))
 
@@ -187,7 +187,7 @@ def test_values_beside_that_do_not_fit(value, tmp_path):
 def test_types_that_nobody_knows(value, tmp_path):
     metadata = {"general.architecture": "gemma", "gemma.block_count": 1, "maxjax.dtypes": value}
     one = outgoing("blk.0.attn_norm.weight", np.ones(8, np.float32))
-    (tmp_path / "m.gguf").write_bytes(b"".join(gguf_pieces(metadata, [one])))
+    (tmp_path / "m.gguf").write_bytes(b"".join(plan_gguf(metadata, [one]).pieces()))
     with pytest.raises(CheckpointFormatError, match=r"m\.gguf: metadata key 'maxjax\.dtypes'"):
         hf_tensors(load_weights(tmp_path / "m.gguf"))
 
@@ -239,7 +239,7 @@ def test_parts_of_tensors_are_those_of_the_whole(case):
     made = gguf_tensors(config, lazy).tensors
     rng = np.random.default_rng(1)
     for name, data in made.items():
-        whole = np.asarray(gguf_tensors(config, weights(arrays)).tensors[name]._typed())
+        whole = np.asarray(gguf_tensors(config, weights(arrays)).tensors[name].typed())
         box = tuple(tuple(sorted(rng.integers(0, size + 1, 2))) for size in map(int, data.shape))
         expected = whole[tuple(slice(*span) for span in box)]
         array, _ = read_box(data, box)
@@ -271,7 +271,7 @@ def test_experts_are_read_one_by_one():
             return sum(part.memory.nbytes for part in parts)
 
     names = [f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in range(3)]
-    tensors = {n: WeightData._lazy(Watched(), n, DType.float32, (6, 4)) for n in names}
+    tensors = {n: WeightData.lazy(Watched(), n, DType.float32, (6, 4)) for n in names}
     data = gguf_tensors(config, tensors).tensors["blk.0.ffn_gate_exps.weight"]
     assert tuple(map(int, data.shape)) == (3, 6, 4) and asked == []
     read_box(data, ((1, 2), (2, 3), (0, 4)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxjax.models.gguf import gguf_tokenizer_metadata
-from maxjax.storage.gguf.writer import gguf_pieces
+from maxjax.storage.gguf.writer import plan_gguf
 
 pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -92,7 +92,9 @@ def test_sentences_are_those_of_minilm(minilm, tmp_path):
 
 def same(path, data, settings, special, texts=words.TEXTS):
     metadata = gguf_tokenizer_metadata(data, settings)
-    path.write_bytes(b"".join(gguf_pieces({"general.architecture": "llama", **metadata}, [])))
+    path.write_bytes(
+        b"".join(plan_gguf({"general.architecture": "llama", **metadata}, []).pieces())
+    )
     oracle = tokenizers.Tokenizer.from_str(json.dumps(data))
     found = llama_cpp.tokens(path, texts, special)
     for text, ids in zip(texts, found, strict=True):

@@ -27,7 +27,7 @@ from maxjax.storage.blocks import (
     layout_of,
     swap_blocks,
 )
-from maxjax.storage.blocks.scratch import KEPT, Scratch, bits, nibbles, weave
+from maxjax.storage.blocks.scratch import MAX_VIEWS, Scratch, bits, nibbles, weave
 from maxjax.storage.boxes import whole
 from maxjax.storage.gguf.types import GGML_TYPES_BY_NAME
 from maxjax.storage.parts import Part, read_parts
@@ -250,15 +250,15 @@ def test_memory_beside_the_result_is_little():
 
 def test_scratch_memory_does_not_grow_with_the_number_of_shapes():
     scratch = Scratch()
-    for size in (*range(1, 4 * KEPT), *range(4 * KEPT, 0, -1)):
+    for size in (*range(1, 4 * MAX_VIEWS), *range(4 * MAX_VIEWS, 0, -1)):
         scratch.array("a", (size,), "u1")[:] = 1
         scratch.array("b", (3, size), "f4")[:] = 1
         scratch.order(2, size)
-    assert len(scratch._views) <= KEPT
-    assert len(scratch._orders) <= KEPT
+    assert len(scratch._views) <= MAX_VIEWS
+    assert len(scratch._orders) <= MAX_VIEWS
     assert {name: len(memory) for name, memory in scratch._buffers.items()} == {
-        "a": 4 * KEPT,
-        "b": 12 * 4 * KEPT,
+        "a": 4 * MAX_VIEWS,
+        "b": 12 * 4 * MAX_VIEWS,
     }
 
 
@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_refused():
         decode("Q4_0", blocks.view(np.int8))
     with pytest.raises(TypeError, match="float64"):
         decode_into("Q4_0", blocks, np.zeros((2, 64)))
-    with pytest.raises(ValueError, match=r"\(2, 64\) values, not \(64, 2\)"):
+    with pytest.raises(ValueError, match=r"to shape \(2, 64\), but the output has \(64, 2\)"):
         decode_into("Q4_0", blocks, np.zeros((64, 2), np.float32))
 
 

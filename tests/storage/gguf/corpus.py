@@ -356,7 +356,7 @@ TYPES = [
         data=bytes(144)),
     one("q8_scalar", info("a", [], 8), FORMAT, "a", "multiple of 32", data=Q8),
     case("q5_0_big_endian", gguf([], [info("a", [32], 6, order=BIG)], bytes(22), order=BIG), FORMAT,
-         "a", ("type", "Q5_0", "byte order")),
+         "a", ("type", "Q5_0", "big-endian")),
     one("q8_short", info("a", [64], 8), TRUNCATED, "a", ("68 bytes", "64 bytes"),
         data=(Q8 + Q8)[:64]),
 ]  # fmt: skip

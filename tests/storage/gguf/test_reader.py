@@ -357,7 +357,7 @@ def test_parts_of_a_set_may_be_links_to_other_names(tmp_path):
 def test_an_unfinished_download_of_a_part_is_named(tmp_path):
     path = SPLITS[1].build(tmp_path)
     (tmp_path / "m-00002-of-00003.gguf.incomplete").touch()
-    with pytest.raises(CheckpointError, match="not complete: fetch it again"):
+    with pytest.raises(CheckpointError, match="not complete: download it again"):
         open_gguf(path)
 
 

@@ -10,7 +10,7 @@ from maxjax.dtype import DType
 from maxjax.errors import UserInputError
 from maxjax.storage.gguf.reader import open_gguf
 from maxjax.storage.gguf.types import GGML_TYPES_BY_NAME
-from maxjax.storage.gguf.writer import gguf_pieces, plan_gguf
+from maxjax.storage.gguf.writer import plan_gguf
 from maxjax.storage.save.outgoing import Outgoing, outgoing
 from tests.properties import examples
 
@@ -189,7 +189,7 @@ def test_no_tensor_is_asked_before_its_turn():
         yield memoryview(bytes(4))
 
     tensors = [Outgoing(name, DType.int8, (4,), lambda name=name: pieces_of(name)) for name in "ab"]
-    pieces = gguf_pieces({}, tensors)
+    pieces = plan_gguf({}, tensors).pieces()
     next(pieces)
     assert asked == []
     next(pieces)
@@ -200,20 +200,23 @@ def test_no_tensor_is_asked_before_its_turn():
 def test_a_tensor_that_gives_other_bytes_than_it_said():
     short = Outgoing("w", DType.int8, (4,), lambda: iter([memoryview(bytes(3))]))
     with pytest.raises(UserInputError, match="'w' has 3 bytes.*needs 4"):
-        list(gguf_pieces({}, [short]))
+        list(plan_gguf({}, [short]).pieces())
 
 
 @pytest.mark.parametrize(
     ("tensor", "says"),
     [
-        (outgoing("w", np.ones(2, np.bool_)), "'w': GGUF has no bool"),
-        (outgoing("w", np.ones(2, ml_dtypes.float8_e4m3fn)), "'w': GGUF has no float8_e4m3fn"),
-        (outgoing("w", np.ones(2, np.uint8)), "'w': GGUF has no uint8"),
-        (outgoing("w", np.ones((1, 18), np.uint8), "GPTQ"), "no blocks 'GPTQ'"),
-        (outgoing("w", np.ones((1, 18), np.uint8), "F32"), "no blocks 'F32'"),
-        (outgoing("w", np.ones((1, 17), np.uint8), "Q4_0"), "whole Q4_0 blocks of 18 bytes"),
-        (outgoing("w", np.ones((1, 18), np.int8), "Q4_0"), "whole Q4_0 blocks"),
-        (outgoing("w", np.ones((), np.uint8), "Q4_0"), "whole Q4_0 blocks"),
+        (outgoing("w", np.ones(2, np.bool_)), "'w': GGUF cannot store bool"),
+        (
+            outgoing("w", np.ones(2, ml_dtypes.float8_e4m3fn)),
+            "'w': GGUF cannot store float8_e4m3fn",
+        ),
+        (outgoing("w", np.ones(2, np.uint8)), "'w': GGUF cannot store uint8"),
+        (outgoing("w", np.ones((1, 18), np.uint8), "GPTQ"), "no block type 'GPTQ'"),
+        (outgoing("w", np.ones((1, 18), np.uint8), "F32"), "no block type 'F32'"),
+        (outgoing("w", np.ones((1, 17), np.uint8), "Q4_0"), "complete Q4_0 blocks of 18 bytes"),
+        (outgoing("w", np.ones((1, 18), np.int8), "Q4_0"), "complete Q4_0 blocks"),
+        (outgoing("w", np.ones((), np.uint8), "Q4_0"), "complete Q4_0 blocks"),
         (outgoing("w", np.ones((1,) * 5, np.int8)), "5 axes"),
         (outgoing("", np.ones(2, np.int8)), "1 to 127 bytes"),
         (outgoing("w" * 128, np.ones(2, np.int8)), "1 to 127 bytes"),
@@ -228,7 +231,7 @@ def test_tensors_that_the_format_cannot_hold(tensor, says):
 
 def test_names_stand_once():
     one = outgoing("w", np.ones(2, np.int8))
-    with pytest.raises(UserInputError, match="two tensors are called 'w'"):
+    with pytest.raises(UserInputError, match="two tensors are named 'w'"):
         plan_gguf({}, [one, one])
 
 

@@ -180,11 +180,11 @@ def zip64() -> bytes:
         (b"PK\6\7", 4, "locator"),  # on which disk
         (b"PK\6\7", 16, "locator"),  # of how many
         (b"PK\6\6", 4, "zip64"),  # its length
-        (b"PK\6\6", 16, "not what the zip64"),
-        (b"PK\6\6", 24, "not what the zip64"),  # members
-        (b"PK\6\6", 32, "not what the zip64"),
-        (b"PK\6\6", 40, "not what the zip64"),  # bytes of the directory
-        (b"PK\6\6", 48, "not what the zip64"),  # its beginning
+        (b"PK\6\6", 16, "contradicts the zip64"),
+        (b"PK\6\6", 24, "contradicts the zip64"),  # members
+        (b"PK\6\6", 32, "contradicts the zip64"),
+        (b"PK\6\6", 40, "contradicts the zip64"),  # bytes of the directory
+        (b"PK\6\6", 48, "contradicts the zip64"),  # its beginning
     ],
 )
 def test_contradictions_of_zip64_are_refused(sign, at, says, tmp_path):

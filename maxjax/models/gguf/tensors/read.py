@@ -59,7 +59,7 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
             continue
         dtype, shape = source.stored(name)
         encoding = data.quantization_encoding if dtype == np.uint8 else None
-        found[name] = WeightData._lazy(source, name, DType.of(dtype), shape, encoding)
+        found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, encoding)
     narrower = _narrower(weights)
     for name in found:
         dtype = narrower.get(name)
@@ -67,7 +67,7 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
         if (key := EXACT_KEY + name) in weights.metadata:
             original = _original(weights, key, found[name], dtype)
             source = Exact(found[name], original, names[name].layout)
-            found[name] = WeightData._lazy(source, name, DType.of(original.dtype), original.shape)
+            found[name] = WeightData.lazy(source, name, DType.of(original.dtype), original.shape)
         elif dtype is not None:
             found[name] = found[name].astype(dtype)
     return found

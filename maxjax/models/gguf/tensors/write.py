@@ -142,7 +142,7 @@ def gguf_tensors(
 
 def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
     """A vector that loses bits when it is shifted: its values, or 16-bit patterns; None if it does not."""
-    if data._is_packed or len(data.shape) != 1:
+    if data.is_packed or len(data.shape) != 1:
         return None
     values, _ = read_box(data, whole(tuple(map(int, data.shape))))
     is_narrow = data.dtype in NARROW.values()
@@ -290,7 +290,7 @@ def _relaid(
                 error.problem, path=path, tensor=name, expected=error.expected, found=error.found
             ) from None
         packed = encoding if dtype == np.uint8 else None
-        found[name] = WeightData._lazy(source, name, DType.of(dtype), shape, packed)
+        found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, packed)
     return found
 
 

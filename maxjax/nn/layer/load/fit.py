@@ -191,7 +191,7 @@ def final_shape(one: Fit) -> tuple[int, ...]:
 def source(one: Fit) -> Source:
     """What a Destination has the value from: its boxes on disk, or all of it at once."""
     reshaped = one.as_bytes or one.loaded_shape is not None
-    if is_lazy(one) and not reshaped and one.value._is_as_stored:
+    if is_lazy(one) and not reshaped and one.value.is_as_stored:
         return one.value
     return lambda: one.weight.stored.arranged(np.asarray(convert(one, host_or_jax(one.value))))
 
@@ -257,7 +257,7 @@ def _put(one: Fit, read: np.ndarray | None) -> jax.Array:
     JAX on a CPU reuses aligned NumPy memory instead of copying it. That is right for memory that
     nobody else holds (``read``), and wrong for an array that its owner may write to later.
     """
-    array = host_or_jax(one.value) if read is None else one.value._cast(read)
+    array = host_or_jax(one.value) if read is None else one.value.cast(read)
     array = one.weight.stored.arranged(convert(one, array))
     if isinstance(array, np.ndarray) and read is None:
         array = np.array(array, copy=True, order="C")

@@ -21,7 +21,7 @@ from maxjax.errors import (
 from maxjax.models.gguf import gguf_tokenizer_metadata, tokenizer_json
 from maxjax.models.gguf.tokenizer.read import end_ids, special_tokens
 from maxjax.models.gguf.tokenizer.splits import SPLITTINGS, pre_name
-from maxjax.storage.gguf.writer import gguf_pieces
+from maxjax.storage.gguf.writer import plan_gguf
 from tests.models.gguf import llama_cpp
 
 gguf = pytest.importorskip("gguf")
@@ -331,7 +331,9 @@ def test_whatever_a_file_says_only_our_errors_leave(change):
 
 def on_llama_cpp(path, metadata, texts):
     """Our tokens and llama.cpp's of texts that have no special token in them."""
-    path.write_bytes(b"".join(gguf_pieces({"general.architecture": "llama", **metadata}, [])))
+    path.write_bytes(
+        b"".join(plan_gguf({"general.architecture": "llama", **metadata}, []).pieces())
+    )
     ours = built(metadata)
     texts = [text for text in texts if "<" not in text and "\u0000" not in text]
     found = llama_cpp.tokens(path, texts)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from maxjax.graph.weights import load_weights
 from maxjax.models.gguf import chat_template, gguf_tokenizer_metadata, tokenizer_json
-from maxjax.storage.gguf.writer import gguf_pieces
+from maxjax.storage.gguf.writer import plan_gguf
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -36,7 +36,9 @@ def llama():
 
 def through(path, metadata):
     """The metadata as it is read out of a file."""
-    path.write_bytes(b"".join(gguf_pieces({"general.architecture": "llama", **metadata}, [])))
+    path.write_bytes(
+        b"".join(plan_gguf({"general.architecture": "llama", **metadata}, []).pieces())
+    )
     return load_weights(path).metadata
 
 
@@ -341,6 +343,6 @@ def test_whatever_a_file_says_only_our_errors_leave(kind, change, settings):
         (data[where] if where else data)[name] = value
     try:
         found = gguf_tokenizer_metadata(data, settings, {"bos_token_id": 0})
-        b"".join(gguf_pieces(found, []))
+        b"".join(plan_gguf(found, []).pieces())
     except (CheckpointError, NotImplementedError) as error:
         assert "\n" not in str(error)
