@@ -1178,7 +1178,7 @@ def model4():
     ("place", "options", "says"),
     [
         (model4, {"rules": {"weight": P("data")}}, "weight 'weight': .*'data'.* the mesh has the axes model"),
-        (model4, {"rules": {"bias": P("nope")}}, "weight 'bias' .*'nope'"),
+        (model4, {"rules": {"bias": P("nope")}}, "weight 'bias': .*'nope'"),
         (unknown_mesh, {}, "the mesh has the axes zz"),
         (lambda: maxjax.make_mesh(data=2), {"sharding_strategy": S.rowwise(2)}, "'model'.* has data"),
         (lambda: maxjax.make_mesh(data=2), {"sharding_strategy": S.expert_parallel(2)}, "'expert'"),

@@ -100,7 +100,9 @@ def decode_into(
     if blocks.dtype != np.uint8 or out.dtype != np.float32:
         raise TypeError(f"expected uint8 blocks and float32 out, got {blocks.dtype}, {out.dtype}")
     if out.shape != shape:
-        raise ValueError(f"blocks {blocks.shape} decode to shape {shape}, but out has {out.shape}")
+        raise ValueError(
+            f"blocks {blocks.shape} decode to shape {shape}, but the output has {out.shape}"
+        )
     if not out.size:
         return
     if blocks.flags.c_contiguous and out.flags.c_contiguous:
