@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Answers of oracles are counted from the beginning of each test."""
-    recorded.forget(item.nodeid)
+    recorded.begin(item)
 
 
 def pytest_sessionfinish() -> None:

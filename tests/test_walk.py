@@ -16,10 +16,14 @@ def strict_jax() -> None:
     """A reader's program runs under JAX's defaults."""
 
 
-def run_blocks(file, **names):
+def blocks_of(file):
     blocks = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
-    for block in blocks:
+    return blocks
+
+
+def run_blocks(file, **names):
+    for block in blocks_of(file):
         exec(compile(block, str(file), "exec"), names)
     return names
 

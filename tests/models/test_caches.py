@@ -59,7 +59,10 @@ def in_pieces(model, ids, cache, lengths, run=on):
 @pytest.mark.parametrize(
     ("pattern", "stacked"),
     [("all", True), ("5:1", True), ("1:1", False)]
-    + [pytest.param(*which, marks=slow) for which in (("last", True), ("listed", True))],
+    + [
+        pytest.param("listed", True, marks=slow),
+        pytest.param("last", True, marks=pytest.mark.campaign),
+    ],
 )
 def test_it_keeps_what_the_layers_see(pattern, stacked):
     config = config_of(pattern)
@@ -299,11 +302,18 @@ MESHES = {
     "4 explicit, one head": ({"model": 4}, AxisType.Explicit, 1, "float32"),
     "4 auto, two heads, int8": ({"model": 4}, AxisType.Auto, 2, "int8"),
 }
-FAST = ("2x2 explicit", "2x2 auto int8")
+FAST = ("2x2 auto int8",)
+DEFAULT = (*FAST, "4 explicit, one head")  # together they have each value
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param(name, marks=() if name in FAST else slow) for name in MESHES]
+    "which",
+    [
+        pytest.param(
+            name, marks=() if name in FAST else slow if name in DEFAULT else pytest.mark.campaign
+        )
+        for name in MESHES
+    ],
 )
 def test_on_meshes(which):
     sizes, types, kv_heads, dtype = MESHES[which]

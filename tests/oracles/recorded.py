@@ -5,7 +5,9 @@
 ``pytest`` reads the answers from ``tests/oracles/recorded/``, one file for each file of tests.
 ``pytest --oracles=check`` asks the library itself, holds that its answer is the one kept, and goes on
 with it (`.ci/full`); ``pytest --oracles=write FILE`` keeps its answers. Where answers are read, torch
-and transformers cannot be imported at all: what needs more of them than answers is marked ``oracle``.
+and transformers cannot be imported at all: what needs more of them than answers is marked ``oracle``,
+and so are campaigns whose answers are too many to keep. Such a test asks the library, and so does every
+test with MAXJAX_ALL_PRODUCTS=1, which has more cases.
 """
 
 import importlib
@@ -22,12 +24,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.products import ALL
+
 FOLDER = Path(__file__).parent / "recorded"
 LIBRARIES = ("torch", "transformers")
 # Between machines the last bits of a float32 differ, and of a sum more than those.
 RTOL, ATOL = 1e-4, 2e-5
 
 _mode = "read"
+_asks = False  # the running test is marked oracle, and nothing of it is kept
 _calls: Counter[str] = Counter()
 _new: dict[str, dict[str, Any]] = {}
 
@@ -36,11 +41,15 @@ def recorded(compute: Callable[[], Any], name: str = "") -> Any:
     """What ``compute`` returns: arrays, or dicts, lists, texts, bytes and numbers with arrays in them.
 
     The answer's key is the running test's name, case and number of the call. A fixture that several
-    tests share, or a helper that is called in changing order, gives a ``name``, which is the key then.
+    tests share, or a helper that is called in changing order, gives a ``name``, which is the key then;
+    ``file::key`` is in a file of its own.
     """
+    if _asks or _mode == "ask":
+        return compute()
     file, test = _test()
     if name:
-        file, key = "tests/shared.py", name
+        file, _, key = name.rpartition("::")
+        file = file or "tests/shared.py"
     else:
         _calls[test] += 1
         key = f"{test}/{_calls[test]}"
@@ -48,14 +57,14 @@ def recorded(compute: Callable[[], Any], name: str = "") -> Any:
         kept = _kept(file)
         if key not in kept:
             pytest.fail(f"no answer is kept as '{key}': run pytest --oracles=write {file}")
-        return _decoded(kept[key], kept)
+        return _decoded(key, kept)
     value = compute()
     if _mode == "write":
         _new.setdefault(file, {})[key] = value
     else:
         kept = _kept(file)
         assert key in kept, f"no answer is kept as '{key}': run pytest --oracles=write {file}"
-        _assert_near(value, _decoded(kept[key], kept), key)
+        _assert_near(value, _decoded(key, kept), key)
     return value
 
 
@@ -91,20 +100,22 @@ torch, transformers = Library("torch"), Library("transformers")
 
 def is_live() -> bool:
     """Whether the libraries themselves answer."""
-    return _mode != "read"
+    return _asks or _mode != "read"
 
 
 def start(mode: str) -> None:
     """Sets what answers: ``read``, ``check`` or ``write``."""
     global _mode
-    _mode = mode
+    _mode = "ask" if ALL and mode == "read" else mode
     if mode == "read" and os.environ.get("MAXJAX_NO_ORACLES"):
         sys.meta_path.insert(0, _Absent())
 
 
-def forget(nodeid: str) -> None:
+def begin(item: pytest.Item) -> None:
     """A test begins: the number of its next answer is 1."""
-    _calls.pop(nodeid.split("::", 1)[-1], None)
+    global _asks
+    _asks = item.get_closest_marker("oracle") is not None
+    _calls.pop(item.nodeid.split("::", 1)[-1], None)
 
 
 def finish() -> None:
@@ -157,9 +168,7 @@ def _encoded(value: Any, parts: list[np.ndarray]) -> Any:
     return value
 
 
-def _decoded(text: np.ndarray, kept: dict[str, np.ndarray]) -> Any:
-    key = next(k for k, v in kept.items() if v is text)
-
+def _decoded(key: str, kept: dict[str, np.ndarray]) -> Any:
     def value(tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
@@ -172,7 +181,7 @@ def _decoded(text: np.ndarray, kept: dict[str, np.ndarray]) -> Any:
         items = [value(item) for item in content]
         return tuple(items) if kind == "tuple" else items
 
-    return value(json.loads(text.tobytes()))
+    return value(json.loads(kept[key].tobytes()))
 
 
 def _assert_near(live: Any, kept: Any, key: str) -> None:

@@ -22,7 +22,7 @@ from maxjax.models.decoder.rope import Rope
 from maxjax.nn import LayerList, LayerStack
 from maxjax.nn.layer import add_layer_hook
 from maxjax.nn.linear import MLP
-from tests.products import fast_and_slow, pairwise
+from tests.products import campaign_but, first, pairwise
 
 VOCAB = 48
 CONFIG = DecoderConfig(VOCAB, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2)
@@ -299,14 +299,16 @@ def placed_run(mesh, config=CONFIG):
 
 
 MESHES = {"2": {"model": 2}, "4": {"model": 4}, "8": {"model": 8}, "2x4": {"data": 2, "model": 4}}
+FAST = [("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)]
+# With these every value is in the default set.
+MORE = [("2", AxisType.Explicit, 1), ("8", AxisType.Auto, 8)]
+ALL = pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8))
+REST = first(MORE, (case for case in ALL if case not in FAST))
 
 
 @pytest.mark.parametrize(
     ("mesh", "types", "kv_heads"),
-    fast_and_slow(
-        [("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)],
-        pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8)),
-    ),
+    [*(pytest.param(*case) for case in FAST), *campaign_but(2, REST)],
 )
 def test_on_meshes(mesh, types, kv_heads):
     config = dataclasses.replace(CONFIG, num_heads=8, head_dim=4, num_kv_heads=kv_heads)
