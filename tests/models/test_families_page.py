@@ -95,7 +95,7 @@ def test_its_families_are_those_of_transformers(tmp_path):
             one, cache = call(model, ids[:, 8:], cache)
             found = np.concatenate([np.asarray(found), np.asarray(one)], 1)
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * expected.std())
-        maxjax.save_pretrained(model, tmp_path / "again", overwrite=True)
+        maxjax.save_pretrained(model, tmp_path / "again")
         again = maxjax.load_weights(tmp_path / "again")
         for name, values in theirs.tensors.items():
             assert (np.asarray(again[name].data().data) == values).all()

@@ -12,6 +12,7 @@ from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, like, logits_of, oracle, ours, same
 from tests.oracles.models import OracleModel, settings_of
 from tests.oracles.recorded import torch
+from tests.products import campaign_but, first
 
 LENGTH = 24
 # Windows shorter than the text, and caps that change much.
@@ -39,8 +40,20 @@ def small(kind, **settings):
     return {**SETTINGS[kind], **settings}
 
 
-@KINDS
-@pytest.mark.parametrize(("heads", "tied", "stacked", "devices"), SAMPLE)
+# Each kind stacked and not, placed and not.
+FEW = [
+    ("Gemma2", *SAMPLE[0]),
+    ("Gemma2", *SAMPLE[1]),
+    ("Gemma3", *SAMPLE[2]),
+    ("Gemma3", *SAMPLE[3]),
+]
+EVERY = [(kind, *case) for kind in ("Gemma2", "Gemma3") for case in SAMPLE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "tied", "stacked", "devices"),
+    campaign_but(4, first(FEW, EVERY), oracle=True),
+)
 def test_logits(tmp_path, kind, heads, tied, stacked, devices):
     settings = {"num_key_value_heads": HEADS[heads], "tie_word_embeddings": tied}
     model = oracle(kind, tmp_path, **small(kind, **settings))

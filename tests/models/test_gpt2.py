@@ -26,6 +26,7 @@ from tests.models.decoders import (
 )
 from tests.oracles.models import ask_of, opened, settings_of
 from tests.oracles.recorded import torch
+from tests.products import campaign_but
 
 LENGTH = 24
 POSITIONS = 128
@@ -41,16 +42,15 @@ def oracle(directory, seed=0, **settings):
 
 @pytest.mark.parametrize(
     ("tied", "stacked", "devices"),
-    [
-        (True, True, 1),
-        (False, False, 4),
-        pytest.param(True, False, 1, marks=pytest.mark.slow),
-        pytest.param(False, True, 1, marks=pytest.mark.slow),
-        pytest.param(True, True, 4, marks=pytest.mark.slow),
-        pytest.param(True, True, 2, marks=pytest.mark.slow),
-        pytest.param(False, True, 8, marks=pytest.mark.slow),
-    ],
-)
+    campaign_but(
+        3,
+        [
+            (True, True, 1), (False, False, 4), (False, True, 8),
+            (True, False, 1), (False, True, 1), (True, True, 4), (True, True, 2),
+        ],
+        oracle=True,
+    ),
+)  # fmt: skip
 def test_logits(tmp_path, tied, stacked, devices):
     model = oracle(tmp_path, tie_word_embeddings=tied, n_head=max(4, devices))
     ids = ids_of(2, LENGTH)

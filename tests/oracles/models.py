@@ -174,7 +174,8 @@ def content(directory: Path) -> str:
             continue
         if path.suffix == ".json":
             settings = json.loads(path.read_text())
-            settings.pop("transformers_version", None)
+            if isinstance(settings, dict):
+                settings.pop("transformers_version", None)
             found.append([path.name, json.dumps(settings, sort_keys=True)])
         elif path.suffix == ".safetensors":
             data = path.read_bytes()

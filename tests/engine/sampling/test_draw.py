@@ -155,7 +155,7 @@ def test_presence_and_frequency_are_of_the_answer_only():
     expected = logits.astype(np.float64)
     expected[:2, 2] -= 0.5 - 0.25
     expected[:2, 5] -= 0.5 - 3 * 0.25
-    agree(process_logits(jnp.asarray(logits), settings, history=history), facts(expected))
+    agree(processed(jnp.asarray(logits), settings, history=history), facts(expected))
 
 
 def test_history_leaves_out_padding_and_ids_that_are_no_token():
@@ -295,7 +295,7 @@ def test_frequencies_are_the_probabilities():
     batch = jnp.broadcast_to(logits, (count, 6))
     ways = {
         "rows": draw(batch, jax.random.key(1), settings),
-        "positions": sample(
+        "positions": draw(
             batch, jax.random.key(2), settings, rows=jnp.zeros(count, jnp.int32),
             positions=jnp.arange(count),
         ),
@@ -520,14 +520,18 @@ def program(settings, width=70_001):
     return run.lower(jnp.zeros((2, width)), jax.random.key(0)).compile().as_text()
 
 
+FILTERS = {
+    "top_k": Sampling(temperature=1, top_k=50, top_p=0.9),
+    "top_p": Sampling(temperature=1, top_p=0.9, logprobs=4),
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [Sampling(temperature=1, top_k=50, top_p=0.9), Sampling(temperature=1, top_p=0.9, logprobs=4)],
-    ids=["top_k", "top_p"],
+    ("width", "filters"),
+    campaign_but(2, [(50_001, "top_k"), (70_001, "top_p"), (70_001, "top_k"), (50_001, "top_p")]),
 )
-@pytest.mark.parametrize("width", [50_001, 70_001])
-def test_no_vocabulary_is_sorted(settings, width):
-    text = program(settings, width)
+def test_no_vocabulary_is_sorted(filters, width):
+    text = program(FILTERS[filters], width)
     sorts = [line for line in text.splitlines() if " sort(" in line]
     assert not [line for line in sorts if str(width) in line]
     assert "TopK" in text

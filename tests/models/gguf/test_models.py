@@ -118,10 +118,11 @@ def test_transformers_reads_the_same_out_of_the_file(case, tmp_path):
     path = files.write(tmp_path / "model.gguf", case, model, original, squeezed=True)
 
     def read_by_transformers():
-        read = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
         oracle = files.model(case, seed=1).live()
         # As from_pretrained(gguf_file=...) does, which wants another package for it.
-        state = read(path, return_tensors=True, model_to_load=oracle)["tensors"]
+        state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=oracle)["tensors"]
         left = oracle.load_state_dict(state, strict=False)
         oracle.save_pretrained(tmp_path / "read")
         found = load_file(tmp_path / "read" / "model.safetensors")
