@@ -10,6 +10,7 @@ and so are campaigns whose answers are too many to keep. Such a test asks the li
 test with MAXJAX_ALL_PRODUCTS=1, which has more cases.
 """
 
+import copy
 import importlib
 import importlib.abc
 import json
@@ -60,7 +61,7 @@ def recorded(compute: Callable[[], Any], name: str = "") -> Any:
         return _decoded(key, kept)
     value = compute()
     if _mode == "write":
-        _new.setdefault(file, {})[key] = value
+        _new.setdefault(file, {})[key] = copy.deepcopy(value)  # the test may change its own
     else:
         kept = _kept(file)
         assert key in kept, f"no answer is kept as '{key}': run pytest --oracles=write {file}"

@@ -38,6 +38,7 @@ from maxjax.storage.gguf.writer import gguf_pieces
 from maxjax.storage.parts import Part
 from maxjax.storage.save.outgoing import outgoing
 from tests.models.gguf import files
+from tests.oracles.models import settings_of
 from tests.oracles.recorded import recorded, transformers
 
 gguf = pytest.importorskip("gguf")
@@ -113,8 +114,8 @@ UNSAID |= {"bos_token_id", "eos_token_id", "pad_token_id", "feed_forward_length"
 
 def test_back_again_the_configuration_builds_the_same_model(case):
     name, model, _, _, path = case
-    again = type(model.config).from_dict(dict(config_of(load_weights(path)))).to_dict()
-    original = model.config.to_dict()
+    again = settings_of(model.config_kind, config_of(load_weights(path))).settings
+    original = model.config.settings
     unsaid = UNSAID | ({"tie_word_embeddings"} if name == "bert" else set())
     for key in original.keys() - unsaid:
         a, b = again[key], original[key]
