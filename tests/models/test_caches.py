@@ -59,10 +59,7 @@ def in_pieces(model, ids, cache, lengths, run=on):
 @pytest.mark.parametrize(
     ("pattern", "stacked"),
     [("all", True), ("5:1", True), ("1:1", False)]
-    + [
-        pytest.param("listed", True, marks=slow),
-        pytest.param("last", True, marks=pytest.mark.campaign),
-    ],
+    + [pytest.param(name, True, marks=pytest.mark.campaign) for name in ("last", "listed")],
 )
 def test_it_keeps_what_the_layers_see(pattern, stacked):
     config = config_of(pattern)
@@ -186,8 +183,9 @@ def test_rewinding():
 @slow
 def test_batches_by_vmap():
     model, ids = made(config_of("sf")), ids_of(3, 9)
-    caches = jax.vmap(lambda row: model(row[None, :7], model.cache(1, 12))[1])(ids)
-    found = jax.vmap(lambda row, cache: model(row[None, 7:8], cache)[0][0])(ids, caches)
+    mapped = lambda function: jax.jit(jax.vmap(function))
+    caches = mapped(lambda row: model(row[None, :7], model.cache(1, 12))[1])(ids)
+    found = mapped(lambda row, cache: model(row[None, 7:8], cache)[0][0])(ids, caches)
     close(found, call(model, ids)[:, 7:8])
 
 

@@ -296,8 +296,8 @@ def test_another_temperature_is_no_other_program(theirs, directory):
     for one in (hot, cold):  # as with the numbers in the program
         logits = jnp.asarray(np.random.default_rng(3).normal(size=(2, 300)).astype(np.float32))
         settings = Sampling(**{k: v for k, v in one.items() if k != "presence_penalty"})
-        there = sample(logits, jax.random.key(0), settings)
         by = jax.jit(sample, static_argnums=2)
+        there = by(logits, jax.random.key(0), settings)
         amounts = jax.tree.map(jnp.float32, settings.amounts)
         here = by(logits, jax.random.key(0), settings.kind, amounts=amounts)
         assert here.tokens.tolist() == there.tokens.tolist()

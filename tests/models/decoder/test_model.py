@@ -103,8 +103,9 @@ def test_padding_leaves_no_trace():
 def test_last_without_a_cache():
     model, ids = made(), ids_of(2, 6)
     whole = call(model, ids)
-    close(model(ids, last=True), whole[:, -1])
-    close(model(ids, lengths=[2, 6], last=True), np.asarray(whole)[[0, 1], [1, 5]])
+    last = jax.jit(lambda model, ids, lengths=None: model(ids, lengths=lengths, last=True))
+    close(last(model, ids), whole[:, -1])
+    close(last(model, ids, np.array([2, 6])), np.asarray(whole)[[0, 1], [1, 5]])
 
 
 def test_prefill_for_the_last_token_makes_no_logits_of_the_others():
@@ -170,6 +171,7 @@ def test_derivatives():
     def loss(model, ids):
         return -jnp.mean(jax.nn.log_softmax(model(ids))[:, :-1, 0])
 
+    value = jax.jit(loss)
     grads = jax.jit(jax.grad(loss))(model, ids)
     weight = model.model.layers[1].mlp.up_proj.weight
     slope = grads.model.layers[1].mlp.up_proj.weight.value[3, 4]
@@ -177,7 +179,7 @@ def test_derivatives():
     numbers = []
     for change in (1e-2, -1e-2):
         weight.value = values.at[3, 4].add(change)
-        numbers.append(float(loss(model, ids)))
+        numbers.append(float(value(model, ids)))
     weight.value = values
     assert slope == pytest.approx((numbers[0] - numbers[1]) / 2e-2, rel=0.02, abs=1e-5)
 
@@ -185,10 +187,11 @@ def test_derivatives():
 @pytest.mark.slow
 def test_batches_by_vmap():
     model, ids = made(), ids_of(3, 5)
-    stacked = jax.vmap(lambda row: model(row[None])[0])(ids)
+    mapped = lambda function: jax.jit(jax.vmap(function))
+    stacked = mapped(lambda row: model(row[None])[0])(ids)
     close(stacked, call(model, ids))
-    caches = jax.vmap(lambda row: model(row[None], model.cache(1, 8))[1])(ids)
-    stepped = jax.vmap(lambda row, cache: model(row[None, :1], cache)[0][0])(ids, caches)
+    caches = mapped(lambda row: model(row[None], model.cache(1, 8))[1])(ids)
+    stepped = mapped(lambda row, cache: model(row[None, :1], cache)[0][0])(ids, caches)
     close(stepped, call(model, np.concatenate([ids, ids[:, :1]], 1))[:, -1:])
 
 
