@@ -331,6 +331,7 @@ def is_writing(folder: Path) -> bool:
     return any(not path.name.startswith(".") for path in inside)
 
 
+@pytest.mark.fast("set-SIGTERM")
 @pytest.mark.parametrize(
     ("kind", "sent"),
     campaign_but(

@@ -60,6 +60,7 @@ def test_every_length_as_torch_has_it(minilm, loaded):
     assert np.abs(found - expected).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_recorded_texts(loaded, golden):
     texts, tokens, expected = golden
     assert [len(row.ids) for row in loaded[1].tokens(texts)] == list(tokens)

@@ -112,6 +112,7 @@ MESHES = [{"model": 2}, {"data": 2, "model": 4}]
 FEW = [("Q8_0", MESHES[0]), ("F16", MESHES[1])]
 
 
+@pytest.mark.fast("Q8_0-axes0")
 @pytest.mark.parametrize(
     ("kind", "axes"), campaign_but(2, first(FEW, itertools.product(("F16", "Q8_0"), MESHES)))
 )

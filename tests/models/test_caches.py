@@ -56,6 +56,7 @@ def in_pieces(model, ids, cache, lengths, run=on):
 # --- caches that go round ------------------------------------------------------------------------
 
 
+@pytest.mark.fast("all-True", "1:1-False")
 @pytest.mark.parametrize(
     ("pattern", "stacked"),
     [("all", True), ("5:1", True), ("1:1", False)]
@@ -103,6 +104,7 @@ def test_padding_leaves_no_trace():
     jax.tree.map(np.testing.assert_array_equal, one, none)
 
 
+@pytest.mark.fast("Mistral")
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2"])
 def test_as_transformers_generates(tmp_path, kind):
     settings = {"sliding_window": WINDOW}
@@ -192,6 +194,7 @@ def test_batches_by_vmap():
 # --- int8 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("ffff")
 @pytest.mark.parametrize("pattern", ["ffff", "5:1"])
 def test_int8_is_about_the_same(pattern):
     model, ids = made(config_of(pattern, head_dim=16)), ids_of(4, 40)
@@ -205,6 +208,7 @@ def test_int8_is_about_the_same(pattern):
     assert (found.argmax(-1) == whole.argmax(-1)).mean() > 0.95
 
 
+@pytest.mark.slow
 def test_int8_in_pieces_is_int8_at_once():
     """Of one layer, whose keys and values come from the tokens alone: to the rounding of sums."""
     for pattern in ("f", "s"):

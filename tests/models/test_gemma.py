@@ -155,6 +155,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, kind, rows, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
+@pytest.mark.slow
 def test_tokens_on_four_devices(tmp_path):
     model, ids = oracle("Gemma3", tmp_path, **small("Gemma3", num_hidden_layers=2)), ids_of(2, 11)
     prompts = [ids[0], ids[1, :3]]

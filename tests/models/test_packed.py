@@ -29,6 +29,7 @@ def both(directory, quantize, tmp_path, devices=1):
     return packed, decoded
 
 
+@pytest.mark.fast("q8_0-1")
 @pytest.mark.parametrize(
     ("quantize", "devices"),
     campaign_but(4, [("q8_0", 1), ("q4_k", 4), ("q6_k", 4), ("q4_0", 1), ("q4_k", 1)]),

@@ -54,6 +54,7 @@ SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2}
 KINDS = pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 
 
+@pytest.mark.fast("Llama-values0", "Mistral-values1")
 @pytest.mark.parametrize(
     ("kind", "values"),
     campaign_but(3, [("Llama", {}), ("Mistral", {}), ("Llama", SAMPLED), ("Mistral", SAMPLED)]),

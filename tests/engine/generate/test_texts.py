@@ -56,6 +56,7 @@ def expected(theirs):
 # --- as transformers -------------------------------------------------------------------------
 
 
+@pytest.mark.fast("32-512", "3-16")
 @pytest.mark.parametrize(
     ("batch_size", "chunk"),
     campaign_but(3, [(32, 512), (3, 16), (1, 512), (32, 16), (3, 512), (1, 16)]),
@@ -108,6 +109,7 @@ def test_penalty(model, theirs):
     assert plain.tokens != found.tokens
 
 
+@pytest.mark.slow
 def test_log_probabilities(model):
     found = maxjax.generate(model, None, PROMPTS[:2], max_new_tokens=9, logprobs=3, temperature=1.0)
     for prompt, text in zip(PROMPTS, found, strict=False):
@@ -131,6 +133,7 @@ def drawn(model):
     return [text.tokens for text in maxjax.generate(model, None, PROMPTS, **SAMPLED)]
 
 
+@pytest.mark.fast("axes1-True")
 @pytest.mark.parametrize(
     ("axes", "explicit"),
     campaign_but(
@@ -274,6 +277,7 @@ def test_how_much_is_compiled(theirs, directory):
     assert compiled() == (3, 2)
 
 
+@pytest.mark.slow
 def test_another_temperature_is_no_other_program(theirs, directory):
     """Numbers of a Sampling are arguments; which of them are used is part of the program."""
     model = ours(directory)
@@ -417,6 +421,7 @@ def test_no_tokenizer_no_weights_no_language_model(directory, theirs, model):
         maxjax.generate(maxjax.nn.Identity(), None, [1])
 
 
+@pytest.mark.slow
 def test_not_a_number(directory, theirs):
     model = ours(directory)
     stack = model.raw_state_dict()

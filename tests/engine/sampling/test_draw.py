@@ -286,6 +286,7 @@ def test_largest_is_top_k(kind, width):
     np.testing.assert_array_equal(columns, expected[1])
 
 
+@pytest.mark.slow
 def test_frequencies_are_the_probabilities():
     count, logits = 40_000, jnp.log(jnp.array([0.5, 0.3, 0.15, 0.04, 0.0099, 0.0001]))
     settings = Sampling(temperature=0.8, top_p=0.999)
