@@ -21,7 +21,7 @@ def server():
         yield found
 
 
-@pytest.mark.fast("SIGKILL-turns", "SIGKILL-gguf", "SIGINT-turns", "SIGINT-gguf")
+@pytest.mark.fast("SIGKILL-turns", "SIGINT-gguf")
 @pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_ended_at_random(server, kind, how):
@@ -30,6 +30,7 @@ def test_ended_at_random(server, kind, how):
     assert row.trials == trials and not row.problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.campaign)])
 def test_killed_at_calls(server, kind, monkeypatch):
     killed = kill_saves._killed_at
@@ -44,6 +45,7 @@ FAULTS = [("ENOSPC", False), ("EIO", True), ("short", True)]
 ORBAX = [pytest.param(*fault, "orbax", marks=pytest.mark.campaign) for fault in FAULTS[1:]]
 
 
+@pytest.mark.fast("ENOSPC-False-turns", "short-True-turns")
 @pytest.mark.parametrize(
     "fault, forever, kind",
     [
@@ -69,6 +71,7 @@ def test_read_beside_a_writer(kind):
     assert len(row.which) == 2, "the writer was never seen to write"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_seen(server, tmp_path, monkeypatch):
     """The campaigns would tell if a save did not keep its word."""
     path = tmp_path / "checkpoint"
