@@ -77,17 +77,33 @@ def fast_and_slow(fast: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ..
     return [*(pytest.param(*case) for case in first), *marked]
 
 
-def campaign_but(count: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+def campaign_but(
+    count: int, cases: Iterable[tuple[Any, ...]], *, oracle: bool = False
+) -> list[Any]:
     """Parameters of a test of which the default set has the first few, and a campaign all.
+
+    The others of a test with an ``oracle`` ask it, as their answers are not kept.
 
     Example:
         >>> [len(case.marks) for case in campaign_but(1, [(0,), (1,), (2,)])]
         [0, 1, 1]
     """
+    marks = [pytest.mark.campaign, *([pytest.mark.oracle] if oracle else [])]
     return [
-        pytest.param(*case, marks=[pytest.mark.campaign] if number >= count else [])
+        pytest.param(*case, marks=marks if number >= count else [])
         for number, case in enumerate(cases)
     ]
+
+
+def first(few: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The cases, a few of them before the others.
+
+    Example:
+        >>> first([(2,)], [(1,), (2,), (3,)])
+        [(2,), (1,), (3,)]
+    """
+    begin = list(few)
+    return [*begin, *(case for case in cases if case not in begin)]
 
 
 def some(cases: Iterable[Any], count: int) -> list[Any]:

@@ -274,6 +274,7 @@ def test_other_errors_pass(monkeypatch):
 # --- together -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_multiply(tmp_path):
     with workers("matmul", tmp_path) as both:
         for number, worker in enumerate(both):
@@ -309,6 +310,7 @@ def test_two_processes_load_a_model(tmp_path):
             assert told["zeros"] == 0.0
 
 
+@pytest.mark.slow
 def test_two_processes_of_different_programs(tmp_path):
     """All that is refused is refused in both, with the same words, and both end in good order."""
     with workers("differ", tmp_path) as both:

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-import torch
-import transformers
 
 import maxjax
 from maxjax.text.chat import apply_chat_template
 from scripts import tiny_text, train_tiny
+from tests.oracles.models import opened
+from tests.oracles.recorded import recorded, torch, transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = Path(str(files("maxjax"))) / "tiny"
@@ -35,8 +35,8 @@ def tiny():
     return maxjax.load(TINY)
 
 
-@pytest.fixture(scope="module")
 def theirs():
+    """transformers' tokenizer of it."""
     return transformers.AutoTokenizer.from_pretrained(TINY)
 
 
@@ -69,26 +69,31 @@ def test_how_large_it_is(tiny):
 
 def test_logits_as_transformers():
     model, _ = maxjax.load(TINY, dtype="float32")
-    oracle = transformers.LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
     ids = np.random.default_rng(0).integers(0, train_tiny.VOCABULARY, (2, 64)).astype(np.int32)
-    with torch.no_grad():
-        expected = oracle(torch.tensor(ids).long()).logits.numpy()
+
+    def logits():  # of one in so many tokens
+        with torch.no_grad():
+            found = opened("LlamaForCausalLM", TINY)(torch.tensor(ids).long()).logits
+        return found.numpy()[..., ::37].copy()
+
+    expected = recorded(logits)
     assert np.std(expected) > 0.5
-    np.testing.assert_allclose(np.asarray(model(ids)), expected, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(np.asarray(model(ids))[..., ::37], expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_as_transformers(tiny, theirs, text):
+def test_tokens_as_transformers(tiny, text):
     ids = tiny[1].encode(text)
-    assert ids == theirs(text)["input_ids"]
-    assert tiny[1].decode(ids, skip_special=False) == theirs.decode(ids) == text
+    assert ids == recorded(lambda: theirs()(text)["input_ids"])
+    assert tiny[1].decode(ids, skip_special=False) == text
+    assert recorded(lambda: theirs().decode(ids)) == text
 
 
 def test_each_digit_is_a_token(tiny):
     assert len(tiny[1].encode("0123456789")) == 10
 
 
-def test_chat_is_the_text_it_was_trained_on(tiny, theirs):
+def test_chat_is_the_text_it_was_trained_on(tiny):
     messages = [
         {"role": "user", "content": "What is 3 + 4?"},
         {"role": "assistant", "content": "3 + 4 = 7"},
@@ -96,15 +101,23 @@ def test_chat_is_the_text_it_was_trained_on(tiny, theirs):
     ]
     rendered = "What is 3 + 4?\n3 + 4 = 7<|endoftext|>Thank you.\n"
     options = {"tokenize": False, "add_generation_prompt": True}
-    assert theirs.apply_chat_template(messages, **options) == rendered
+    assert recorded(lambda: theirs().apply_chat_template(messages, **options)) == rendered
     assert apply_chat_template(tiny[1], messages) == rendered
     asked, answered = (tiny[1].encode(text) for text in ("What is 3 + 4?", "\n3 + 4 = 7"))
     assert tiny[1].encode(rendered)[: len(asked + answered)] == asked + answered
 
 
-def test_chat_with_another_role(theirs):
-    with pytest.raises(Exception, match="roles user and assistant"):
-        theirs.apply_chat_template([{"role": "system", "content": "Be brief."}], tokenize=False)
+def test_chat_with_another_role(tiny):
+    messages = [{"role": "system", "content": "Be brief."}]
+
+    def refusal():
+        with pytest.raises(Exception, match="roles user and assistant") as caught:
+            theirs().apply_chat_template(messages, tokenize=False)
+        return str(caught.value)
+
+    with pytest.raises(maxjax.errors.UserInputError, match="roles user and assistant"):
+        apply_chat_template(tiny[1], messages)
+    assert "roles user and assistant" in recorded(refusal)
 
 
 # --- the answers ----------------------------------------------------------------------------

@@ -16,10 +16,14 @@ def strict_jax() -> None:
     """A reader's program runs under JAX's defaults."""
 
 
-def run_blocks(file, **names):
+def blocks_of(file):
     blocks = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
-    for block in blocks:
+    return blocks
+
+
+def run_blocks(file, **names):
+    for block in blocks_of(file):
         exec(compile(block, str(file), "exec"), names)
     return names
 
@@ -31,6 +35,7 @@ def gguf_file(minilm, tmp_path, monkeypatch):
     write(tmp_path / "minilm-q8_0.gguf", minilm, "Q8_0")
 
 
+@pytest.mark.slow
 def test_the_readme_runs(minilm, gguf_file):
     names = run_blocks(ROOT / "README.md", path=str(minilm))
     assert names["query"].exists()

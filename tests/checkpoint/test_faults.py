@@ -21,14 +21,16 @@ def server():
         yield found
 
 
-@pytest.mark.fast("SIGKILL-turns", "SIGKILL-gguf", "SIGINT-turns", "SIGINT-gguf")
+@pytest.mark.fast("SIGKILL-turns", "SIGINT-gguf")
 @pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_ended_at_random(server, kind, how):
-    row = kill_saves.at_random(server, kind, how, 3, random.Random(f"{kind} {how}"))
-    assert row.trials == 3 and not row.problems
+    trials = 1 if kind == "orbax" else 3
+    row = kill_saves.at_random(server, kind, how, trials, random.Random(f"{kind} {how}"))
+    assert row.trials == trials and not row.problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.campaign)])
 def test_killed_at_calls(server, kind, monkeypatch):
     killed = kill_saves._killed_at
@@ -39,25 +41,37 @@ def test_killed_at_calls(server, kind, monkeypatch):
     assert 3 < row.trials < 30 and row.leftovers and not row.problems
 
 
-@pytest.mark.fast("ENOSPC-False-turns", "EIO-True-turns", "short-True-turns")
-@pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fault, forever", [("ENOSPC", False), ("EIO", True), ("short", True)])
+FAULTS = [("ENOSPC", False), ("EIO", True), ("short", True)]
+ORBAX = [pytest.param(*fault, "orbax", marks=pytest.mark.campaign) for fault in FAULTS[1:]]
+
+
+@pytest.mark.fast("ENOSPC-False-turns", "short-True-turns")
+@pytest.mark.parametrize(
+    "fault, forever, kind",
+    [
+        *((*fault, "turns") for fault in FAULTS),
+        pytest.param(*FAULTS[0], "orbax", marks=pytest.mark.slow),
+        *ORBAX,
+    ],
+)
 def test_calls_that_fail(server, kind, fault, forever):
     row = fault_saves.campaign(server, kind, fault, forever=forever, calls=[2, 9, 19, 27])
     assert row.trials == 4 and not row.problems
     assert (row.raised, row.saved)[fault == "short"] >= 3
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("file", "alone", "gguf", "orbax")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gguf", "orbax")]
+CAMPAIGN = [pytest.param(kind, marks=pytest.mark.campaign) for kind in ("file", "alone")]
 
 
-@pytest.mark.parametrize("kind", ["set", *SLOW])
+@pytest.mark.parametrize("kind", ["set", *SLOW, *CAMPAIGN])
 def test_read_beside_a_writer(kind):
     row = reader_writer.campaign(kind, 60)
     assert sum(row.which.values()) == 60 and not row.problems
     assert len(row.which) == 2, "the writer was never seen to write"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_seen(server, tmp_path, monkeypatch):
     """The campaigns would tell if a save did not keep its word."""
     path = tmp_path / "checkpoint"

@@ -22,6 +22,7 @@ import safetensors.numpy
 
 from maxjax.cli import application as cli
 from maxjax.graph.weights import load_weights
+from tests.products import campaign_but
 
 MAXJAX = [sys.executable, "-m", "maxjax", "convert"]
 ARRAYS = {
@@ -330,12 +331,16 @@ def is_writing(folder: Path) -> bool:
     return any(not path.name.startswith(".") for path in inside)
 
 
+@pytest.mark.fast("set-SIGTERM")
 @pytest.mark.parametrize(
     ("kind", "sent"),
-    [
-        ("file", signal.SIGINT), ("gguf", signal.SIGTERM), ("set", signal.SIGTERM),
-        ("orbax", signal.SIGINT), ("orbax", signal.SIGTERM),
-    ],
+    campaign_but(
+        3,
+        [
+            ("set", signal.SIGTERM), ("gguf", signal.SIGTERM), ("orbax", signal.SIGINT),
+            ("file", signal.SIGINT), ("orbax", signal.SIGTERM),
+        ],
+    ),
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )  # fmt: skip
 def test_stopped_in_the_middle(run, tmp_path, kind, sent):

@@ -336,6 +336,7 @@ def test_help_names_the_command(run):
 # --- how the process ends -------------------------------------------------------------------
 
 
+@pytest.mark.fast("stderr")
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_closed_files(model, closed):
     """What is for stderr does not go to stdout if stderr is closed."""

@@ -14,6 +14,7 @@ from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.graph.weights import load_weights
 from maxjax.models import build
 from maxjax.models.pooling import Pooling
+from tests.oracles.recorded import recorded
 from tests.oracles.sentences import ODD, sentences
 
 GOLDEN = Path(__file__).parent / "goldens" / "minilm.npz"
@@ -46,10 +47,9 @@ def cosines(a, b):
 # --- accuracy -------------------------------------------------------------------------------
 
 
-@pytest.mark.campaign
+@pytest.mark.oracle
 @pytest.mark.slow
 def test_every_length_as_torch_has_it(minilm, loaded):
-    pytest.importorskip("torch")
     from tests.oracles.make_minilm_golden import embeddings
 
     texts = sentences()
@@ -60,6 +60,7 @@ def test_every_length_as_torch_has_it(minilm, loaded):
     assert np.abs(found - expected).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_recorded_texts(loaded, golden):
     texts, tokens, expected = golden
     assert [len(row.ids) for row in loaded[1].tokens(texts)] == list(tokens)
@@ -69,7 +70,7 @@ def test_the_recorded_texts(loaded, golden):
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype, least", [("float32", 0.9999), ("bfloat16", 0.9995)])
 def test_bfloat16(narrow, golden, reduce_dtype, least):
-    texts, _, expected = golden
+    texts, expected = golden[0][::3], golden[2][::3]
     found = embed(*narrow[reduce_dtype], texts)
     assert found.dtype == np.float32
     assert cosines(found, expected).min() >= least
@@ -77,12 +78,11 @@ def test_bfloat16(narrow, golden, reduce_dtype, least):
 
 
 def test_truncation_as_torch_has_it(minilm, loaded):
-    pytest.importorskip("torch")
     from tests.oracles.make_minilm_golden import embeddings
 
     texts = [" ".join(["time", "year", "people"] * 150), "short"]
     found = embed(*loaded, texts, truncate=True)
-    assert np.abs(found - embeddings(minilm, texts)).max() <= 1e-5
+    assert np.abs(found - recorded(lambda: embeddings(minilm, texts))).max() <= 1e-5
 
 
 # --- what holds whatever the model is -------------------------------------------------------
@@ -90,14 +90,13 @@ def test_truncation_as_torch_has_it(minilm, loaded):
 
 @pytest.mark.slow
 def test_neither_batches_nor_neighbours_matter(loaded):
-    texts = sentences(40, longest=60)
+    texts = sentences(20, longest=30)
     together = embed(*loaded, texts)
-    for size in (1, 7, 40):
+    for size in (1, 7):
         np.testing.assert_allclose(embed(*loaded, texts, batch_size=size), together, atol=2e-6)
-    backwards = embed(*loaded, texts[::-1], batch_size=5)[::-1]
+    backwards = embed(*loaded, texts[::-1], batch_size=7)[::-1]
     np.testing.assert_allclose(backwards, together, atol=2e-6)
-    for i in (0, 20, 39):
-        np.testing.assert_allclose(embed(*loaded, [texts[i]])[0], together[i], atol=2e-6)
+    np.testing.assert_allclose(embed(*loaded, [texts[10]])[0], together[10], atol=2e-6)
 
 
 def test_any_iterable_of_texts(loaded):

@@ -67,8 +67,11 @@ def change(file, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
+run = jax.jit(lambda model: model(IDS).last_hidden_state)
+
+
 def states(model):
-    return np.asarray(model(IDS).last_hidden_state)
+    return np.asarray(run(model))
 
 
 # --- what it does ---------------------------------------------------------------------------

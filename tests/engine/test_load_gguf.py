@@ -1,5 +1,6 @@
 """A GGUF file alone is a model: configuration, tokenizer, pooling and names come from its metadata."""
 
+import itertools
 import json
 import re
 
@@ -21,6 +22,7 @@ from tests.models.gguf.files import model as random_model
 from tests.models.gguf.files import write as write_random
 from tests.models.gguf.tokenizer import tokenizer_files
 from tests.models.gguf.tokenizer.test_read import stored, vocabulary
+from tests.products import campaign_but, first
 
 TEXTS = ["A cat sits on the mat.", "Where is the nearest station?", "ein Satz mit Ümläuten", "x"]
 
@@ -106,8 +108,14 @@ def test_in_another_dtype_blocks_are_decoded(minilm, original, tmp_path):
     assert {w.dtype for w in matrices} == {maxjax.DType.bfloat16}
 
 
-@pytest.mark.parametrize("axes", [{"model": 2}, {"data": 2, "model": 4}])
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+MESHES = [{"model": 2}, {"data": 2, "model": 4}]
+FEW = [("Q8_0", MESHES[0]), ("F16", MESHES[1])]
+
+
+@pytest.mark.fast("Q8_0-axes0")
+@pytest.mark.parametrize(
+    ("kind", "axes"), campaign_but(2, first(FEW, itertools.product(("F16", "Q8_0"), MESHES)))
+)
 def test_on_a_mesh(minilm, tmp_path, kind, axes):
     path = write(tmp_path / "m.gguf", minilm, kind)
     one, tokenizer = load(path)

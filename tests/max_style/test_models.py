@@ -9,8 +9,9 @@ from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, TensorType, TensorValue
 from tests.max_style import llama, mlp
-
-torch = pytest.importorskip("torch")
+from tests.models.decoders import drawn, sampled
+from tests.oracles.models import OracleModel
+from tests.oracles.recorded import recorded, torch
 
 
 def test_the_documentations_mlp():
@@ -20,12 +21,16 @@ def test_the_documentations_mlp():
     values = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
     model.load_state_dict(values)
     x = rng.standard_normal((2, 5)).astype(np.float32)
-    t = {n: torch.tensor(v) for n, v in values.items()}
-    hidden = (
-        torch.nn.functional.silu(torch.tensor(x) @ t["gate.weight"].T)
-        + torch.tensor(x) @ t["up.weight"].T
-    )
-    want = (hidden @ t["down.weight"].T).numpy()
+
+    def answer():
+        t = {n: torch.tensor(v) for n, v in values.items()}
+        hidden = (
+            torch.nn.functional.silu(torch.tensor(x) @ t["gate.weight"].T)
+            + torch.tensor(x) @ t["up.weight"].T
+        )
+        return (hidden @ t["down.weight"].T).numpy()
+
+    want = recorded(answer)
     graph = Graph(
         "mlp", model, input_types=[TensorType(DType.float32, ["batch", 5], DeviceRef.CPU())]
     )
@@ -43,16 +48,14 @@ def test_the_documentations_mlp():
 @pytest.fixture(scope="module")
 def pair():
     """A random transformers Llama, and ours with its weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, attn_implementation="eager",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    theirs = LlamaForCausalLM(config).eval()
-    ours = llama.Llama(config)
-    ours.load_state_dict({name: value.numpy() for name, value in theirs.state_dict().items()})
+    settings = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    theirs = OracleModel("LlamaForCausalLM", "LlamaConfig", settings, draw=drawn)
+    ours = llama.Llama(theirs.config)
+    ours.load_state_dict(theirs.tensors)
     return ours, theirs
 
 
@@ -77,18 +80,19 @@ def run_compiled(model, ids):
 @pytest.mark.parametrize("run", [run_eager, run_jit, run_compiled])
 def test_llama_gives_the_logits_of_transformers(pair, run):
     ours, theirs = pair
-    with torch.no_grad():
-        want = theirs(torch.tensor(IDS)).logits.numpy()
     got = run(ours, IDS)
     assert isinstance(got, TensorValue)
-    np.testing.assert_allclose(got.to_numpy(), want, atol=1e-4)
+    np.testing.assert_allclose(got.to_numpy()[..., ::3], theirs.logits(IDS, 3), atol=1e-4)
 
 
 def test_its_gradient_is_that_of_torch(pair):
     ours, theirs = pair
-    theirs.zero_grad()
-    (theirs(torch.tensor(IDS)).logits ** 2).mean().backward()
+
+    def gradients(model):
+        (model(torch.tensor(IDS)).logits ** 2).mean().backward()
+        return {name: sampled(one.grad.numpy()) for name, one in model.named_parameters()}
+
     grads = jax.grad(lambda m: (run_eager(m, IDS).value ** 2).mean())(ours)
-    want = dict(theirs.named_parameters())
+    want = theirs.ask("gradients of the mean square", gradients)
     for name, weight in grads.raw_state_dict().items():
-        np.testing.assert_allclose(weight.value, want[name].grad.numpy(), atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(sampled(weight.value), want[name], atol=2e-5, err_msg=name)

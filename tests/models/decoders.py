@@ -1,25 +1,22 @@
-"""Small random decoders of transformers, saved by it and read by us; and a greedy loop."""
+"""Small random decoders as transformers writes them, read by us; and a greedy loop."""
 
 import functools
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-import torch
-import transformers
 
 import maxjax
 from maxjax.graph.weights import load_weights
 from maxjax.models import build
 from maxjax.text.tokenizer.tokenizer import Tokenizer
-
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+from tests.oracles.models import OracleModel
+from tests.oracles.recorded import torch
 
 VOCAB = 96
+EVERY = 4  # of so many tokens of the vocabulary the logits of one are kept
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -41,55 +38,73 @@ def one_character_each(**options):
     return Tokenizer(backend, **options)
 
 
-def oracle(kind, directory, seed=0, **settings):
+def drawn(rng, name, shape):
+    """Values of a tensor of a decoder; ones and zeros in norms would hide a mistake."""
+    normal = rng.normal(0, 1.5, shape)
+    if "norm" in name or ".ln_" in name:
+        return 0.3 * normal + name.endswith("weight")
+    return normal * (shape[-1] ** -0.5 if len(shape) == 2 else 0.3)
+
+
+def drawn_of_gemma(rng, name, shape):
+    """The same where 1 is added to the weights of norms."""
+    return drawn(rng, name, shape) - ("norm" in name)
+
+
+def drawn_of_gpt2(rng, name, shape):
+    """The same where maps have weights [in, out]."""
+    return drawn(rng, name, shape[::-1]).T if "c_" in name else drawn(rng, name, shape)
+
+
+def spread(model):
+    """The deviation of the logits that transformers' model has before any cap."""
+    settings = model.config
+    cap = getattr(settings, "final_logit_softcapping", None)
+    if cap is not None:
+        settings.final_logit_softcapping = None
+    ids = ids_of(4, min(24, settings.max_position_embeddings)) % settings.vocab_size
+    with torch.no_grad():
+        found = float(model(torch.tensor(ids).long()).logits.std())
+    if cap is not None:
+        settings.final_logit_softcapping = cap
+    return found
+
+
+def oracle(kind, directory=None, seed=0, **settings):
     """transformers' model of one kind ("Llama"), in the directory as well; logits of deviation 1."""
     if kind == "GPT2":
         return gpt2_oracle(directory, seed, **{**SMALL, **settings})
-    settings_of = {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config")
-    config = getattr(transformers, settings_of)(**{**SMALL, **settings})
-    cap = getattr(config, "final_logit_softcapping", None)
-    one = float(kind.startswith("Gemma"))  # what it adds to weights of norms
-    config._attn_implementation = "eager"
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            size = 1 / np.sqrt(weight.shape[-1]) if weight.ndim == 2 else 0.3
-            weight.normal_(0, 1.5 * size)
-            if "norm" in name:  # ones and zeros would hide a mistake
-                weight.add_(1.0 - one)
-        if cap is not None:  # it is 1 before the cap
-            config.final_logit_softcapping = None
-        spread = model(torch.tensor(ids_of(4, 32)).long()).logits.std()
-        model.model.norm.weight.add_(one).div_(spread).sub_(one)
-        if cap is not None:
-            config.final_logit_softcapping = cap
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.save_pretrained(directory)
-    return model
+    one = np.float32(kind.startswith("Gemma"))
+
+    def scaled(tensors, by):
+        norm = (tensors["model.norm.weight"] + one) / np.float32(by) - one
+        return {**tensors, "model.norm.weight": norm}
+
+    config = {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config")
+    draw = drawn_of_gemma if one else drawn
+    made = OracleModel(
+        f"{kind}ForCausalLM", config, {**SMALL, **settings},
+        draw=draw, seed=seed, measure=spread, scale=scaled,
+    )  # fmt: skip
+    if directory is not None:
+        made.save(directory)
+    return made
 
 
-def gpt2_oracle(directory, seed=0, **settings):
-    """The same of a GPT-2, whose maps have weights [in, out]."""
-    config = transformers.GPT2Config(**settings)
-    config._attn_implementation = "eager"
-    torch.manual_seed(seed)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            size = 1 / np.sqrt(weight.shape["c_" not in name]) if weight.ndim == 2 else 0.3
-            weight.normal_(0, 1.5 * size)
-            if ".ln_" in name and name.endswith("weight"):
-                weight.add_(1.0)
-        ids = ids_of(4, min(24, config.n_positions)) % config.vocab_size
-        spread = model(torch.tensor(ids).long()).logits.std()
-        for weight in model.transformer.ln_f.parameters():
-            weight.div_(spread)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.save_pretrained(directory)
-    return model
+def gpt2_oracle(directory=None, seed=0, **settings):
+    """The same of a GPT-2."""
+
+    def scaled(tensors, by):
+        last = [f"transformer.ln_f.{part}" for part in ("weight", "bias")]
+        return tensors | {name: tensors[name] / np.float32(by) for name in last}
+
+    made = OracleModel(
+        "GPT2LMHeadModel", "GPT2Config", settings,
+        draw=drawn_of_gpt2, seed=seed, measure=spread, scale=scaled,
+    )  # fmt: skip
+    if directory is not None:
+        made.save(directory)
+    return made
 
 
 def change_config(directory, **changes):
@@ -110,8 +125,8 @@ def ours(path, *, stacked=True, devices=1, **options):
 
 
 def logits_of(model, ids):
-    with torch.no_grad():
-        return model(torch.tensor(ids).long()).logits.numpy()
+    """transformers' logits ``[B, T, V / EVERY]``."""
+    return model.logits(ids, EVERY)
 
 
 call = jax.jit(lambda model, ids: model(ids))
@@ -124,9 +139,25 @@ def last(model, ids, cache, lengths):
 
 
 def same(found, expected, atol=1e-4):
-    """The figure of this library: 1e-4 where the logits have a deviation of 1."""
+    """The figure of this library: 1e-4 where the logits have a deviation of 1.
+
+    What is expected may be the logits of one in EVERY tokens of the vocabulary.
+    """
     assert 0.5 < np.std(expected) < 2
-    np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(like(found, expected), expected, rtol=0, atol=atol)
+
+
+def like(found, expected):
+    """Logits of all tokens, or of one in EVERY if what is expected has no others."""
+    found = np.asarray(found)
+    return found if found.shape == expected.shape else found[..., ::EVERY]
+
+
+def sampled(array, count=64):
+    """Some of the values, at random places: enough of a gradient to keep."""
+    array = np.ravel(array)
+    places = np.random.default_rng(0).permutation(array.size)[:count]
+    return array[places].copy()
 
 
 def padded(prompts):
@@ -160,11 +191,4 @@ def greedy(model, prompts, new, chunk=None):
 
 def generated(model, prompts, new):
     """What transformers generates for the same prompts, which it pads to the left."""
-    width = max(map(len, prompts))
-    rows = torch.tensor([[0] * (width - len(p)) + list(map(int, p)) for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    with torch.no_grad():
-        found = model.generate(
-            rows, attention_mask=mask, do_sample=False, max_new_tokens=new, min_new_tokens=new
-        )
-    return found[:, width:].numpy()
+    return model.generated(prompts, new)

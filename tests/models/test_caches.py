@@ -56,10 +56,11 @@ def in_pieces(model, ids, cache, lengths, run=on):
 # --- caches that go round ------------------------------------------------------------------------
 
 
+@pytest.mark.fast("all-True", "1:1-False")
 @pytest.mark.parametrize(
     ("pattern", "stacked"),
     [("all", True), ("5:1", True), ("1:1", False)]
-    + [pytest.param(*which, marks=slow) for which in (("last", True), ("listed", True))],
+    + [pytest.param(name, True, marks=pytest.mark.campaign) for name in ("last", "listed")],
 )
 def test_it_keeps_what_the_layers_see(pattern, stacked):
     config = config_of(pattern)
@@ -103,6 +104,7 @@ def test_padding_leaves_no_trace():
     jax.tree.map(np.testing.assert_array_equal, one, none)
 
 
+@pytest.mark.fast("Mistral")
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2"])
 def test_as_transformers_generates(tmp_path, kind):
     settings = {"sliding_window": WINDOW}
@@ -183,14 +185,16 @@ def test_rewinding():
 @slow
 def test_batches_by_vmap():
     model, ids = made(config_of("sf")), ids_of(3, 9)
-    caches = jax.vmap(lambda row: model(row[None, :7], model.cache(1, 12))[1])(ids)
-    found = jax.vmap(lambda row, cache: model(row[None, 7:8], cache)[0][0])(ids, caches)
+    mapped = lambda function: jax.jit(jax.vmap(function))
+    caches = mapped(lambda row: model(row[None, :7], model.cache(1, 12))[1])(ids)
+    found = mapped(lambda row, cache: model(row[None, 7:8], cache)[0][0])(ids, caches)
     close(found, call(model, ids)[:, 7:8])
 
 
 # --- int8 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("ffff")
 @pytest.mark.parametrize("pattern", ["ffff", "5:1"])
 def test_int8_is_about_the_same(pattern):
     model, ids = made(config_of(pattern, head_dim=16)), ids_of(4, 40)
@@ -204,6 +208,7 @@ def test_int8_is_about_the_same(pattern):
     assert (found.argmax(-1) == whole.argmax(-1)).mean() > 0.95
 
 
+@pytest.mark.slow
 def test_int8_in_pieces_is_int8_at_once():
     """Of one layer, whose keys and values come from the tokens alone: to the rounding of sums."""
     for pattern in ("f", "s"):
@@ -299,11 +304,18 @@ MESHES = {
     "4 explicit, one head": ({"model": 4}, AxisType.Explicit, 1, "float32"),
     "4 auto, two heads, int8": ({"model": 4}, AxisType.Auto, 2, "int8"),
 }
-FAST = ("2x2 explicit", "2x2 auto int8")
+FAST = ("2x2 auto int8",)
+DEFAULT = (*FAST, "4 explicit, one head")  # together they have each value
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param(name, marks=() if name in FAST else slow) for name in MESHES]
+    "which",
+    [
+        pytest.param(
+            name, marks=() if name in FAST else slow if name in DEFAULT else pytest.mark.campaign
+        )
+        for name in MESHES
+    ],
 )
 def test_on_meshes(which):
     sizes, types, kv_heads, dtype = MESHES[which]

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
 
 import maxjax
 from maxjax.errors import UserInputError
@@ -15,12 +14,14 @@ from maxjax.graph import DeviceRef
 from maxjax.models import FAMILIES, Decoder, DecoderConfig
 from maxjax.models.decoder.attention import DecoderAttention
 from maxjax.models.decoder.block import DecoderLayer
-from tests.test_walk import ROOT, run_blocks
+from tests.models import decoders
+from tests.models.decoders import oracle
+from tests.oracles.recorded import transformers
+from tests.test_walk import ROOT, blocks_of, run_blocks
 
 PAGE = ROOT / "docs" / "families.md"
 
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+call = jax.jit(lambda model, *arrays: model(*arrays))
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,9 @@ def families():
     FAMILIES[:] = before
 
 
+@pytest.mark.oracle
 def test_the_page_runs(tmp_path, monkeypatch):
+    """With torch and transformers, which it imports."""
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,6 +65,41 @@ def test_the_page_runs(tmp_path, monkeypatch):
     one, _ = split(ids[:, :1], cache)
     np.testing.assert_allclose(np.asarray(found), np.asarray(mine(ids)), atol=1e-4)
     np.testing.assert_allclose(np.asarray(one), names["wanted"][:, 8:], atol=1e-4)
+
+
+FAMILIES_OF_THE_PAGE = {
+    "Granite": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
+        "logits_scaling": 0.1,
+    },
+    "Phi3": {},
+}  # fmt: skip
+
+
+def test_its_families_are_those_of_transformers(tmp_path):
+    names = {"np": np, "maxjax": maxjax}
+    for block in blocks_of(PAGE):
+        if "transformers." not in block:
+            exec(compile(block, str(PAGE), "exec"), names)
+    ids = decoders.ids_of(2, 9)
+    for kind, settings in FAMILIES_OF_THE_PAGE.items():
+        theirs = oracle(kind, tmp_path / kind, **settings)
+        expected = theirs.logits(ids)
+        for mesh in (None, maxjax.make_mesh(model=2)):
+            model, _ = maxjax.load(tmp_path / kind, mesh=mesh)
+            assert type(model) is names[kind]
+            cache = model.cache(batch=2, capacity=16)
+            if mesh is not None:
+                assert cache.keys.sharding.spec[2] in ("model", ("model",))
+            found, cache = call(model, ids[:, :8], cache)
+            one, cache = call(model, ids[:, 8:], cache)
+            found = np.concatenate([np.asarray(found), np.asarray(one)], 1)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * expected.std())
+        maxjax.save_pretrained(model, tmp_path / "again")
+        again = maxjax.load_weights(tmp_path / "again")
+        for name, values in theirs.tensors.items():
+            assert (np.asarray(again[name].data().data) == values).all()
+    assert names["GRANITE"].config.from_dict(theirs.config.settings).residual_multiplier == 1.0
 
 
 def test_no_private_name_is_needed():
@@ -104,9 +142,9 @@ def test_a_projection_of_its_own_is_enough_for_a_cache(devices):
         model.to(maxjax.make_mesh(model=devices))
     maxjax.init(model, jax.random.key(0))
     ids = np.arange(12, dtype=np.int32).reshape(2, 6)
-    whole = model(ids)
-    _, cache = model(ids[:, :5], model.cache(2, 8))
-    one, _ = model(ids[:, 5:], cache)
+    whole = call(model, ids)
+    _, cache = call(model, ids[:, :5], model.cache(2, 8))
+    one, _ = call(model, ids[:, 5:], cache)
     np.testing.assert_allclose(np.asarray(one), np.asarray(whole)[:, 5:], atol=1e-5)
     halved = model.lm_head(model.model.norm.weight.value) * 0.5
     np.testing.assert_allclose(model.logits(model.model.norm.weight.value), halved, atol=1e-6)

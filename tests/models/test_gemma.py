@@ -1,16 +1,18 @@
-"""Gemma 1, 2 and 3 against transformers: small random models, saved by it and read by us."""
+"""Gemma 1, 2 and 3 against transformers: small random models in its files, read by us."""
 
+import copy
 import json
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import Gemma2Config, Gemma3Config, GemmaConfig
 from tests.models import decoders
-from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
+from tests.models.decoders import HEADS, call, greedy, ids_of, like, logits_of, oracle, ours, same
+from tests.oracles.models import OracleModel, settings_of
+from tests.oracles.recorded import torch
+from tests.products import campaign_but, first
 
 LENGTH = 24
 # Windows shorter than the text, and caps that change much.
@@ -38,8 +40,20 @@ def small(kind, **settings):
     return {**SETTINGS[kind], **settings}
 
 
-@KINDS
-@pytest.mark.parametrize(("heads", "tied", "stacked", "devices"), SAMPLE)
+# Each kind stacked and not, placed and not.
+FEW = [
+    ("Gemma2", *SAMPLE[0]),
+    ("Gemma2", *SAMPLE[1]),
+    ("Gemma3", *SAMPLE[2]),
+    ("Gemma3", *SAMPLE[3]),
+]
+EVERY = [(kind, *case) for kind in ("Gemma2", "Gemma3") for case in SAMPLE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "tied", "stacked", "devices"),
+    campaign_but(4, first(FEW, EVERY), oracle=True),
+)
 def test_logits(tmp_path, kind, heads, tied, stacked, devices):
     settings = {"num_key_value_heads": HEADS[heads], "tie_word_embeddings": tied}
     model = oracle(kind, tmp_path, **small(kind, **settings))
@@ -95,11 +109,17 @@ def test_gemma_3_has_no_cap_of_scores_whatever_its_file_says(tmp_path):
 
 def narrowed(model, directory, ids):
     """Logits of the model in bfloat16, and of ours, which reads it."""
-    model.to(torch.bfloat16).save_pretrained(directory)
+
+    def narrow(model):
+        with torch.no_grad():
+            logits = copy.deepcopy(model).to(torch.bfloat16)(torch.tensor(ids).long()).logits
+        return logits.float().numpy()[..., :: decoders.EVERY].copy()
+
+    model.save(directory, "bfloat16")
     mine = ours(directory)
     assert mine.model.layers[0].self_attn.q_proj.weight.dtype.name == "bfloat16"
-    expected = model(torch.tensor(ids).long()).logits.detach().float().numpy()
-    return np.asarray(call(mine, ids)), expected
+    expected = model.ask("logits in bfloat16", narrow)
+    return like(call(mine, ids), expected), expected
 
 
 def test_bfloat16_is_as_exact_as_that_of_transformers(tmp_path):
@@ -116,8 +136,8 @@ def test_the_scale_of_embeddings_is_rounded_to_their_type(tmp_path):
     model = oracle(
         "Gemma", tmp_path, hidden_size=40, head_dim=8, num_hidden_layers=1, rms_norm_eps=1e4
     )
-    for part in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
-        torch.nn.init.zeros_(part.weight)
+    for part in ("self_attn.o_proj", "mlp.down_proj"):
+        model.tensors[f"model.layers.0.{part}.weight"][:] = 0
     found, expected = narrowed(model, tmp_path, ids_of(2, LENGTH))
     assert abs(np.sum(found * expected) / np.sum(expected**2) - 1) < 5e-4
 
@@ -135,6 +155,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, kind, rows, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
+@pytest.mark.slow
 def test_tokens_on_four_devices(tmp_path):
     model, ids = oracle("Gemma3", tmp_path, **small("Gemma3", num_hidden_layers=2)), ids_of(2, 11)
     prompts = [ids[0], ids[1, :3]]
@@ -192,8 +213,7 @@ def test_both_spellings_of_rope():
     ],
 )
 def test_ropes_are_read_as_transformers_reads_them(settings):
-    again = json.loads(json.dumps(settings))  # it changes what it is given
-    other = transformers.Gemma3TextConfig(**{**RAW, **again}).rope_parameters
+    other = settings_of("Gemma3TextConfig", {**RAW, **settings}).rope_parameters
     found = Gemma3Config.from_dict({**RAW, **settings})
     for rope, kind in ((found.rope, "full_attention"), (found.local_rope, "sliding_attention")):
         assert rope.theta == other[kind]["rope_theta"]
@@ -222,7 +242,7 @@ def test_gguf_of_the_same_weights(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["Gemma", "Gemma2", "Gemma3"])
 def test_names_are_those_of_the_checkpoint(tmp_path, kind):
     model = oracle(kind, tmp_path, **small(kind, num_hidden_layers=1))
-    expected = {name: tuple(w.shape) for name, w in model.state_dict().items()}
+    expected = dict(model.shapes)
     expected.pop("lm_head.weight")  # tied
     assert {name: a.shape for name, a in ours(tmp_path).state_dict().items()} == expected
 
@@ -234,12 +254,15 @@ def seeing(tmp_path):
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
     }  # fmt: skip
-    config = transformers.Gemma3Config(
-        text_config=alone.config.to_dict(), vision_config=eyes, mm_tokens_per_image=4
+    text = {
+        key: value for key, value in alone.config.settings.items() if key != "transformers_version"
+    }
+    config = {"text_config": text, "vision_config": eyes, "mm_tokens_per_image": 4}
+    whole = OracleModel(
+        "Gemma3ForConditionalGeneration", "Gemma3Config", config, draw=decoders.drawn_of_gemma
     )
-    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
-    whole.model.language_model.load_state_dict(alone.model.state_dict())
-    whole.save_pretrained(tmp_path / "seeing")
+    whole.tensors |= {f"language_model.{name}": array for name, array in alone.tensors.items()}
+    whole.save(tmp_path / "seeing")
     return alone, whole
 
 
@@ -254,9 +277,15 @@ def test_of_a_model_that_sees_the_text_part_is_read(tmp_path):
     same(call(mine, ids), expected)
     found = mine.hf_config
     assert found["architectures"] == ["Gemma3ForCausalLM"] and "text_config" not in found
-    assert transformers.AutoConfig.for_model(**found).hidden_size == 32
+    kept = {key: value for key, value in found.items() if key != "transformers_version"}
+    assert settings_of("Gemma3TextConfig", kept).hidden_size == 32
     # In memory transformers has other names; such files may exist too.
-    names = {name: a.numpy() for name, a in whole.state_dict().items() if name != "lm_head.weight"}
+    there = {"language_model.model": "language_model", "language_model.lm_head": "lm_head"}
+    names = {}
+    for name, array in whole.tensors.items():
+        start = next((start for start in there if name.startswith(start)), "")
+        names["model." + there.get(start, "") + name[len(start) :]] = array
+    assert names.keys() == whole.shapes.keys() - {"lm_head.weight"}
     save_file(names, tmp_path / "seeing" / "model.safetensors")
     same(call(ours(tmp_path / "seeing"), ids), expected)
 
@@ -273,7 +302,7 @@ RAW = {
 def test_defaults_are_those_of_transformers(kind):
     mine = {"Gemma": GemmaConfig, "Gemma2": Gemma2Config, "Gemma3": Gemma3Config}[kind]
     found = mine.from_dict(RAW)
-    other = transformers.AutoConfig.for_model(kind.lower() + "_text" * (kind == "Gemma3"), **RAW)
+    other = settings_of(kind + "Text" * (kind == "Gemma3") + "Config", RAW)
     assert found.kv_heads == other.num_key_value_heads
     assert found.width == other.head_dim
     assert found.max_position_embeddings == other.max_position_embeddings
@@ -291,11 +320,12 @@ def test_defaults_are_those_of_transformers(kind):
 
 def test_what_a_published_file_leaves_out_of_its_text_part():
     found = Gemma3Config.from_dict({"model_type": "gemma3", "text_config": {"hidden_size": 2560}})
-    other = transformers.Gemma3Config(text_config={"hidden_size": 2560}).text_config
-    assert found.vocab_size == other.vocab_size and found.num_heads == other.num_attention_heads
-    assert found.num_layers == other.num_hidden_layers and found.hidden_size == 2560
-    assert found.intermediate_size == other.intermediate_size
-    assert found.kv_heads == other.num_key_value_heads
+    other = settings_of("Gemma3Config", {"text_config": {"hidden_size": 2560}}).text_config
+    assert found.vocab_size == other["vocab_size"]
+    assert found.num_heads == other["num_attention_heads"]
+    assert found.num_layers == other["num_hidden_layers"] and found.hidden_size == 2560
+    assert found.intermediate_size == other["intermediate_size"]
+    assert found.kv_heads == other["num_key_value_heads"]
 
 
 def test_the_first_files_say_gelu_and_mean_its_approximation():

@@ -23,10 +23,9 @@ def test_logits(name, kept, tmp_path):
     np.testing.assert_allclose(found / spread, kept[name] / spread, rtol=0, atol=1e-4)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", goldens.MODELS)
 def test_what_is_kept_is_what_transformers_says(name, kept, tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
     goldens.write(name, tmp_path)
     spread = kept[name].std()
     found = goldens.of_transformers(tmp_path)

@@ -1,4 +1,4 @@
-"""Llama and Mistral against transformers: small random models, saved by it and read by us."""
+"""Llama and Mistral against transformers: small random models in its files, read by us."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ from maxjax.models import LlamaConfig, MistralConfig
 from maxjax.models.decoder.rope import read_rope
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
-from tests.products import pairwise
+from tests.oracles.models import settings_of
+from tests.products import campaign_but, first, pairwise
 
 LENGTH = 24
 
@@ -20,10 +21,14 @@ def test_logits(tmp_path, heads, tied):
     same(call(ours(tmp_path), ids), logits_of(model, ids))
 
 
+AXES = HEADS, (False, True), (False, True), (1, 2, 4, 8)
+FEW = [("gqa", True, True, 4), ("mqa", False, False, 2), ("mha", False, True, 8)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "tied", "stacked", "devices"),
-    pairwise(HEADS, (False, True), (False, True), (1, 2, 4, 8)),
+    campaign_but(3, first(FEW, pairwise(*AXES)), oracle=True),
 )
 def test_logits_stacked_and_placed(tmp_path, heads, tied, stacked, devices):
     settings = {"num_key_value_heads": 2 * HEADS[heads], "tie_word_embeddings": tied}
@@ -94,8 +99,17 @@ def test_stretched_ropes(tmp_path, kind):
         same(call(mine, ids), logits_of(model, ids))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ROPES)
+# Their frequencies depend on the length, which grows here; all others are in a campaign.
+GROWING = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dynamic", "longrope")]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *GROWING,
+        *campaign_but(0, [(k,) for k in ROPES if k not in ("dynamic", "longrope")], oracle=True),
+    ],
+)
 def test_stretched_ropes_token_by_token(tmp_path, kind):
     rope = {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}
     model = oracle("Llama", tmp_path, rope_parameters=rope, max_position_embeddings=16)
@@ -156,12 +170,11 @@ def test_gguf_of_the_same_weights(tmp_path, tied):
 
 
 def test_layers_of_unlike_types_are_stacked_where_they_are_alike(tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.numpy import save_file
 
     model = oracle("Llama", tmp_path, num_hidden_layers=4)
-    tensors = load_file(tmp_path / "model.safetensors")
     wide = "model.layers.0.mlp.up_proj.weight"
-    tensors[wide] = tensors[wide].double().half()
+    tensors = model.tensors | {wide: model.tensors[wide].astype(np.float16)}
     save_file(tensors, tmp_path / "model.safetensors")
     mine, ids = ours(tmp_path), ids_of(2, 8)
     assert str(mine.model.layers._layout) == "4 layers: 3 times 1 after 1"
@@ -181,9 +194,8 @@ def test_a_tied_head_is_one_leaf(tmp_path):
 
 def test_names_are_those_of_the_checkpoint(tmp_path):
     model = oracle("Llama", tmp_path, attention_bias=True)
-    expected = {name: tuple(w.shape) for name, w in model.state_dict().items()}
     found = {name: a.shape for name, a in ours(tmp_path).state_dict().items()}
-    assert found == expected
+    assert found == model.shapes
 
 
 def test_a_head_that_is_missing_is_named(tmp_path):
@@ -245,13 +257,9 @@ def test_wrong_values_are_named(settings, name):
 
 
 def test_defaults_are_those_of_transformers():
-    import transformers
-
-    for ours_, theirs in [
-        (LlamaConfig, transformers.LlamaConfig), (MistralConfig, transformers.MistralConfig)
-    ]:  # fmt: skip
+    for ours_ in (LlamaConfig, MistralConfig):
         raw = {**RAW, "hidden_size": 16, "num_attention_heads": 8}
-        mine, other = ours_.from_dict(raw), theirs(**raw)
+        mine, other = ours_.from_dict(raw), settings_of(ours_.__name__, raw)
         assert mine.kv_heads == other.num_key_value_heads
         assert mine.max_position_embeddings == other.max_position_embeddings
         assert mine.sliding_window == getattr(other, "sliding_window", None)

@@ -1,15 +1,16 @@
-"""Mixtral and Qwen 3 with experts against transformers: saved by it and read by us."""
+"""Mixtral and Qwen 3 with experts against transformers: its files, read by us."""
 
 import json
+import tempfile
 import warnings
+import zlib
+from pathlib import Path
 
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from safetensors.numpy import load_file, save_file
 
 from maxjax.checkpoint import convert, save_pretrained
@@ -17,8 +18,22 @@ from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, Unsupp
 from maxjax.graph.weights import load_weights
 from maxjax.models import MixtralConfig, Qwen3MoEConfig, build
 from tests.models import decoders
-from tests.models.decoders import HEADS, call, greedy, ids_of, last, logits_of, oracle, ours, same
+from tests.models.decoders import (
+    HEADS,
+    call,
+    greedy,
+    ids_of,
+    last,
+    like,
+    logits_of,
+    oracle,
+    ours,
+    same,
+    sampled,
+)
 from tests.models.gguf import files as gguf_files
+from tests.oracles.models import ask_of, opened, settings_of
+from tests.oracles.recorded import torch
 
 LENGTH = 24
 KINDS = pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
@@ -81,7 +96,8 @@ def test_settings_of_qwen(tmp_path, name):
     model, ids = oracle("Qwen3Moe", tmp_path, **settings), ids_of(2, LENGTH)
     mine = ours(tmp_path, devices=8 if "divide" in name else 1)
     same(call(mine, ids), logits_of(model, ids))
-    sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    experts = "model.layers.{}.mlp.experts.down_proj"
+    sparse = [experts.format(i) in model.shapes for i in range(mine.config.num_layers)]
     assert list(mine.config.sparse) == sparse
 
 
@@ -128,20 +144,27 @@ def test_gradients_are_those_of_torch(tmp_path, kind):
         return -jnp.mean(jax.nn.log_softmax(model(ids), -1)[..., 5])
 
     found = jax.jit(jax.grad(loss))(mine)
-    logits = model(torch.tensor(ids).long()).logits
-    (-torch.log_softmax(logits, -1)[..., 5].mean()).backward()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.save_pretrained(tmp_path / "grad")
-    expected = load_file(tmp_path / "grad" / "model.safetensors")
+
+    def gradients(model):
+        logits = model(torch.tensor(ids).long()).logits
+        (-torch.log_softmax(logits, -1)[..., 5].mean()).backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.save_pretrained(folder)
+            found = load_file(Path(folder, "model.safetensors"))
+        return {name: sampled(gradient) for name, gradient in found.items()}
+
+    expected = model.ask("gradients", gradients)
     state = {name: np.asarray(w) for name, w in found.raw_state_dict().items()}
     assert sorted(state) == sorted(expected)
     largest = max(np.abs(g).max() for g in expected.values())
     for name, gradient in expected.items():
-        np.testing.assert_allclose(state[name], gradient, rtol=0, atol=1e-3 * largest, err_msg=name)
+        np.testing.assert_allclose(
+            sampled(state[name]), gradient, rtol=0, atol=1e-3 * largest, err_msg=name
+        )
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -156,19 +179,58 @@ def test_there_and_back(tmp_path, kind):
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert sorted(written) == sorted(theirs) == sorted(mine.raw_state_dict())
     assert all(written[name].tobytes() == theirs[name].tobytes() for name in theirs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(info.values())
-    np.testing.assert_allclose(logits_of(again.eval(), ids), logits_of(model, ids), atol=1e-5)
+
+    def again():
+        found, info = opened(model.kind, tmp_path / "ours", output_loading_info=True)
+        with torch.no_grad():
+            logits = found(torch.tensor(ids).long()).logits.numpy()[..., :: decoders.EVERY]
+        return [any(info.values()), logits.copy()]
+
+    complains, logits = ask_of(tmp_path / "ours", "info and logits", again)
+    assert not complains
+    np.testing.assert_allclose(logits, logits_of(model, ids), atol=1e-5)
+
+
+def in_memory(model):
+    """The weights as transformers has them in memory: those of all experts in two tensors."""
+    found, experts = dict(model.tensors), {}
+    for name in model.tensors:
+        before, is_expert, rest = name.partition(".experts.")
+        if is_expert:
+            number, part, _ = rest.split(".")
+            layer = before.replace("block_sparse_moe", "mlp") + ".experts"
+            experts.setdefault(layer, {}).setdefault(part, {})[int(number)] = found.pop(name)
+        elif "block_sparse_moe" in name:
+            found[name.replace("block_sparse_moe", "mlp")] = found.pop(name)
+    for layer, parts in experts.items():
+        parts = {
+            part: np.stack([each[i] for i in range(len(each))]) for part, each in parts.items()
+        }
+        gate, up, down = (
+            parts[part]
+            for part in (
+                ("w1", "w3", "w2") if "w1" in parts else ("gate_proj", "up_proj", "down_proj")
+            )
+        )
+        found[f"{layer}.gate_up_proj"] = np.concatenate([gate, up], 1)
+        found[f"{layer}.down_proj"] = down
+    if model.config.tie_word_embeddings:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+
+    def checksums(model):
+        state = {name: weight.numpy() for name, weight in model.state_dict().items()}
+        return {name: zlib.crc32(np.ascontiguousarray(state[name])) for name in sorted(state)}
+
+    sums = {name: zlib.crc32(np.ascontiguousarray(found[name])) for name in sorted(found)}
+    assert sums == model.ask("checksums in memory", checksums)
+    return found
 
 
 @KINDS
 def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     model = oracle(kind, tmp_path, **MORE[kind])
     apart = ours(tmp_path).state_dict()
-    # As transformers has it in memory.
-    state = {name: w.numpy().copy() for name, w in model.state_dict().items()}
+    state = in_memory(model)
     assert any(name.endswith("experts.gate_up_proj") for name in state)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     for found in (ours(tmp_path), ours(tmp_path, devices=4)):
@@ -182,7 +244,7 @@ def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
 
 def test_wrong_stacks_are_named(tmp_path):
     model = oracle("Mixtral", tmp_path, **MORE["Mixtral"])
-    state = {name: w.numpy() for name, w in model.state_dict().items()}
+    state = in_memory(model)
     mine = build(load_weights(tmp_path))
     name = "model.layers.1.mlp.experts.gate_up_proj"
     for wrong in (state[name][0], state[name][:, 1:], state[name][:0]):
@@ -220,7 +282,7 @@ def test_gguf_as_llama_cpp_writes_it(tmp_path, case, fused):
     tensors = gguf_files.checkpoint(model, tmp_path / "hf")
     path = gguf_files.write(tmp_path / "x.gguf", case, model, tensors, fused=fused)
     ids = ids_of(2, LENGTH) % 64
-    np.testing.assert_allclose(call(ours(path), ids), logits_of(model, ids), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(call(ours(path), ids), model.logits(ids), rtol=0, atol=1e-5)
 
 
 @ONE
@@ -259,7 +321,8 @@ def test_bfloat16(tmp_path):
     mine.load_state_dict(weights, cast=True)
     expected = logits_of(model, ids)
     found = np.asarray(call(mine, ids))
-    assert found.dtype == np.float32 and np.median(np.abs(found - expected)) < 0.1
+    assert found.dtype == np.float32
+    assert np.median(np.abs(like(found, expected) - expected)) < 0.1
 
 
 # --- settings ----------------------------------------------------------------------------------
@@ -272,8 +335,8 @@ RAW = {
 
 def test_defaults_are_those_of_transformers():
     for config, other in (
-        (MixtralConfig.from_dict(RAW), transformers.MixtralConfig(**RAW)),
-        (Qwen3MoEConfig.from_dict(RAW), transformers.Qwen3MoeConfig(**RAW)),
+        (MixtralConfig.from_dict(RAW), settings_of("MixtralConfig", RAW)),
+        (Qwen3MoEConfig.from_dict(RAW), settings_of("Qwen3MoeConfig", RAW)),
     ):
         assert config.kv_heads == other.num_key_value_heads
         assert config.num_experts == other.num_local_experts

@@ -5,9 +5,12 @@
 ``pytest`` reads the answers from ``tests/oracles/recorded/``, one file for each file of tests.
 ``pytest --oracles=check`` asks the library itself, holds that its answer is the one kept, and goes on
 with it (`.ci/full`); ``pytest --oracles=write FILE`` keeps its answers. Where answers are read, torch
-and transformers cannot be imported at all: what needs more of them than answers is marked ``oracle``.
+and transformers cannot be imported at all: what needs more of them than answers is marked ``oracle``,
+and so are campaigns whose answers are too many to keep. Such a test asks the library, and so does every
+test with MAXJAX_ALL_PRODUCTS=1, which has more cases.
 """
 
+import copy
 import importlib
 import importlib.abc
 import json
@@ -23,6 +26,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.products import ALL
+
 FOLDER = Path(__file__).parent / "recorded"
 LIBRARIES = ("torch", "transformers")
 SHARED = "tests/shared.py"  # no file: its answers have names of their own
@@ -30,6 +35,7 @@ SHARED = "tests/shared.py"  # no file: its answers have names of their own
 RTOL, ATOL = 1e-4, 2e-5
 
 _mode = "read"
+_asks = False  # the running test is marked oracle, and nothing of it is kept
 _calls: Counter[str] = Counter()
 _new: dict[str, dict[str, Any]] = {}
 
@@ -39,10 +45,14 @@ def recorded(compute: Callable[[], Any], name: str = "", *, is_compared: bool = 
 
     The answer's key is the running test's name, case and number of the call. A fixture that several
     tests share, or a helper that is called in changing order, gives a ``name``, which is the key
-    then. ``is_compared`` is False where another version may differ, as in the bytes of a file.
+    then; ``file::key`` is in a file of its own. ``is_compared`` is False where another version may
+    differ, as in the bytes of a file.
     """
+    if _asks or _mode == "ask":
+        return compute()
     if name:
-        file, key = SHARED, name
+        file, _, key = name.rpartition("::")
+        file = file or SHARED
     else:
         file, test = _test()
         _calls[test] += 1
@@ -51,14 +61,14 @@ def recorded(compute: Callable[[], Any], name: str = "", *, is_compared: bool = 
         kept = _kept(file)
         if key not in kept:
             pytest.fail(f"no answer is kept as '{key}': run pytest --oracles=write {file}")
-        return _decoded(kept[key], kept)
+        return _decoded(key, kept)
     value = compute()
     if _mode == "write":
-        _new.setdefault(file, {})[key] = value
+        _new.setdefault(file, {})[key] = copy.deepcopy(value)  # the test may change its own
     elif is_compared:
         kept = _kept(file)
         assert key in kept, f"no answer is kept as '{key}': run pytest --oracles=write {file}"
-        _assert_near(value, _decoded(kept[key], kept), key)
+        _assert_near(value, _decoded(key, kept), key)
     return value
 
 
@@ -111,20 +121,26 @@ torch, transformers = Library("torch"), Library("transformers")
 
 def is_live() -> bool:
     """Whether the libraries themselves answer."""
-    return _mode != "read"
+    return _asks or _mode != "read"
 
 
-def start(mode: str) -> None:
-    """Sets what answers: ``read``, ``check`` or ``write``."""
+def start(mode: str, *, absent: bool) -> None:
+    """Sets what answers: ``read``, ``check`` or ``write``.
+
+    ``absent`` hides the libraries from a run that has no test marked ``oracle``, so that the same
+    tests pass where they are not installed.
+    """
     global _mode
-    _mode = mode
-    if mode == "read" and os.environ.get("MAXJAX_NO_ORACLES"):
+    _mode = "ask" if ALL and mode == "read" else mode
+    if _mode == "read" and absent:
         sys.meta_path.insert(0, _Absent())
 
 
-def forget(nodeid: str) -> None:
+def begin(item: pytest.Item) -> None:
     """A test begins: the number of its next answer is 1."""
-    _calls.pop(nodeid.split("::", 1)[-1], None)
+    global _asks
+    _asks = item.get_closest_marker("oracle") is not None
+    _calls.pop(item.nodeid.split("::", 1)[-1], None)
 
 
 def finish() -> None:
@@ -177,9 +193,7 @@ def _encoded(value: Any, parts: list[np.ndarray]) -> Any:
     return value
 
 
-def _decoded(text: np.ndarray, kept: dict[str, np.ndarray]) -> Any:
-    key = next(k for k, v in kept.items() if v is text)
-
+def _decoded(key: str, kept: dict[str, np.ndarray]) -> Any:
     def value(tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
@@ -192,7 +206,7 @@ def _decoded(text: np.ndarray, kept: dict[str, np.ndarray]) -> Any:
         items = [value(item) for item in content]
         return tuple(items) if kind == "tuple" else items
 
-    return value(json.loads(text.tobytes()))
+    return value(json.loads(kept[key].tobytes()))
 
 
 def _assert_near(live: Any, kept: Any, key: str) -> None:

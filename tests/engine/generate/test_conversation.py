@@ -1,5 +1,6 @@
 """Conversation: what each turn writes is what generate writes for the whole chat so far."""
 
+import functools
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from maxjax.engine.generate.batch import Batch
 from maxjax.errors import UserInputError
 from tests.models import decoders
 from tests.models.decoders import one_character_each, ours
+from tests.products import campaign_but
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}<assistant>"
 
@@ -17,12 +19,20 @@ def characters(template=TEMPLATE):
     return one_character_each(chat_template=template)
 
 
-@pytest.fixture(scope="module", params=["Llama", "Mistral"])
-def model(request, tmp_path_factory):
-    place = tmp_path_factory.mktemp(request.param)
-    settings = {"sliding_window": 24} if request.param == "Mistral" else {}
-    decoders.oracle(request.param, place, **settings)
-    return ours(place)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    @functools.cache
+    def made(kind):
+        place = tmp_path_factory.mktemp(kind)
+        decoders.oracle(kind, place, **({"sliding_window": 24} if kind == "Mistral" else {}))
+        return ours(place)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("Llama")
 
 
 @pytest.fixture
@@ -39,8 +49,18 @@ def read(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("values", [{}, {"temperature": 1.0, "repetition_penalty": 1.2}])
-def test_turns(model, read, values):
+SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2}
+# A cache of every token is cut to any length; one that goes round may have to be filled anew.
+KINDS = pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+
+
+@pytest.mark.fast("Llama-values0", "Mistral-values1")
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    campaign_but(3, [("Llama", {}), ("Mistral", {}), ("Llama", SAMPLED), ("Mistral", SAMPLED)]),
+)
+def test_turns(models, read, kind, values):
+    model = models(kind)
     tokenizer = characters()
     sampler = {"max_new_tokens": 12, "stop": "|", "chunk": 16, **values}
     chat = maxjax.Conversation(model, tokenizer, **sampler)
@@ -56,7 +76,9 @@ def test_turns(model, read, values):
             assert read[-1] < len(prompt) / 2, (read, len(prompt))
 
 
-def test_an_answer_that_is_interrupted(model):
+@KINDS
+def test_an_answer_that_is_interrupted(models, kind):
+    model = models(kind)
     chat = maxjax.Conversation(model, characters(), max_new_tokens=30, chunk=16)
     pieces = chat.say("Hello")
     begun = next(pieces) + next(pieces)
@@ -105,8 +127,10 @@ def test_a_chat_that_becomes_too_long(model):
     assert len("".join(chat.say("Hi"))) == 5
 
 
-def test_room_is_made_by_the_oldest_turns(model, read):
+@KINDS
+def test_room_is_made_by_the_oldest_turns(models, read, kind):
     """What is left out is gone from the prompt alone; the opening stays, and reset brings all back."""
+    model = models(kind)
     opening = [{"role": "system", "content": "Be_brief."}]
     chat = maxjax.Conversation(model, characters(), opening, max_new_tokens=5, chunk=16)
     turns = [c * 40 for c in "abc"]

@@ -22,7 +22,7 @@ from maxjax.models.decoder.rope import Rope
 from maxjax.nn import LayerList, LayerStack
 from maxjax.nn.layer import add_layer_hook
 from maxjax.nn.linear import MLP
-from tests.products import fast_and_slow, pairwise
+from tests.products import campaign_but, first, pairwise
 
 VOCAB = 48
 CONFIG = DecoderConfig(VOCAB, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2)
@@ -103,8 +103,9 @@ def test_padding_leaves_no_trace():
 def test_last_without_a_cache():
     model, ids = made(), ids_of(2, 6)
     whole = call(model, ids)
-    close(model(ids, last=True), whole[:, -1])
-    close(model(ids, lengths=[2, 6], last=True), np.asarray(whole)[[0, 1], [1, 5]])
+    last = jax.jit(lambda model, ids, lengths=None: model(ids, lengths=lengths, last=True))
+    close(last(model, ids), whole[:, -1])
+    close(last(model, ids, np.array([2, 6])), np.asarray(whole)[[0, 1], [1, 5]])
 
 
 def test_prefill_for_the_last_token_makes_no_logits_of_the_others():
@@ -170,6 +171,7 @@ def test_derivatives():
     def loss(model, ids):
         return -jnp.mean(jax.nn.log_softmax(model(ids))[:, :-1, 0])
 
+    value = jax.jit(loss)
     grads = jax.jit(jax.grad(loss))(model, ids)
     weight = model.model.layers[1].mlp.up_proj.weight
     slope = grads.model.layers[1].mlp.up_proj.weight.value[3, 4]
@@ -177,7 +179,7 @@ def test_derivatives():
     numbers = []
     for change in (1e-2, -1e-2):
         weight.value = values.at[3, 4].add(change)
-        numbers.append(float(loss(model, ids)))
+        numbers.append(float(value(model, ids)))
     weight.value = values
     assert slope == pytest.approx((numbers[0] - numbers[1]) / 2e-2, rel=0.02, abs=1e-5)
 
@@ -185,10 +187,11 @@ def test_derivatives():
 @pytest.mark.slow
 def test_batches_by_vmap():
     model, ids = made(), ids_of(3, 5)
-    stacked = jax.vmap(lambda row: model(row[None])[0])(ids)
+    mapped = lambda function: jax.jit(jax.vmap(function))
+    stacked = mapped(lambda row: model(row[None])[0])(ids)
     close(stacked, call(model, ids))
-    caches = jax.vmap(lambda row: model(row[None], model.cache(1, 8))[1])(ids)
-    stepped = jax.vmap(lambda row, cache: model(row[None, :1], cache)[0][0])(ids, caches)
+    caches = mapped(lambda row: model(row[None], model.cache(1, 8))[1])(ids)
+    stepped = mapped(lambda row, cache: model(row[None, :1], cache)[0][0])(ids, caches)
     close(stepped, call(model, np.concatenate([ids, ids[:, :1]], 1))[:, -1:])
 
 
@@ -299,14 +302,17 @@ def placed_run(mesh, config=CONFIG):
 
 
 MESHES = {"2": {"model": 2}, "4": {"model": 4}, "8": {"model": 8}, "2x4": {"data": 2, "model": 4}}
+FAST = [("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)]
+# With these every value is in the default set.
+MORE = [("2", AxisType.Explicit, 1), ("8", AxisType.Auto, 8)]
+ALL = pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8))
+REST = first(MORE, (case for case in ALL if case not in FAST))
 
 
+@pytest.mark.fast("4-AxisType.Auto-4", "2x4-AxisType.Explicit-4")
 @pytest.mark.parametrize(
     ("mesh", "types", "kv_heads"),
-    fast_and_slow(
-        [("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)],
-        pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8)),
-    ),
+    [*(pytest.param(*case) for case in FAST), *campaign_but(2, REST)],
 )
 def test_on_meshes(mesh, types, kv_heads):
     config = dataclasses.replace(CONFIG, num_heads=8, head_dim=4, num_kv_heads=kv_heads)

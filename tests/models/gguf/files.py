@@ -1,20 +1,16 @@
-"""Small random models of transformers, and GGUF files of them as llama.cpp's converter makes them.
+"""Small random models as transformers writes them, and GGUF files of them as llama.cpp's converter makes them.
 
 What the converter does to values is written here as reshapes and sums over whole tensors, not as
 the maps of rows that `maxjax.models.gguf` has; names come from gguf's own tables.
 """
 
 import re
-import warnings
 from pathlib import Path
 
 import gguf
 import numpy as np
-import torch
-import transformers
 
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+from tests.oracles.models import OracleModel
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -107,23 +103,24 @@ def model(case: str, seed: int = 0):
             key: settings[key] for key in TINY if key not in ("rms_norm_eps", "num_key_value_heads")
         }
         settings |= {"type_vocab_size": 3, "layer_norm_eps": 3e-6}
-    torch.manual_seed(seed)
-    made = getattr(transformers, kind)(getattr(transformers, name)(**settings)).eval()
-    for key, weight in made.named_parameters():
-        weight.data = torch.randn_like(weight) * 0.2
-        if weight.ndim == 1 and key.endswith("weight") and not family.startswith("Gemma"):
-            weight.data += 1
-    return made
+    draw = drawn_of_gemma if family.startswith("Gemma") else drawn
+    return OracleModel(kind, name, settings, draw=draw, seed=seed)
 
 
-def checkpoint(made, directory: Path) -> dict[str, np.ndarray]:
+def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Values of a tensor; ones in norms would hide a mistake."""
+    return 0.2 * rng.standard_normal(shape) + (len(shape) == 1 and name.endswith("weight"))
+
+
+def drawn_of_gemma(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The same where 1 is added to the weights of norms."""
+    return drawn(rng, name, shape) - (len(shape) == 1)
+
+
+def checkpoint(made: OracleModel, directory: Path) -> dict[str, np.ndarray]:
     """Its tensors by the names that Hugging Face's files have them under."""
-    from safetensors.numpy import load_file
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made.save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
+    made.save(directory)
+    return dict(made.tensors)
 
 
 # --- what the converter does -----------------------------------------------------------------

@@ -10,20 +10,17 @@ import pytest
 
 from maxjax.models.gguf import gguf_tokenizer_metadata
 from maxjax.storage.gguf.writer import plan_gguf
+from tests.models.gguf import files, llama_cpp
+from tests.models.gguf.test_write import weights, written
+from tests.models.gguf.tokenizer import tokenizer_files as words
+from tests.oracles.recorded import torch, transformers
 
-pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
-files = pytest.importorskip("tests.models.gguf.files")
-
-from tests.models.gguf import llama_cpp  # noqa: E402
-from tests.models.gguf.test_write import weights, written  # noqa: E402
-from tests.models.gguf.tokenizer import tokenizer_files as words  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp"),
 ]
-torch = files.torch
 
 # llama.cpp rounds the arguments of GELU to float16.
 GELU = ("gemma", "gpt2", "bert")
@@ -39,8 +36,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     path = written(tmp_path / "m.gguf", config, weights(arrays), more=tokens)
     # llama.cpp has no window for Mistral: as many tokens as the window is wide.
     ids = np.random.default_rng(0).integers(3, 64, 5 if case == "mistral" else 12)
-    with torch.no_grad():
-        expected = model(torch.tensor(ids[None])).logits[0, -1].numpy()
+    expected = model.logits(ids[None])[0, -1]
     found = np.array(llama_cpp.logits(path, ids.tolist()))
     atol = 5e-3 if case.startswith(GELU) else 2e-5
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
@@ -51,20 +47,27 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 def test_logits_of_narrow_types(kind, tmp_path):
     from maxjax.dtype import DType
 
-    model = files.model("qwen3").to(getattr(torch, kind)).float()
+    model = files.model("qwen3")
+    type_ = DType.of(kind).np
+    model.tensors = {n: a.astype(type_).astype(np.float32) for n, a in model.tensors.items()}
     arrays = files.checkpoint(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    narrow = {name: array.astype(DType.of(kind).np) for name, array in arrays.items()}
+    narrow = {name: array.astype(type_) for name, array in arrays.items()}
     tokens = gguf_tokenizer_metadata(None, None, config)
     path = written(tmp_path / "m.gguf", config, weights(narrow), more=tokens)
     ids = np.random.default_rng(0).integers(3, 64, 12)
-    with torch.no_grad():
-        expected = model(torch.tensor(ids[None])).logits[0, -1].numpy()
+
+    def answer(model):
+        with torch.no_grad():
+            return model(torch.tensor(ids[None])).logits[0, -1].numpy().copy()
+
+    expected = model.ask(f"logits of {kind}", answer)
     found = np.array(llama_cpp.logits(path, ids.tolist()))
     # llama.cpp rounds what it multiplies by such weights to their type.
     np.testing.assert_allclose(found, expected, rtol=0, atol=0.15 if kind == "bfloat16" else 0.02)
 
 
+@pytest.mark.oracle
 def test_sentences_are_those_of_minilm(minilm, tmp_path):
     """A real encoder with its tokenizer: the vectors that llama.cpp makes of texts."""
     from maxjax.graph.weights import load_weights
@@ -78,7 +81,7 @@ def test_sentences_are_those_of_minilm(minilm, tmp_path):
     tensors = dict(load_weights(minilm / "model.safetensors")._named_data())
     path = written(tmp_path / "m.gguf", config, tensors, pooling="mean", more=tokens)
     texts = ["a photo of a cat", "The quick brown fox, 12 times!", "Ünïcödé is hard"]
-    model = files.transformers.BertModel.from_pretrained(minilm).eval()
+    model = transformers.BertModel.from_pretrained(minilm).eval()
     oracle = tokenizers.Tokenizer.from_file(str(minilm / "tokenizer.json"))
     oracle.no_padding()
     assert llama_cpp.tokens(path, texts, special=True) == [oracle.encode(t).ids for t in texts]

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 import maxjax
@@ -18,6 +19,8 @@ from maxjax.models.gguf import tokenizer_json
 from maxjax.text.stream import TextStream
 from maxjax.text.tokenizer.tokenizer import load_tokenizer
 from tests.models.gguf.tokenizer.tokenizer_files import TEXTS, WORDS, byte_level, sentencepiece
+from tests.oracles.models import ask_of
+from tests.oracles.recorded import recorded, transformers
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
 SOME = [
@@ -40,38 +43,48 @@ def put(directory, **files):
 
 
 def oracle_of(directory):
-    transformers = pytest.importorskip("transformers")
+    """transformers' tokenizer of it."""
     return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def flags(token):
+    return [token.content, token.lstrip, token.rstrip, token.single_word, token.normalized]
+
+
+NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def facts_of(directory, texts):
+    """What transformers says of a tokenizer's files."""
+    oracle = oracle_of(directory)
+    rows = oracle(list(texts))["input_ids"]
+    return {
+        "ids": np.array([i for row in rows for i in row], np.int32),
+        "lengths": np.array([len(row) for row in rows], np.int32),
+        "texts": [
+            [oracle.decode(row, skip_special_tokens=skip) for skip in (True, False)] for row in rows
+        ],
+        "added": {i: flags(token) for i, token in oracle.added_tokens_decoder.items()},
+        "named": {name: getattr(oracle, name) for name in NAMED},
+        "eos": [] if oracle.eos_token is None else [oracle.eos_token_id],
+        "size": max(oracle.get_vocab().values()) + 1,
+    }
 
 
 def assert_as_transformers(directory, texts=(*SOME, *TEXTS)):
     """Ids, text, added tokens with their flags, special tokens."""
-    oracle, found = oracle_of(directory), load_tokenizer(directory)
-    rows = oracle(list(texts))["input_ids"]
+    facts, found = recorded(lambda: facts_of(directory, texts)), load_tokenizer(directory)
+    rows = [row.tolist() for row in np.split(facts["ids"], np.cumsum(facts["lengths"])[:-1])]
     assert [row.ids for row in found.tokens(texts)] == rows
-    for ids in rows:
-        for skip in (True, False):
-            assert found.decode(ids, skip_special=skip) == oracle.decode(
-                ids, skip_special_tokens=skip
-            )
-            assert streamed(found, ids, skip) == found.decode(ids, skip_special=skip)
-    flags = lambda token: (
-        token.content,
-        token.lstrip,
-        token.rstrip,
-        token.single_word,
-        token.normalized,
-    )
+    for ids, expected in zip(rows, facts["texts"], strict=True):
+        for skip, text in zip((True, False), expected, strict=True):
+            assert found.decode(ids, skip_special=skip) == text
+            assert streamed(found, ids, skip) == text
     added = found._backend.get_added_tokens_decoder()
-    assert {i: flags(t) for i, t in added.items()} == {
-        i: flags(t) for i, t in oracle.added_tokens_decoder.items()
-    }
-    named = {
-        name: getattr(oracle, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-    }
-    assert {n: found.special_tokens.get(n) for n in named} == named
-    assert found.eos_ids == (() if oracle.eos_token is None else (oracle.eos_token_id,))
-    assert found.vocab_size == max(oracle.get_vocab().values()) + 1
+    assert {i: flags(token) for i, token in added.items()} == facts["added"]
+    assert {n: found.special_tokens.get(n) for n in NAMED} == facts["named"]
+    assert list(found.eos_ids) == facts["eos"]
+    assert found.vocab_size == facts["size"]
     return found
 
 
@@ -205,7 +218,8 @@ def test_a_number_behind_a_gap_is_kept(tmp_path, gpt2, place):
     again = load_tokenizer(written(found, tmp_path / "b"))
     assert again.encode("a<think>b the") == found.encode("a<think>b the")
     # Now transformers keeps it too.
-    assert oracle_of(tmp_path / "b").convert_tokens_to_ids("<think>") == 700
+    number = lambda: oracle_of(tmp_path / "b").convert_tokens_to_ids("<think>")
+    assert ask_of(tmp_path / "b", "number of <think>", number) == 700
 
 
 def test_no_number_is_given_twice(tmp_path, gpt2):
@@ -476,4 +490,4 @@ def test_what_is_written_counts_more_than_what_lies_there(tmp_path, gpt2):
     again = load_tokenizer(other)
     assert again.files() == before.files() and again.eos_ids == before.eos_ids
     assert "<old>" not in again._backend.get_vocab()
-    assert oracle_of(other).eos_token == "<y>"
+    assert ask_of(other, "eos_token", lambda: oracle_of(other).eos_token) == "<y>"

@@ -21,6 +21,7 @@ from maxjax.errors import (
 )
 from maxjax.text.stream import TextStream
 from maxjax.text.tokenizer.tokenizer import load_tokenizer
+from tests.oracles.recorded import recorded, transformers
 from tests.oracles.sentences import ODD, sentences
 
 
@@ -37,6 +38,11 @@ def directory(minilm, tmp_path):
     return tmp_path
 
 
+def flat(rows):
+    """Rows of numbers as one array, each after its length."""
+    return np.array([number for row in rows for number in (len(row), *row)], np.int32)
+
+
 def change(file, **fields):
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, **fields}))
@@ -47,19 +53,25 @@ def change(file, **fields):
 
 @pytest.mark.parametrize("max_length", [None, 256, 7])
 def test_as_transformers_has_it(minilm, tokenizer, max_length):
-    transformers = pytest.importorskip("transformers")
-    oracle = transformers.AutoTokenizer.from_pretrained(minilm)
     texts = sentences(60, longest=300)
-    expected = oracle(texts, truncation=max_length is not None, max_length=max_length)
-    found = tokenizer.tokens(texts, max_length=max_length)
-    assert [row.ids for row in found] == expected["input_ids"]
-    assert [row.type_ids for row in found] == expected["token_type_ids"]
+
+    def rows():
+        oracle = transformers.AutoTokenizer.from_pretrained(minilm)
+        found = oracle(texts, truncation=max_length is not None, max_length=max_length)
+        return [flat(found["input_ids"]), flat(found["token_type_ids"])]
+
+    expected, found = recorded(rows), tokenizer.tokens(texts, max_length=max_length)
+    np.testing.assert_array_equal(flat([row.ids for row in found]), expected[0])
+    np.testing.assert_array_equal(flat([row.type_ids for row in found]), expected[1])
 
 
 def test_a_batch_is_int32_and_padded_to_the_longest(minilm, tokenizer):
-    transformers = pytest.importorskip("transformers")
-    oracle = transformers.AutoTokenizer.from_pretrained(minilm)
-    expected = oracle(ODD, padding=True, return_tensors="np")
+    def rows():
+        oracle = transformers.AutoTokenizer.from_pretrained(minilm)
+        found = oracle(ODD, padding=True, return_tensors="np")
+        return {name: found[name].astype(np.int32) for name in found}
+
+    expected = recorded(rows)
     batch = tokenizer.batch(ODD)
     for name in ("input_ids", "attention_mask", "token_type_ids"):
         found = getattr(batch, name)
@@ -184,9 +196,12 @@ def test_a_spawned_process_takes_it_along(tokenizer):
         assert pool.submit(tokenizer.tokens, texts).result() == tokenizer.tokens(texts)
 
 
+@pytest.mark.oracle
 def test_workers_of_a_torch_data_loader(tokenizer):
-    data = pytest.importorskip("torch.utils.data")
-    loader = data.DataLoader(
+    """It takes it along to its own processes, as the spawned one above."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
         SENTENCES, batch_size=3, num_workers=1, collate_fn=tokenizer.tokens,
         multiprocessing_context="spawn",
     )  # fmt: skip
@@ -210,19 +225,26 @@ SPACED = [
 @pytest.mark.parametrize("value", [True, False, None, "absent"])
 @pytest.mark.parametrize("cleanup", [True, False])
 def test_clean_up_tokenization_spaces(directory, value, cleanup):
-    transformers = pytest.importorskip("transformers")
     change(
         directory / "tokenizer.json",
         decoder={"type": "WordPiece", "prefix": "##", "cleanup": cleanup},
     )
     more = {} if value == "absent" else {"clean_up_tokenization_spaces": value}
     change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **more)
-    oracle = transformers.AutoTokenizer.from_pretrained(directory)
     found = load_tokenizer(directory)
-    for text in SPACED:
-        ids = found.encode(text)
-        for skip in (True, False):
-            expected = oracle.decode(ids, skip_special_tokens=skip)
+    rows = [found.encode(text) for text in SPACED]
+
+    def decoded():
+        oracle = transformers.AutoTokenizer.from_pretrained(directory)
+        both = [
+            [oracle.decode(i, skip_special_tokens=skip) for i in rows] for skip in (True, False)
+        ]
+        return [flat(rows), *both]
+
+    asked, *texts = recorded(decoded)
+    np.testing.assert_array_equal(flat(rows), asked)
+    for skip, every in zip((True, False), texts, strict=True):
+        for ids, expected in zip(rows, every, strict=True):
             assert found.decode(ids, skip_special=skip) == expected
             stream = TextStream(found, skip_special=skip)
             assert "".join([*map(stream.push, ids), stream.flush()]) == expected
@@ -232,7 +254,6 @@ def test_clean_up_tokenization_spaces(directory, value, cleanup):
 
 @pytest.mark.parametrize("forced", [True, False])
 def test_spaces_of_byte_pairs_are_meant(tmp_path, forced):
-    transformers = pytest.importorskip("transformers")
     shutil.copytree(find_model("tiny"), tmp_path / "tiny")
     name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     change(
@@ -241,18 +262,22 @@ def test_spaces_of_byte_pairs_are_meant(tmp_path, forced):
         **{name: forced},
     )
     found = load_tokenizer(tmp_path / "tiny")
-    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
     ids = found.encode("one , two .")
-    assert found.decode(ids) == oracle.decode(ids) == ("one, two." if forced else "one , two .")
+
+    def decoded():
+        return [ids, transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny").decode(ids)]
+
+    assert found.decode(ids) == ("one, two." if forced else "one , two .")
+    assert recorded(decoded) == [ids, found.decode(ids)]
     stream = TextStream(found)
     assert "".join([*map(stream.push, ids), stream.flush()]) == found.decode(ids)
 
 
 def test_split_special_tokens(directory):
-    transformers = pytest.importorskip("transformers")
     change(directory / "tokenizer_config.json", split_special_tokens=True)
-    oracle, found = transformers.AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
-    assert found.encode("a [MASK] b") == oracle("a [MASK] b")["input_ids"]
+    found = load_tokenizer(directory)
+    theirs = lambda: transformers.AutoTokenizer.from_pretrained(directory)("a [MASK] b")
+    assert found.encode("a [MASK] b") == recorded(lambda: theirs()["input_ids"])
     assert len(found.encode("a [MASK] b")) == 7
 
 

@@ -15,10 +15,11 @@ from maxjax.errors import (
 )
 from maxjax.models.gguf import ARCHITECTURES, hf_config, hf_names, pooling
 from maxjax.nn.rope_scaling import Llama3RopeScalingParams, llama3_multipliers
+from tests.models.gguf import files
+from tests.oracles.models import settings_of
+from tests.oracles.recorded import recorded, transformers
 
 gguf = pytest.importorskip("gguf")
-files = pytest.importorskip("tests.models.gguf.files")
-transformers = files.transformers
 
 TENSORS = {"token_embd.weight": (64, 32), "output.weight": (64, 32)}
 KEYS = {
@@ -49,8 +50,8 @@ def test_settings_are_those_of_the_model(case, tmp_path):
     metadata, stored = files.read(files.write(tmp_path / "m.gguf", case, model, tensors))
     shapes = {name: values.shape for name, values in stored.items()}
     found = hf_config(metadata, shapes, rope_freqs=stored.get("rope_freqs.weight"))
-    again = type(model.config).from_dict(dict(found)).to_dict()
-    original = model.config.to_dict()
+    again = settings_of(model.config_kind, found).settings
+    original = model.config.settings
     # Neither in the file nor anything that a model computes by.
     unsaid = {"initializer_range", "dtype", "_name_or_path", "transformers_version", "pad_token_id"}
     unsaid |= {"feed_forward_length", "tokenizer_class"}
@@ -65,8 +66,8 @@ def test_settings_are_those_of_the_model(case, tmp_path):
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3s_divisors_are_recognised(width, factor):
     rope = {**files.LLAMA3, "factor": factor}
-    oracle = transformers.LlamaConfig(head_dim=width, rope_parameters=rope, vocab_size=64)
-    freqs = files.llama3_freqs(oracle)
+    settings = {"head_dim": width, "rope_parameters": rope, "vocab_size": 64}
+    freqs = files.llama3_freqs(settings_of("LlamaConfig", settings))
     assert 1 < (freqs > 1).sum() and (freqs == factor).any()
     found = config(
         tensors={**TENSORS, "rope_freqs.weight": freqs.shape}, rope_freqs=freqs,
@@ -84,12 +85,19 @@ def test_other_divisors_are_listed_and_transformers_uses_them():
     found = config(tensors={**TENSORS, "rope_freqs.weight": (4,)}, rope_freqs=freqs)
     assert found["rope_scaling"]["rope_type"] == "longrope"
     found["attn_implementation"] = "eager"
-    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
-        transformers.LlamaConfig.from_dict(dict(found))
-    )
+
+    text = json.dumps(found, sort_keys=True)
+
+    def rotary():
+        made = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+            transformers.LlamaConfig.from_dict(json.loads(text))
+        )
+        return [text, made.inv_freq.numpy(), made.attention_scaling]
+
+    asked, frequencies, scaling = recorded(rotary)
     plain = 1 / 10000.0 ** (np.arange(0, 8, 2) / 8)
-    np.testing.assert_allclose(rotary.inv_freq.numpy(), plain / freqs, rtol=1e-6)
-    assert rotary.attention_scaling == 1.0
+    np.testing.assert_allclose(frequencies, plain / freqs, rtol=1e-6)
+    assert scaling == 1.0 and asked == text
 
 
 def test_divisors_of_one_are_none():
