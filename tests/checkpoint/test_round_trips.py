@@ -21,7 +21,7 @@ from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import load_weights
-from tests.products import campaign_but, first
+from tests.products import ALL, campaign_but, first
 
 # --- types ---------------------------------------------------------------------------------------
 
@@ -226,6 +226,11 @@ def state(kind: str) -> dict[str, np.ndarray]:
     for number, (name, weight) in enumerate(Net(kind, False).raw_state_dict().items()):
         shape = tuple(int(size) for size in weight.shape)
         found[name] = values(weight.stored.dtype, shape, number)
+        if found[name].dtype == "bfloat16" and not ALL:
+            # XLA takes bfloat16 through float32 in the programs that tests compile quickly, not in
+            # those of users: a NaN that signals becomes a quiet one.
+            bits = found[name].view(np.uint16)
+            bits |= np.where(bits & 0x7FFF > 0x7F80, np.uint16(0x40), np.uint16(0))
     return found
 
 

@@ -341,7 +341,7 @@ def process(monkeypatch):
 
     def be(number):
         monkeypatch.setattr(agreement, "_coordinator", lambda: (shared, number, 2))
-        monkeypatch.setattr(agreement, "_asked", {})
+        monkeypatch.setattr(agreement, "_answers", {})
 
     return be
 

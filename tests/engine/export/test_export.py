@@ -1009,7 +1009,7 @@ def test_a_save_that_fails_leaves_the_old_file(path, monkeypatch, function, numb
         with pytest.raises(CheckpointSaveError) as caught:
             export(linear(), sds(3, 4), path)
     assert caught.value.errno == number and caught.value.path == str(path)
-    assert "was there before is untouched" in str(caught.value)
+    assert "The previous file is untouched" in str(caught.value)
     assert path.read_bytes() == b"old" and os.listdir(path.parent) == [path.name]
     export(linear(), sds(3, 4), path)
     assert load_exported(path).names == ["weight"]

@@ -187,11 +187,12 @@ def test_derivatives():
 @pytest.mark.slow
 def test_batches_by_vmap():
     model, ids = made(), ids_of(3, 5)
-    mapped = lambda function: jax.jit(jax.vmap(function))
-    stacked = mapped(lambda row: model(row[None])[0])(ids)
+    mapped = lambda function: jax.jit(jax.vmap(function, (None, 0)))
+    stacked = mapped(lambda m, row: m(row[None])[0])(model, ids)
     close(stacked, call(model, ids))
-    caches = mapped(lambda row: model(row[None], model.cache(1, 8))[1])(ids)
-    stepped = mapped(lambda row, cache: model(row[None, :1], cache)[0][0])(ids, caches)
+    caches = mapped(lambda m, row: m(row[None], m.cache(1, 8))[1])(model, ids)
+    step = jax.jit(jax.vmap(lambda m, row, cache: m(row[None, :1], cache)[0][0], (None, 0, 0)))
+    stepped = step(model, ids, caches)
     close(stepped, call(model, np.concatenate([ids, ids[:, :1]], 1))[:, -1:])
 
 
