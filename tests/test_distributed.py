@@ -310,6 +310,7 @@ def test_two_processes_load_a_model(tmp_path):
             assert told["zeros"] == 0.0
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_two_processes_of_different_programs(tmp_path):
     """All that is refused is refused in both, with the same words, and both end in good order."""
@@ -361,6 +362,7 @@ def test_the_survivor_ends_soon(tmp_path, scenario, victim):
             assert "the JAX distributed service detected fatal errors" in survivor.log()
 
 
+@pytest.mark.default("reduce")
 @pytest.mark.parametrize(
     "scenario",
     [

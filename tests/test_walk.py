@@ -35,6 +35,7 @@ def gguf_file(minilm, tmp_path, monkeypatch):
     write(tmp_path / "minilm-q8_0.gguf", minilm, "Q8_0")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_the_readme_runs(minilm, gguf_file):
     names = run_blocks(ROOT / "README.md", path=str(minilm))

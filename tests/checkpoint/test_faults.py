@@ -21,6 +21,7 @@ def server():
         yield found
 
 
+@pytest.mark.default("SIGINT-gguf")
 @pytest.mark.fast("SIGKILL-turns", "SIGINT-gguf")
 @pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
@@ -45,6 +46,7 @@ FAULTS = [("ENOSPC", False), ("EIO", True), ("short", True)]
 ORBAX = [pytest.param(*fault, "orbax", marks=pytest.mark.campaign) for fault in FAULTS[1:]]
 
 
+@pytest.mark.default("ENOSPC-False-turns")
 @pytest.mark.fast("ENOSPC-False-turns", "short-True-turns")
 @pytest.mark.parametrize(
     "fault, forever, kind",
@@ -64,6 +66,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gguf", "orbax")
 CAMPAIGN = [pytest.param(kind, marks=pytest.mark.campaign) for kind in ("file", "alone")]
 
 
+@pytest.mark.default("gguf")
 @pytest.mark.parametrize("kind", ["set", *SLOW, *CAMPAIGN])
 def test_read_beside_a_writer(kind):
     row = reader_writer.campaign(kind, 60)

@@ -284,6 +284,7 @@ def test_in_a_terminal(tmp_path):
     assert assistant["role"] == "assistant" and 0 < len(assistant["content"]) < 90_000
 
 
+@pytest.mark.default("dumb-/one\\r two\\r\\rthree")
 @pytest.mark.parametrize(
     ("kind", "paste"),
     [

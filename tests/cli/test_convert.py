@@ -331,6 +331,7 @@ def is_writing(folder: Path) -> bool:
     return any(not path.name.startswith(".") for path in inside)
 
 
+@pytest.mark.default("set-SIGTERM")
 @pytest.mark.fast("set-SIGTERM")
 @pytest.mark.parametrize(
     ("kind", "sent"),
@@ -391,6 +392,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.default("2")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_not_lost_in_the_collector_of_garbage(run, source, tmp_path, sent):
     target = tmp_path / "room" / "o.safetensors"

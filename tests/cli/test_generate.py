@@ -336,6 +336,7 @@ def test_help_names_the_command(run):
 # --- how the process ends -------------------------------------------------------------------
 
 
+@pytest.mark.default("stderr")
 @pytest.mark.fast("stderr")
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_closed_files(model, closed):
@@ -387,6 +388,7 @@ sys.exit(cli.main())
 """
 
 
+@pytest.mark.default("at work")
 @pytest.mark.parametrize(
     ("script", "result"),
     [(_PRESSED_WHILE_IMPORTING, (0, "True\n")), (_PRESSED, (130, ""))],

@@ -67,6 +67,7 @@ def test_the_recorded_texts(loaded, golden):
     assert np.abs(embed(*loaded, texts) - expected).max() <= 1e-5
 
 
+@pytest.mark.default("float32-0.9999")
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype, least", [("float32", 0.9999), ("bfloat16", 0.9995)])
 def test_bfloat16(narrow, golden, reduce_dtype, least):

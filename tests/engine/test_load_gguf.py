@@ -71,6 +71,7 @@ def original(minilm):
     return model, tokenizer, embed(model, tokenizer, TEXTS)
 
 
+@pytest.mark.default("F16-0.99999", "Q4_0-0.9")
 @pytest.mark.parametrize(
     ("kind", "least"), [("F32", 0.9999999), ("F16", 0.99999), ("Q8_0", 0.999), ("Q4_0", 0.9)]
 )
@@ -112,6 +113,7 @@ MESHES = [{"model": 2}, {"data": 2, "model": 4}]
 FEW = [("Q8_0", MESHES[0]), ("F16", MESHES[1])]
 
 
+@pytest.mark.default("Q8_0-axes0")
 @pytest.mark.fast("Q8_0-axes0")
 @pytest.mark.parametrize(
     ("kind", "axes"), campaign_but(2, first(FEW, itertools.product(("F16", "Q8_0"), MESHES)))

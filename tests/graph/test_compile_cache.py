@@ -125,6 +125,7 @@ def test_damaged_entries_are_compiled_anew(tmp_path, home):
     assert all(path.stat().st_size for path in entries)  # the empty one was written anew
 
 
+@pytest.mark.campaign
 def test_processes_at_once(tmp_path, home):
     environment = clean(tmp_path, MAXJAX_COMPILE_CACHE=str(tmp_path / "place"))
     found = [finish(one) for one in [start(PROGRAM, environment) for _ in range(2)]]

@@ -56,6 +56,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.default("portable")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_level_by_the_environment(setting):
     status, logged = SETTINGS[setting]

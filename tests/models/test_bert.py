@@ -84,6 +84,7 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.default("plain-shape0", "one layer-shape1", "odd-shape5")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, shape", [*((name, (2, 40)) for name in SETTINGS), ("odd", (1, 1))])
 def test_states_and_pooler(tmp_path, name, shape):

@@ -56,6 +56,7 @@ def in_pieces(model, ids, cache, lengths, run=on):
 # --- caches that go round ------------------------------------------------------------------------
 
 
+@pytest.mark.default("1:1-False")
 @pytest.mark.fast("all-True", "1:1-False")
 @pytest.mark.parametrize(
     ("pattern", "stacked"),
@@ -75,6 +76,7 @@ def test_it_keeps_what_the_layers_see(pattern, stacked):
     np.testing.assert_array_equal(cache.lengths, [30, 30])
 
 
+@pytest.mark.default("all")
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
 def test_rows_of_their_own_length(pattern):
     """As with a cache of every token, whatever the padding is, also where rows have no token."""
@@ -137,6 +139,7 @@ def test_a_capacity_within_the_window():
     close(in_pieces(model, ids[:, 16:], cache, (8,))[0], call(model, ids)[:, 16:])
 
 
+@pytest.mark.default("all-4", "1:1-1")
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
 def test_what_has_no_room(pattern, length):
@@ -194,6 +197,7 @@ def test_batches_by_vmap():
 # --- int8 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.default("ffff")
 @pytest.mark.fast("ffff")
 @pytest.mark.parametrize("pattern", ["ffff", "5:1"])
 def test_int8_is_about_the_same(pattern):
@@ -265,6 +269,7 @@ def test_a_donated_cache_is_changed_in_place(pattern, dtype):
     assert {a.unsafe_buffer_pointer() for a in jax.tree.leaves(after) if a.size} == places
 
 
+@pytest.mark.default("float32")
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_several_steps_in_one_program_copy_nothing(dtype):
     """As the engine runs them: memory beside the cache is the same for any number of slots."""
@@ -308,6 +313,7 @@ FAST = ("2x2 auto int8",)
 DEFAULT = (*FAST, "4 explicit, one head")  # together they have each value
 
 
+@pytest.mark.default("2x2 auto int8")
 @pytest.mark.parametrize(
     "which",
     [

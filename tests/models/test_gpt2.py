@@ -40,6 +40,7 @@ def oracle(directory, seed=0, **settings):
     return decoders.gpt2_oracle(directory, seed, **{**SMALL, **settings})
 
 
+@pytest.mark.default("False-False-4")
 @pytest.mark.fast("True-True-1", "False-False-4")
 @pytest.mark.parametrize(
     ("tied", "stacked", "devices"),
@@ -66,6 +67,7 @@ def test_logits(tmp_path, tied, stacked, devices):
         assert mine.cache(2, 8).keys.sharding.spec[2] == "model"
 
 
+@pytest.mark.default("unscaled")
 @pytest.mark.fast("inverse layer")
 @pytest.mark.parametrize(
     "settings",

@@ -25,6 +25,7 @@ AXES = HEADS, (False, True), (False, True), (1, 2, 4, 8)
 FEW = [("gqa", True, True, 4), ("mqa", False, False, 2), ("mha", False, True, 8)]
 
 
+@pytest.mark.default("gqa-True-True-4", "mqa-False-False-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "tied", "stacked", "devices"),
@@ -88,6 +89,7 @@ ROPES = {
 }  # fmt: skip
 
 
+@pytest.mark.default("dynamic", "llama3")
 @pytest.mark.fast("linear", "longrope")
 @pytest.mark.parametrize("kind", ROPES)
 def test_stretched_ropes(tmp_path, kind):

@@ -61,6 +61,9 @@ def short(values):
     return "-".join(map(str, values))
 
 
+@pytest.mark.default(
+    "Mixtral-gqa-False-True-1", "Mixtral-mqa-False-False-4", "Qwen3Moe-mha-True-False-1"
+)
 @pytest.mark.parametrize("case", SAMPLE, ids=short)
 def test_logits(tmp_path, case):
     kind, heads, tied, stacked, devices = case
@@ -106,6 +109,7 @@ def test_window_of_mixtral(tmp_path):
     same(call(ours(tmp_path), ids), logits_of(model, ids))
 
 
+@pytest.mark.default("Qwen3Moe-3-5", "Mixtral-1-None")
 @pytest.mark.parametrize(
     "kind, rows, chunk",
     [
@@ -135,6 +139,7 @@ def test_padding_changes_nothing(tmp_path):
     np.testing.assert_allclose(found[1:], alone, rtol=0, atol=1e-5)
 
 
+@pytest.mark.default("Qwen3Moe")
 @ONE
 def test_gradients_are_those_of_torch(tmp_path, kind):
     model, ids = oracle(kind, tmp_path, **MORE[kind]), ids_of(1, 9)
@@ -285,6 +290,7 @@ def test_gguf_as_llama_cpp_writes_it(tmp_path, case, fused):
     np.testing.assert_allclose(call(ours(path), ids), model.logits(ids), rtol=0, atol=1e-5)
 
 
+@pytest.mark.default("Mixtral")
 @ONE
 def test_packed_experts_equal_decoding_first(tmp_path, kind):
     wide = {"hidden_size": 64, "intermediate_size": 64}

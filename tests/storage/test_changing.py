@@ -225,6 +225,38 @@ def outcome(read: Callable[[], Arrays], errors: tuple[type[CheckpointError], ...
 # --- F7: before, between and during reading ---------------------------------------------------
 
 
+@pytest.mark.default(
+    "safetensors-rename",
+    "safetensors-unlink",
+    "gguf-cut",
+    "gguf-append",
+    "gguf-overwrite",
+    "gguf-overwrite_all",
+    "gguf-rewrite",
+    "gguf-rename",
+    "gguf-unlink",
+    "gguf packed-empty",
+    "gguf packed-append",
+    "gguf packed-overwrite",
+    "gguf packed-overwrite_all",
+    "gguf packed-rewrite",
+    "gguf packed-replace",
+    "gguf packed-rename",
+    "gguf packed-unlink",
+    "gguf decoded-empty",
+    "gguf decoded-append",
+    "gguf decoded-overwrite",
+    "gguf decoded-overwrite_all",
+    "gguf decoded-rewrite",
+    "gguf decoded-replace",
+    "gguf decoded-rename",
+    "gguf decoded-unlink",
+    "pytorch-empty",
+    "pytorch legacy-rewrite",
+    "pytorch legacy-unlink",
+    "npz-replace",
+    "npz deflated-overwrite_all",
+)
 def test_every_read_may_be_the_one_before_which_it_changes(file, act, monkeypatch):
     with monkeypatch.context() as patch:
         reads = Reads(patch)

@@ -934,6 +934,7 @@ print(peak() - start)
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options"),

@@ -622,6 +622,7 @@ def outcome(scenario: str, directory: Path) -> dict:
     return json.loads((directory / "0.json").read_text())
 
 
+@pytest.mark.campaign
 def test_the_process_ends_after_a_save_that_failed(tmp_path):
     found = outcome("no_room", tmp_path)
     assert [number for number, _ in found["errors"]] == [errno.EFBIG] * 2

@@ -1111,6 +1111,7 @@ def test_a_header_reads_back(net_file):
     assert DType.of(header.weights["embed.weight"].dtype) is DType.float32
 
 
+@pytest.mark.default("sizes1-True")
 @pytest.mark.parametrize(
     ("sizes", "stacked"),
     campaign_but(

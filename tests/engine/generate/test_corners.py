@@ -28,6 +28,7 @@ def generate(loaded, prompts, **options):
 # --- prompts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.default("generator", "rows")
 @pytest.mark.parametrize(
     ("prompts", "meant"),
     [
@@ -168,6 +169,7 @@ def no_collector():
     gc.enable()
 
 
+@pytest.mark.default("False-1", "True-0")
 @pytest.mark.parametrize("read", [0, 1])
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, closed):

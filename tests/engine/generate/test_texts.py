@@ -56,6 +56,7 @@ def expected(theirs):
 # --- as transformers -------------------------------------------------------------------------
 
 
+@pytest.mark.default("3-16")
 @pytest.mark.fast("32-512", "3-16")
 @pytest.mark.parametrize(
     ("batch_size", "chunk"),
@@ -87,6 +88,7 @@ FAMILIES = {
 UNLIKE = ("Mistral", "Mixtral", "Gemma2", "GPT2")
 
 
+@pytest.mark.default("Mistral")
 @pytest.mark.fast("Mistral", "Mixtral")
 @pytest.mark.parametrize(
     "family", campaign_but(4, first([(f,) for f in UNLIKE], [(f,) for f in FAMILIES]), oracle=True)
@@ -133,6 +135,7 @@ def drawn(model):
     return [text.tokens for text in maxjax.generate(model, None, PROMPTS, **SAMPLED)]
 
 
+@pytest.mark.default("axes1-True")
 @pytest.mark.fast("axes1-True")
 @pytest.mark.parametrize(
     ("axes", "explicit"),
@@ -329,6 +332,7 @@ class Interrupting:
         return [3, 4, 5]
 
 
+@pytest.mark.default("True")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_interrupted(model, expected, monkeypatch, streamed):
     """The cache is let go, and all goes on."""

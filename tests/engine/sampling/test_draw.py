@@ -203,6 +203,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.default("top_k", "top_k by halving", "min_p", "min_p, flat")
 @pytest.mark.fast("temperature", "top_p after top_k")
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_the_largest_of_logit_and_noise(name):
@@ -344,6 +345,7 @@ TYPES = [AxisType.Auto, AxisType.Explicit]
 FAST = [("filters", SPECS[0], kind) for kind in TYPES]
 
 
+@pytest.mark.default("temperature-P(None, ('data', 'model'))-AxisType.Explicit")
 @pytest.mark.fast(
     "filters-P('data', 'model')-AxisType.Auto", "filters-P('data', 'model')-AxisType.Explicit"
 )

@@ -310,6 +310,7 @@ ALL = pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8))
 REST = first(MORE, (case for case in ALL if case not in FAST))
 
 
+@pytest.mark.default("2x4-AxisType.Explicit-4")
 @pytest.mark.fast("4-AxisType.Auto-4", "2x4-AxisType.Explicit-4")
 @pytest.mark.parametrize(
     ("mesh", "types", "kv_heads"),
