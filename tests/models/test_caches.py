@@ -188,9 +188,10 @@ def test_rewinding():
 @slow
 def test_batches_by_vmap():
     model, ids = made(config_of("sf")), ids_of(3, 9)
-    mapped = lambda function: jax.jit(jax.vmap(function))
-    caches = mapped(lambda row: model(row[None, :7], model.cache(1, 12))[1])(ids)
-    found = mapped(lambda row, cache: model(row[None, 7:8], cache)[0][0])(ids, caches)
+    begin = lambda m, row: m(row[None, :7], m.cache(1, 12))[1]
+    caches = jax.jit(jax.vmap(begin, (None, 0)))(model, ids)
+    step = lambda m, row, cache: m(row[None, 7:8], cache)[0][0]
+    found = jax.jit(jax.vmap(step, (None, 0, 0)))(model, ids, caches)
     close(found, call(model, ids)[:, 7:8])
 
 
