@@ -238,14 +238,16 @@ def main() -> int:
                 f"{one.file}:{one.line} {one.kind}: {one.was.strip()[:40]!r} -> {one.text.strip()[:40]!r}"
             )
         return 0
-    run = lambda one: killed(one, options.seconds, options.wide, options.contexts)
+
+    def run(one: Mutant) -> bool:
+        dead = killed(one, options.seconds, options.wide, options.contexts)
+        word = "killed" if dead else "survived"
+        change = f"{one.was.strip()!r} -> {one.text.strip()!r}"
+        print(f"{word}: {one.file}:{one.line} {one.kind}: {change}", flush=True)
+        return dead
+
     with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(run, drawn))
-    for one, dead in zip(drawn, results, strict=True):
-        if not dead:
-            print(
-                f"survived: {one.file}:{one.line} {one.kind}: {one.was.strip()!r} -> {one.text.strip()!r}"
-            )
     print(
         f"{sum(results)} of {len(drawn)} killed ({100 * sum(results) / max(1, len(drawn)):.1f} %)"
     )
