@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFAULT = "not campaign and not oracle"
 COMPARE = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
@@ -157,12 +158,14 @@ def reaching(mutant: Mutant, contexts: Path) -> list[str]:
     return [case for test in order for case in cases[test][:3]][:80]
 
 
-def killed(mutant: Mutant, seconds: float, wide: bool, contexts: Path | None = None) -> bool:
+def killed(
+    mutant: Mutant, seconds: float, wide: bool, contexts: Path | None = None, chosen: str = DEFAULT
+) -> bool:
     """Whether a test fails on it."""
-    if contexts is None:
-        runs = [tests_of(mutant.file), *([[]] if wide else [])]
-    else:
-        runs = [found] if (found := reaching(mutant, contexts)) else []
+    runs = [tests_of(mutant.file), *([[]] if wide else [])]
+    # No test reaches what runs when the file is imported.
+    if contexts is not None and (found := reaching(mutant, contexts)):
+        runs = [found]
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         copy = Path(place) / "checkout"
         shutil.copytree(
@@ -183,7 +186,7 @@ def killed(mutant: Mutant, seconds: float, wide: bool, contexts: Path | None = N
                 "-x",
                 "-q",
                 "-m",
-                "not campaign and not oracle",
+                chosen,
                 "-p",
                 "no:cacheprovider",
                 *tests,
@@ -217,13 +220,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", metavar="FILE", help="write what became of each")
     parser.add_argument("--again", metavar="FILE", help="those that were killed in an earlier run")
+    parser.add_argument(
+        "--survivors", metavar="FILE", help="those that were not killed in an earlier run"
+    )
+    parser.add_argument("--tests", default=DEFAULT, metavar="MARKERS", help="default: %(default)s")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print so many and end")
     options = parser.parse_args()
-    if options.again:
+    if earlier := options.again or options.survivors:
         drawn = [
             Mutant(**one["mutant"])
-            for one in json.loads(Path(options.again).read_text())
-            if one["killed"]
+            for one in json.loads(Path(earlier).read_text())
+            if one["killed"] == bool(options.again)
         ]
     else:
         files = sorted((ROOT / options.under).rglob("*.py"))
@@ -240,7 +247,7 @@ def main() -> int:
         return 0
 
     def run(one: Mutant) -> bool:
-        dead = killed(one, options.seconds, options.wide, options.contexts)
+        dead = killed(one, options.seconds, options.wide, options.contexts, options.tests)
         word = "killed" if dead else "survived"
         change = f"{one.was.strip()!r} -> {one.text.strip()!r}"
         print(f"{word}: {one.file}:{one.line} {one.kind}: {change}", flush=True)
