@@ -178,7 +178,7 @@ def index_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
     """What one gets by following the map by hand."""
     import safetensors
 
-    from tests.storage.pytorch.test_reader import as_bytes, load_with_torch
+    from tests.storage.pytorch.test_reader import load_with_torch
     from tests.storage.test_corpus import raw_bytes
 
     assert {Path(file.path).parent for file in table.files} == {path.parent}, "left the directory"
@@ -186,7 +186,7 @@ def index_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
     assert arrays.keys() == shard_of.keys(), "other names"
     for name, shard in shard_of.items():
         if shard.endswith(".bin"):
-            theirs = as_bytes(load_with_torch(path.parent / shard)[name])
+            theirs = load_with_torch(path.parent / shard)[name].tobytes()
         else:
             theirs = dict(safetensors.deserialize((path.parent / shard).read_bytes()))[name]["data"]
         assert raw_bytes(arrays[name]) == bytes(theirs), name

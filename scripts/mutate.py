@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,14 +139,20 @@ def tests_of(file: str) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
-def reaching(mutant: Mutant, contexts: Path) -> list[str]:
-    """The tests that reach a mutant's line: of each test function a few cases, its own file's first."""
+@cache
+def _contexts_of(file: str, contexts: Path) -> dict[int, list[str]]:
+    """Line of a file → the tests, with their phases, that reach it."""
     import coverage
 
     data = coverage.CoverageData(str(contexts))
     data.read()
-    measured = next((f for f in data.measured_files() if f.endswith("/" + mutant.file)), "")
-    by_line = data.contexts_by_lineno(measured) if measured else {}
+    measured = next((f for f in data.measured_files() if f.endswith("/" + file)), "")
+    return data.contexts_by_lineno(measured) if measured else {}
+
+
+def reaching(mutant: Mutant, contexts: Path) -> list[str]:
+    """The tests that reach a mutant's line: of each test function a few cases, its own file's first."""
+    by_line = _contexts_of(mutant.file, contexts)
     # A statement of several lines may be recorded at its first.
     line = next((at for at in range(mutant.line, mutant.line - 8, -1) if by_line.get(at)), 0)
     cases: dict[str, list[str]] = {}

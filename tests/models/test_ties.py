@@ -24,10 +24,10 @@ from maxjax.models.gguf import gguf_metadata, gguf_tensors
 from maxjax.storage.table import TensorTable
 from tests.models.decoders import EVERY, call, ids_of, like, logits_of, oracle, ours
 from tests.models.decoders import same as near
-from tests.oracles import torch_files
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import torch
 from tests.products import campaign_but
+from tests.storage.pytorch import corpus
 
 TIED = {"tie_word_embeddings": True}
 KINDS = {
@@ -60,7 +60,7 @@ def checkpoint(directory, kind="Qwen3", form="safetensors", head=None, seed=0):
     tensors = {**model.tensors, HEAD: table if head is None else head(table)}
     if form == "bin":
         (directory / "model.safetensors").unlink()
-        torch_files.save(tensors, directory / "pytorch_model.bin")
+        (directory / "pytorch_model.bin").write_bytes(corpus.saved(tensors))
     else:
         file = directory / "model.safetensors"
         safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})

@@ -146,17 +146,19 @@ def begin(item: pytest.Item) -> None:
 def finish() -> None:
     """Writes the new answers, beside those of tests that did not run."""
     for file, values in _new.items():
-        arrays: dict[str, np.ndarray] = dict(_kept(file))
         ran = {key.rsplit("/", 1)[0] for key in values}
-        for key in [k for k in arrays if k in values or k.rsplit("/", 1)[0] in ran]:
-            arrays = {k: v for k, v in arrays.items() if k != key and not k.startswith(key + "#")}
+        arrays = {
+            key: array
+            for key, array in _kept(file).items()
+            if key.rsplit("/", 1)[0] not in ran and key.rpartition("#")[0] not in values
+        }
         for key, value in values.items():
             parts: list[np.ndarray] = []
             text = json.dumps(_encoded(value, parts))
             arrays[key] = np.frombuffer(text.encode(), np.uint8)
             arrays |= {f"{key}#{i}": part for i, part in enumerate(parts)}
         FOLDER.mkdir(exist_ok=True)
-        np.savez_compressed(_path(file), allow_pickle=False, **arrays)  # pyright: ignore
+        np.savez_compressed(_path(file), **arrays)  # pyright: ignore
 
 
 def _test() -> tuple[str, str]:

@@ -8,7 +8,7 @@ import io
 import os
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import gguf
@@ -76,7 +76,7 @@ FORMATS: dict[str, tuple[str, Callable[[Arrays], bytes]]] = {
     "gguf packed": (".gguf", packed(TYPES.Q8_0)),
     "gguf decoded": (".gguf", packed(TYPES.Q5_0)),
     "pytorch": (".pt", pytorch_corpus.saved),
-    "pytorch legacy": (".pt", pytorch_corpus.saved_legacy),
+    "pytorch legacy": (".pt", partial(pytorch_corpus.saved, is_legacy=True)),
     "npz": (".npz", by_numpy(np.savez)),
     "npz deflated": (".npz", by_numpy(np.savez_compressed)),
 }

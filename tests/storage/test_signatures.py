@@ -70,7 +70,7 @@ def test_zip_by_its_first_member(content, kind):
 
 
 ONES = {"w": np.ones(2, np.float32)}
-SAVED = {"zip": pytorch_corpus.saved(ONES), "legacy": pytorch_corpus.saved_legacy(ONES)}
+SAVED = {"zip": pytorch_corpus.saved(ONES), "legacy": pytorch_corpus.saved(ONES, is_legacy=True)}
 
 
 def _npy() -> bytes:

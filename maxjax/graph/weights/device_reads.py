@@ -171,8 +171,9 @@ class Destination:
         data, found = self.sources[number], {}
         if not isinstance(data, WeightData):
             return found
+        in_place = self._is_in_place(number)
         for box, part in self._parts(number):
-            if self.axis is not None and self._is_direct(number):
+            if in_place:
                 found[part] = self._piece(box)[within(part, box)].reshape(-1).view(np.uint8)
             else:
                 found[part] = self._new(self._nbytes(data, part))
@@ -186,7 +187,7 @@ class Destination:
 
     def store(self, number: int, memory: dict[Box, np.ndarray]) -> None:
         """Stores a source's values in the array, once the memory is filled; empties ``memory``."""
-        if self.axis is not None and self._is_direct(number):
+        if self._is_in_place(number):
             memory.clear()  # it is the stack's
             return
         values = self._values(number, memory)
@@ -229,6 +230,10 @@ class Destination:
             return False
         in_order = self.order is None and self.axis in (None, 0)
         return in_order and data.stored_dtype == self.dtype
+
+    def _is_in_place(self, number: int) -> bool:
+        """Whether a source is read straight into its place in a stack."""
+        return self.axis is not None and self._is_direct(number)
 
     def _nbytes(self, data: WeightData, part: Box) -> int:
         return count(self._tensor_box(part)) * data.stored_dtype.itemsize

@@ -157,9 +157,8 @@ class Module(Layer, StateDict, ABC):
             if name not in self._mx_children:  # a replaced child keeps its place in the order
                 self._forget(name)
             self._mx_children[name] = value
-        elif isinstance(
-            value, Weight
-        ):  # a shard is no parameter besides the weight it is a part of
+        elif isinstance(value, Weight):
+            # A shard is no parameter besides the weight it is a part of.
             self._forget(name)
             vars(self)["_mx_shards"] = {**self._mx_shards, name: value}
         else:

@@ -28,12 +28,12 @@ from maxjax.errors import (
 from maxjax.graph.weights import load_weights
 from maxjax.storage.blocks import decode, encode
 from tests.models.gguf import files as gguf_files
-from tests.oracles import torch_files
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import torch
 from tests.products import campaign_but
 from tests.storage.orbax import corpus as orbax_corpus
 from tests.storage.orbax.corpus import quiet
+from tests.storage.pytorch import corpus
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 CODES = {
@@ -131,7 +131,7 @@ def _torch(name: str, legacy: bool = False):
         tensors["half"] = np.arange(6).astype(BF16).reshape(2, 3)
         # A view with strides, and a part of another's memory.
         tensors["view"] = tensors["model.layers.0.weight"].T[2:5]
-        torch_files.save(tensors, folder / name, legacy=legacy)
+        (folder / name).write_bytes(corpus.saved(tensors, is_legacy=legacy))
         arrays["half"] = tensors["half"]
         arrays["view"] = np.ascontiguousarray(tensors["view"])
         return folder / name, arrays

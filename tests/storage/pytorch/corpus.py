@@ -267,36 +267,41 @@ LEGACY_VIEWS = legacy(
 )  # fmt: skip
 
 
-STORAGES = {"float32": FLOAT, "bool": name("torch", "BoolStorage")}
+STORAGES = {
+    "float64": "DoubleStorage", "float32": "FloatStorage", "bfloat16": "BFloat16Storage",
+    "float16": "HalfStorage", "int64": "LongStorage", "int32": "IntStorage",
+    "int8": "CharStorage", "uint8": "ByteStorage", "bool": "BoolStorage",
+}  # fmt: skip
 
 
-def saved(arrays: dict[str, np.ndarray]) -> bytes:
-    """An archive of these arrays, a storage for each, as torch.save writes it."""
-    tensors = {
-        key: tensor(*_layout(array), key=str(number), numel=array.size, kind=_kind(array))
-        for number, (key, array) in enumerate(arrays.items())
-    }
-    data = {f"data/{number}": array.tobytes() for number, array in enumerate(arrays.values())}
-    return zipped(members(dict_of(**tensors), data))
+def saved(arrays: dict[str, np.ndarray], *, is_legacy: bool = False) -> bytes:
+    """What torch.save writes for a dict of arrays, or what it wrote before version 1.6.
 
-
-def saved_legacy(arrays: dict[str, np.ndarray]) -> bytes:
-    """The same in the format from before version 1.6."""
-    tensors = {
-        key: legacy_tensor(size=size, stride=stride, key=key, numel=array.size, kind=_kind(array))
-        for key, array in arrays.items()
-        for size, stride in [_layout(array)]
-    }
-    storages = b"".join(struct.pack("<q", one.size) + one.tobytes() for one in arrays.values())
-    return legacy(dict_of(**tensors), b"](" + b"".join(map(text, arrays)) + b"e", storages)
-
-
-def _layout(array: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return array.shape, tuple(stride // array.itemsize for stride in array.strides)
-
-
-def _kind(array: np.ndarray) -> bytes:
-    return STORAGES[array.dtype.name]
+    Views of one array have one storage in it, as views of a tensor have.
+    """
+    storages: dict[int, tuple[str, np.ndarray]] = {}
+    tensors = {}
+    for key, array in arrays.items():
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        index, _ = storages.setdefault(id(owner), (str(len(storages)), owner))
+        start = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+        tensors[key] = (legacy_tensor if is_legacy else tensor)(
+            size=array.shape,
+            stride=tuple(stride // array.itemsize for stride in array.strides),
+            offset=start // array.itemsize,
+            key=index,
+            numel=owner.size,
+            kind=name("torch", STORAGES[array.dtype.name]),
+        )
+    value = dict_of(**tensors)
+    if not is_legacy:
+        data = {f"data/{index}": owner.tobytes() for index, owner in storages.values()}
+        return zipped(members(value, data))
+    keys = b"](" + b"".join(text(index) for index, _ in storages.values()) + b"e"
+    data = b"".join(struct.pack("<q", a.size) + a.tobytes() for _, a in storages.values())
+    return legacy(value, keys, data)
 
 
 ARRAYS = {
@@ -351,7 +356,7 @@ CONTROLS = [
     content("ok_20000_members", zipped(
         [*members(b"}", {}), *(Member(f"{ROOT}x/{i}", b"") for i in range(20000))])),
     content("ok_saved", saved(ARRAYS)),
-    content("ok_saved_legacy", saved_legacy(ARRAYS)),
+    content("ok_saved_legacy", saved(ARRAYS, is_legacy=True)),
     content("ok_legacy", LEGACY),
     content("ok_legacy_views", LEGACY_VIEWS),
     value("key_int", b"}(" + number(7) + A + b"u"),

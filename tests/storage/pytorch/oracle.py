@@ -69,11 +69,6 @@ def digest(arrays: Arrays) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:12]
 
 
-def as_bytes(array: np.ndarray) -> bytes:
-    """An array's values, row by row."""
-    return array.tobytes()
-
-
 def _name(path: Path) -> str:
     return f"torch.load {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"
 

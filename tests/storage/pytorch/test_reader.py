@@ -33,7 +33,6 @@ from tests.storage.pytorch import corpus as corpus
 from tests.storage.pytorch.oracle import (
     WRAPPERS,
     Arrays,
-    as_bytes,  # noqa: F401
     digest,
     file_and_arrays,
     file_of,
