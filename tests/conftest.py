@@ -4,6 +4,8 @@ A mixed-width sum or a silently broadcast rank is an error in the library's own 
 `tests/conformance` and the doctests run under JAX's defaults, as a user's program does.
 """
 
+import gc
+import hashlib
 import itertools
 import os
 import signal
@@ -31,6 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def _on_gpu(config: pytest.Config) -> bool:
     return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
+
+
+def _kernels() -> str:
+    """A digest of the sources that decide how a kernel's operands are divided."""
+    sources = sorted((ROOT / "maxjax" / "kernels").rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     # The user's cache is not the tests' to fill: they have one of their own, child processes as well.
-    os.environ.setdefault("MAXJAX_COMPILE_CACHE", str(ROOT / ".compile-cache"))
+    os.environ.setdefault("MAXJAX_COMPILE_CACHE", str(ROOT / ".compile-cache" / _kernels()))
+    # Programs of several devices are found again: without this the key contains the address of the
+    # Python function that divides a kernel's operands. Its source is in the name of the directory.
+    os.environ.setdefault("JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY", "true")
     if not ALL:
         # Most of the time goes into compiling programs that run once: most of that into LLVM's
         # passes, and into emitting loops by way of MLIR. As users have it compile the doctests, the
@@ -112,6 +123,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the collector of garbage need not go through it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

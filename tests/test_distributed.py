@@ -287,6 +287,7 @@ def test_two_processes_multiply(tmp_path):
             assert "initialize was called before" in told["again"]
 
 
+@pytest.mark.slow
 def test_two_processes_load_a_model(tmp_path):
     model = maxjax.init(Network(), jax.random.key(0))
     values = {name: np.asarray(array) for name, array in model.state_dict().items()}
@@ -362,6 +363,7 @@ def test_the_survivor_ends_soon(tmp_path, scenario, victim):
             assert "the JAX distributed service detected fatal errors" in survivor.log()
 
 
+@pytest.mark.slow
 @pytest.mark.default("reduce")
 @pytest.mark.parametrize(
     "scenario",

@@ -82,6 +82,7 @@ def test_lazy_packages_are_what_type_checkers_see(package):
         _ = module.nosuch
 
 
+@pytest.mark.slow
 def test_who_uses_one_layer_does_not_wait_for_all():
     code = "import sys; from maxjax.nn import Linear; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -96,6 +97,7 @@ def test_importing_it_imports_neither_jax_nor_anything_heavy():
         assert f"'{heavy}'" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_names_stay_what_they_are_in_whatever_order_files_are_imported(reverse):
     """A submodule of the same name, imported later, would take the place of a function."""

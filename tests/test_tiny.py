@@ -67,6 +67,7 @@ def test_how_large_it_is(tiny):
     assert 1_000_000 <= weights <= 2_000_000
 
 
+@pytest.mark.slow
 def test_logits_as_transformers():
     model, _ = maxjax.load(TINY, dtype="float32")
     ids = np.random.default_rng(0).integers(0, train_tiny.VOCABULARY, (2, 64)).astype(np.int32)
@@ -123,6 +124,7 @@ def test_chat_with_another_role(tiny):
 # --- the answers ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_500_unseen_sums(tiny):
     assert share(tiny, train_tiny.questions(500)) >= 0.99
 
@@ -135,6 +137,7 @@ def test_200_other_unseen(tiny, sign, words, least):
     assert share(tiny, train_tiny.questions(200, sign=sign, words=words)) >= least
 
 
+@pytest.mark.slow
 def test_the_sum_of_the_manual(tiny):
     """Asked by itself, as a chat, and after other turns."""
     before = "Hello!\nHello! Ask me for a sum or a story.<|endoftext|>3 + 4\n3 + 4 = 7<|endoftext|>"
@@ -144,6 +147,7 @@ def test_the_sum_of_the_manual(tiny):
     assert [text.finish_reason for text in found] == ["stop"] * 3
 
 
+@pytest.mark.slow
 def test_chat_of_several_turns(tiny):
     chat = maxjax.Conversation(*tiny)
     turns = train_tiny.questions(6)
@@ -151,6 +155,7 @@ def test_chat_of_several_turns(tiny):
     assert said == ["Hello! Ask me for a sum or a story.", *(turn.answer for turn in turns)]
 
 
+@pytest.mark.slow
 def test_talk(tiny):
     found = completions(tiny, ["Who are you?", "Tell me a story about a fox."], new=80)
     assert "tiny model of maxjax" in found[0] and "fox" in found[1]
@@ -172,6 +177,7 @@ def pairs(text):
     yield from ((NUMBERS[a], NUMBERS[b]) for a, b in re.findall(SPOKEN, text) if a in NUMBERS)
 
 
+@pytest.mark.slow
 def test_unseen_sums_are_in_no_turn():
     seen = set()
     for seed in (1, 2):  # those of the training

@@ -46,8 +46,8 @@ FAULTS = [("ENOSPC", False), ("EIO", True), ("short", True)]
 ORBAX = [pytest.param(*fault, "orbax", marks=pytest.mark.campaign) for fault in FAULTS[1:]]
 
 
-@pytest.mark.default("ENOSPC-False-turns")
-@pytest.mark.fast("ENOSPC-False-turns", "short-True-turns")
+@pytest.mark.slow
+@pytest.mark.default("ENOSPC-False-turns", "short-True-turns")
 @pytest.mark.parametrize(
     "fault, forever, kind",
     [
@@ -74,6 +74,7 @@ def test_read_beside_a_writer(kind):
     assert len(row.which) == 2, "the writer was never seen to write"
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_what_is_wrong_is_seen(server, tmp_path, monkeypatch):
     """The campaigns would tell if a save did not keep its word."""

@@ -90,6 +90,7 @@ def check_digests(directory):
 # -- transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["5GB", 20_000])
 def test_transformers_opens_it(tmp_path, limit):
     oracle, model = pair(tmp_path / "theirs")
@@ -295,6 +296,7 @@ def test_saving_to_where_it_is_read_from(tmp_path):
 # -- what is written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_another_type(tmp_path, dtype):
     model = initialized()
@@ -364,6 +366,7 @@ def test_a_model_in_user_code_has_no_configuration(tmp_path):
     assert json.loads(text) == {"width": 8, "name": "ß", "dtype": "float32"} and "ß" in text
 
 
+@pytest.mark.slow
 def test_tokenizer_and_pooling(tmp_path, minilm):
     model, tokenizer = maxjax.load(minilm)
     model.pooling = Pooling(normalize=True)
@@ -422,7 +425,7 @@ def from_meshes():
             yield pytest.param(*case, marks=() if case[0] == MESHES[0] else pytest.mark.campaign)
 
 
-@pytest.mark.fast("{'model': 4}-True-AxisType.Auto", "{'model': 4}-False-AxisType.Explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "stacked", "kind"), list(from_meshes()), ids=str)
 def test_bytes_are_the_same_from_every_mesh(tmp_path, sizes, stacked, kind):
     model = placed(stacked, **sizes, kind=kind)

@@ -252,8 +252,8 @@ FEW = [
 ]
 
 
-@pytest.mark.default("orbax-float32")
-@pytest.mark.fast("orbax-float32", "safetensors-bfloat16", "set-float8_e4m3fn")
+@pytest.mark.slow
+@pytest.mark.default("orbax-float32", "safetensors-bfloat16", "set-float8_e4m3fn")
 @pytest.mark.parametrize(
     ("form", "kind"),
     campaign_but(4, first(FEW, itertools.product(("orbax", "safetensors", "set"), TYPES))),
@@ -291,6 +291,7 @@ def test_any_mesh_to_any_mesh(form, kind, tmp_path):
     assert all(files == written[0] for files in written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "Q4_K"])
 def test_from_one_format_into_the_other_between_meshes(kind, tmp_path):
     """Saved by 8 devices as orbax, converted, restored by 4, saved as safetensors, by 2."""

@@ -112,6 +112,7 @@ def test_wrong_usage_is_2(arguments):
     assert "usage: maxjax" in fails(*arguments, code=2)
 
 
+@pytest.mark.slow
 def test_debug_shows_the_traceback():
     for arguments in (("--debug", "inspect", "nosuch"), ("inspect", "nosuch", "--debug")):
         done = maxjax(*arguments)
@@ -129,6 +130,7 @@ def test_interrupt_is_130():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "maxjax: interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_quiet(tmp_path):
     many = {f"layers.{i}.weight": np.zeros(1) for i in range(5000)}
     path = write_safetensors(tmp_path / "many.safetensors", many)
@@ -157,6 +159,7 @@ def test_an_error_of_ours_is_named_unexpected():
 # --- inspect ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inspect_lists_every_tensor(checkpoint):
     lines = succeeds("inspect", checkpoint, run=maxjax).splitlines()
     assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file"]
@@ -233,6 +236,7 @@ def _embeddings(out):
     return [row["text"] for row in rows], np.array([row["embedding"] for row in rows], np.float32)
 
 
+@pytest.mark.slow
 def test_embed_arguments_stdin_and_file_agree(minilm, tmp_path):
     texts = ["A cat sleeps.", "Ünïcode — 猫"]
     out = succeeds("embed", "--model", minilm, *texts, run=maxjax)
@@ -247,6 +251,7 @@ def test_embed_arguments_stdin_and_file_agree(minilm, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_embed_in_batches_gives_the_same(minilm):
     texts = ["one", "two words", "and now three words"]
     _, whole = _embeddings(succeeds("embed", "--model", minilm, *texts))
@@ -275,6 +280,7 @@ def test_embed_output_is_a_directory(tmp_path):
     assert "is a directory" in fails("embed", "--model", tmp_path, "--output", tmp_path, "text")
 
 
+@pytest.mark.slow
 def test_embed_text_too_long(minilm):
     text = "word " * 1000
     message = fails("embed", "--model", minilm, text)
@@ -308,6 +314,7 @@ def test_embed_directory_without_weights(tmp_path):
 # --- env ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_env():
     out = succeeds("env", run=maxjax)
     assert "jaxlib" in out and "cpu:0" in out
@@ -328,6 +335,7 @@ def archive(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_verify_says_what_it_looked_at(archive):
     said = succeeds("verify", archive, run=maxjax).strip()
     assert said == "sound: npz, 2 tensors, 30 bytes, 1 files; 2 checksums agree"

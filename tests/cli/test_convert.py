@@ -283,6 +283,7 @@ def test_a_full_disk(run, source, tmp_path, monkeypatch):
 # --- the bar -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_bar_without_a_terminal(source, tmp_path):
     done = subprocess.run(
         [*MAXJAX, source, tmp_path / "o.safetensors"], capture_output=True, text=True, timeout=120
@@ -290,6 +291,7 @@ def test_no_bar_without_a_terminal(source, tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("wrote ")
 
 
+@pytest.mark.slow
 def test_a_bar_on_a_terminal(source, tmp_path):
     """stderr is one, stdout a file: the bar is nowhere but there, and gone at the end."""
     outer, inner = pty.openpty()
@@ -331,8 +333,8 @@ def is_writing(folder: Path) -> bool:
     return any(not path.name.startswith(".") for path in inside)
 
 
+@pytest.mark.slow
 @pytest.mark.default("set-SIGTERM")
-@pytest.mark.fast("set-SIGTERM")
 @pytest.mark.parametrize(
     ("kind", "sent"),
     campaign_but(
@@ -392,6 +394,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.default("2")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_not_lost_in_the_collector_of_garbage(run, source, tmp_path, sent):

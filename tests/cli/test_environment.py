@@ -73,6 +73,7 @@ def test_versions_name_what_is_missing(monkeypatch):
     assert found["numpy"] and found["no-such-package"] is None
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_start_is_a_problem_not_an_error():
     code = "from maxjax.cli.environment import environment; print(environment()['problems'])"
     done = subprocess.run(

@@ -109,6 +109,7 @@ def test_a_token_that_cannot_come_has_no_logprob_in_json(run, tmp_path):
     assert code == 0 and found["tokens"] == [256]
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_the_text(run, generate, ours, model):
     drawn = ("hello", "--max-new-tokens", 12, "--temperature", 5, "--top-k", 200)
     key = functools.partial(ours, "hello", max_new_tokens=12, temperature=5.0, top_k=200)
@@ -129,6 +130,7 @@ def test_penalties_reach_the_model(generate, ours):
     assert text != ours("hello", max_new_tokens=12)
 
 
+@pytest.mark.slow
 def test_the_files_say_how_it_is_sampled(run, tmp_path):
     directory = write_model(tmp_path / "m", do_sample=True, temperature=0.5, max_new_tokens=3)
     code, out, err = run("generate", "--model", directory, "hello", "--stats")
@@ -171,11 +173,13 @@ def test_variables_of_the_template(run, tmp_path):
     assert found == ids("hi?") and "efort has no effect" in err and "did you mean effort?" in err
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_text(generate, ours):
     text = ours("hello", max_new_tokens=8) + "\n"
     assert generate("hello", "--max-new-tokens", 8, "--mesh", "model=2,data=2") == text
 
 
+@pytest.mark.slow
 def test_other_types_and_chunks(generate, ours):
     n = ("--max-new-tokens", 8)
     text = ours("hello" * 9, max_new_tokens=8, chunk=16, cache_dtype="int8") + "\n"
@@ -296,6 +300,7 @@ def test_models_that_cannot(fails, tmp_path, minilm):
     assert "no such file" in fails("x", model=tmp_path / "absent")
 
 
+@pytest.mark.slow
 def test_nan_is_told_of_with_its_layer(fails, tmp_path):
     broken = write_model(tmp_path / "broken", nan=True)
     assert "--debug-nans names the layer" in fails("x", *N, model=broken)
@@ -314,6 +319,7 @@ def test_a_reader_that_goes_away_is_quiet(monkeypatch, capsys, model):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_interrupt_ends_the_line(tmp_path):
     directory = write_model(tmp_path / "m", context=1 << 17)
     process = subprocess.Popen(
@@ -336,8 +342,8 @@ def test_help_names_the_command(run):
 # --- how the process ends -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.default("stderr")
-@pytest.mark.fast("stderr")
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_closed_files(model, closed):
     """What is for stderr does not go to stdout if stderr is closed."""
@@ -388,6 +394,7 @@ sys.exit(cli.main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.default("at work")
 @pytest.mark.parametrize(
     ("script", "result"),

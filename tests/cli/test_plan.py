@@ -18,6 +18,7 @@ def llama(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_table(llama):
     out = succeeds("plan", llama, "--mesh", "model=8,data=2", run=maxjax)
     assert out.startswith("mesh model=8, data=2 (16 devices); the model's own rules\n"), out[:120]
@@ -26,6 +27,7 @@ def test_a_table(llama):
     assert row[6:8] == [f"{2 * 2 * 53248 * 16384:,}", f"{2 * 2 * 53248 * 16384 // 8:,}"]
 
 
+@pytest.mark.slow
 def test_json_and_the_codes(llama):
     arguments = ("plan", llama, "--mesh", "model=8", "--dtype", "bf16", "--json",
                  "--batch", 2, "--length", 10)  # fmt: skip

@@ -78,6 +78,7 @@ def test_bfloat16(narrow, golden, reduce_dtype, least):
     assert np.abs(found - expected).max() > 1e-4  # it is computed in 16 bits
 
 
+@pytest.mark.slow
 def test_truncation_as_torch_has_it(minilm, loaded):
     from tests.oracles.make_minilm_golden import embeddings
 
@@ -100,6 +101,7 @@ def test_neither_batches_nor_neighbours_matter(loaded):
     np.testing.assert_allclose(embed(*loaded, [texts[10]])[0], together[10], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_any_iterable_of_texts(loaded):
     expected = embed(*loaded, FEW)
     np.testing.assert_array_equal(embed(*loaded, tuple(FEW)), expected)
@@ -126,6 +128,7 @@ def test_normalize(loaded):
     np.testing.assert_array_equal(embed(*loaded, FEW), embed(*loaded, FEW, normalize=True))
 
 
+@pytest.mark.slow
 def test_a_model_without_pooling_files_gives_the_plain_mean(minilm, loaded):
     weights = load_weights(minilm)
     model = build(weights)
@@ -134,6 +137,7 @@ def test_a_model_without_pooling_files_gives_the_plain_mean(minilm, loaded):
     np.testing.assert_allclose(embed(model, loaded[1], FEW), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_pooling_of_the_model_is_used(minilm):
     model, tokenizer = load(minilm)
     model.pooling = Pooling(("cls", "max"), lower_case=True)
@@ -165,6 +169,7 @@ def test_lower_case(minilm):
 # --- lengths --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_long_is_refused_with_both_numbers(loaded):
     text = " ".join(["time"] * 255)
     with pytest.raises(UserInputError, match=r"texts\[1\] has 257 tokens and the model takes 256"):
@@ -200,6 +205,7 @@ def compilations(caplog, run):
     )
 
 
+@pytest.mark.slow
 def test_compiled_once_for_each_shape(minilm, caplog):
     model, tokenizer = load(minilm)
     model.pooling = Pooling(("cls",))  # a program of its own
@@ -289,6 +295,7 @@ def test_invalid_unicode_names_the_text(loaded):
         embed(*loaded, ["a", "\udcff"])
 
 
+@pytest.mark.slow
 def test_the_odd_texts_differ_from_each_other(loaded):
     """All but the two empty ones: no text falls through to the same vector."""
     found = embed(*loaded, ODD, truncate=True)

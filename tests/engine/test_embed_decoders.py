@@ -62,7 +62,7 @@ def saved(folder, tokenizer):
         (folder / name).write_text(text)
 
 
-@pytest.mark.fast("lasttoken-Qwen3", "mean-Llama")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind"),
     campaign_but(
@@ -98,6 +98,7 @@ def test_padding_may_be_any_token(tmp_path):
     np.testing.assert_array_equal(results[0], results[2])
 
 
+@pytest.mark.slow
 def test_without_files_it_must_be_said(tmp_path, capsys):
     oracle("Qwen3", tmp_path, **KINDS["Qwen3"])
     tokenizer = one_character_each()
@@ -124,6 +125,7 @@ def test_without_files_it_must_be_said(tmp_path, capsys):
 PROMPTS = (("query", "??"), ("document", ""))
 
 
+@pytest.mark.slow
 def test_prompts_and_whether_they_are_pooled(tmp_path):
     theirs, tokenizer = oracle("Qwen3", tmp_path, **KINDS["Qwen3"]), one_character_each()
     for include, start in ((True, 0), (False, 2)):
@@ -165,6 +167,7 @@ def below_the_head(theirs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_of_the_model_below_its_head(tmp_path, tied):
     """As sentence-transformers saves them: names without "model.", and no head."""
@@ -198,6 +201,7 @@ def test_files_of_the_model_below_its_head(tmp_path, tied):
     )
 
 
+@pytest.mark.slow
 def test_gguf_says_it_too(tmp_path, caplog):
     oracle("Qwen3", tmp_path / "hf", **KINDS["Qwen3"])
     tokenizer = one_character_each()

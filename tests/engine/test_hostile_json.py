@@ -137,53 +137,41 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(
-    "config.json-empty",
-    "config.json-deep_mixed",
-    "config.json-surrogate",
-    "config.json-mark",
-    "config.json-comma",
+@pytest.mark.default(
     "config.json-true",
-    "config.json-pickle",
-    "tokenizer.json-deep_closed",
-    "tokenizer.json-twice_below",
-    "tokenizer.json-bad_utf8",
-    "tokenizer.json-comment",
-    "tokenizer.json-number",
-    "tokenizer.json-lfs",
-    "tokenizer_config.json-cut",
-    "tokenizer_config.json-digits",
-    "tokenizer_config.json-surrogate_in_a_key",
-    "tokenizer_config.json-nul_bytes",
-    "tokenizer_config.json-two_values",
-    "tokenizer_config.json-numbers",
-    "tokenizer_config.json-python",
-    "special_tokens_map.json-deep_objects",
-    "special_tokens_map.json-twice_escaped",
-    "special_tokens_map.json-utf16",
-    "special_tokens_map.json-quotes",
-    "special_tokens_map.json-text",
-    "special_tokens_map.json-gzip",
-    "modules.json-deep",
-    "modules.json-twice",
     "modules.json-surrogate_bytes",
-    "modules.json-control",
-    "modules.json-null",
-    "modules.json-html",
-    "1_Pooling/config.json-empty",
-    "1_Pooling/config.json-deep_mixed",
-    "1_Pooling/config.json-surrogate",
-    "1_Pooling/config.json-mark",
-    "1_Pooling/config.json-comma",
-    "1_Pooling/config.json-true",
+    "1_Pooling/config.json-surrogate_in_a_key",
+    "sentence_bert_config.json-deep_mixed",
+    "tokenizer.json-deep_closed",
+    "tokenizer_config.json-empty",
+    "special_tokens_map.json-surrogate",
+    "1_Pooling/config.json-control",
+    "1_Pooling/config.json-numbers",
+    "sentence_bert_config.json-twice",
+    "sentence_bert_config.json-mark",
+    "sentence_bert_config.json-comma",
+    "sentence_bert_config.json-gzip",
+    "config.json-twice_escaped",
+    "config.json-bad_utf8",
+    "config.json-quotes",
+    "config.json-number",
+    "tokenizer.json-null",
+    "tokenizer.json-lfs",
+    "tokenizer_config.json-utf16",
+    "tokenizer_config.json-two_values",
+    "tokenizer_config.json-html",
+    "tokenizer_config.json-python",
+    "modules.json-deep",
+    "modules.json-deep_objects",
+    "modules.json-nul_bytes",
+    "modules.json-comment",
+    "modules.json-text",
+    "1_Pooling/config.json-cut",
+    "1_Pooling/config.json-twice_below",
     "1_Pooling/config.json-pickle",
-    "sentence_bert_config.json-deep_closed",
-    "sentence_bert_config.json-twice_below",
-    "sentence_bert_config.json-bad_utf8",
-    "sentence_bert_config.json-comment",
-    "sentence_bert_config.json-number",
-    "sentence_bert_config.json-lfs",
+    "modules.json-digits",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN)
 @pytest.mark.parametrize("name", FILES)
 def test_broken_files(small, name, case):
@@ -213,8 +201,8 @@ def test_too_long(small, name):
     assert "json_bytes" in refused(small, LIMIT, name).hint
 
 
-@pytest.mark.default("[],")
-@pytest.mark.fast("\\x00", "{},")
+@pytest.mark.slow
+@pytest.mark.default("\\x00", "{},", "[],")
 @pytest.mark.parametrize("piece", ["\0", " ", "9", "[", "[],", "{},"])
 def test_a_hundred_megabytes(small, piece):
     """Lists of lists would take twenty times their bytes as objects of Python."""

@@ -239,6 +239,7 @@ def test_a_directory_of_that_name_wins(tmp_path, monkeypatch, name):
         find_model(name, revision="main")
 
 
+@pytest.mark.slow
 def test_a_directory_needs_no_huggingface_hub(tmp_path):
     for name, data in repository().items():
         (tmp_path / name).write_bytes(data)
@@ -457,6 +458,7 @@ def test_a_part_of_it_is_in_the_cache(cache, files):
         find_model("org/name/q4.gguf" if "q8.gguf" in files else "org/name")
 
 
+@pytest.mark.slow
 def test_the_variables_are_heeded(tmp_path):
     """In a process of its own: they are read when huggingface_hub is imported."""
     folder = lay_out(tmp_path / "home" / "hub", repository())

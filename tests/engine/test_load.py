@@ -150,6 +150,7 @@ def test_another_config(small):
         np.testing.assert_array_equal(states(load(small, config=config)[0]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", DType.bfloat16, np.float16])
 def test_dtype(small, dtype):
     model, _ = load(small, dtype=dtype)
@@ -291,6 +292,7 @@ def test_dtypes_that_are_none(small, option, value):
         load(small, **{option: value})
 
 
+@pytest.mark.slow
 def test_compiled_while_it_is_read(small):
     specs = [jax.ShapeDtypeStruct((1, 3), np.int32), jax.ShapeDtypeStruct((1, 3), np.int32)]
     model, _, program = load(small, compile=specs)
@@ -313,6 +315,7 @@ def test_specs_that_do_not_go_with_the_model(small):
         load(small, compile=[jax.ShapeDtypeStruct((1, 3), np.float32)] * 9)
 
 
+@pytest.mark.slow
 def test_onto_a_mesh(small):
     model, tokenizer = load(small)
     placed, _ = load(small, mesh=make_mesh(data=2, model=4))
@@ -325,6 +328,7 @@ def test_onto_a_mesh(small):
     )
 
 
+@pytest.mark.slow
 def test_compiled_for_a_mesh_while_it_is_read(small):
     ids = jax.ShapeDtypeStruct(IDS.shape, np.int32)
     mesh = make_mesh(model=2)

@@ -71,6 +71,7 @@ def original(minilm):
     return model, tokenizer, embed(model, tokenizer, TEXTS)
 
 
+@pytest.mark.slow
 @pytest.mark.default("F16-0.99999", "Q4_0-0.9")
 @pytest.mark.parametrize(
     ("kind", "least"), [("F32", 0.9999999), ("F16", 0.99999), ("Q8_0", 0.999), ("Q4_0", 0.9)]
@@ -96,6 +97,7 @@ def test_minilm(minilm, original, tmp_path, kind, least):
     }
 
 
+@pytest.mark.slow
 def test_in_another_dtype_blocks_are_decoded(minilm, original, tmp_path):
     path = write(tmp_path / "m.gguf", minilm, "Q8_0")
     packed, tokenizer = load(path)
@@ -113,8 +115,8 @@ MESHES = [{"model": 2}, {"data": 2, "model": 4}]
 FEW = [("Q8_0", MESHES[0]), ("F16", MESHES[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.default("Q8_0-axes0")
-@pytest.mark.fast("Q8_0-axes0")
 @pytest.mark.parametrize(
     ("kind", "axes"), campaign_but(2, first(FEW, itertools.product(("F16", "Q8_0"), MESHES)))
 )
@@ -130,6 +132,7 @@ def test_on_a_mesh(minilm, tmp_path, kind, axes):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_directory_with_one_gguf_file(minilm, original, tmp_path):
     write(tmp_path / "m.gguf", minilm)
     (tmp_path / "README.md").write_text("hello")
@@ -137,6 +140,7 @@ def test_a_directory_with_one_gguf_file(minilm, original, tmp_path):
     np.testing.assert_allclose(embed(model, tokenizer, TEXTS), original[2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_plan_of_a_gguf_file(minilm, tmp_path):
     packed = maxjax.plan(write(tmp_path / "q.gguf", minilm, "Q8_0"))
     wide = maxjax.plan(write(tmp_path / "f.gguf", minilm))
@@ -145,7 +149,7 @@ def test_plan_of_a_gguf_file(minilm, tmp_path):
     assert decoded.total_bytes == wide.total_bytes
 
 
-@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case != "bert"])
 def test_plans_of_decoders(case, tmp_path):
     """By the names of Hugging Face, also where the model is not there yet."""
@@ -194,6 +198,7 @@ def unknown_splits(tmp_path, monkeypatch):
     return write_random(path, "llama", made, checkpoint(made, tmp_path / "hf")), data
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_beside_the_error_says_what_to_do(unknown_splits):
     path, _ = unknown_splits
     with pytest.raises(UnsupportedModelError) as caught:

@@ -231,6 +231,7 @@ def _number(tree, values):
     return {"+": left + right, "-": left - right, "*": left * right}[op]
 
 
+@pytest.mark.slow
 @examples(300)
 @given(TREES, VALUES)
 def test_normal_form_has_the_value_of_the_expression(tree, values):

@@ -60,6 +60,7 @@ def test_in_a_graph(name):
         model.execute(*map(one, good))
 
 
+@pytest.mark.slow
 def test_every_dtype_and_gradient_goes_through():
     for dtype in ("bool", "int8", "bfloat16", "float32"):
         with Graph(

@@ -71,6 +71,7 @@ def test_stacked_and_not_are_the_same(options):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked, loops", [(True, 1), (False, 0)])
 def test_one_loop_in_a_graph(stacked, loops):
     texts = [str(Graph("g", nets(n)[stacked], [KIND]).jaxpr) for n in (4, 12)]
@@ -78,6 +79,7 @@ def test_one_loop_in_a_graph(stacked, loops):
     assert (len(texts[1]) < 1.05 * len(texts[0])) == stacked
 
 
+@pytest.mark.slow
 def test_traced_once_outside_of_a_graph():
     _, model = nets(5)
     x = np.ones((7, 4), np.float32)  # a size that no other test has traced
@@ -87,6 +89,7 @@ def test_traced_once_outside_of_a_graph():
     assert Block.traces == 1
 
 
+@pytest.mark.slow
 def test_the_registry_has_the_names_of_the_layers():
     plain, stacked = nets(3)
     graph = Graph("g", stacked, [KIND])
@@ -109,6 +112,7 @@ def test_lazy_layers_are_named():
         InferenceSession().load(graph)
 
 
+@pytest.mark.slow
 def test_in_a_with_block():
     _, model = nets(3)
     with Graph("g", input_types=[KIND]) as graph:

@@ -56,7 +56,8 @@ METHODS = {
 }
 
 
-@pytest.mark.fast(
+@pytest.mark.slow
+@pytest.mark.default(
     "cast-False",
     "reshape with Dims-True",
     "transpose-False",
@@ -73,6 +74,41 @@ METHODS = {
     "matmul of ranks-True",
     "number-False",
     "power-True",
+    "reshape with arguments-False",
+    "reshape-True",
+    "flatten to-False",
+    "to-False",
+    "slice with a name-False",
+    "broadcast_to-False",
+    "unsqueeze-True",
+    "rebind-False",
+    "max-True",
+    "neg-False",
+    "abs-True",
+    "matmul-True",
+    "numpy left-False",
+    "number-True",
+    "power-False",
+    "permute-True",
+    "T-False",
+    "flatten from-False",
+    "min-False",
+    "squeeze-True",
+    "astype-True",
+    "var-False",
+    "stdev-True",
+    "argmax-False",
+    "invert-True",
+    "compare-False",
+    "modulo-True",
+    "cast-True",
+    "reshape with Dims-False",
+    "mean-False",
+    "slice-False",
+    "index by a tensor-True",
+    "round-True",
+    "dim-False",
+    "row-True",
 )
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", METHODS)

@@ -218,6 +218,7 @@ def test_heads_of_any_width(width):
     all_right(operands((6, 2, 8), 3, 3, width, cache="bfloat16"), jnp_too=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads"), [(0, 4, 2), (2, 0, 2), (2, 0, 0), (0, 0, 0)]
 )
@@ -232,6 +233,7 @@ def test_nothing_to_do(batch, heads, kv_heads):
 # --- lengths ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("cache", ["float32", "float16"])
 def test_lengths(rotating, cache):
@@ -406,6 +408,7 @@ INT8 = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", INT8)
 def test_int8(which):
     sizes, options = INT8[which]
@@ -417,6 +420,7 @@ def test_int8(which):
         check_int8(given, floats, run.call(**given), **options)  # the jnp form
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("where", ["sequences and heads", "whole"])
 def test_int8_on_a_mesh(where, explicit):
@@ -440,6 +444,7 @@ def test_int8_on_a_mesh(where, explicit):
     check_int8(given, floats, got)
 
 
+@pytest.mark.slow
 def test_int8_without_its_scales():
     given, _ = narrowed(operands((5, 0)))
     scales, layer = given.pop("scales"), given.pop("layer")
@@ -663,8 +668,8 @@ def in_float64(given, floats, options):
     return sum((y * w).sum() for y, w in zip((out, keys, values), WEIGHTS, strict=True))
 
 
-@pytest.mark.default("jit-plain", "jit-interleaved", "eager-plain")
-@pytest.mark.fast("jit-cap and window")
+@pytest.mark.slow
+@pytest.mark.default("jit-cap and window", "jit-plain", "jit-interleaved", "eager-plain")
 @pytest.mark.parametrize(
     ("pairs", "options"),
     [
@@ -751,6 +756,7 @@ def calls(text):
     return set(re.findall(r"custom_call @(\w+)", text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["float32", "bfloat16"])
 def test_an_exported_program_needs_nothing_of_ours(cache):
     given = operands((5, 0, 9, -1), cache=cache, pairs=5)
@@ -888,6 +894,7 @@ def test_inside_shard_map_over_some_axes():
     check(given, jax.jit(run)(there))
 
 
+@pytest.mark.slow
 @both
 def test_derivatives_on_a_mesh(explicit):
     given = operands((5, 0, 3, 8), 8, 4)
@@ -902,6 +909,7 @@ def test_derivatives_on_a_mesh(explicit):
 # --- many at once -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads():
     run, raised = jax.jit(decode_attention), []
     many = [operands((200, 300), 4, 2, 64, 512, seed=seed) for seed in range(2)]

@@ -10,6 +10,7 @@ from maxjax.kernels import embed
 DTYPES = ["float32", "float16", "bfloat16", "int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_by_number(dtype):
     table = jnp.asarray(np.arange(12).reshape(4, 3), dtype)
@@ -26,6 +27,7 @@ def test_outside_is_nan(dtype):
     assert jnp.isnan(embed(jnp.ones((4, 3), dtype), jnp.array([4, -5]))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_gradient(dtype):
     table = jnp.ones((4, 3), dtype)

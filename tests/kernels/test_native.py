@@ -56,6 +56,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.default("portable")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_level_by_the_environment(setting):
@@ -67,6 +68,7 @@ def test_a_level_by_the_environment(setting):
     assert all(logged in line and "jnp forms" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_level_of_the_environment_is_what_a_level_returns_to():
     code = """
 import json
@@ -117,6 +119,7 @@ def _another(path):
     shutil.copy(np.random.mtrand.__file__, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -143,6 +146,7 @@ def test_no_library(make, says, other_library, tmp_path, caplog):
             pass
 
 
+@pytest.mark.slow
 def test_another_file_by_the_environment(tmp_path, monkeypatch):
     built, other = native.path(), tmp_path / "other.so"
     monkeypatch.setenv("MAXJAX_KERNELS_LIBRARY", str(other))

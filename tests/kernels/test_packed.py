@@ -61,8 +61,18 @@ def close(got, x, w, *, unit=2.0**-20):
 # --- decoding -----------------------------------------------------------------------------
 
 
-@pytest.mark.default("False-Q8_0", "True-Q4_0", "True-Q8_0", "True-Q4_K", "True-Q5_K", "True-MXFP4")
-@pytest.mark.fast("False-Q4_0", "False-MXFP4", "True-Q6_K")
+@pytest.mark.slow
+@pytest.mark.default(
+    "False-Q4_0",
+    "False-MXFP4",
+    "True-Q6_K",
+    "False-Q8_0",
+    "True-Q4_0",
+    "True-Q8_0",
+    "True-Q4_K",
+    "True-Q5_K",
+    "True-MXFP4",
+)
 @every
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bit_for_bit_as_the_gguf_package(name, compiled):
@@ -95,7 +105,7 @@ def test_what_is_no_blocks():
         QuantArray(np.zeros(18, np.uint8), "IQ2_XS")
 
 
-@pytest.mark.fast("Q4_0", "MXFP4")
+@pytest.mark.slow
 @every
 def test_ops(name):
     raw, encoding = blocks(name, 3, 256), QuantizationEncoding(name)
@@ -109,10 +119,10 @@ def test_ops(name):
 # --- products -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "float32-Q8_0", "float32-Q4_K", "float32-Q5_K", "bfloat16-Q4_0", "float16-Q6_K"
+    "float32-Q8_0", "float16-Q6_K", "bfloat16-Q4_0", "float32-Q4_K", "float32-Q5_K", "float32-MXFP4"
 )
-@pytest.mark.fast("float32-Q4_0", "float32-MXFP4", "bfloat16-Q6_K", "float16-Q5_K")
 @every
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_products(name, dtype):
@@ -125,6 +135,7 @@ def test_products(name, dtype):
             close(got, x, exact, unit=2.0**-20 if dtype == "float32" else 2.0**-8)
 
 
+@pytest.mark.slow
 def test_several_weights_of_different_encodings():
     a, exact = packed("Q4_K", 8, 256)
     b = jnp.ones((5, 256))
@@ -149,6 +160,7 @@ def test_a_layer_of_a_stack(name):
         close(got, x, reference(name, one).astype(np.float64))
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_activations():
     w, exact = packed("Q4_K", 8, 256)
     x = np.random.default_rng(1).standard_normal((2, 256)).astype(np.float32)
@@ -179,7 +191,7 @@ def weight(name: str, rows: int, columns: int) -> tuple[Weight, np.ndarray]:
     return w, reference(name, raw).astype(np.float64)
 
 
-@pytest.mark.fast("Q4_0", "MXFP4")
+@pytest.mark.slow
 @every
 def test_a_weight_shows_its_bytes_and_multiplies_as_weights(name):
     w, exact = weight(name, 8, 512)
@@ -242,8 +254,10 @@ IDS = np.array([[1, 2, 15], [0, 3, 4]])
 call = jax.jit(lambda model, ids: model(ids))
 
 
-@pytest.mark.default("False-Q8_0", "False-Q5_K", "False-Q6_K", "True-Q4_K")
-@pytest.mark.fast("False-Q4_0", "False-MXFP4", "True-Q6_K")
+@pytest.mark.slow
+@pytest.mark.default(
+    "False-Q4_0", "False-MXFP4", "True-Q6_K", "False-Q8_0", "False-Q5_K", "False-Q6_K", "True-Q4_K"
+)
 @every
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model(name, stacked):
@@ -267,6 +281,7 @@ def test_rows_that_are_no_blocks():
         nn.Linear(100, 8, "float32", CPU, False, QuantizationEncoding.Q4_K)
 
 
+@pytest.mark.slow
 def test_clipped():
     layer = nn.Linear(256, 8, "float32", CPU, False, QuantizationEncoding.Q4_K, clip_weight=0.5)
     layer.load_state_dict({"weight": blocks("Q4_K", 8, 256)})
@@ -306,14 +321,8 @@ def test_split_products(name, spec, explicit):
         )
 
 
-@pytest.mark.default(
-    "False-axes0-True",
-    "False-axes1-True",
-    "False-axes3-True",
-    "True-axes2-True",
-    "True-axes3-False",
-)
-@pytest.mark.fast("False-axes0-False", "False-axes2-True", "True-axes1-False", "True-axes3-True")
+@pytest.mark.slow
+@pytest.mark.default("False-axes0-False", "True-axes2-True", "False-axes1-True", "False-axes3-True")
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("axes", [{"model": 2}, {"model": 8}, {"data": 2, "model": 4}, {"fsdp": 4}])
 @pytest.mark.parametrize("stacked", [False, True])

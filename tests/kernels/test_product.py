@@ -58,6 +58,7 @@ def test_every_type_on_every_level(x, w):
         assert units <= ALLOWED, (level, one.x.shape, one.w.shape)
 
 
+@pytest.mark.slow
 def test_random_products():
     worst, wrong = campaign(60, seed=1)
     assert not wrong, "\n".join([*wrong, table(worst)])
@@ -109,6 +110,7 @@ def test_the_oracle_knows_infinities():
         assert error(bad, Product(x, w)) == inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_are_rounded_to_the_nearest_and_even(dtype):
     """Every number there is, and what lies a quarter, a half and three quarters of the way to the
@@ -132,23 +134,7 @@ def test_results_are_rounded_to_the_nearest_and_even(dtype):
         assert got.tobytes() == wanted.tobytes(), level
 
 
-@pytest.mark.fast(
-    "float32-float32-avx512bf16-1",
-    "float32-float32-avx2-3",
-    "float32-float16-avx512-1",
-    "float32-float16-portable-3",
-    "float32-bfloat16-avx2-1",
-    "float16-float32-avx512bf16-3",
-    "float16-float32-portable-1",
-    "float16-float16-avx512-3",
-    "float16-bfloat16-avx512bf16-1",
-    "float16-bfloat16-avx2-3",
-    "bfloat16-float32-avx512-1",
-    "bfloat16-float32-portable-3",
-    "bfloat16-float16-avx2-1",
-    "bfloat16-bfloat16-avx512bf16-3",
-    "bfloat16-bfloat16-portable-1",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("x", "w"), PAIRS)
@@ -186,6 +172,7 @@ def test_next_to_nothing(tokens, rows, depth):
         assert got.dtype == (one.x.dtype if one.x.dtype == one.w.dtype else np.float32)
 
 
+@pytest.mark.slow
 def test_sums_of_nothing_are_zero():
     """In a process of its own: a processor that divides by zero ends it."""
     code = """
@@ -206,6 +193,7 @@ print("all zero")
     assert "all zero" in done.stdout, (done.returncode, done.stderr[-500:])
 
 
+@pytest.mark.slow
 def test_weights_at_any_address():
     """Layers of an odd number of elements, and rows too: only the first lies even."""
     run = jax.jit(lambda x, s: [matmul(x, StackSlice(s, i)) for i in range(4)])
@@ -589,6 +577,7 @@ def test_an_exported_program_needs_nothing_of_ours():
         jnp.asarray(X)), C @ STACK64[2])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "sizes"),
     [
@@ -812,6 +801,7 @@ def test_vmap_on_a_mesh(explicit):
     assert right(program(x, w), xs, W)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 @both
 def test_inside_shard_map(explicit, check):
@@ -869,6 +859,7 @@ def in_threads(count, work, seconds):
     assert not raised, raised
 
 
+@pytest.mark.slow
 def test_threads():
     run = jax.jit(matmul)
     one, few = product(1, 300, 1000), product(20, 200, 500, "bfloat16", "bfloat16")
@@ -882,6 +873,7 @@ def test_threads():
     in_threads(8, work, 60)
 
 
+@pytest.mark.slow
 def test_threads_that_compile():
     def work(i):
         for depth in range(1, 6):
@@ -891,6 +883,7 @@ def test_threads_that_compile():
     in_threads(4, work, 60)
 
 
+@pytest.mark.slow
 @both
 def test_eight_devices_at_once(explicit):
     """More handlers at a time than the pool has threads, again and again before the last is done."""

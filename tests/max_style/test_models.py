@@ -14,6 +14,7 @@ from tests.oracles.models import OracleModel
 from tests.oracles.recorded import recorded, torch
 
 
+@pytest.mark.slow
 def test_the_documentations_mlp():
     model = mlp.MLP()
     rng = np.random.default_rng(0)
@@ -77,6 +78,7 @@ def run_compiled(model, ids):
     return compiled.execute(ids)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_eager, run_jit, run_compiled])
 def test_llama_gives_the_logits_of_transformers(pair, run):
     ours, theirs = pair
@@ -85,6 +87,7 @@ def test_llama_gives_the_logits_of_transformers(pair, run):
     np.testing.assert_allclose(got.to_numpy()[..., ::3], theirs.logits(IDS, 3), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_its_gradient_is_that_of_torch(pair):
     ours, theirs = pair
 

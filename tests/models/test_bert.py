@@ -111,6 +111,7 @@ def test_padding_changes_nothing(tmp_path):
         np.testing.assert_allclose(found.last_hidden_state[row, :n], alone[0], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
 def test_masks_of_any_type(tmp_path, dtype):
     _, model = pair(tmp_path)
@@ -121,6 +122,7 @@ def test_masks_of_any_type(tmp_path, dtype):
     )
 
 
+@pytest.mark.slow
 def test_a_mask_for_each_query(tmp_path):
     oracle, model = pair(tmp_path)
     ids, _, _ = inputs(2, 6)
@@ -136,6 +138,7 @@ def test_a_mask_for_each_query(tmp_path):
     same(model(ids, mask).last_hidden_state, oracle.ask("a mask for each query", answer))
 
 
+@pytest.mark.slow
 def test_positions(tmp_path):
     oracle, model = pair(tmp_path)
     ids, _, _ = inputs(2, 5)
@@ -147,6 +150,7 @@ def test_positions(tmp_path):
     same(call(model, ids, position_ids=each).last_hidden_state, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture, pooler",
     [("BertForMaskedLM", False), ("BertForSequenceClassification", True),
@@ -252,6 +256,7 @@ def test_sequences_the_model_cannot_take():
         shape(5)
 
 
+@pytest.mark.slow
 def test_a_missing_oracle_key_would_show(tmp_path):
     """The comparison can fail: one weight changed by a little is seen."""
     oracle, model = pair(tmp_path)

@@ -110,6 +110,7 @@ def check(checkpoints, name, values):
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hostile_numbers(checkpoints, name):
     check(checkpoints, name, [10**9, 2**63, math.nan])

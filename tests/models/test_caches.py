@@ -56,8 +56,8 @@ def in_pieces(model, ids, cache, lengths, run=on):
 # --- caches that go round ------------------------------------------------------------------------
 
 
-@pytest.mark.default("1:1-False")
-@pytest.mark.fast("all-True", "1:1-False")
+@pytest.mark.slow
+@pytest.mark.default("all-True", "1:1-False")
 @pytest.mark.parametrize(
     ("pattern", "stacked"),
     [("all", True), ("5:1", True), ("1:1", False)]
@@ -76,6 +76,7 @@ def test_it_keeps_what_the_layers_see(pattern, stacked):
     np.testing.assert_array_equal(cache.lengths, [30, 30])
 
 
+@pytest.mark.slow
 @pytest.mark.default("all")
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
 def test_rows_of_their_own_length(pattern):
@@ -95,6 +96,7 @@ def test_rows_of_their_own_length(pattern):
     np.testing.assert_array_equal(caches[0].lengths, caches[1].lengths)
 
 
+@pytest.mark.slow
 def test_padding_leaves_no_trace():
     model, ids = made(config_of("all")), ids_of(2, 12)
     lengths = np.array([3, 12], np.int32)
@@ -106,7 +108,7 @@ def test_padding_leaves_no_trace():
     jax.tree.map(np.testing.assert_array_equal, one, none)
 
 
-@pytest.mark.fast("Mistral")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2"])
 def test_as_transformers_generates(tmp_path, kind):
     settings = {"sliding_window": WINDOW}
@@ -121,6 +123,7 @@ def test_as_transformers_generates(tmp_path, kind):
     np.testing.assert_array_equal(greedy(mine, prompts, 24, chunk=4), expected)
 
 
+@pytest.mark.slow
 def test_a_capacity_within_the_window():
     model, ids = made(config_of("1:1", window=12)), ids_of(1, 24)
     cache = model.cache(1, 8)
@@ -139,6 +142,7 @@ def test_a_capacity_within_the_window():
     close(in_pieces(model, ids[:, 16:], cache, (8,))[0], call(model, ids)[:, 16:])
 
 
+@pytest.mark.slow
 @pytest.mark.default("all-4", "1:1-1")
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
@@ -166,6 +170,7 @@ def test_a_cache_of_another_model():
         made(config_of("fff"))(ids_of(1, 2), made(config_of("ff")).cache(1, 8))
 
 
+@pytest.mark.slow
 def test_rewinding():
     model, ids = made(config_of("1:1")), ids_of(2, 12)
     counts = np.array([4, 9], np.int32)
@@ -198,8 +203,8 @@ def test_batches_by_vmap():
 # --- int8 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.default("ffff")
-@pytest.mark.fast("ffff")
 @pytest.mark.parametrize("pattern", ["ffff", "5:1"])
 def test_int8_is_about_the_same(pattern):
     model, ids = made(config_of(pattern, head_dim=16)), ids_of(4, 40)
@@ -224,6 +229,7 @@ def test_int8_in_pieces_is_int8_at_once():
         assert np.median(np.abs(found - np.asarray(expected))) < 1e-6
 
 
+@pytest.mark.slow
 def test_int8_of_rows_that_go_round_is_int8_of_every_token():
     model, ids = made(config_of("s")), ids_of(2, 19)
     pieces = (9, 1, 9)
@@ -231,6 +237,7 @@ def test_int8_of_rows_that_go_round_is_int8_of_every_token():
     close(found, in_pieces(model, ids, full_cache(model, 2, 20, "int8"), pieces)[0])
 
 
+@pytest.mark.slow
 def test_int8_takes_half_of_bfloat16():
     model = made(config_of("ff", head_dim=64), dtype="bfloat16")
     bytes_of = lambda cache: sum(a.nbytes for a in jax.tree.leaves(cache.full))
@@ -253,6 +260,7 @@ def copies(program, cache):
     return [shape for shape in found if shape in shapes and "[0," not in shape]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
 def test_a_donated_cache_is_changed_in_place(pattern, dtype):
@@ -270,6 +278,7 @@ def test_a_donated_cache_is_changed_in_place(pattern, dtype):
     assert {a.unsafe_buffer_pointer() for a in jax.tree.leaves(after) if a.size} == places
 
 
+@pytest.mark.slow
 @pytest.mark.default("float32")
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_several_steps_in_one_program_copy_nothing(dtype):
@@ -292,6 +301,7 @@ def test_several_steps_in_one_program_copy_nothing(dtype):
     assert beside[0] == beside[1] < 1 << 14
 
 
+@pytest.mark.slow
 def test_prefill_copies_no_cache_of_every_token():
     model = made(config_of("1:1"))
     cache = model.cache(1, 4096)
@@ -314,6 +324,7 @@ FAST = ("2x2 auto int8",)
 DEFAULT = (*FAST, "4 explicit, one head")  # together they have each value
 
 
+@pytest.mark.slow
 @pytest.mark.default("2x2 auto int8")
 @pytest.mark.parametrize(
     "which",

@@ -76,6 +76,7 @@ FAMILIES_OF_THE_PAGE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_its_families_are_those_of_transformers(tmp_path):
     names = {"np": np, "maxjax": maxjax}
     for block in blocks_of(PAGE):
@@ -135,6 +136,7 @@ class FusedDecoder(Decoder):
         return self.lm_head(x) * 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_projection_of_its_own_is_enough_for_a_cache(devices):
     model = FusedDecoder(DecoderConfig(48, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2))
@@ -150,6 +152,7 @@ def test_a_projection_of_its_own_is_enough_for_a_cache(devices):
     np.testing.assert_allclose(model.logits(model.model.norm.weight.value), halved, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rope_that_there_is_not_is_refused():
     model = Decoder(DecoderConfig(48, 16, 24, num_layers=1, num_heads=4), stacked=False)
     maxjax.init(model, jax.random.key(0))

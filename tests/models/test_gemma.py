@@ -50,6 +50,7 @@ FEW = [
 EVERY = [(kind, *case) for kind in ("Gemma2", "Gemma3") for case in SAMPLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "heads", "tied", "stacked", "devices"),
     campaign_but(4, first(FEW, EVERY), oracle=True),
@@ -68,6 +69,7 @@ def test_the_first_gemma(tmp_path, heads):
     same(call(ours(tmp_path), ids), logits_of(model, ids))
 
 
+@pytest.mark.slow
 @KINDS
 def test_sizes_that_do_not_follow_from_each_other(tmp_path, kind):
     odd = {
@@ -83,6 +85,7 @@ def test_sizes_that_do_not_follow_from_each_other(tmp_path, kind):
     assert mine.config.slides == (False, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, key", [
     ("Gemma2", "attn_logit_softcapping"),
     ("Gemma2", "final_logit_softcapping"),
@@ -145,6 +148,8 @@ def test_the_scale_of_embeddings_is_rounded_to_their_type(tmp_path):
 # --- tokens --------------------------------------------------------------------------------------
 
 
+@pytest.mark.default("Gemma2-1-5", "Gemma3-3-5", "Gemma2-3-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, rows, chunk", [
     ("Gemma2", 3, None), ("Gemma2", 1, 5), ("Gemma3", 1, None), ("Gemma3", 3, 5)
 ])  # fmt: skip
@@ -163,6 +168,7 @@ def test_tokens_on_four_devices(tmp_path):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 12))
 
 
+@pytest.mark.slow
 def test_five_layers_of_six_are_one_pattern(tmp_path):
     more = {"num_hidden_layers": 12, "sliding_window_pattern": 6}
     model = oracle("Gemma3", tmp_path, **small("Gemma3", **more))
@@ -223,6 +229,7 @@ def test_ropes_are_read_as_transformers_reads_them(settings):
 # --- files ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param("Gemma", marks=pytest.mark.slow), "Gemma2", "Gemma3"]
 )

@@ -14,6 +14,7 @@ def kept():
         return dict(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", goldens.MODELS)
 def test_logits(name, kept, tmp_path):
     goldens.write(name, tmp_path)

@@ -40,8 +40,8 @@ def oracle(directory, seed=0, **settings):
     return decoders.gpt2_oracle(directory, seed, **{**SMALL, **settings})
 
 
-@pytest.mark.default("False-False-4")
-@pytest.mark.fast("True-True-1", "False-False-4")
+@pytest.mark.slow
+@pytest.mark.default("True-True-1", "False-False-4")
 @pytest.mark.parametrize(
     ("tied", "stacked", "devices"),
     campaign_but(
@@ -67,8 +67,8 @@ def test_logits(tmp_path, tied, stacked, devices):
         assert mine.cache(2, 8).keys.sharding.spec[2] == "model"
 
 
-@pytest.mark.default("unscaled")
-@pytest.mark.fast("inverse layer")
+@pytest.mark.slow
+@pytest.mark.default("inverse layer", "unscaled")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -91,6 +91,7 @@ def test_settings(tmp_path, settings):
     np.testing.assert_array_equal(greedy(mine, prompts, 4), decoders.generated(model, prompts, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunk", [pytest.param(None, marks=pytest.mark.slow), 5], ids=["whole", "chunked"]
 )
@@ -102,6 +103,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
+@pytest.mark.slow
 def test_64_tokens_of_one_text(tmp_path):
     model = oracle(tmp_path, seed=1)
     prompt = [ids_of(1, 7)[0]]
@@ -109,6 +111,7 @@ def test_64_tokens_of_one_text(tmp_path):
     np.testing.assert_array_equal(found, decoders.generated(model, prompt, 64))
 
 
+@pytest.mark.slow
 def test_gradients(tmp_path):
     model = oracle(tmp_path, n_layer=2)
     ids = ids_of(2, 8)
@@ -126,6 +129,7 @@ def test_gradients(tmp_path):
         np.testing.assert_allclose(sampled(found[name]), gradient, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path):
     model = oracle(tmp_path)
     weights = load_weights(tmp_path)
@@ -143,6 +147,7 @@ def test_bfloat16(tmp_path):
 # --- the end of the learned positions ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_long_is_refused(tmp_path):
     oracle(tmp_path, n_positions=8)
     model = ours(tmp_path)
@@ -158,6 +163,7 @@ def test_a_text_that_is_too_long_is_refused(tmp_path):
         model(ids_of(2, 1), cache)
 
 
+@pytest.mark.slow
 def test_inside_jit_only_tokens_beyond_are_nan(tmp_path):
     model = oracle(tmp_path, n_positions=8)
     mine, ids = ours(tmp_path), ids_of(2, 12)
@@ -184,6 +190,7 @@ def tensors_of(directory):
     return load_file(directory / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_checkpoint_comes_back_as_it_was(tmp_path):
     model = oracle(tmp_path / "a")
     mine = ours(tmp_path / "a", devices=2)
@@ -200,6 +207,7 @@ def test_the_checkpoint_comes_back_as_it_was(tmp_path):
     same(ask_of(tmp_path / "b", "logits", again), model.logits(ids), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_names_without_prefix_masks_and_a_tied_head_in_the_file(tmp_path):
     from safetensors.numpy import save_file
 
@@ -281,6 +289,7 @@ def test_defaults_and_spellings_are_those_of_transformers(tmp_path):
     assert GPT2Config.from_dict(new) == GPT2Config.from_dict(json.loads(json.dumps(old)))
 
 
+@pytest.mark.slow
 def test_a_model_made_in_code():
     config = GPT2Config(50, 16, num_layers=2, num_heads=2, max_position_embeddings=9)
     model = maxjax.init(GPT2(config), jax.random.key(0))

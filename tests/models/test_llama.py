@@ -89,8 +89,8 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.mark.default("dynamic", "llama3")
-@pytest.mark.fast("linear", "longrope")
+@pytest.mark.slow
+@pytest.mark.default("linear", "longrope", "dynamic", "llama3")
 @pytest.mark.parametrize("kind", ROPES)
 def test_stretched_ropes(tmp_path, kind):
     rope = {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}
@@ -133,6 +133,7 @@ def test_both_spellings_of_rope(kind):
 # --- tokens --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunk", [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(5, id="chunked")]
 )
@@ -144,6 +145,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [5, pytest.param(None, marks=pytest.mark.slow)])
 def test_mistral(tmp_path, window):
     model = oracle("Mistral", tmp_path, sliding_window=window, num_key_value_heads=1)
@@ -158,6 +160,7 @@ def test_mistral(tmp_path, window):
 # --- files ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gguf_of_the_same_weights(tmp_path, tied):
     from maxjax.checkpoint import convert
@@ -183,6 +186,7 @@ def test_layers_of_unlike_types_are_stacked_where_they_are_alike(tmp_path):
     same(call(mine, ids), logits_of(model, ids), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_one_leaf(tmp_path):
     import jax
 

@@ -61,6 +61,7 @@ def short(values):
     return "-".join(map(str, values))
 
 
+@pytest.mark.slow
 @pytest.mark.default(
     "Mixtral-gqa-False-True-1", "Mixtral-mqa-False-False-4", "Qwen3Moe-mha-True-False-1"
 )
@@ -91,6 +92,7 @@ LAYERS = {
 FEW = ("every second", "shares as they are", "inner features do not divide")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYERS]
 )
@@ -126,6 +128,7 @@ def test_64_tokens_alone_and_in_a_batch_in_chunks(tmp_path, kind, rows, chunk):
     np.testing.assert_array_equal(greedy(ours(tmp_path), prompts, 64, chunk), expected)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(tmp_path):
     oracle("Mixtral", tmp_path, **MORE["Mixtral"])
     mine, ids = ours(tmp_path), ids_of(2, 20)
@@ -231,6 +234,7 @@ def in_memory(model):
     return found
 
 
+@pytest.mark.slow
 @KINDS
 def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     model = oracle(kind, tmp_path, **MORE[kind])
@@ -269,6 +273,7 @@ def test_another_number_of_experts_than_the_configuration_says(tmp_path):
         ours(tmp_path)
 
 
+@pytest.mark.slow
 @ONE
 def test_gguf_of_the_same_weights(tmp_path, kind):
     settings = {**MORE[kind], "mlp_only_layers": []}
@@ -281,6 +286,7 @@ def test_gguf_of_the_same_weights(tmp_path, kind):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, fused", [("mixtral", False), ("qwen3moe", True)])
 def test_gguf_as_llama_cpp_writes_it(tmp_path, case, fused):
     model = gguf_files.model(case)
@@ -290,6 +296,7 @@ def test_gguf_as_llama_cpp_writes_it(tmp_path, case, fused):
     np.testing.assert_allclose(call(ours(path), ids), model.logits(ids), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.default("Mixtral")
 @ONE
 def test_packed_experts_equal_decoding_first(tmp_path, kind):

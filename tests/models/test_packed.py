@@ -29,7 +29,7 @@ def both(directory, quantize, tmp_path, devices=1):
     return packed, decoded
 
 
-@pytest.mark.fast("q8_0-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "devices"),
     campaign_but(4, [("q8_0", 1), ("q4_k", 4), ("q6_k", 4), ("q4_0", 1), ("q4_k", 1)]),
@@ -48,6 +48,7 @@ def test_logits_and_tokens(llama, quantize, devices, tmp_path):
     assert [text.tokens for text in written[0]] == [text.tokens for text in written[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
 def test_other_families(family, tmp_path):
     more = {"query_pre_attn_scalar": 32} if family == "Gemma2" else {}

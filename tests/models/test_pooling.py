@@ -29,7 +29,7 @@ ORACLES = {
 }
 
 
-@pytest.mark.fast("False-cls", "False-weightedmean", "True-mean_sqrt_len_tokens")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 @pytest.mark.parametrize("normalize", [False, True])
 def test_each_mode(mode, normalize):
@@ -65,6 +65,7 @@ def test_no_tokens_at_all_is_finite(dtype):
         assert bool(jnp.isfinite(found).all()), mode
 
 
+@pytest.mark.slow
 def test_long_texts_in_bfloat16():
     x = jnp.ones((1, 512, 3), jnp.bfloat16)
     mask = jnp.asarray(np.arange(512)[None] < 511)

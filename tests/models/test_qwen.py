@@ -48,7 +48,8 @@ def test_logits_stacked_and_placed(tmp_path, kind, heads, tied, stacked, devices
     np.testing.assert_array_equal(greedy(mine, prompts, 12), decoders.generated(model, prompts, 12))
 
 
-@pytest.mark.fast("listed-Qwen3", "last layers-Qwen3", "no layer-Qwen3")
+@pytest.mark.default("no layer-Qwen3", "last layers-Qwen2", "listed-Qwen3")
+@pytest.mark.slow
 @ONE
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_windows_of_some_layers(tmp_path, kind, windows):
@@ -63,6 +64,7 @@ def test_windows_of_some_layers(tmp_path, kind, windows):
         np.testing.assert_array_equal(found, decoders.generated(model, prompts, 16))
 
 
+@pytest.mark.slow
 @ONE
 def test_64_tokens_of_rows_of_different_length(tmp_path, kind):
     model, ids = oracle(kind, tmp_path, **WIDTH[kind]), ids_of(3, 13)

@@ -86,6 +86,7 @@ def said(caplog):
     return caplog
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form", "equal"), ALL)
 def test_logits_are_those_of_transformers(tmp_path, said, kind, form, equal):
     theirs, ids = checkpoint(tmp_path, kind, form, None if equal else other), ids_of(2, 12)
@@ -108,6 +109,7 @@ def test_the_head_alone_is_the_table(tmp_path):
     near(call(ours(tmp_path / "x.gguf"), ids), expected_of(theirs, tmp_path, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [True, False])
 def test_on_a_mesh_and_in_a_plan(tmp_path, said, equal):
     theirs, ids = checkpoint(tmp_path, head=None if equal else other), ids_of(2, 12)
@@ -249,6 +251,7 @@ def test_a_state_dict_of_torch_loads_into_a_tied_model(tmp_path):
 PLACES = ["x.gguf", "x", "x.safetensors", "steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_conversion_keeps_the_head(tmp_path, said, place, equal):
@@ -298,6 +301,7 @@ def test_a_model_that_only_converts(tmp_path, said):
     assert len(said.records) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [None, "q8_0"])
 def test_gguf_with_a_head_that_is_the_table(tmp_path, packed):
     """A GGUF file says by its tensors whether there is a head; only a configuration can tie it."""

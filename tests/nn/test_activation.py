@@ -38,16 +38,7 @@ def test_gelu_is_exact_and_the_others_are_not():
     assert 1e-2 < np.abs(np.asarray(activation("quick_gelu")(jnp.asarray(X))) - exact).max() < 3e-2
 
 
-@pytest.mark.fast(
-    "bfloat16-gelu",
-    "bfloat16-gelu_python_tanh",
-    "bfloat16-linear",
-    "bfloat16-relu6",
-    "float16-gelu",
-    "float16-gelu_python_tanh",
-    "float16-linear",
-    "float16-relu6",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_are_rounded_once(name, dtype):
@@ -58,7 +49,7 @@ def test_sixteen_bits_are_rounded_once(name, dtype):
     np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
 
 
-@pytest.mark.fast("gelu", "gelu_python_tanh", "linear", "relu6")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_gradients_are_finite(name):
     gradient = jax.grad(lambda x: jnp.sum(activation(name)(x)))(jnp.asarray(X))

@@ -28,8 +28,8 @@ def in_float64(query, key, value, mask=None, scale=None):
     return np.einsum("bhts,bshd->bthd", weights, value)
 
 
-@pytest.mark.default("None-1-1", "0.3-5-7", "0.3-6-6", "0.3-1-1")
-@pytest.mark.fast("None-5-7", "0.3-1-7")
+@pytest.mark.slow
+@pytest.mark.default("None-5-7", "0.3-1-7", "None-1-1", "0.3-5-7", "0.3-6-6", "0.3-1-1")
 @pytest.mark.parametrize("queries, keys", [(5, 7), (1, 7), (6, 6), (1, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_without_a_mask(queries, keys, scale):
@@ -81,6 +81,7 @@ def test_a_query_with_nothing_to_see_is_finite():
     np.testing.assert_allclose(found, np.broadcast_to(v.mean(1)[:, None], found.shape), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_softmax_is_taken_in_float32():
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in heads(6, queries=64, keys=256, width=32))
     exact = in_float64(*(np.asarray(a, np.float64) for a in (q, k, v)))
@@ -90,6 +91,7 @@ def test_softmax_is_taken_in_float32():
     assert error[0] < error[1] / 2
 
 
+@pytest.mark.slow
 def test_under_jit_vmap_and_grad():
     q, k, v = heads(7)
     mask = jnp.asarray(np.array([[1, 1, 1, 0, 0, 0, 0]] * 2, bool))
@@ -135,7 +137,7 @@ def test_shapes_that_do_not_fit_are_refused():
 # --- heads of keys shared by several of queries ---------------------------------------------
 
 
-@pytest.mark.fast("1-False", "3-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 def test_shared_heads_are_repeated_ones(kv_heads, masked):
@@ -204,6 +206,7 @@ def test_causal_and_everywhere(options):
     np.testing.assert_allclose(call(layer, x[0]), y[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_mask_and_variant_both_count():
     x, keys = random(2, 6, 16), np.array([[1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 1]], bool)
     for variant, base in (("CAUSAL_MASK", causal(6)), ("NULL_MASK", np.ones((6, 6), bool))):
@@ -222,6 +225,7 @@ def test_sliding_window(variant):
     np.testing.assert_allclose(call(layer, x), oracle(x, w, sees), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_positions_and_a_table_in_the_place_of_the_rope():
     layer, w = layer_of()
     x, positions = random(6, 16), np.array([3, 3, 4, 9, 0, 1])
@@ -264,6 +268,7 @@ def test_one_weight_for_three():
     np.testing.assert_allclose(call(layer, x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_token():
     assert layer_of()[0](jnp.zeros((2, 0, 16))).shape == (2, 0, 16)
 

@@ -117,8 +117,14 @@ def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
         np.testing.assert_array_equal(value, VALUES[name])
 
 
-@pytest.mark.default("sizes0-False-True", "sizes0-True-False", "sizes1-True-True")
-@pytest.mark.fast("sizes0-False-False", "sizes1-False-True")
+@pytest.mark.slow
+@pytest.mark.default(
+    "sizes0-False-False",
+    "sizes1-False-True",
+    "sizes0-False-True",
+    "sizes0-True-False",
+    "sizes1-True-True",
+)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2, "data": 2}])
@@ -154,6 +160,7 @@ def test_drawn_on_the_mesh_it_is_the_same():
         np.testing.assert_allclose(model.state_dict()[QKV], VALUES[QKV], **EXACT)
 
 
+@pytest.mark.slow
 def test_moved_assigned_copied():
     model, run = placed(False, model=4), jax.jit(call)
     for sizes in ({"model": 2}, {"data": 2}, {"model": 4}):
@@ -190,6 +197,7 @@ def test_gradients():
         np.testing.assert_allclose(qkv(got).value, qkv(want).value, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_compiled_before_it_is_loaded(stacked):
     model = Net(stacked).to(maxjax.make_mesh(model=4))
@@ -210,6 +218,7 @@ def test_in_a_graph():
     np.testing.assert_allclose(got, VALUES[QKV] @ X[0, 0], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_in_shard_map(stacked):
     mesh = maxjax.make_mesh(data=2, model=4)

@@ -19,10 +19,8 @@ def loaded(rows=5, width=3, dtype="float32"):
     return layer, table
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "shape0-uint8-float32", "shape1-uint8-float16", "shape2-int32-float32", "shape3-int8-bfloat16"
-)
-@pytest.mark.fast(
     "shape0-int32-float32",
     "shape0-uint8-float16",
     "shape1-int32-bfloat16",
@@ -31,6 +29,10 @@ def loaded(rows=5, width=3, dtype="float32"):
     "shape2-int8-bfloat16",
     "shape3-uint8-float32",
     "shape3-int8-float16",
+    "shape0-uint8-float32",
+    "shape1-uint8-float16",
+    "shape2-int32-float32",
+    "shape3-int8-bfloat16",
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("index_dtype", [np.int32, np.uint8, np.int8])

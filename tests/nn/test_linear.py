@@ -85,6 +85,7 @@ def test_clip_weight_leaves_the_bias_alone():
     assert float(layer.state_dict()["weight"].max()) == 3.0  # clipped where it is used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight, x, result",
     [
@@ -112,6 +113,7 @@ def test_a_wider_bias_is_rounded_once_and_at_the_end():
     np.testing.assert_array_equal(np.asarray(found), exact.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_jit_grad_and_vmap():
     layer, values = loaded(has_bias=True)
     x = jnp.asarray(np.random.default_rng(3).standard_normal((5, 6)), jnp.float32)

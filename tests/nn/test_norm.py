@@ -189,6 +189,7 @@ def test_initialised_to_the_identity_of_normal_input(layer):
     np.testing.assert_allclose(call(layer, x), x, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda: LayerNorm(8, [CPU], "float32"), lambda: RMSNorm(8, "float32")]
 )
@@ -204,6 +205,7 @@ def test_jit_and_grad(make):
 # --- ConstantLayerNorm and GroupNorm --------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dims", "shape"), [(8, (3, 8)), ((2, 4), (3, 2, 4)), ((8,), (8,))])
 def test_constant_layer_norm(dims, shape):
     x = np.random.default_rng(8).standard_normal(shape).astype(np.float32) * 3 + 1
@@ -247,6 +249,7 @@ def test_group_norm_refuses():
         ConstantLayerNorm(8, CPU, "float32")(jnp.ones((2, 7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [LayerNorm(6, [CPU], "float32"), RMSNorm(6, "float32"), RMSNorm(6, "float32", 1e-5, 1.0, False),

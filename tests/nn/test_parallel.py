@@ -23,16 +23,11 @@ class Head(nn.Module):
         return self.lm_head(self.embed_tokens(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "AxisType.Auto-64-spec0-True",
-    "AxisType.Auto-63-spec1-True",
-    "AxisType.Explicit-63-spec1-True",
-    "AxisType.Manual-64-spec0-False",
-)
-@pytest.mark.fast(
-    "AxisType.Auto-64-spec0-False",
-    "AxisType.Explicit-64-spec0-True",
     "AxisType.Manual-63-spec1-False",
+    "AxisType.Auto-64-spec0-True",
+    "AxisType.Explicit-63-spec1-True",
 )
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("vocab", "spec"), [(64, ("model", None)), (63, (None, "model"))])

@@ -172,7 +172,11 @@ def sampled():
                 yield pytest.param(name, one, id=f"{name}-{one!r}", marks=slow)
 
 
+@pytest.mark.slow
 @pytest.mark.default(
+    "block-data2-model4-explicit-set",
+    "three-kv-heads-model4-explicit",
+    "vocabulary-fsdp8-auto",
     "block-model8-explicit-set",
     "block-seq4-auto",
     "nine-heads-model2-auto",
@@ -185,9 +189,6 @@ def sampled():
     "bert-model2-auto-set",
     "layer-stack-fsdp2-model2-auto",
 )
-@pytest.mark.fast(
-    "block-data2-model4-explicit-set", "three-kv-heads-model4-explicit", "vocabulary-fsdp8-auto"
-)
 @pytest.mark.parametrize(("name", "setting"), list(sampled()))
 def test_compiled_as_on_one_device(name, setting):
     case = CASES[name]
@@ -196,8 +197,12 @@ def test_compiled_as_on_one_device(name, setting):
         close(jax.jit(call)(model, *batched(setting.mesh, case.inputs())), expected(name))
 
 
-@pytest.mark.default("'layer-stack'-fsdp2-model4-explicit")
-@pytest.mark.fast("'vocabulary'-model8-explicit", "'vocabulary'-model8-auto")
+@pytest.mark.slow
+@pytest.mark.default(
+    "'vocabulary'-model8-explicit",
+    "'vocabulary'-model8-auto",
+    "'layer-stack'-fsdp2-model4-explicit",
+)
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -217,10 +222,13 @@ def test_eager_as_on_one_device(name, setting):
         close(call(model, *batched(setting.mesh, case.inputs())), expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "'moe'-data2-expert2-model2-explicit-set", "'layer-stack'-fsdp2-model4-explicit"
+    "'block'-fsdp8-explicit",
+    "'bert'-fsdp8-explicit",
+    "'moe'-data2-expert2-model2-explicit-set",
+    "'layer-stack'-fsdp2-model4-explicit",
 )
-@pytest.mark.fast("'block'-fsdp8-explicit", "'bert'-fsdp8-explicit")
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -241,8 +249,10 @@ def test_from_numpy_arrays(name, setting):
         close(jax.jit(call)(model, *case.inputs()), expected(name))
 
 
-@pytest.mark.default("layer-stack-axes2-kinds2")
-@pytest.mark.fast("vocabulary-axes0-kinds0", "vocabulary-axes1-kinds1")
+@pytest.mark.slow
+@pytest.mark.default(
+    "vocabulary-axes0-kinds0", "vocabulary-axes1-kinds1", "layer-stack-axes2-kinds2"
+)
 @pytest.mark.parametrize(
     ("name", "axes", "kinds"),
     [
@@ -260,6 +270,7 @@ def test_some_axes_explicit(name, axes, kinds):
     close(jax.jit(call)(model, *batched(mesh, CASES[name].inputs())), expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "kinds"),
     [
@@ -273,6 +284,7 @@ def test_some_axes_explicit_around_experts(axes, kinds):
     close(jax.jit(call)(fill(moe()).to(mesh), *batched(mesh, floats(B, T, E))), expected("moe"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [pytest.param(False, marks=slow), True])
 def test_axes_called_tp_and_dp(explicit):
     kind = AxisType.Explicit if explicit else AxisType.Auto
@@ -291,6 +303,7 @@ def test_a_mesh_of_one_device(explicit):
     close(jax.jit(call)(model, *floats(B, T, 32)), expected("block"))
 
 
+@pytest.mark.slow
 @both
 def test_one_sequence_without_a_batch(explicit):
     """Known defect on Explicit axes: [1, T, H, D] is brought to [T, E] in one reshape."""
@@ -299,6 +312,7 @@ def test_one_sequence_without_a_batch(explicit):
     close(jax.jit(call)(model, x[0]), expected("block")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [pytest.param(False, marks=slow), True])
 def test_masks_positions_and_options(explicit):
     mesh, (x,) = mesh_of({"data": 2, "model": 4}, explicit), floats(B, T, 32)
@@ -318,6 +332,7 @@ def test_masks_positions_and_options(explicit):
     close(with_one_token, jax.jit(call)(make(), x[:1, :1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [pytest.param(False, marks=slow), True])
 def test_experts_with_any_number_of_tokens(explicit):
     mesh, (x,) = mesh_of({"data": 2, "expert": 2, "model": 2}, explicit), floats(B, T, E)
@@ -337,8 +352,8 @@ def test_experts_that_run_one_by_one(explicit):
     close(jax.jit(call)(make().to(mesh), *batched(mesh, (x,))), jax.jit(call)(make(), x))
 
 
-@pytest.mark.default("{'data': 2, 'model': 4}-auto")
-@pytest.mark.fast("{'model': 8}-auto", "{'model': 8}-explicit")
+@pytest.mark.slow
+@pytest.mark.default("{'data': 2, 'model': 4}-auto", "{'model': 8}-explicit")
 @both
 @pytest.mark.parametrize(
     "sizes",
@@ -363,6 +378,7 @@ def test_a_vocabulary_that_does_not_divide(explicit, sizes):
     close(shares, jax.nn.softmax(expected("vocabulary"), -1), 1e-7)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("rows", [64, 50257])
 def test_rows_outside_of_a_split_table(explicit, rows):
@@ -412,10 +428,8 @@ class Indexed(Fused):
         return self.qkv[16:32], self.experts[:, :, 8:], self.parts[3:7] @ x[0]
 
 
-@pytest.mark.default("model1-auto-jit", "model4-explicit-set-eager")
-@pytest.mark.fast(
-    "model4-auto-jit", "model4-auto-eager", "model8-explicit-jit", "model8-explicit-eager"
-)
+@pytest.mark.slow
+@pytest.mark.default("model4-explicit-set-eager", "model1-auto-jit", "model8-explicit-eager")
 @pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize(
     "setting",
@@ -434,6 +448,7 @@ def test_parts_are_in_logical_order(setting, how):
         close(how(call)(model, x), call(fill(Fused()), x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @both
 def test_rows_of_a_split_weight(explicit, how):
@@ -443,6 +458,7 @@ def test_rows_of_a_split_weight(explicit, how):
     close(how(call)(model, x), call(fill(Indexed()), x))
 
 
+@pytest.mark.slow
 @both
 def test_all_weights_of_a_stacked_linear(explicit):
     """Known defect on Explicit axes: queries are split, too few heads of keys are not."""
@@ -519,8 +535,8 @@ def test_the_count_can_fail(explicit):
     close(jax.jit(call)(model, x), expected("block"))  # and still right
 
 
-@pytest.mark.default("bert-seq8-auto")
-@pytest.mark.fast("block-data8-explicit", "vocabulary-data8-explicit")
+@pytest.mark.slow
+@pytest.mark.default("block-data8-explicit", "vocabulary-data8-explicit", "bert-seq8-auto")
 @pytest.mark.parametrize(
     "setting",
     settings(at(True, data=8)) + settings(at(data=8), at(seq=8), at(True, seq=8), marks=slow),
@@ -580,12 +596,13 @@ def only_weights(model, found):
     )
 
 
-@pytest.mark.default("'layer-stack'-fsdp8-explicit")
-@pytest.mark.fast(
+@pytest.mark.slow
+@pytest.mark.default(
     "'block'-fsdp8-auto",
     "'block'-fsdp8-explicit",
     "'bert'-fsdp8-explicit",
     "'vocabulary'-fsdp8-explicit",
+    "'layer-stack'-fsdp8-explicit",
 )
 @pytest.mark.parametrize(
     ("name", "setting"),
@@ -630,10 +647,13 @@ GRADS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "'moe'-data2-expert2-model2-explicit", "'three-kv-heads'-fsdp2-model4-explicit"
+    "'block'-fsdp4-model2-auto-set",
+    "'vocabulary'-model4-explicit",
+    "'moe'-data2-expert2-model2-explicit",
+    "'three-kv-heads'-fsdp2-model4-explicit",
 )
-@pytest.mark.fast("'block'-fsdp4-model2-auto-set", "'vocabulary'-model4-explicit")
 @pytest.mark.parametrize(("name", "setting"), GRADS, ids=repr)
 def test_gradients(name, setting):
     case = CASES[name]
@@ -650,6 +670,7 @@ def test_gradients(name, setting):
             ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -714,6 +735,7 @@ def saved(directory, model, dtype=np.float32):
     return values, directory / "model.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.default(
     "plain-model4-auto",
     "plain-data2-model4-auto",
@@ -760,6 +782,7 @@ def test_a_tied_weight_is_placed_once(tmp_path):
     np.testing.assert_array_equal(np.asarray(model.emb.weight), values["emb.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.default("plain-model4-auto", "stacked-fsdp2-model4-explicit")
 @pytest.mark.parametrize(
     "setting", settings(at(True, fsdp=2, model=4)) + settings(at(model=4), marks=slow)
@@ -800,6 +823,7 @@ def test_what_does_not_divide_is_whole():
     assert "9 heads do not divide" in model.self_attn.o_proj.weight.stored.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", settings(at(True, True, fsdp=2, model=2)))
 @pytest.mark.parametrize(
     "make", [lambda: linear_pair(), lambda: linear_pair().stack()], ids=["list", "stack"]
@@ -818,6 +842,7 @@ def linear_pair():
     return nn.LayerList(nn.Linear(8, 8, "float32", CPU) for _ in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", settings(at(True, True, fsdp=4, model=2)))
 @pytest.mark.parametrize("stacked", [False, True], ids=["plain", "stacked"])
 def test_a_new_value_keeps_the_placement(setting, stacked):
@@ -875,6 +900,7 @@ def test_programs_of_several_meshes():
     close([run(other, x), run(model, x)], [expected("block")] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", settings(at(True, fsdp=4, model=2)))
 def test_copies(setting):
     model = fill(layers(2, stacked_qkv=True)).to(setting.mesh)
@@ -904,10 +930,14 @@ def test_pickle(make, place):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "block-fsdp2-model4-auto", "stack-fsdp2-model4-auto", "stack-data2-model4-explicit-set"
+    "block-model4-auto",
+    "stack-model4-explicit",
+    "block-fsdp2-model4-auto",
+    "stack-fsdp2-model4-auto",
+    "stack-data2-model4-explicit-set",
 )
-@pytest.mark.fast("block-model4-auto", "stack-model4-explicit")
 @pytest.mark.parametrize(
     "setting",
     settings(at(model=4), at(True, model=4), at(fsdp=2, model=4), at(True, True, data=2, model=4)),
@@ -939,14 +969,9 @@ class Calls(nn.Module):
         return h
 
 
-@pytest.mark.default("columns-fsdp2-model4-explicit-set")
-@pytest.mark.fast(
-    "rows-model4-auto",
-    "columns-fsdp2-model4-explicit-set",
-    "rows-model4-explicit",
-    "rows-fsdp2-model4-explicit-set",
-    "columns-model4-auto",
-    "columns-model4-explicit",
+@pytest.mark.slow
+@pytest.mark.default(
+    "columns-fsdp2-model4-explicit-set", "rows-model4-explicit", "columns-model4-auto"
 )
 @pytest.mark.parametrize(
     "setting", settings(at(model=4), at(True, model=4), at(True, True, fsdp=2, model=4))
@@ -969,11 +994,12 @@ def test_graphs_and_subgraphs(setting, spec):
 # --- inside shard_map ---------------------------------------------------------------------------
 
 
-@pytest.mark.default("'block'-data2-fsdp2-model2-explicit-set")
-@pytest.mark.fast(
+@pytest.mark.slow
+@pytest.mark.default(
     "'layer-stack'-data2-model4-explicit",
     "'moe'-data2-expert2-model2-auto",
     "'vocabulary'-data2-model4-auto",
+    "'block'-data2-fsdp2-model2-explicit-set",
 )
 @pytest.mark.parametrize(
     ("name", "setting"),
@@ -999,6 +1025,7 @@ def test_a_model_inside_shard_map(name, setting):
         close(jax.jit(run)(model, *inputs), expected(name))
 
 
+@pytest.mark.slow
 def test_a_small_model_inside_shard_map_eagerly():
     mesh, (x,) = mesh_of({"data": 2, "model": 4}, False), floats(8, 8)
     model = linear().to(mesh, rules={"weight": P(None, "model"), "bias": P("model")})
@@ -1008,6 +1035,7 @@ def test_a_small_model_inside_shard_map_eagerly():
     close(run(model, jnp.asarray(x)), call(linear(), x))
 
 
+@pytest.mark.slow
 @both
 def test_the_local_part_and_a_sum(explicit):
     mesh = mesh_of({"data": 2, "model": 4}, explicit)
@@ -1046,6 +1074,7 @@ def test_shapes_inside_shard_map_are_those_of_the_array():
     assert seen == [[(8, 8)] * 3]
 
 
+@pytest.mark.slow
 def test_gradients_through_shard_map():
     mesh, (x,) = mesh_of({"data": 2, "model": 4}, False), floats(8, 8)
     model = linear().to(mesh, rules={"weight": P(None, "model"), "bias": P("model")})
@@ -1307,6 +1336,7 @@ def test_weights_in_the_hosts_memory(name, place):
     close(named(grads), expected_grads(name))
 
 
+@pytest.mark.slow
 @pytest.mark.default("layer-mesh", "stack-device")
 @pytest.mark.parametrize("place", [model4, lambda: jax.devices()[0]], ids=["mesh", "device"])
 @pytest.mark.parametrize(
@@ -1341,6 +1371,7 @@ class Odd(nn.Module):
         return (x @ self.w.T) * jnp.asarray(self.factor), self.none + 1.0
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("size", [0, "n"])
 def test_sizes_of_zero_none_and_unknown(explicit, size):
@@ -1372,6 +1403,7 @@ def test_weights_that_a_program_captures():
         close(jax.jit(lambda x: model(x))(x), call(linear(), x))
 
 
+@pytest.mark.slow
 def test_threads():
     (x,), found = floats(B, T, 32), []
     model = fill(block())

@@ -64,9 +64,10 @@ def assert_refused(case: Case, path: Path, opening) -> None:
     if "offset" in case.names and error.path and os.path.isfile(error.path):
         assert 0 <= error.offset <= os.path.getsize(error.path)
     if files_before is not None:
-        assert set(os.listdir("/proc/self/fd")) == files_before, "a file was left open"
+        assert set(os.listdir("/proc/self/fd")) <= files_before, "a file was left open"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opening", [open_safetensors, open_checkpoint], ids=["file", "any"])
 @pytest.mark.parametrize("case", [c for c in SAFETENSORS if c.error], ids=str)
 def test_bad_file_is_refused(case, opening, tmp_path):

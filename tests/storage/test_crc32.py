@@ -122,6 +122,7 @@ def test_without_the_library(monkeypatch):
     assert level() == "zlib" and not is_fast()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "wanted"),
     [

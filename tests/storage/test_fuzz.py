@@ -51,6 +51,7 @@ def parts_of_the_index(tmp_path_factory):
         keep_reading(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "index"])
 @pytest.mark.parametrize("count", MUTATIONS)
 def test_damaged_files_are_refused_cleanly_or_read_as_the_reference_does(format, count):
@@ -170,6 +171,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", PLANTED)
 def test_a_faulty_reader_is_seen(reader):
     kind, says, times = PLANTED[reader]
@@ -184,6 +186,8 @@ def test_a_faulty_reader_is_seen(reader):
     assert result.counts["refused"] == 6 - (0 if reader in told else times)
 
 
+@pytest.mark.default("safetensors-changing", "npz-forgetting", "gguf-changing", "index-changing")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "reader"),
     # Of damaged PyTorch files only torch itself can say what they hold.
@@ -216,12 +220,14 @@ def test_a_wrong_sum_that_passes_is_seen(tmp_path):
         fuzz.pytorch_agrees(torch, None, {})
 
 
+@pytest.mark.slow
 def test_a_reader_that_cannot_start_is_an_error(capfd):
     with pytest.raises(RuntimeError, match="before it read a file"):
         fuzz.Fuzz("safetensors", 4, 0, f"{HERE}:no_such_reader").run()
     assert "no_such_reader" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_refusal_has_a_time():
     """How long it took is for the script to say; here, that it looks at every case."""
     from tests.storage.numpy.corpus import NPZ

@@ -94,6 +94,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment, kind", [(m, k) for m, (_, _, of) in MOMENTS.items() for k in of])
 def test_replaced_while_it_is_opened(kind, moment, tmp_path, monkeypatch):
     path = save(kind, tmp_path, 1)
@@ -112,6 +113,7 @@ def test_replaced_while_it_is_opened(kind, moment, tmp_path, monkeypatch):
     assert value(path) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "set", "orbax"])
 def test_replaced_again_and_again(kind, tmp_path, monkeypatch):
     """It is given up after a while, and not called damaged."""

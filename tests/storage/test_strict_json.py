@@ -27,6 +27,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(VALUES, st.booleans())
 def test_reads_what_json_writes(value, ascii_only):
     assert load_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value

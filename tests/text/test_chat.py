@@ -369,17 +369,7 @@ ENDLESS = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(
-    "loops",
-    "times",
-    "tilde",
-    "format",
-    "dicts in dicts",
-    "output",
-    "expandtabs",
-    "method format width by argument",
-    "map",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_ended(name):
     trace, start = sys.gettrace(), time.monotonic()

@@ -77,7 +77,7 @@ def pieces(tokenizer, ids, **options):
     return [*found, stream.flush()]
 
 
-@pytest.mark.fast("byte-level", "wordpiece as it is", "strip tokens")
+@pytest.mark.slow
 @given(st.data())
 def test_pieces_are_the_text(tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))

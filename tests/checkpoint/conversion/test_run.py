@@ -176,7 +176,7 @@ SOURCES = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("safetensors", "npz")
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_format_into_every_format(source, tmp_path):
     path, arrays = SOURCES[source](tmp_path)
@@ -276,7 +276,7 @@ def shifted(case: str) -> bool:
     return case.startswith("gemma")
 
 
-@pytest.mark.fast("bert", "gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_hugging_face_to_gguf_and_back(case, models, tmp_path):
     folder, arrays = models(case)
@@ -431,7 +431,8 @@ def wide(tmp_path_factory):
 KINDS = {"q8_0": 1 / 200, "q4_0": 1 / 7, "q4_k": 1 / 7, "q6_k": 1 / 28}
 
 
-@pytest.mark.fast("gguf-q8_0", "safetensors-q4_0", "orbax-q4_k")
+@pytest.mark.default("gguf-q4_0", "safetensors-q8_0", "orbax-q6_k", "safetensors-q4_k")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("through", ["gguf", "safetensors", "orbax"])
 def test_quantize(kind, through, wide, tmp_path):
@@ -891,6 +892,7 @@ def test_onto_the_same_steps_of_orbax(tmp_path):
 TEXTS = ["A cat sits on the mat.", "Where is the nearest station?", "ein Satz mit Ümläuten"]
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_minilm_embeds_the_same_in_every_format(minilm, tmp_path):
     def embedded(path):

@@ -94,6 +94,7 @@ def test_orbax_itself_finds_the_state_dict(tmp_path, stacked, count):
     assert_same(dict(sorted(found["model"].items())), dict(sorted(expected.items())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 2, 4, 8])
 def test_any_devices_to_any_devices(tmp_path, before):
     save(tmp_path, filled(placed(before > 2, before)))
@@ -186,6 +187,7 @@ def test_bytes_without_an_encoding_are_refused_for_a_quantised_weight(tmp_path):
         restore(tmp_path, Typed())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stack"])
 def test_the_order_of_the_devices_does_not_show(tmp_path, stacked):
     model = device_major.placed(stacked, model=4)
@@ -219,6 +221,7 @@ def test_layers_of_a_stack_are_not_copied():
 # --- other trees
 
 
+@pytest.mark.slow
 def test_an_optimiser_goes_to_a_model_held_otherwise(tmp_path):
     tx = optax.chain(optax.scale(0.5), optax.adamw(1e-3))
     model = filled(placed(True, 4))
@@ -515,6 +518,7 @@ def test_too_little_room_is_told_before_writing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["write", "flush", "commit"])
 def test_a_failure_at_the_end_leaves_what_was_there(tmp_path, monkeypatch, step):
     save(tmp_path, None, x=jnp.ones(3))
@@ -635,6 +639,7 @@ def test_an_interrupt_leaves_what_was_there(tmp_path):
     assert outcome("interrupted", tmp_path) == {"caught": True, "left": ["0"], "next": "1"}
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
     assert outcome("leave", tmp_path) == {"done": False}
     model = Net(width=1024)

@@ -35,6 +35,7 @@ def assert_whole(path: Path | str, tiny) -> None:
     assert maxjax.plan(path).total_bytes == maxjax.plan(model).total_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "7", "7/model"])
 def test_a_saved_step(tmp_path, tiny, place):
     model, tokenizer = tiny
@@ -42,6 +43,7 @@ def test_a_saved_step(tmp_path, tiny, place):
     assert_whole(tmp_path / place, tiny)
 
 
+@pytest.mark.slow
 def test_the_other_ways_to_save(tmp_path, tiny):
     model, tokenizer = tiny
     save_async(tmp_path / "async", model, tokenizer=tokenizer).result()
@@ -60,6 +62,7 @@ def test_the_other_ways_to_save(tmp_path, tiny):
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
 
 
+@pytest.mark.slow
 def test_a_step_keeps_its_files_on_the_way_to_another_format(tmp_path, tiny):
     model, tokenizer = tiny
     save(tmp_path / "run", model, tokenizer=tokenizer)

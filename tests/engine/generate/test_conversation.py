@@ -54,7 +54,7 @@ SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2}
 KINDS = pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 
 
-@pytest.mark.fast("Llama-values0", "Mistral-values1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "values"),
     campaign_but(3, [("Llama", {}), ("Mistral", {}), ("Llama", SAMPLED), ("Mistral", SAMPLED)]),
@@ -76,6 +76,7 @@ def test_turns(models, read, kind, values):
             assert read[-1] < len(prompt) / 2, (read, len(prompt))
 
 
+@pytest.mark.slow
 @KINDS
 def test_an_answer_that_is_interrupted(models, kind):
     model = models(kind)
@@ -127,6 +128,7 @@ def test_a_chat_that_becomes_too_long(model):
     assert len("".join(chat.say("Hi"))) == 5
 
 
+@pytest.mark.slow
 @KINDS
 def test_room_is_made_by_the_oldest_turns(models, read, kind):
     """What is left out is gone from the prompt alone; the opening stays, and reset brings all back."""

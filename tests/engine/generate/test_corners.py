@@ -137,6 +137,7 @@ def poisoned(tmp_path):
     return model, tokenizer, prompt, tokens[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_numbers_after_the_end_do_not_matter(poisoned, streamed):
     """They are in the dispatch that the stop text is in."""
@@ -169,6 +170,7 @@ def no_collector():
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.default("False-1", "True-0")
 @pytest.mark.parametrize("read", [0, 1])
 @pytest.mark.parametrize("closed", [False, True])
@@ -224,6 +226,7 @@ def test_the_next_turn_ends_the_one_before(chat, loaded):
     assert second == generate(loaded, prompt, max_new_tokens=20, eos_ids=())
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_dropped(chat, no_collector):
     for piece in chat.say("hello"):  # noqa: B007 (looked at below)
         break

@@ -56,8 +56,8 @@ def expected(theirs):
 # --- as transformers -------------------------------------------------------------------------
 
 
-@pytest.mark.default("3-16")
-@pytest.mark.fast("32-512", "3-16")
+@pytest.mark.slow
+@pytest.mark.default("32-512", "3-16")
 @pytest.mark.parametrize(
     ("batch_size", "chunk"),
     campaign_but(3, [(32, 512), (3, 16), (1, 512), (32, 16), (3, 512), (1, 16)]),
@@ -88,8 +88,8 @@ FAMILIES = {
 UNLIKE = ("Mistral", "Mixtral", "Gemma2", "GPT2")
 
 
-@pytest.mark.default("Mistral")
-@pytest.mark.fast("Mistral", "Mixtral")
+@pytest.mark.slow
+@pytest.mark.default("Mistral", "Mixtral")
 @pytest.mark.parametrize(
     "family", campaign_but(4, first([(f,) for f in UNLIKE], [(f,) for f in FAMILIES]), oracle=True)
 )
@@ -102,6 +102,7 @@ def test_every_family(family, tmp_path):
     assert [list(text.tokens) for text in found] == expected
 
 
+@pytest.mark.slow
 def test_penalty(model, theirs):
     prompt = PROMPTS[2]
     expected = theirs.generated([prompt], 40, repetition_penalty=1.5)[0]
@@ -135,8 +136,8 @@ def drawn(model):
     return [text.tokens for text in maxjax.generate(model, None, PROMPTS, **SAMPLED)]
 
 
+@pytest.mark.slow
 @pytest.mark.default("axes1-True")
-@pytest.mark.fast("axes1-True")
 @pytest.mark.parametrize(
     ("axes", "explicit"),
     campaign_but(
@@ -155,6 +156,7 @@ def test_the_same_key_on_a_mesh(directory, theirs, drawn, axes, explicit):
     assert [text.tokens for text in found] == drawn
 
 
+@pytest.mark.slow
 def test_the_same_key_in_another_batch(model, drawn):
     found = maxjax.generate(model, None, PROMPTS, **SAMPLED, batch_size=1, chunk=16)
     assert [text.tokens for text in found] == drawn
@@ -171,6 +173,7 @@ def test_a_stream_gives_the_same(model, expected):
         assert pieces.completion == text_of(tokens)
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows(model, expected, monkeypatch):
     monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 1)
     monkeypatch.setattr(decoding, "_MIN_CAPACITY", 4)
@@ -188,6 +191,7 @@ def test_a_cache_of_int8(model, expected):
     assert np.mean(alike) > 0.8
 
 
+@pytest.mark.slow
 def test_texts_as_prompts(model, expected):
     tokenizer = characters()
     texts = [text_of(prompt) for prompt in PROMPTS]
@@ -237,6 +241,7 @@ def test_the_context_ends_it(model):
     assert len(found.tokens) == 6 and found.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_the_files_of_a_checkpoint_are_heard(directory, theirs, expected, tmp_path):
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -258,6 +263,7 @@ def test_the_files_of_a_checkpoint_are_heard(directory, theirs, expected, tmp_pa
 # --- how it runs -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_how_much_is_compiled(theirs, directory):
     """One program for each bucket of prompts, and one that decodes, however it is called."""
     model = ours(directory)
@@ -332,6 +338,7 @@ class Interrupting:
         return [3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.default("True")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_interrupted(model, expected, monkeypatch, streamed):
@@ -356,6 +363,7 @@ def test_interrupted(model, expected, monkeypatch, streamed):
     assert maxjax.generate(model, None, PROMPTS[0], max_new_tokens=64).tokens == expected[0]
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_left(model):
     pieces = maxjax.stream(model, characters(), PROMPTS[0], max_new_tokens=64)
     first = [next(pieces) for _ in range(20)]  # several come of a dispatch by then

@@ -101,11 +101,16 @@ def with_values(make):
     return maxjax.init(make(), jax.random.key(0))
 
 
-@pytest.mark.fast(
+@pytest.mark.slow
+@pytest.mark.default(
     "mlp-{'model': 8}",
     "block-{'data': 2, 'model': 4}",
     "bert-{'fsdp': 2, 'model': 2}",
     "tower-{'fsdp': 8}",
+    "mlp-{'fsdp': 2, 'model': 2}",
+    "block-{'fsdp': 8}",
+    "bert-{'data': 2, 'model': 4}",
+    "tower-{'model': 8}",
 )
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -564,6 +569,7 @@ def test_names_cannot_steer_a_terminal(checkpoint):
 # --- a large one ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_llama_405b(tmp_path):
     total = write_sparse(tmp_path, LLAMA_405B, 191)
     found = plan(tmp_path, "model=8", batch=4, length=1000, hbm="80GB")

@@ -128,6 +128,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_processors_are_those_of_transformers():
     """Every configuration, on logits of every kind at once."""
     logits = np.concatenate([random_logits(kind, batch=2) for kind in KINDS])
@@ -146,6 +147,7 @@ def test_processors_are_those_of_transformers():
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.slow
 def test_presence_and_frequency_are_of_the_answer_only():
     logits = random_logits()
     history = History.start(jnp.array([[1, 2, 2]] * 3), V)
@@ -158,6 +160,7 @@ def test_presence_and_frequency_are_of_the_answer_only():
     agree(processed(jnp.asarray(logits), settings, history=history), facts(expected))
 
 
+@pytest.mark.slow
 def test_history_leaves_out_padding_and_ids_that_are_no_token():
     ids = jnp.array([[3, 1, 4, 0], [-1, 7, 2, 2]])
     found = History.start(ids, 6, jnp.array([2, 4])).prompt
@@ -166,6 +169,7 @@ def test_history_leaves_out_padding_and_ids_that_are_no_token():
         History.start(ids[0], 6)
 
 
+@pytest.mark.slow
 def test_extreme_temperatures_stay_numbers():
     logits = jnp.asarray(random_logits("few"))
     for temperature in (5e-324, 1e-20, 1e300):
@@ -203,8 +207,10 @@ DRAWS = {
 }
 
 
-@pytest.mark.default("top_k", "top_k by halving", "min_p", "min_p, flat")
-@pytest.mark.fast("temperature", "top_p after top_k")
+@pytest.mark.slow
+@pytest.mark.default(
+    "temperature", "top_p after top_k", "top_k", "top_k by halving", "min_p", "min_p, flat"
+)
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_the_largest_of_logit_and_noise(name):
     """Whichever way a filter takes: among a few candidates or through the whole vocabulary."""
@@ -218,6 +224,7 @@ def test_draws_are_the_largest_of_logit_and_noise(name):
         assert found.tokens.tolist() == (kept + noise).argmax(axis=1).tolist(), kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "top_p", "keeps"),
     [
@@ -267,6 +274,7 @@ def test_both_ways_are_taken():
         ), name
 
 
+@pytest.mark.slow
 def test_wide_vocabularies_draw_the_same():
     """There the largest logits are looked for by blocks."""
     key, width = jax.random.key(6), 70_001
@@ -312,6 +320,7 @@ def test_frequencies_are_the_probabilities():
         assert (deviation**2).sum() < 23.5, name  # chance 1 in 10 000, and the keys are fixed
 
 
+@pytest.mark.slow
 def test_a_row_draws_the_same_in_any_batch():
     logits, key = jnp.asarray(random_logits(batch=6)), jax.random.key(3)
     settings = Sampling(temperature=1.5, top_k=30)
@@ -345,9 +354,11 @@ TYPES = [AxisType.Auto, AxisType.Explicit]
 FAST = [("filters", SPECS[0], kind) for kind in TYPES]
 
 
-@pytest.mark.default("temperature-P(None, ('data', 'model'))-AxisType.Explicit")
-@pytest.mark.fast(
-    "filters-P('data', 'model')-AxisType.Auto", "filters-P('data', 'model')-AxisType.Explicit"
+@pytest.mark.slow
+@pytest.mark.default(
+    "filters-P('data', 'model')-AxisType.Auto",
+    "filters-P('data', 'model')-AxisType.Explicit",
+    "temperature-P(None, ('data', 'model'))-AxisType.Explicit",
 )
 @pytest.mark.parametrize(
     ("name", "spec", "kind"),
@@ -378,6 +389,7 @@ def test_meshes_and_padding_change_nothing(kind, name, spec):
         np.testing.assert_array_equal(found.top_tokens, expected.top_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_any_kind_of_key(impl):
     logits = jnp.asarray(random_logits(batch=5))
@@ -389,6 +401,7 @@ def test_any_kind_of_key(impl):
     assert whole.tolist() != draw(logits, jax.random.key(8, impl=impl), settings).tokens.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_greedy_is_the_first_of_the_largest(dtype):
     for kind in KINDS[:4]:
@@ -403,6 +416,7 @@ def test_greedy_is_the_first_of_the_largest(dtype):
 # --- log-probabilities ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_logprobs_are_of_the_model(dtype):
     """Not of the processed logits, and without the padding of the vocabulary."""
@@ -431,6 +445,7 @@ def test_more_logprobs_than_tokens():
 # --- what cannot be sampled from ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [Sampling(), Sampling(temperature=1), Sampling(temperature=1, top_k=2, top_p=0.5)],
@@ -510,6 +525,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused():
     for name, (call, message) in REFUSED.items():
         with pytest.raises(UserInputError, match=message):
@@ -531,6 +547,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "filters"),
     campaign_but(2, [(50_001, "top_k"), (70_001, "top_p"), (70_001, "top_k"), (50_001, "top_p")]),

@@ -30,6 +30,7 @@ def test_between_minus_one_and_one(name):
     check(getattr(ops, name), getattr(torch, name), X / 5)
 
 
+@pytest.mark.slow
 def test_the_rest():
     check(ops.negate, torch.neg, X)
     check(ops.silu, torch.nn.functional.silu, X)

@@ -32,6 +32,7 @@ def test_gather(places, axis):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_gather_nd(width):
     x, places = normal(3, 4, 5), np.random.default_rng(0).integers(0, 3, (2, 6, width))
@@ -40,6 +41,7 @@ def test_gather_nd(width):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_dims", [1, 2])
 def test_gather_nd_in_batches(batch_dims):
     x = normal(2, 3, 4, 5)
@@ -55,6 +57,7 @@ def test_gather_nd_in_batches(batch_dims):
     check_numpy(lambda x: ops.gather_nd(x, places, batch_dims), oracle, x)
 
 
+@pytest.mark.slow
 def test_outside_reads_nan_and_writes_nothing():
     assert np.isnan(ops.gather(X, np.array([9]), 0)).all()
     assert np.isnan(ops.gather_nd(X, np.array([[9]]))).all()
@@ -62,6 +65,7 @@ def test_outside_reads_nan_and_writes_nothing():
     np.testing.assert_array_equal(got, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_scatter(axis):
     places = np.array([[0, 2], [1, 0]]) if axis == 0 else SPOTS
@@ -73,6 +77,7 @@ def test_scatter(axis):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_scatter_with_what_is_there(name):
     places = np.array([[0, 0, 3], [1, 1, 1]])
@@ -97,6 +102,7 @@ def test_gradients_of_a_product_with_zeros(zeros):
     )
 
 
+@pytest.mark.slow
 def test_a_product_outside_writes_nothing():
     places = np.array([[7, 7]])
     slope = jax.grad(lambda u: ops.scatter_mul(X[:1], u, places).sum())(U)
@@ -114,8 +120,15 @@ _APPLY = {
 }  # fmt: skip
 
 
-@pytest.mark.default("1-scatter_nd_add", "1-scatter_nd_mul", "2-scatter_nd_max", "2-scatter_nd_min")
-@pytest.mark.fast("1-scatter_nd", "2-scatter_nd")
+@pytest.mark.slow
+@pytest.mark.default(
+    "1-scatter_nd",
+    "2-scatter_nd",
+    "1-scatter_nd_add",
+    "1-scatter_nd_mul",
+    "2-scatter_nd_max",
+    "2-scatter_nd_min",
+)
 @pytest.mark.parametrize("name", _APPLY)
 @pytest.mark.parametrize("width", [1, 2])
 def test_scatter_nd(name, width):
@@ -162,6 +175,7 @@ def test_masked_scatter():
     )
 
 
+@pytest.mark.slow
 def test_nonzero():
     x = np.array([[0, 2, 0], [3, 0, 4]])
     want = np.argwhere(x)

@@ -12,6 +12,7 @@ X = normal(2, 3, 5, 4)
 SIZES = [(7, 9), (3, 2), (5, 8), (1, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.default("size2", "size3")
 @pytest.mark.parametrize("size", SIZES)
 def test_resize(size):
@@ -26,6 +27,7 @@ def test_resize(size):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.default("size0", "size1")
 @pytest.mark.parametrize("size", SIZES)
 def test_resize_linear(size):

@@ -68,9 +68,19 @@ def test_outer():
         ops.outer(normal(2, 2), normal(2))
 
 
-@pytest.mark.default("None--1-False", "None--1-True", "0-None-True", "2-1-True", "2-5-False")
-@pytest.mark.fast(
-    "None-None-False", "None-0-True", "0-None-False", "0-0-True", "2-None-False", "2-0-True"
+@pytest.mark.slow
+@pytest.mark.default(
+    "None-None-False",
+    "None-0-True",
+    "0-None-False",
+    "0-0-True",
+    "2-None-False",
+    "2-0-True",
+    "None--1-False",
+    "None--1-True",
+    "0-None-True",
+    "2-1-True",
+    "2-5-False",
 )
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("lower", [None, -1, 0, 1, 5])
@@ -99,8 +109,10 @@ def test_pairs_as_complex():
         ops.as_interleaved_complex(normal(2, 3))
 
 
-@pytest.mark.default("None-forward", "6-backward", "6-ortho", "7-forward")
-@pytest.mark.fast("None-backward", "6-forward")
+@pytest.mark.slow
+@pytest.mark.default(
+    "None-backward", "6-forward", "None-forward", "6-backward", "6-ortho", "7-forward"
+)
 @pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])
 @pytest.mark.parametrize("n", [None, 6, 7])
 def test_irfft(n, norm):

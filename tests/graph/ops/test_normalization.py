@@ -50,6 +50,7 @@ def test_where_rms_norm_rounds():
     assert (early != late).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_group_norm(groups):
     check(
@@ -59,6 +60,7 @@ def test_group_norm(groups):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_result_has_the_dtype_of_the_input():
     half = X.astype(np.float16)
     assert ops.layer_norm(half, W, B, 1e-5).dtype == np.float16

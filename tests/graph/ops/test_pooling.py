@@ -34,6 +34,7 @@ def test_pooling(stride, padding, ceil_mode):
         )
 
 
+@pytest.mark.slow
 def test_dilation():
     check(
         lambda x: ops.max_pool2d(x, (2, 2), dilation=(2, 3), stride=2),
@@ -53,6 +54,7 @@ def test_of_integers():
     np.testing.assert_array_equal(got[0, :, :, 0], [[-8, -6, -5], [0, 2, 3], [4, 6, 7]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [((3, 3), (2, 2), {}), ((5, 6), (3, 2), {"stride": (2, 1)}),

@@ -178,6 +178,7 @@ def test_fsdp_splits_no_block_of_packed_weights():
     assert tuple(place("w", (6, 128), None, mesh, block=32).spec) == (None, "fsdp")
 
 
+@pytest.mark.slow
 def test_packed_weights_keep_their_values_where_fsdp_does_not_divide_their_blocks():
     class Holder(Module):
         def __init__(self):

@@ -38,6 +38,7 @@ def test_each_is_itself_alone_and_equal_when_the_same(name):
         one.num_devices = 3
 
 
+@pytest.mark.slow
 @given(st.integers(0, 50), st.integers(1, 12))
 def test_ranges_cover_everything_once(size, n):
     ranges = [even_range(size, i, n) for i in range(n)]
@@ -46,6 +47,7 @@ def test_ranges_cover_everything_once(size, n):
     assert widths == sorted(widths, reverse=True) and max(widths) - min(widths) <= 1
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(1, 5), st.integers(1, 4), st.booleans()), min_size=1, max_size=4

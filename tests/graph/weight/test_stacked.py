@@ -165,6 +165,7 @@ def test_a_weight_of_a_stack_is_a_tree_of_its_slice():
     assert jax.jit(lambda w: w * 2)(w).shape == (2,)
 
 
+@pytest.mark.slow
 def test_the_old_stack_is_let_go():
     s, weights = stack([1, 2, 3])
     old = weakref.ref(s.leaf)
@@ -352,6 +353,7 @@ def test_a_graph_has_one_entry_for_a_stack():
     assert found["layers.2.bias"] is model.layers[2].bias and "layers.7.bias" not in found
 
 
+@pytest.mark.slow
 def test_named_sizes():
     _, model = nets("plain")
     program = model.compile(TensorType("float32", ("rows", 4), CPU))
@@ -374,6 +376,7 @@ def test_gradients_inside_a_graph():
     close(*results)
 
 
+@pytest.mark.slow
 def test_a_program_lets_old_values_go():
     _, model = nets("plain")
     old = weakref.ref(jax.tree.leaves(model.layers)[0])

@@ -149,16 +149,15 @@ def test_a_plain_model(small):
     assert written(model) == wanted(model.state_dict())
 
 
+@pytest.mark.slow
 def test_a_stacked_model_is_written_as_its_layers(small):
     model = initialized(stacked=True)
     assert written(model) == written(initialized()) == wanted(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "{'model': 4}-Explicit-True", "{'model': 2}-Auto-False", "{'data': 2, 'model': 4}-Explicit-True"
-)
-@pytest.mark.fast(
-    "{'model': 4}-Auto-False", "{'model': 2}-Auto-True", "{'data': 2, 'model': 4}-Explicit-False"
+    "{'model': 2}-Auto-True", "{'data': 2, 'model': 4}-Explicit-False", "{'model': 4}-Auto-False"
 )
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
@@ -170,6 +169,7 @@ def test_models_on_meshes(stacked, kind, sizes, small):
     assert written(model) == WRITTEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_fully_sharded(stacked, small):
     assert written(placed(stacked, fsdp=8)) == WRITTEN

@@ -136,6 +136,7 @@ def run(module, x):
     return np.moveaxis(np.asarray(module(np.moveaxis(x, 1, -1))), -1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_torch(name, tmp_path):
     make, ours, shape = LAYERS[name]
@@ -163,6 +164,7 @@ def test_a_layer_of_torch(name, tmp_path):
         np.testing.assert_array_equal(back[key], value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_attention(tmp_path, fused):
     x, y = numbers(2, 5, 12), numbers(2, 7, 12, seed=1)
@@ -271,6 +273,7 @@ def drawn(rng, name, shape):
     return rng.random(shape) + 0.2 if len(shape) == 1 else 0.3 * rng.standard_normal(shape)
 
 
+@pytest.mark.slow
 def test_a_bert_gives_torch_s_logits(bert):
     directory, oracle = bert
     model = nnx.eval_shape(lambda: Bert(rngs()))
@@ -287,6 +290,7 @@ def test_a_bert_gives_torch_s_logits(bert):
     np.testing.assert_allclose(found, oracle.ask("logits", answer), rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_bert_goes_back_under_its_names(bert):
     directory, oracle = bert
     model = Bert(rngs())
@@ -320,6 +324,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 def test_three_tables_that_say_the_same(tmp_path):
     values = mlp_values()
     path = saved(tmp_path / "m.safetensors", values)
@@ -442,6 +447,7 @@ def test_packed_blocks_are_decoded_if_asked(tmp_path):
     np.testing.assert_array_equal(model.kernel[...], expected.T)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_has_hugging_face_s_names(minilm, tmp_path):
     from tests.engine.test_load_gguf import write
 
@@ -516,6 +522,7 @@ def test_a_variable_in_two_places():
         load(model, both | {"head.weight": table + 1}, rename=torch_rules(model))
 
 
+@pytest.mark.slow
 def test_stacked_layers(tmp_path):
     class Stacked(nnx.Module):
         def __init__(self, rngs):
@@ -657,6 +664,7 @@ def test_many_differences_are_counted():
     assert len(caught.value.diff.missing) == 65 and len(str(caught.value)) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ref": True}, {"hijax": True}], ids=str)
 def test_variables_of_other_kinds(options):
     with nnx.var_defaults(**options):
@@ -799,6 +807,7 @@ def check_sharded(model, values, mesh, **options):
         np.testing.assert_array_equal(np.asarray(array), expected.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.default(
     "float32-full-explicit",
     "float16-abstract-auto",
@@ -832,6 +841,7 @@ def test_each_device_reads_its_own(tmp_path, monkeypatch, kind, is_abstract, sto
         np.testing.assert_array_equal(np.asarray(back[name]), value.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_arrays_by_name_onto_devices():
     mesh, values = spread("auto"), sharded_values()
     with jax.set_mesh(mesh):
@@ -882,6 +892,7 @@ def test_one_device_that_was_chosen():
     assert not model.bias[...].committed
 
 
+@pytest.mark.slow
 def test_the_page_runs():
     from tests.test_walk import ROOT, run_blocks
 

@@ -57,6 +57,7 @@ def close(found, expected, atol=2e-5):
 # --- calls ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pieces_of_a_text_are_the_text():
     model, ids = made(), ids_of(2, 12)
     whole = call(model, ids)
@@ -69,6 +70,7 @@ def test_pieces_of_a_text_are_the_text():
         np.testing.assert_array_equal(cache.lengths, [start, start])
 
 
+@pytest.mark.slow
 def test_rows_of_their_own_length():
     model = made()
     ids, lengths = ids_of(3, 7), np.array([7, 3, 0], np.int32)
@@ -88,6 +90,7 @@ def test_rows_of_their_own_length():
             close(one[row], alone[n + m])
 
 
+@pytest.mark.slow
 def test_padding_leaves_no_trace():
     model, ids = made(), ids_of(2, 6)
     lengths = np.array([2, 6], np.int32)
@@ -100,6 +103,7 @@ def test_padding_leaves_no_trace():
     assert not np.asarray(one.keys)[:, 0, :, 2:].any()
 
 
+@pytest.mark.slow
 def test_last_without_a_cache():
     model, ids = made(), ids_of(2, 6)
     whole = call(model, ids)
@@ -114,6 +118,7 @@ def test_prefill_for_the_last_token_makes_no_logits_of_the_others():
     assert f"2x6x{VOCAB}" not in text and f"2x{VOCAB}xf32" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unstacked"])
 def test_a_decode_step_goes_through_the_kernel(stacked):
     model = made(stacked=stacked)
@@ -123,6 +128,7 @@ def test_a_decode_step_goes_through_the_kernel(stacked):
     assert "@maxjax_decode_attention" not in end.lower(model, ids_of(2, 2), cache).as_text()
 
 
+@pytest.mark.slow
 def test_a_donated_cache_is_changed_in_place():
     model = made()
     step = jax.jit(lambda m, ids, cache: m(ids, cache, last=True), donate_argnums=2)
@@ -134,6 +140,7 @@ def test_a_donated_cache_is_changed_in_place():
         assert {a.unsafe_buffer_pointer() for a in (after.keys, after.values)} == places
 
 
+@pytest.mark.slow
 def test_a_cache_grows_in_the_middle_of_a_text():
     model, ids = made(), ids_of(1, 20)
     _, cache = on(model, ids[:, :7], model.cache(1, 8))
@@ -141,6 +148,7 @@ def test_a_cache_grows_in_the_middle_of_a_text():
     close(logits, call(model, ids)[:, 7:])
 
 
+@pytest.mark.slow
 def test_a_long_prompt_into_a_much_larger_cache():
     # Prefill looks at T, 4 T, 16 T slots or all, by how many are filled.
     model, ids = made(), ids_of(1, 70)
@@ -151,6 +159,7 @@ def test_a_long_prompt_into_a_much_larger_cache():
     close(jnp.concatenate(found, 1), call(model, ids))
 
 
+@pytest.mark.slow
 def test_stacked_and_unstacked_and_hooked():
     model, ids = made(), ids_of(2, 6)
     expected = call(model, ids)
@@ -165,6 +174,7 @@ def test_stacked_and_unstacked_and_hooked():
     close(call(model, ids), expected)
 
 
+@pytest.mark.slow
 def test_derivatives():
     model, ids = made(), ids_of(3, 5)
 
@@ -212,6 +222,7 @@ def test_bfloat16_is_about_the_same():
 # --- settings that families to come have ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_of_several_kinds():
     slides = (True, True, False) * 2 + (True,)
     config = dataclasses.replace(
@@ -310,8 +321,8 @@ ALL = pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8))
 REST = first(MORE, (case for case in ALL if case not in FAST))
 
 
-@pytest.mark.default("2x4-AxisType.Explicit-4")
-@pytest.mark.fast("4-AxisType.Auto-4", "2x4-AxisType.Explicit-4")
+@pytest.mark.slow
+@pytest.mark.default("4-AxisType.Auto-4", "2x4-AxisType.Explicit-4")
 @pytest.mark.parametrize(
     ("mesh", "types", "kv_heads"),
     [*(pytest.param(*case) for case in FAST), *campaign_but(2, REST)],
@@ -326,6 +337,7 @@ def test_on_meshes(mesh, types, kv_heads):
     assert heads == (kv_heads if kv_heads % sizes["model"] else kv_heads // sizes["model"])
 
 
+@pytest.mark.slow
 def test_rows_lie_over_the_axis_that_weights_are_gathered_over():
     logits, places = placed_run(maxjax.make_mesh(fsdp=2))
     close(logits, call(made(), ids_of(2, 8)))
@@ -360,6 +372,7 @@ def test_token_ids_that_are_none(ids, found):
         model(jnp.array(ids))
 
 
+@pytest.mark.slow
 def test_a_cache_that_does_not_fit():
     model = Decoder(CONFIG)
     with pytest.raises(UserInputError, match="cache of 3"):
@@ -374,6 +387,7 @@ def test_a_cache_that_does_not_fit():
     made()(ids_of(2, 2), cache, lengths=[1, 2])  # the padding needs no room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2])
 def test_inside_jit_what_has_no_room_is_nan(length):
     model = made()

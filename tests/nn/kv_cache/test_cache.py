@@ -63,6 +63,7 @@ def test_layers_that_slide_have_the_slots_of_their_window():
     KVCache.empty(0, **SIZES, sliding_layers=2, window=3).check_room(8)  # positions, not slots
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read():
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 2, 3, 4, 5)).astype(np.float32)

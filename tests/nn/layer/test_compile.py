@@ -81,6 +81,7 @@ def test_compiled_before_it_is_loaded(stacked, kind):
     np.testing.assert_allclose(got["caches"], want["caches"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_runs_what_was_loaded_last():
     model = Net()
     program = model.compile(*SPECS)
@@ -142,6 +143,7 @@ def test_donated_inputs_are_gone():
     assert caches.is_deleted() and not x.is_deleted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -274,14 +274,7 @@ class OneByOne(Module):
         return jnp.concatenate([self.one(x), self.two(x)], -1)
 
 
-@pytest.mark.fast(
-    "Reachable-keys0",
-    "OneByOne-keys5",
-    "Alone-keys1",
-    "ByHandAlone-keys2",
-    "OfItself-keys3",
-    "WeightParts-keys4",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, keys",
     [

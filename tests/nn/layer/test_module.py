@@ -384,6 +384,7 @@ def test_compiled_from_placeholders_runs_the_loaded_weights():
     assert jax.eval_shape(lambda m, x: m(x), Pair(), x).shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_transformations():
     m, x = fill(Pair()), jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
     want = np.asarray(m(x))
@@ -437,6 +438,7 @@ def test_symbolic_weights_flatten_once_loaded():
     assert jax.tree.leaves(m)[0].shape == (7, 3) and [str(d) for d in m.w.shape] == ["n", "3"]
 
 
+@pytest.mark.slow
 def test_old_values_are_let_go():
     m = fill(Pair())
     m(jnp.ones(3)), m.a(jnp.ones(3))

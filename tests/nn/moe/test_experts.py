@@ -72,6 +72,7 @@ def test_rows_of_a_block():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 50])
 def test_experts_that_nobody_chose_are_not_run(n):
     given, experts = tokens_of(n, 3, 2), experts_of(3)
@@ -80,6 +81,7 @@ def test_experts_that_nobody_chose_are_not_run(n):
     np.testing.assert_allclose(found, in_float64(*given, experts), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_token_does_not_depend_on_the_others():
     experts, (x, chosen, shares) = experts_of(4), tokens_of(50, 4, 2)
     found = mixture(x, chosen, shares, experts, "silu")
@@ -89,6 +91,7 @@ def test_a_token_does_not_depend_on_the_others():
     assert np.isnan(again[20:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 40])
 def test_derivatives_are_those_of_all_experts_over_all_tokens(n):
     x, chosen, shares = tokens_of(n, 4, 2)
@@ -109,6 +112,7 @@ def test_derivatives_are_those_of_all_experts_over_all_tokens(n):
     np.testing.assert_allclose(tangent, step, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_vmap():
     given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(9, 4, 2)], experts_of(4)
     found = jax.vmap(lambda *a: mixture(*a, experts, "silu"))(*given)
@@ -117,6 +121,7 @@ def test_vmap():
         np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_slices_of_stacks_and_packed_weights():
     x, chosen, shares = tokens_of(9, 2, 1, e=32)
     experts = experts_of(2, e=32, f=64)

@@ -107,12 +107,14 @@ def test_all_tokens_to_one_expert():
     np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_token(dtype):
     layer, _ = make(dtype=dtype)
     assert layer(jnp.zeros((0, 6), dtype)).shape == (0, 6)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     layer, w = make(dtype="bfloat16")
     x = jnp.asarray(random(7, 6), jnp.bfloat16)
@@ -132,6 +134,7 @@ def test_the_gate_gives_scores_as_max_does():
     np.testing.assert_allclose(np.asarray(shares), -np.sort(-scores)[:, :2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", ["softmax", "softmax of chosen", "sigmoid"])
 def test_shares(shares):
     gate, w = filled(nn.MoEGate([CPU], 6, 4, 2, "float32", shares=shares), scale=2.0)

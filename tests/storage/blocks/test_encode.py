@@ -48,6 +48,7 @@ def test_the_golden_is_of_these_kinds_and_types(golden, name):
     assert golden[name].shape[0] == golden[f"{name} digests"].shape[0] == len(KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TYPES)
 def test_blocks_are_those_of_ggml(golden, name, kind):
@@ -59,6 +60,7 @@ def test_blocks_are_those_of_ggml(golden, name, kind):
     assert digest == golden[f"{name} digests"][number].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in BOTH_ZEROS | NO_INVERSE])
 @pytest.mark.parametrize("name", SIMPLE)
 def test_simple_blocks_are_those_of_the_gguf_package(name, kind):
@@ -66,6 +68,7 @@ def test_simple_blocks_are_those_of_the_gguf_package(name, kind):
     np.testing.assert_array_equal(encode(name, values), by_package(name, values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIMPLE)
 @given(
     values=arrays.arrays(
@@ -81,6 +84,7 @@ def test_any_simple_blocks_are_those_of_the_gguf_package(name, values):
     np.testing.assert_array_equal(encode(name, values), by_package(name, values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 @given(values=arrays.arrays(np.float32, 256, elements=st.floats(width=32)))
 @examples(60)
@@ -225,6 +229,7 @@ def test_a_block_depends_on_its_own_values_alone(name, monkeypatch):
         np.testing.assert_array_equal(encode(name, values, threads=threads), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_large_arrays_in_threads(name):
     values = bell(2 * encoders.PIECE // 512 + 3, 512)
@@ -308,6 +313,7 @@ def test_all_values_too_large(name):
             encode(name, some)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_pieces():
     values = bell(512, 4096)
     for name in "Q8_0", "Q4_K", "Q6_K":

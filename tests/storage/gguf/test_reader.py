@@ -319,6 +319,7 @@ def test_parts_of_tensors_equal_the_slices(order, tmp_path):
 # --- sets ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", list(GGUFEndian), ids=lambda order: order.name)
 @pytest.mark.parametrize("first_is_empty", [False, True])
 def test_a_set_is_opened_by_any_of_its_parts(order, first_is_empty, tmp_path):
@@ -428,6 +429,7 @@ def seeds() -> list[bytes]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_damaged_files_are_refused_cleanly_or_read_as_the_package_does(seed, tmp_path):
     content = seeds()[seed]

@@ -50,6 +50,7 @@ def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
 # --- the corpus -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in NPZ if c.error], ids=str)
 def test_bad_file_is_refused(case: Case, tmp_path):
     assert_refused(case, case.build(tmp_path), open_npz)
@@ -71,6 +72,7 @@ def test_case_names_are_unique():
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in NPZ if c.error], ids=str)
 def test_refusal_takes_little_memory(case: Case, tmp_path):
     path = case.build(tmp_path)
@@ -105,6 +107,7 @@ def crcs_hold(content: bytes) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(len(seeds())))
 def test_mutated_files_are_refused_cleanly_or_read_as_numpy_does(part, tmp_path):
     path, accepted = tmp_path / "m.npz", 0
@@ -191,6 +194,7 @@ def test_parts_equal_slices(kind, block, tmp_path, monkeypatch):
         assert_same(table.read_many(), arrays)
 
 
+@pytest.mark.slow
 def test_large_deflated_array_is_read_in_little_memory(tmp_path):
     array = np.random.default_rng(0).integers(0, 9, (1000, 2000)).astype("i4")
     path = tmp_path / "m.npz"

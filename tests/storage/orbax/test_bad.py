@@ -64,6 +64,7 @@ def attempt(path: Path, **options) -> CheckpointError | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_one_bit(kind, count, sealed, tmp_path):
@@ -87,6 +88,7 @@ def test_one_bit(kind, count, sealed, tmp_path):
     assert refused > count // 5, (refused, classes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_every_file_removed_emptied_or_halved(kind, sealed, tmp_path):
     path = copied(sealed(kind), tmp_path / "c")
@@ -350,6 +352,7 @@ def test_links_in_circles(sealed, tmp_path):
         open_orbax(path)
 
 
+@pytest.mark.slow
 def test_what_may_not_be_read_is_not_called_missing(sealed, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("becomes another user for it, which only root can")

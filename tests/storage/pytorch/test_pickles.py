@@ -50,6 +50,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES, st.integers(1, 5))
 @examples(150)
 def test_plain_values_are_what_python_reads(value, protocol):

@@ -153,6 +153,7 @@ def no_template_runs():
     return not [t for t in threading.enumerate() if t.name == "maxjax template"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LOOPS, FOLDED + LOOPS])
 def test_loops_are_ended_and_leave_nothing(text, soon):
     start = time.monotonic()
@@ -162,6 +163,7 @@ def test_loops_are_ended_and_leave_nothing(text, soon):
     assert render("{{ 1 }}", {}) == "1"
 
 
+@pytest.mark.slow
 def test_one_that_swallows_what_stops_it_is_stopped():
     """As callbacks of the garbage collector do, which run in any thread."""
     swallowed = []
@@ -179,6 +181,7 @@ def test_one_that_swallows_what_stops_it_is_stopped():
     assert len(swallowed) == 3 and no_template_runs()
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_while_a_template_is_stopped(soon):
     def callback(phase, info):
         try:
@@ -199,6 +202,7 @@ def test_garbage_is_collected_while_a_template_is_stopped(soon):
     assert no_template_runs()
 
 
+@pytest.mark.slow
 def test_debuggers_go_on(soon):
     """Their function stays, and is called for what the caller runs, after one was stopped as well."""
     called = []
@@ -222,6 +226,7 @@ def test_debuggers_go_on(soon):
         sys.settrace(before)
 
 
+@pytest.mark.slow
 def test_the_caller_is_interrupted(monkeypatch):
     """Ctrl-C while a template runs ends it, and comes out of the call."""
     monkeypatch.setattr(template, "_SECONDS", 60.0)
@@ -235,6 +240,7 @@ def test_the_caller_is_interrupted(monkeypatch):
     assert render("{{ 1 }}", {}) == "1"
 
 
+@pytest.mark.slow
 def test_a_caller_in_another_thread_is_interrupted():
     begun, ended = threading.Event(), []
 
@@ -267,6 +273,7 @@ def test_work_has_the_callers_context_and_its_errors_come_out():
         run_until(lambda: sys.exit(3), 5.0)
 
 
+@pytest.mark.slow
 def test_work_that_ends_as_its_time_does(monkeypatch):
     """What is posted lands in the work or nowhere: never in what its thread does afterwards."""
     monkeypatch.setattr(template_thread, "_GRACE", 0.0002)
@@ -323,14 +330,7 @@ def test_what_is_made_in_one_step_is_weighed_before(text):
 BOMBS = dict(list(bombs().items())[::12])
 
 
-@pytest.mark.fast(
-    "filter abs, for ever",
-    "test boolean, for ever",
-    "statements: blocks",
-    "values: format star, precision",
-    "values: namespace of one hash",
-    "sources: quotes with escapes",
-)
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name, soon):
@@ -339,6 +339,7 @@ def test_bombs(name, soon):
     assert not result["wrong"] and result["seconds"] < 30 and result["mb"] < 300
 
 
+@pytest.mark.slow
 def test_escapes():
     assert len(escapes()) > 200
     escape("{{ 1 / 0 }}{{ strftime_now('%d') }}")
@@ -347,6 +348,7 @@ def test_escapes():
         assert not result["wrong"], (text, result)
 
 
+@pytest.mark.slow
 def test_templates_of_several_threads_have_a_budget_each(soon):
     """While one is ended the others give their texts."""
     found, refused = {}, []

@@ -258,6 +258,7 @@ def tiny(tmp_path):
 LAST = 703
 
 
+@pytest.mark.slow
 def test_added_tokens_end_answers(tiny):
     model, tokenizer = maxjax.load(tiny)
     assert tokenizer.encode("1<think>2")[1] == LAST

@@ -146,16 +146,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.fast(
-    "replaces",
-    "what_unicode_takes_apart",
-    "metaspaces",
-    "template",
-    "loops_in_a_normalizer",
-    "calls_itself",
-    "long_piece",
-    "long_added_normalized",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_are_refused(tmp_path, case):
     (tmp_path / "tokenizer.json").write_text(json.dumps(document(**HOSTILE[case])))
@@ -223,14 +214,10 @@ LONG = {
 }
 
 
-@pytest.mark.fast(
-    "tokenizer_config.json-many",
-    "added_tokens.json-long",
-    "tokenizer_config.json-long",
-    "special_tokens_map.json-many",
-    "special_tokens_map.json-long",
-    "added_tokens.json-many",
+@pytest.mark.default(
+    "special_tokens_map.json-long", "tokenizer_config.json-many", "added_tokens.json-long"
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [BESIDE, LONG], ids=["many", "long"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_hostile_files_beside_it(tmp_path, name, content):

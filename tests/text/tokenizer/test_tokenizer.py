@@ -153,7 +153,15 @@ def same(one, other):
         assert getattr(other, name) == getattr(one, name), name
 
 
-@pytest.mark.fast("minilm-pickle", "tiny-pickle_2", "settings-copy")
+@pytest.mark.slow
+@pytest.mark.default(
+    "minilm-pickle",
+    "tiny-pickle_2",
+    "settings-copy",
+    "tiny-deepcopy",
+    "minilm-copy",
+    "settings-pickle",
+)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", ["minilm", "tiny", "settings"])
 def test_a_copy_is_the_same(minilm, directory, kind, way):
@@ -190,6 +198,7 @@ def test_copies_do_not_disturb_each_other(tokenizer, way):
         assert list(pool.map(run, range(200))) == [52, 10] * 100
 
 
+@pytest.mark.slow
 def test_a_spawned_process_takes_it_along(tokenizer):
     texts = ["Hello, world!", "a b c"]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

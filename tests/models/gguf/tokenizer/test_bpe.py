@@ -81,6 +81,7 @@ def test_each_name_that_is_written_is_read_as_the_same():
         assert splitting.ignore_merges is ignores, pattern
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITTINGS)
 def test_each_way_of_splitting_runs_and_loses_nothing(name):
     metadata = through(files.byte_level("gpt2")) | {KEY + "pre": name}
@@ -312,6 +313,7 @@ ANY = st.none() | st.booleans() | st.integers(-2, 9) | st.text(max_size=4) | st.
 ANY |= st.lists(st.text(max_size=3) | st.integers(-1, 7) | st.floats(), max_size=5)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(

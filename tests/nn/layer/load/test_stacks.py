@@ -65,7 +65,16 @@ def outcome(model, given, **options):
 # -- from dicts
 
 
+@pytest.mark.slow
 @pytest.mark.default(
+    "host-list",
+    "host-layers in front",
+    "host-head tied to 0",
+    "host-all share a weight",
+    "device-one layer",
+    "device-front and rest",
+    "device-head in front tied",
+    "device-all share another's",
     "host-one layer",
     "host-pattern given",
     "host-front and rest",
@@ -81,16 +90,6 @@ def outcome(model, given, **options):
     "device-front shares a layer",
     "device-front tied to a layer",
     "device-omitted names",
-)
-@pytest.mark.fast(
-    "host-list",
-    "host-layers in front",
-    "host-head tied to 0",
-    "host-all share a weight",
-    "device-one layer",
-    "device-front and rest",
-    "device-head in front tied",
-    "device-all share another's",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_loads_what_the_list_loads(case, where):
@@ -499,6 +498,7 @@ def test_what_is_placed_nowhere_stays_free(where):
     assert not jax.tree.leaves(stack)[0].committed
 
 
+@pytest.mark.slow
 def test_the_array_from_before_is_let_go(file, where):
     stack = linears(3).stack()
     weights = load_weights(file(values(stack)))

@@ -144,6 +144,7 @@ def test_one_tensor_on_disk_for_several_layers(tmp_path):
 
 
 # 7
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_is_freed_without_the_garbage_collector(stacked):
     layers = linears(3)
@@ -212,6 +213,7 @@ def test_compiled_before_loaded_with_a_keyword_argument(kind):
 
 
 # 11
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
 def test_many_threads_assign_different_layers(lazy):
     interval = sys.getswitchinterval()

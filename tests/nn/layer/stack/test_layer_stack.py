@@ -243,24 +243,8 @@ def test_names_and_values_are_those_of_the_list(case):
     assert any("*" in str(path) or ":" in str(path) for path, _ in jax.tree.leaves_with_path(stack))
 
 
+@pytest.mark.slow
 @pytest.mark.default(
-    "tree.map-one layer",
-    "tree.map-in a model",
-    "tree.map-pattern given",
-    "tree.map-front and rest",
-    "tree.map-head shares",
-    "tree.map-head tied",
-    "tree.map-front shares the head",
-    "tree.map-all share a module",
-    "tree.map-omitted names",
-    "jit-front tied to a layer",
-    "deepcopy-pattern",
-    "deepcopy-all share another's",
-    "pickle-bfloat16",
-    "pickle-head tied to 0",
-    "pickle-head in front tied",
-)
-@pytest.mark.fast(
     "tree.map-list",
     "tree.map-layers in front",
     "tree.map-head tied to 0",
@@ -277,6 +261,21 @@ def test_names_and_values_are_those_of_the_list(case):
     "pickle-head shares",
     "pickle-front shares a layer",
     "pickle-omitted names",
+    "tree.map-one layer",
+    "tree.map-in a model",
+    "tree.map-pattern given",
+    "tree.map-front and rest",
+    "tree.map-head shares",
+    "tree.map-head tied",
+    "tree.map-front shares the head",
+    "tree.map-all share a module",
+    "tree.map-omitted names",
+    "jit-front tied to a layer",
+    "deepcopy-pattern",
+    "deepcopy-all share another's",
+    "pickle-bfloat16",
+    "pickle-head tied to 0",
+    "pickle-head in front tied",
 )
 @every_case
 @pytest.mark.parametrize(
@@ -346,7 +345,7 @@ class Towers(Module):
         return self.b(self.a(h))
 
 
-@pytest.mark.fast("a-ab-True", "b-ab-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("mark", [True, False])
 @pytest.mark.parametrize("names", ["ab", "ba"])
 @pytest.mark.parametrize("which", ["a", "b"])
@@ -678,14 +677,7 @@ def test_missing_layers_stack():
 # -- its layers alone
 
 
-@pytest.mark.fast(
-    "made-list",
-    "rebuilt-head tied",
-    "made-front and rest",
-    "made-head tied",
-    "rebuilt-list",
-    "rebuilt-front and rest",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["list", "front and rest", "head tied"])
 @pytest.mark.parametrize("make", [lambda s: s, rebuilt], ids=["made", "rebuilt"])
 def test_each_layer_works_alone(case, make):
@@ -804,6 +796,7 @@ def test_the_state_dict_of_one_layer():
 # -- trees of it
 
 
+@pytest.mark.slow
 def test_grads_and_updates_are_modules_with_the_same_names():
     plain, stack = twins("in a model")
     grads = jax.grad(lambda m: jnp.sum(jnp.square(m(X))))
@@ -863,6 +856,7 @@ def test_shapes_of_a_lazy_stack():
     np.testing.assert_allclose(compiled(loaded, X), loaded(X), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["head shares", "layers in front"])
 def test_init_gives_the_very_values_of_the_unstacked_model(case):
     make, how = CASES[case]
@@ -870,6 +864,7 @@ def test_init_gives_the_very_values_of_the_unstacked_model(case):
     assert_same(init(plain, jax.random.key(3)), init(stack, jax.random.key(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [[1, 3], [0, 1, 2]])
 def test_init_of_some_layers(given):
     value = jnp.full((4, 4), 7.0)
@@ -916,6 +911,7 @@ def test_copies_of_some_values():
         assert stack[0].weight.value is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["load", "assign", "empty"])
 def test_old_values_are_let_go(change):
     stack = fill(linears(3).stack())
@@ -1048,6 +1044,7 @@ def test_print_hook(capsys):
     assert re.findall(r"^(\S+) =", printed[0], re.MULTILINE) == names
 
 
+@pytest.mark.slow
 def test_a_body_is_traced_no_more_than_needed():
     class Counted(Lin):
         traces = 0

@@ -65,6 +65,7 @@ def test_every_layer_has_one_place(layout):
     assert layout.is_plain == (patterns == ["*"])
 
 
+@pytest.mark.slow
 @settings(max_examples=20)  # each compiles programs, in a campaign as well
 @given(layouts(), st.booleans())
 def test_of_gives_back_each_tree(layout, alike):
@@ -79,6 +80,7 @@ def test_of_gives_back_each_tree(layout, alike):
         held[layout.count]
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(layouts())
 def test_split_and_merged_are_inverse(layout):
@@ -91,6 +93,7 @@ def test_split_and_merged_are_inverse(layout):
     assert_equal(PerLayer.of(list(held), layout), held)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(layouts())
 def test_it_is_a_tree_of_what_is_stacked(layout):

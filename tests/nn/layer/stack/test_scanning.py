@@ -129,14 +129,20 @@ HOWS += [("hooks", given) for given in ("carry alone", "many outputs", "numpy", 
 HOWS += [(how, "all of it") for how in ("unroll", "disable_jit")]
 
 
-@pytest.mark.fast(
-    "eager-carry alone",
-    "eager-index",
-    "jit-carry alone",
-    "jit-index",
+@pytest.mark.default(
     "hooks-carry alone",
+    "jit-traced scale",
+    "eager-None for a cache",
+    "unroll-all of it",
+    "hooks-numpy",
+    "hooks-many outputs",
+    "jit-cache",
+    "jit-cache and rope",
+    "jit-index",
+    "jit-keywords",
     "disable_jit-all of it",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("how, given", HOWS)
 def test_it_is_the_loop(how, given):
     xs, options = INPUTS[given]
@@ -303,6 +309,7 @@ def test_layers_that_widen_their_carry_are_refused():
         stack.scan(X.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_integers_booleans_and_keys_as_inputs():
     class Picks(Lin):
         def __call__(self, h, at, on, key):
@@ -337,6 +344,7 @@ def test_a_random_key_as_a_carry():
     assert (jax.random.key_data(key) == jax.random.key_data(last)).all()
 
 
+@pytest.mark.slow
 def test_nothing_of_size_zero_is_special():
     layers, stack = pair()
     none = jnp.zeros((N, 0, 4))
@@ -488,8 +496,16 @@ GRADS = {
 REMATS = [None, True, "dots_saveable", jax.checkpoint_policies.nothing_saveable]
 
 
-@pytest.mark.default("off-eager", "on-grad of jit", "name-eager", "policy-jit of grad")
-@pytest.mark.fast("off-jit of grad", "on-eager", "policy-grad of jit")
+@pytest.mark.slow
+@pytest.mark.default(
+    "off-jit of grad",
+    "on-eager",
+    "policy-grad of jit",
+    "off-eager",
+    "on-grad of jit",
+    "name-eager",
+    "policy-jit of grad",
+)
 @pytest.mark.parametrize("how", GRADS)
 @pytest.mark.parametrize("remat", REMATS, ids=["off", "on", "name", "policy"])
 def test_gradients_are_those_of_the_loop(how, remat):
@@ -510,6 +526,7 @@ def test_gradients_through_a_pattern(remat):
     close(by_name(got), by_name(want))
 
 
+@pytest.mark.slow
 def test_gradients_of_per_layer_inputs():
     _, stack = pattern("BWBW")
     caches = [rows(1, seed=i)[0] if i % 2 == 0 else rows(1, seed=i) for i in range(4)]
@@ -528,6 +545,7 @@ def test_gradients_of_per_layer_inputs():
     close(list(grads), jax.grad(written_out)(caches))
 
 
+@pytest.mark.slow
 def test_jvp_and_higher_derivatives():
     results = []
     for model, run in zip(pair(), (loop, lambda s, h: s.scan(h)), strict=True):
@@ -553,6 +571,7 @@ def test_a_hessian_vector_product_in_the_weights():
     close(products[1], products[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [None, True])
 def test_vmap(remat):
     layers, stack = pair()
@@ -574,6 +593,7 @@ def test_an_ensemble_of_stacks():
     close(got, jnp.stack([s.scan(X) for s in stacks]))
 
 
+@pytest.mark.slow
 def test_integers_beside_what_is_differentiated():
     class Picks(Lin):
         def __call__(self, carry, at, *, step):
@@ -615,6 +635,7 @@ product.defvjp(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [None, True])
 def test_layers_with_a_derivative_of_their_own(remat):
     class Own(Lin):
