@@ -180,7 +180,7 @@ def test_the_files_are_closed_and_may_change_afterwards(small):
     model, _ = load(small)
     expected = states(model)
     if before:
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
     file = small / "model.safetensors"
     file.write_bytes(b"\xff" * file.stat().st_size)
     np.testing.assert_array_equal(states(model), expected)

@@ -222,7 +222,7 @@ def test_list_with_a_bad_file_closes_the_good_ones(tmp_path):
     with pytest.raises(CheckpointMissingError):
         open_checkpoint([tmp_path / "x.safetensors", tmp_path / "none.safetensors"])
     if before is not None:
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 # --- files --------------------------------------------------------------------------------
