@@ -78,11 +78,13 @@ def pytest_configure(config: pytest.Config) -> None:
         # passes, and into emitting loops by way of MLIR. As users have it compile the doctests, the
         # notebooks, `python -m tests.conformance.run`, the benchmarks, and these tests with
         # MAXJAX_ALL_PRODUCTS=1.
-        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+        flags = ["--xla_backend_optimization_level=0"]
         if version("jaxlib").startswith("0.10."):  # XLA ends a process with a flag it does not know
             flags.append("--xla_cpu_use_fusion_emitters=false")
             flags.append("--xla_cpu_parallel_codegen_split_count=1")
-        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+        # Each once, also in the processes of xdist: the flags are a part of the compile cache's keys.
+        given = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *flags]))
     import jax
 
     from tests import properties
