@@ -200,8 +200,10 @@ def definition(
     k32 = _rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
     fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
     slot = jnp.where(fits, lengths % slots, slots)  # nothing is written past the last slot
-    rows = jnp.arange(q.shape[0])
-    place = (rows, slice(None), slot) if keys.ndim == 4 else (layer, rows, slice(None), slot)
+    # The heads are an index too: with a slice for them XLA copies the whole cache on TPUs.
+    rows, heads = jnp.arange(q.shape[0])[:, None], jnp.arange(q.shape[1])
+    place = (rows, heads, slot[:, None])
+    place = place if keys.ndim == 4 else (layer, *place)
     new = [k32, v]
     if scales:
         (k8, ks), (v8, vs) = quantised(k32), quantised(v)

@@ -10,9 +10,8 @@ D, hidden size E.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.specs import axis_of, parts, split_over
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...kernels import decode_attention, explicit
-from ...nn.attention import attention
+from ...kernels.attention import NO_KEY, causal_attention
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules, linears
@@ -37,13 +36,8 @@ from .config import DecoderConfig
 # without a cache.
 Cached = tuple[Slots | None, ...]
 
-# Prefill reads T slots of the cache, or T times a power of _STEP (_STEPS sizes), or all slots.
-_STEP, _STEPS = 4, 3
-
 # What a layer's ``rope`` may be.
 _ROPES = ("global", "local", "none")
-# A position that no token sees.
-_NO_POSITION = 2**31 - 1
 
 
 class Step(NamedTuple):
@@ -207,7 +201,9 @@ class DecoderAttention(Module):
                 y, slots = prefill(q, k, v, step, cached[part], layer)
             else:
                 key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-                y, slots = self._attend(q, k, v, step.positions(x.shape[1]), key_positions), None
+                cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
+                y = self._attend(q, cache, 0, step.positions(x.shape[1]), key_positions)
+                slots = None
         if cached:
             cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
         y = y.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
@@ -242,15 +238,8 @@ class DecoderAttention(Module):
         positions, real = step.positions(length), step.real(length)
         slot = positions if real is None else jnp.where(real, positions, size)
         slots = slots.written(layer, k, v, slot)
-
-        def attend(count: int) -> jax.Array:
-            key_positions = jnp.arange(count, dtype=jnp.int32)[None, :]
-            keys, values = slots.read(layer, count, q.dtype)
-            return self._attend(q, keys, values, positions, key_positions)
-
-        # Empty slots are not read. Each of these few sizes is compiled.
-        sizes = [n for n in (length * _STEP**i for i in range(_STEPS)) if n < size]
-        return _smallest_fitting(attend, [*sizes, size], step.longest + length), slots
+        key_positions = jnp.arange(size, dtype=jnp.int32)[None, :]
+        return self._attend(q, jax.tree.leaves(slots), layer, positions, key_positions), slots
 
     def _prefill_sliding(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
@@ -260,41 +249,43 @@ class DecoderAttention(Module):
         positions, starts = step.positions(length), step.starts[:, None]
         old, new = slots.layer_slots(layer), slots.rounded(k, v)  # as all later tokens see them
 
-        def attend(count: int) -> jax.Array:
-            if not count:
-                return self._attend(q, new[0], new[1], positions, positions)
-            cached = old.read(0, count, q.dtype)
-            keys, values = (explicit.concatenate(pair, 1) for pair in zip(new, cached, strict=True))
-            key_positions = _slot_positions(starts, size)[:, :count]
-            key_positions = jnp.where(key_positions < 0, _NO_POSITION, key_positions)
-            key_positions = explicit.concatenate([positions, key_positions], 1)
-            return self._attend(q, keys, values, positions, key_positions)
-
-        sizes = [n for n in (0, *(length * _STEP**i for i in range(1, _STEPS))) if n < size]
-        y = _smallest_fitting(attend, [*sizes, size], step.longest)
+        keys = (
+            explicit.concatenate([a.swapaxes(1, 2), b[0]], 2)[None]
+            for a, b in zip(new, old.floats(q.dtype), strict=True)
+        )
+        key_positions = _slot_positions(starts, size)
+        key_positions = jnp.where(key_positions < 0, NO_KEY, key_positions)
+        key_positions = explicit.concatenate([positions, key_positions], 1)
+        y = self._attend(q, list(keys), 0, positions, key_positions)
         ends = starts + (length if step.counts is None else step.counts[:, None])
         return y, slots.replaced(layer, old, k, v, _slot_positions(ends, size) - starts)
 
     def _attend(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        cache: Sequence[jax.Array],
+        layer: Any,
         positions: jax.Array,
         key_positions: jax.Array,
     ) -> jax.Array:
         """Causal attention of queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
-        distance = positions[:, :, None] - key_positions[:, None, :]
-        mask = distance >= 0
-        if self.sliding_window is not None:
-            mask = mask & (distance < self.sliding_window)
-        if self.num_kv_heads % parts(self.o_proj.weight, 1):
-            # Too few KV heads to split: they are replicated, and repeated for each query head.
-            k, v = (jnp.repeat(a, self.num_heads // self.num_kv_heads, axis=2) for a in (k, v))
-        options = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
-        return attention(
-            q, k, v, mask[:, None], scale=self.scale, softmax_dtype=self.softmax_dtype, **options
-        )
+        # Too few KV heads to split are on every device, and repeated for each query head.
+        is_whole = self.num_kv_heads % parts(self.o_proj.weight, 1)
+        return causal_attention(
+            q, cache, layer, positions, key_positions, scale=self.scale,
+            sliding_window=self.sliding_window, soft_cap=self.soft_cap,
+            softmax_dtype=self.softmax_dtype,
+            repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
+            strided=_splits_tokens(self.o_proj.weight.sharding),
+        )  # fmt: skip
+
+
+def _splits_tokens(sharding: Any) -> bool:
+    """Whether a sharding's mesh has an axis for the tokens of a sequence."""
+    if not isinstance(sharding, NamedSharding):
+        return False
+    axis = axis_of(sharding.mesh, "seq")
+    return axis is not None and sharding.mesh.shape[axis] > 1
 
 
 def _slot_positions(ends: jax.Array, size: int) -> jax.Array:
@@ -304,17 +295,6 @@ def _slot_positions(ends: jax.Array, size: int) -> jax.Array:
     """
     last = ends - 1
     return last - (last - jnp.arange(size, dtype=jnp.int32)[None, :]) % size
-
-
-def _smallest_fitting(
-    attend: Callable[[int], jax.Array], sizes: Sequence[int], needed: Any
-) -> jax.Array:
-    """``attend(size)`` for the smallest of these sizes that is at least ``needed``."""
-    *smaller, largest = sizes
-    if not smaller:
-        return attend(largest)
-    index = sum((needed > n).astype(jnp.int32) for n in smaller)
-    return jax.lax.switch(index, [functools.partial(attend, n) for n in sizes])
 
 
 def resharded(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:

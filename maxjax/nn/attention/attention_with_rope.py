@@ -1,4 +1,4 @@
-"""Attention, in which each query attends to the keys that its mask allows.
+"""Attention as a layer: projections, rotary embedding, and attention under a mask.
 
 Shapes: batch B, T queries, S keys, H query heads, K KV heads, head dimension D.
 """
@@ -18,136 +18,13 @@ from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split, parts
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
-from ...kernels import explicit
+from ...kernels.attention import attention, mask_4d
 from ..layer import Module
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..rotary_embedding import RotaryEmbedding, rotate
 from ..stacked_linear import StackedLinear
 from .mask_config import MHAMaskVariant
-
-
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any = None,
-    *,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    softmax_dtype: Any = DType.float32,
-) -> jax.Array:
-    """``softmax(scale · q kᵀ) v``, computed for each head.
-
-    Args:
-        query: ``[B, T, H, D]``.
-        key, value: ``[B, S, K, D]``; H is a multiple of K, and each H/K neighbouring query
-            heads share one KV head (J. Ainslie et al., arXiv:2305.13245).
-        mask: booleans, True = attend: ``[B, S]`` (which keys exist), ``[B, T, S]``, or
-            ``[B, H or 1, T or 1, S]``. None: every query attends to every key.
-        scale: factor of the scores; ``1/√D`` by default.
-        soft_cap: bound of the scores, which become ``soft_cap · tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
-        softmax_dtype: dtype that scores and softmax are computed in.
-
-    Returns:
-        ``[B, T, H, D]`` in the dtype of ``value``. A query whose keys are all masked
-        gets the mean of all values, which is finite but meaningless.
-
-    Raises:
-        ValueError: the shapes do not match.
-        TypeError: the mask is not boolean (the meaning of 0 and 1 would be ambiguous).
-
-    Example:
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> attention(x, x, x, jnp.array([[True, True, False]])).shape
-        (1, 3, 2, 4)
-    """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    _check(query, key, value)
-    dtype = DType.of(softmax_dtype).np
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if mask is not None:
-        mask = _mask_4d(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-    mesh = explicit.mesh_of(query, key, value)
-    if mesh is None:
-        return _attention(query, key, value, mask, scale, soft_cap, dtype)
-
-    def run(query: Any, key: Any, value: Any, *masks: Any) -> jax.Array:
-        mask = masks[0] if masks else None
-        return _attention(query, key, value, mask, scale, soft_cap, dtype)
-
-    masks = () if mask is None else (mask,)
-    run = explicit.automatic(run, mesh, explicit.entries(query))
-    return run(query, key, value, *masks)
-
-
-def _attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: Any,
-    scale: float,
-    soft_cap: float | None,
-    dtype: Any,
-) -> jax.Array:
-    # Heads first, then batched matmuls, and the division last, of D numbers per query instead of
-    # S: on a CPU this is 2 to 4 times faster than the obvious einsums and softmax.
-    q, k, v = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key, value))  # [B, H|K, T|S, D]
-    # The queries that share a KV head are rows of one matrix: [B, K, H/K · T, D].
-    (batch, heads, length, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    grouped = (batch, kv_heads, heads // kv_heads * length)
-    scores = jnp.einsum(
-        "bhtd,bhsd->bhts", q.reshape(*grouped, width), k, preferred_element_type=dtype
-    )
-    scores = scores.reshape(batch, heads, length, keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    if mask is not None:
-        # Not -inf: a fully masked row would become NaN.
-        scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
-    lowest = jnp.finfo(dtype).min  # for S = 0
-    largest = jnp.max(scores, axis=-1, keepdims=True, initial=lowest)
-    largest = jax.lax.stop_gradient(largest)
-    weights = jnp.exp(scores - largest)  # [B, H, T, S]
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    rows = weights.astype(value.dtype).reshape(*grouped, keys)
-    mixed = jnp.einsum("bhts,bhsd->bhtd", rows, v, preferred_element_type=dtype)
-    return jnp.transpose((mixed.reshape(q.shape) / total).astype(value.dtype), (0, 2, 1, 3))
-
-
-def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    shapes = (query.shape, key.shape, value.shape)
-    fits = (
-        all(len(shape) == 4 for shape in shapes)
-        and key.shape == value.shape
-        and query.shape[0] == key.shape[0]
-        and query.shape[3] == key.shape[3]
-        and key.shape[2] > 0
-        and query.shape[2] % key.shape[2] == 0
-    )
-    if not fits:
-        raise ValueError(
-            "attention takes query [B, T, H, D] and key and value [B, S, K, D], H a multiple of K, "
-            f"not {shapes[0]}, {shapes[1]} and {shapes[2]}"
-        )
-
-
-def _mask_4d(mask: Any, scores: tuple[int, ...]) -> jax.Array:
-    """The mask with axes for heads and queries, so that it broadcasts to ``[B, H, T, S]``."""
-    mask = jnp.asarray(mask)
-    if mask.dtype != bool:
-        raise TypeError(f"a mask is boolean, True = attend; this one is {mask.dtype}")
-    shape = mask.shape
-    if mask.ndim == 2:
-        mask = mask[:, None, None, :]
-    elif mask.ndim == 3:
-        mask = mask[:, None, :, :]
-    if mask.ndim != 4 or any(m not in (1, s) for m, s in zip(mask.shape, scores, strict=True)):
-        raise ValueError(
-            f"a mask of shape {shape} does not fit scores of shape [B, H, T, S] = {scores}: "
-            "it is [B, S], [B, T, S] or [B, H or 1, T or 1, S]"
-        )
-    return mask
 
 
 def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -> dict[str, Any]:
@@ -330,7 +207,7 @@ class AttentionWithRope(Module):
     def _combined_mask(self, mask: Any, q: jax.Array, k: jax.Array) -> jax.Array | None:
         """The mask of the variant, the window and the caller together: ``[B or 1, H or 1, T or 1, S]``."""
         scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        given = None if mask is None else _mask_4d(unwrap(mask), scores)
+        given = None if mask is None else mask_4d(unwrap(mask), scores)
         if not _IS_CAUSAL[self.mask_variant] and self.sliding_window is None:
             return given
         distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]  # [T, S]

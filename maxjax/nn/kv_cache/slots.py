@@ -31,7 +31,7 @@ class Slots:
         >>> slots = Slots.empty((2, 1, 1, 8, 4), jnp.int8)
         >>> k = jnp.ones((1, 3, 1, 4))
         >>> slots = slots.written(1, k, 2 * k, jnp.array([[5, 0, 8]]))
-        >>> slots.read(1, 6, jnp.float32)[1][0, :, 0, 0].round(3).tolist()
+        >>> slots.layer_slots(1).floats(jnp.float32)[1][0, 0, 0, :6, 0].round(3).tolist()
         [2.0, 0.0, 0.0, 0.0, 0.0, 2.0]
     """
 
@@ -80,12 +80,12 @@ class Slots:
         pairs = zip(jax.tree.leaves(self), self._stored(k, v), strict=True)
         return Slots(*(_written(array, new, layer, place) for array, new in pairs))
 
-    def read(self, layer: Any, seen: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of the first slots of a layer, ``[B, seen, K, D]`` each."""
-        keys, values, *scales = (_first(a, layer, seen) for a in jax.tree.leaves(self))
-        if not scales:
-            return keys.astype(dtype), values.astype(dtype)
-        return restored(keys, scales[0], dtype), restored(values, scales[1], dtype)
+    def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values in a float dtype."""
+        if self.scales is None:
+            return self.keys.astype(dtype), self.values.astype(dtype)
+        ks, vs = self.scales
+        return restored(self.keys, ks, dtype), restored(self.values, vs, dtype)
 
     def layer_slots(self, layer: Any) -> Slots:
         """The slots of one layer."""
@@ -114,7 +114,7 @@ class Slots:
         return [k, v, ks, vs]
 
     def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
-        """What :meth:`read` would return had these ``[..., D]`` been written, in the same dtypes."""
+        """What :meth:`floats` would return had these ``[..., D]`` been written, in the same dtypes."""
         if self.scales is None:
             return tuple(a.astype(self.keys.dtype).astype(a.dtype) for a in new)
         return tuple(restored(*quantised(a), a.dtype) for a in new)
@@ -131,12 +131,6 @@ def _longer(array: jax.Array, more: int) -> jax.Array:
 def _padding(pads: tuple[tuple[int, int], ...], where: Any) -> Any:
     """A jitted program for each padding, cached: otherwise each growth of a cache would compile anew."""
     return jax.jit(lambda a: jnp.pad(a, pads), out_shardings=where)
-
-
-def _first(array: jax.Array, layer: Any, seen: int) -> jax.Array:
-    """The first slots of one layer, ``[B, seen, K, ...]``."""
-    part = _at(array, layer, (1, *array.shape[1:3], seen, *array.shape[4:]))
-    return part[0].swapaxes(1, 2)
 
 
 def _at(array: jax.Array, layer: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -160,8 +154,11 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
 
 def _written(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
     def run(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
-        rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-        return array.at[layer, rows, :, place].set(new.astype(array.dtype), mode="drop")
+        # The heads are an index too: with a slice for them XLA copies the whole array on TPUs.
+        rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
+        heads = jnp.arange(array.shape[2], dtype=jnp.int32)
+        at = array.at[layer, rows, heads, place[:, :, None]]
+        return at.set(new.astype(array.dtype), mode="drop")
 
     return _changed(run, array, new, jnp.asarray(layer, jnp.int32), place)
 

@@ -70,7 +70,8 @@ def test_what_is_written_is_read():
     place = jnp.array([[0, 5, 8], [7, 1, 9]], jnp.int32)  # 8 and more: nowhere
     for dtype, off in ((jnp.float32, 0.0), (jnp.bfloat16, 2**-7), (jnp.int8, 1 / 100)):
         slots = Slots.empty((3, 2, 4, 8, 5), dtype).written(1, k, v, place)
-        for new, found in zip((k, v), slots.read(1, 8, jnp.float32), strict=True):
+        for new, found in zip((k, v), slots.layer_slots(1).floats(jnp.float32), strict=True):
+            found = found[0].swapaxes(1, 2)
             wanted = np.zeros((2, 8, 4, 5), np.float32)
             for row, t in ((0, 0), (0, 1), (1, 0), (1, 1)):
                 wanted[row, place[row, t]] = new[row, t]
@@ -78,7 +79,7 @@ def test_what_is_written_is_read():
             np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
             rounded = slots.rounded(jnp.asarray(new))[0]
             np.testing.assert_array_equal(found[0, 5], rounded[0, 1])
-        assert not np.asarray(slots.read(0, 8, jnp.float32)).any()
+        assert not np.asarray(slots.layer_slots(0).floats(jnp.float32)).any()
 
 
 def test_no_number_in_int8_is_no_number_again():

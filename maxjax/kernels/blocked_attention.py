@@ -1,0 +1,324 @@
+"""Attention in memory that is linear in the number of tokens.
+
+The scores are computed for a block of queries and a block of keys at a time, with a running maximum
+and a running sum (M. Milakov, N. Gimelshein, arXiv:1805.02867; T. Dao et al., arXiv:2205.14135).
+Blocks of keys that no query of a block sees are neither read nor computed. The derivative computes
+the scores again instead of keeping them.
+
+Shapes: L layers, B sequences, T queries, S keys, H query heads, K KV heads (repeated, if they are), G = H/K,
+head dimension D, n blocks of queries with C queries each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .int8_rows import restored
+
+# Largest number of queries and of keys in a block.
+QUERIES, KEYS = 512, 1024
+# Least number of keys in a block: fewer make the loop longer than what it saves.
+LEAST_KEYS = 128
+# Position of a key that nobody attends to, and of a query that is only padding.
+NO_KEY, _NO_QUERY = 2**31 - 1, -1
+
+
+class Attending(NamedTuple):
+    """Which keys a query attends to, and how scores are computed; hashable.
+
+    Attributes:
+        scale: factor of the scores.
+        window: number of positions that a query attends to, its own included; None: all before it.
+        soft_cap: bound of the scores, which become ``soft_cap · tanh(score / soft_cap)``; None: no bound.
+        dtype: dtype of scores, softmax and sums.
+        repeats: how many times each KV head is repeated before it meets the query heads.
+        strided: whether a block consists of queries that lie apart, instead of neighbours. Then
+            a mesh axis that splits the queries splits each block, but fewer blocks are skipped.
+    """
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    dtype: Any
+    repeats: int = 1
+    strided: bool = False
+
+    def sees(self, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+        """Whether queries at some positions attend to keys at others."""
+        distance = positions - key_positions
+        sees = distance >= 0
+        return sees if self.window is None else sees & (distance < self.window)
+
+
+def blocked_attention(
+    q: jax.Array,
+    cache: Sequence[jax.Array],
+    layer: Any,
+    positions: jax.Array,
+    key_positions: jax.Array,
+    attending: Attending,
+) -> jax.Array:
+    """Causal attention in blocks: a query attends to the keys at its own and at earlier positions.
+
+    Args:
+        q: queries ``[B, T, H, D]``; H / K neighbouring heads share one KV head.
+        cache: keys and values ``[L, B, K, S, D]``, and for int8 their scales ``[L, B, K, S]``.
+        layer: index of the layer, an integer scalar.
+        positions: position of each query, int32 ``[B or 1, T]``, not negative.
+        key_positions: position of each key, int32 ``[B or 1, S]``; the largest int32 for a key that
+            nobody attends to.
+        attending: the rest.
+
+    Returns:
+        ``[B, T, H, D]`` in the dtype of ``q``. A query that attends to no key gets finite numbers
+        without a meaning.
+
+    It has a derivative in reverse mode only, and none with respect to an int8 cache.
+
+    Example:
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> cache = [x.swapaxes(1, 2)[None]] * 2
+        >>> at = jnp.arange(3)[None]
+        >>> blocked_attention(x, cache, 0, at, at, Attending(1.0, None, None, jnp.float32)).shape
+        (1, 3, 2, 4)
+    """
+    batch, length, heads, width = q.shape
+    kv_heads = cache[0].shape[2] * attending.repeats
+    count = -(-length // QUERIES)
+    size = -(-length // count)  # queries in a block
+    pad = count * size - length
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=_NO_QUERY)
+    queries = _blocks(q, count, attending.strided)  # [n, B, C, H, D]
+    queries = queries.reshape(count, batch, size, kv_heads, heads // kv_heads, width)
+    queries = queries.transpose(0, 1, 3, 4, 2, 5)  # [n, B, K, G, C, D]
+    at = _blocks(positions, count, attending.strided)  # [n, B or 1, C]
+    layer = jnp.asarray(layer, jnp.int32)
+    out: Any = _attention(attending, queries, tuple(cache), layer, at, key_positions)
+    out = out.transpose(0, 1, 4, 2, 3, 5).reshape(count, batch, size, heads, width)
+    return _joined(out, attending.strided)[:, :length]
+
+
+def _blocks(array: jax.Array, count: int, strided: bool) -> jax.Array:
+    """``[B, T, ...]`` → ``[n, B, C, ...]``."""
+    batch, length, *rest = array.shape
+    if strided:
+        return jnp.moveaxis(array.reshape(batch, length // count, count, *rest), 2, 0)
+    return jnp.moveaxis(array.reshape(batch, count, length // count, *rest), 1, 0)
+
+
+def _joined(blocks: jax.Array, strided: bool) -> jax.Array:
+    """``[n, B, C, ...]`` → ``[B, T, ...]``."""
+    count, batch, size, *rest = blocks.shape
+    blocks = jnp.moveaxis(blocks, 0, 2 if strided else 1)
+    return blocks.reshape(batch, count * size, *rest)
+
+
+def _key_block(queries: int, keys: int) -> int:
+    """Number of keys in a block."""
+    return min(keys, max(LEAST_KEYS, min(KEYS, queries)))
+
+
+class _Keys(NamedTuple):
+    """One block of keys: values of the cache, and which of its keys each query attends to."""
+
+    keys: jax.Array  # [B, K, s, D]
+    values: jax.Array
+    sees: jax.Array  # bools [B or 1, 1, 1, C, s]
+    start: jax.Array
+
+
+def _read(
+    cache: Sequence[jax.Array],
+    layer: jax.Array,
+    number: jax.Array,
+    block: int,
+    at: jax.Array,
+    key_positions: jax.Array,
+    attending: Attending,
+    dtype: Any,
+) -> _Keys:
+    """The block of keys with this number, for the queries at positions ``[B or 1, C]``."""
+    slots = key_positions.shape[1]
+    # The last block ends with the last key; those of them that the one before has do not count again.
+    first = number * block
+    start = jnp.minimum(first, slots - block)
+
+    def part(array: jax.Array) -> jax.Array:
+        index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
+        shape = (1, *array.shape[1:3], block, *array.shape[4:])
+        found = jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)
+        return found[0]
+
+    keys, values, *scales = map(part, cache)
+    if scales:
+        keys, values = restored(keys, scales[0], dtype), restored(values, scales[1], dtype)
+    found = jax.lax.dynamic_slice_in_dim(
+        key_positions, start, block, axis=1, allow_negative_indices=False
+    )
+    sees = attending.sees(at[:, :, None], found[:, None, :])
+    new = start + jnp.arange(block, dtype=jnp.int32) >= first
+    sees = sees & new[None, None, :]
+    keys, values = (jnp.repeat(a.astype(dtype), attending.repeats, axis=1) for a in (keys, values))
+    return _Keys(keys, values, sees[:, None, None], start)
+
+
+def _range(
+    at: jax.Array, key_positions: jax.Array, block: int, attending: Attending
+) -> tuple[jax.Array, jax.Array]:
+    """Numbers of the first block with a key that one of the queries may see, and of the one after the last."""
+    last = jnp.max(at)
+    seen = jnp.any(key_positions <= last, axis=0)
+    if attending.window is not None:
+        first = jnp.min(jnp.where(at == _NO_QUERY, jnp.iinfo(jnp.int32).max, at))
+        seen = seen & jnp.any(key_positions > first - attending.window, axis=0)
+    number = jnp.arange(seen.shape[0], dtype=jnp.int32) // block
+    low = jnp.min(jnp.where(seen, number, jnp.iinfo(jnp.int32).max))
+    return low, jnp.max(jnp.where(seen, number, -1)) + 1
+
+
+def _scores(q: jax.Array, keys: _Keys, attending: Attending) -> tuple[jax.Array, jax.Array]:
+    """The scores of a block ``[B, K, G, C, s]``, the smallest number where masked; and before the cap."""
+    raw = _product("bkgcd,bksd->bkgcs", q, keys.keys, attending) * attending.scale
+    scores = raw
+    if attending.soft_cap is not None:
+        scores = attending.soft_cap * jnp.tanh(raw / attending.soft_cap)
+    return jnp.where(keys.sees, scores, jnp.finfo(attending.dtype).min), raw
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array, attending: Attending) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=attending.dtype)
+
+
+def _each(count: int, run: Callable[[Any, Any], Any], carry: Any, blocks: Any) -> Any:
+    """``lax.scan`` over the blocks of queries; without a loop where there is one."""
+    if count > 1:
+        return jax.lax.scan(run, carry, blocks)
+    carry, out = run(carry, jax.tree.map(lambda a: a[0], blocks))
+    return carry, jax.tree.map(lambda a: a[None], out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    attending: Attending,
+    queries: jax.Array,
+    cache: tuple[jax.Array, ...],
+    layer: jax.Array,
+    at: jax.Array,
+    key_positions: jax.Array,
+) -> jax.Array:
+    return _forward(attending, queries, cache, layer, at, key_positions)[0]
+
+
+def _forward(
+    attending: Attending,
+    queries: jax.Array,
+    cache: tuple[jax.Array, ...],
+    layer: jax.Array,
+    at: jax.Array,
+    key_positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The results ``[n, B, K, G, C, D]``, and the logarithm of each query's sum ``[n, B, K, G, C]``."""
+    count, *_, size, width = queries.shape
+    block = _key_block(size, key_positions.shape[1])
+    dtype = attending.dtype
+
+    def run(_: None, each: Any) -> tuple[None, Any]:
+        q, at = each
+        low, high = _range(at, key_positions, block, attending)
+
+        def step(number: jax.Array, state: Any) -> Any:
+            largest, total, mixed = state
+            keys = _read(cache, layer, number, block, at, key_positions, attending, q.dtype)
+            scores, _ = _scores(q, keys, attending)
+            new = jnp.maximum(largest, jnp.max(scores, axis=-1))
+            weights = jnp.exp(scores - new[..., None])
+            kept = jnp.exp(largest - new)
+            total = total * kept + jnp.sum(weights, axis=-1)
+            more = _product(
+                "bkgcs,bksd->bkgcd", weights.astype(keys.values.dtype), keys.values, attending
+            )
+            return new, total, mixed * kept[..., None] + more
+
+        rows = q.shape[:-1]
+        state = (
+            jnp.full(rows, jnp.finfo(dtype).min, dtype),
+            jnp.zeros(rows, dtype),
+            jnp.zeros((*rows, width), dtype),
+        )
+        largest, total, mixed = jax.lax.fori_loop(low, high, step, state)
+        total = jnp.where(total == 0, 1, total)  # no block was visited: there is no query
+        return None, ((mixed / total[..., None]).astype(q.dtype), largest + jnp.log(total))
+
+    return _each(count, run, None, (queries, at))[1]
+
+
+def _with_residuals(attending: Attending, *operands: Any) -> tuple[jax.Array, Any]:
+    out, sums = _forward(attending, *operands)
+    return out, (operands, out, sums)
+
+
+def _backward(attending: Attending, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    (queries, cache, layer, at, key_positions), out, sums = residuals
+    if len(cache) > 2:
+        raise NotImplementedError("attention has no derivative with respect to an int8 cache")
+    count, *_, size, width = queries.shape
+    block = _key_block(size, key_positions.shape[1])
+    dtype = attending.dtype
+    zeros = jnp.zeros(cache[0].shape[1:], dtype)
+
+    def run(carry: Any, each: Any) -> Any:
+        q, at, out, sums, given = each
+        inner = jnp.sum(out.astype(dtype) * given.astype(dtype), axis=-1)
+        low, high = _range(at, key_positions, block, attending)
+
+        def step(number: jax.Array, state: Any) -> Any:
+            d_q, d_keys, d_values = state
+            keys = _read(cache, layer, number, block, at, key_positions, attending, q.dtype)
+            scores, raw = _scores(q, keys, attending)
+            weights = jnp.where(keys.sees, jnp.exp(scores - sums[..., None]), 0)
+            rounded = weights.astype(given.dtype)
+            more_values = _product("bkgcs,bkgcd->bksd", rounded, given, attending)
+            d_weights = _product("bkgcd,bksd->bkgcs", given, keys.values, attending)
+            d_scores = weights * (d_weights - inner[..., None]) * attending.scale
+            if attending.soft_cap is not None:
+                d_scores = d_scores * (1 - jnp.tanh(raw / attending.soft_cap) ** 2)
+            d_scores = d_scores.astype(q.dtype)
+            d_q = d_q + _product("bkgcs,bksd->bkgcd", d_scores, keys.keys, attending)
+            more = _product("bkgcs,bkgcd->bksd", d_scores, q, attending)
+            return d_q, _added(d_keys, more, keys), _added(d_values, more_values, keys)
+
+        state = (jnp.zeros((*q.shape[:-1], width), dtype), *carry)
+        d_q, *carry = jax.lax.fori_loop(low, high, step, state)
+        return tuple(carry), d_q.astype(q.dtype)
+
+    carry, d_queries = _each(count, run, (zeros, zeros), (queries, at, out, sums, cotangent))
+    d_cache = tuple(_of_layer(d, a, layer) for d, a in zip(carry, cache, strict=True))
+    none = lambda a: jnp.zeros(a.shape, jax.dtypes.float0)
+    return d_queries, d_cache, *map(none, (layer, at, key_positions))
+
+
+def _added(total: jax.Array, more: jax.Array, keys: _Keys) -> jax.Array:
+    """``total`` ``[B, K, S, D]`` with ``more`` ``[B, K · repeats, s, D]`` added where the block lies."""
+    batch, kv_heads, _, width = total.shape
+    more = jnp.sum(more.reshape(batch, kv_heads, -1, more.shape[2], width), axis=2)
+    start = (jnp.int32(0), jnp.int32(0), keys.start, jnp.int32(0))
+    old = jax.lax.dynamic_slice(total, start, more.shape, allow_negative_indices=False)
+    return jax.lax.dynamic_update_slice(total, old + more, start, allow_negative_indices=False)
+
+
+def _of_layer(found: jax.Array, like: jax.Array, layer: jax.Array) -> jax.Array:
+    """The cotangent of a cache of which one layer was read."""
+    found = found.astype(like.dtype)[None]
+    if like.shape[0] == 1:
+        return found
+    start = (layer, *[jnp.int32(0)] * (like.ndim - 1))
+    return jax.lax.dynamic_update_slice(jnp.zeros_like(like), found, start)
+
+
+_attention.defvjp(_with_residuals, _backward)
