@@ -1,0 +1,228 @@
+"""``kernels.attention``: at once and in blocks, against NumPy in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import maxjax
+from maxjax.kernels import attention as door
+from maxjax.kernels import blocked_attention as blocks
+from maxjax.kernels.attention import NO_KEY, attention, causal_attention
+from maxjax.kernels.int8_rows import quantised, restored
+from maxjax.models.decoder.config import DecoderConfig
+from maxjax.models.decoder.model import Decoder
+
+B, T, S, H, K, D = 2, 37, 53, 4, 2, 8
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks of 16, whatever the number of scores."""
+    monkeypatch.setattr(blocks, "QUERIES", 16)
+    monkeypatch.setattr(blocks, "LEAST_KEYS", 8)
+    for module in (blocks, door):
+        monkeypatch.setattr(module, "KEYS", 16)
+    monkeypatch.setattr(door, "MOST_SCORES", 100)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def operands(layers=1, queries=T, keys=S):
+    q, cache = normal(B, queries, H, D), [normal(layers, B, K, keys, D) for _ in range(2)]
+    starts = np.array([[0], [keys - queries]], np.int32)
+    positions = starts + np.arange(queries, dtype=np.int32)
+    return q, cache, positions, np.arange(keys, dtype=np.int32)[None]
+
+
+def reference(q, keys, values, positions, key_positions, *, scale, window=None, cap=None):
+    """``[B, T, H, D]`` in float64, a query at a time."""
+    out = np.zeros(q.shape)
+    key_positions = np.broadcast_to(key_positions, (B, keys.shape[2]))
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        at, group = positions[b, t] if len(positions) > 1 else positions[0, t], H // K
+        sees = key_positions[b] <= at
+        if window is not None:
+            sees &= key_positions[b] > at - window
+        scores = keys[b, h // group, sees].astype(np.float64) @ q[b, t, h] * scale
+        if cap is not None:
+            scores = cap * np.tanh(scores / cap)
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights / weights.sum() @ values[b, h // group, sees]
+    return out
+
+
+SETTINGS = list(itertools.product([False, True], [None, 7], [None, 2.0]))
+
+
+@pytest.mark.parametrize("strided, window, cap", SETTINGS)
+def test_it_is_the_sum_over_the_keys_a_query_sees(small, strided, window, cap):
+    q, cache, at, keys = operands(layers=3)
+    found = jax.jit(
+        lambda q, cache, layer: causal_attention(
+            q,
+            cache,
+            layer,
+            at,
+            keys,
+            scale=0.4,
+            sliding_window=window,
+            soft_cap=cap,
+            strided=strided,
+        )
+    )(q, cache, 2)
+    want = reference(q, cache[0][2], cache[1][2], at, keys, scale=0.4, window=window, cap=cap)
+    np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("queries, keys", [(1, 1), (5, 40), (16, 16), (17, 33)])
+def test_sizes_that_blocks_do_not_divide(small, queries, keys):
+    q, cache, at, key_positions = operands(queries=queries, keys=keys)
+    found = causal_attention(q, cache, 0, at, key_positions, scale=0.4)
+    want = reference(q, cache[0][0], cache[1][0], at, key_positions, scale=0.4)
+    np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strided, window, cap", [(False, None, 2.0), (True, 7, None)])
+def test_gradients(small, monkeypatch, strided, window, cap):
+    q, cache, at, keys = operands(layers=2)
+    weights = normal(*q.shape)
+
+    def loss(q, cache):
+        y = causal_attention(
+            q, cache, 1, at, keys, sliding_window=window, soft_cap=cap, strided=strided
+        )
+        return jnp.sum(y * weights)
+
+    found = jax.jit(jax.grad(loss, (0, 1)))(q, cache)
+    monkeypatch.undo()
+    want = jax.grad(loss, (0, 1))(q, cache)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6)
+        assert np.abs(b).max() > 0.1
+
+
+@pytest.mark.slow
+def test_keys_in_any_order_empty_ones_and_repeated_heads(small):
+    q, cache, at, keys = operands()
+    order = RNG.permutation(S)
+    shuffled = [a[:, :, :, order] for a in cache]
+    positions = np.where(keys % 5 == 1, NO_KEY, keys).astype(np.int32)
+    want = causal_attention(q, cache, 0, at, positions)
+    found = causal_attention(q, shuffled, 0, at, positions[:, order])
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-6)
+    repeated = causal_attention(q, cache, 0, at, positions, repeats=H // K)
+    np.testing.assert_allclose(repeated, want, rtol=0, atol=2e-6)
+    grad = lambda repeats: jax.grad(
+        lambda cache: jnp.sum(causal_attention(q, cache, 0, at, keys, repeats=repeats) ** 2)
+    )(cache)
+    for a, b in zip(grad(1), grad(H // K), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def test_nothing_is_read_that_nobody_sees(small):
+    q, cache, at, keys = operands(queries=32)
+    at = at - at[:, :1] + 8  # positions 8 to 39
+    window = {"sliding_window": 4}
+    want = causal_attention(q, cache, 0, at, keys, **window)
+    after = keys[0] >= 48  # a block after the last position
+    cache = [np.where(after[:, None], np.nan, a) for a in cache]
+    found = causal_attention(q, cache, 0, at, keys, **window)
+    np.testing.assert_array_equal(found, want)
+
+
+def test_a_query_without_keys_is_finite(small):
+    q, cache, at, _ = operands()
+    nobody = np.full((1, S), NO_KEY, np.int32)
+    assert np.isfinite(causal_attention(q, cache, 0, at, nobody)).all()
+
+
+@pytest.mark.slow
+def test_int8(small):
+    q, cache, at, keys = operands()
+    (k8, ks), (v8, vs) = (quantised(jnp.asarray(a)) for a in cache)
+    found = causal_attention(q, [k8, v8, ks, vs], 0, at, keys)
+    floats = [restored(k8, ks, jnp.float32), restored(v8, vs, jnp.float32)]
+    np.testing.assert_allclose(found, causal_attention(q, floats, 0, at, keys), rtol=0, atol=2e-6)
+    with pytest.raises(NotImplementedError, match="int8 cache"):
+        jax.grad(lambda q: causal_attention(q, [k8, v8, ks, vs], 0, at, keys).sum())(q)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, atol", [("bfloat16", 3e-2), ("float16", 4e-3)])
+def test_sixteen_bits(small, dtype, atol):
+    q, cache, at, keys = operands()
+    narrow = jax.tree.map(lambda a: jnp.asarray(a, dtype), (q, cache))
+    found = causal_attention(*narrow, 0, at, keys)
+    assert found.dtype == dtype
+    want = reference(q, cache[0][0], cache[1][0], at, keys, scale=D**-0.5)
+    np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=0, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [None, "keys"])
+def test_without_an_order_and_with_a_mask_of_keys(small, monkeypatch, mask):
+    q, cache, _, _ = operands()
+    k, v = (jnp.asarray(a[0].swapaxes(1, 2)) for a in cache)
+    which = None if mask is None else jnp.asarray(RNG.random((B, S)) < 0.5).at[:, 0].set(True)
+    found = attention(q, k, v, which, soft_cap=3.0)
+    gradient = jax.grad(lambda k: jnp.sum(attention(q, k, v, which) ** 2))(k)
+    monkeypatch.undo()
+    np.testing.assert_allclose(found, attention(q, k, v, which, soft_cap=3.0), atol=2e-6)
+    want = jax.grad(lambda k: jnp.sum(attention(q, k, v, which) ** 2))(k)
+    np.testing.assert_allclose(gradient, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_vmap_export_and_remat(small):
+    q, cache, at, keys = operands()
+    run = lambda q: causal_attention(q, cache, 0, at, keys)
+    both = jax.vmap(run)(jnp.stack([q, 2 * q]))
+    np.testing.assert_allclose(both[1], run(2 * q), rtol=0, atol=2e-6)
+    exported = export.export(jax.jit(run))(jax.ShapeDtypeStruct(q.shape, q.dtype))
+    np.testing.assert_allclose(exported.call(q), run(q), rtol=0, atol=2e-6)
+    loss = lambda q: jnp.sum(run(q) ** 2)
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(loss))(q), jax.grad(loss)(q), atol=2e-6)
+
+
+MESHES = {"rows": {"data": 2, "model": 2}, "heads": {"model": 4}, "tokens": {"seq": 2, "model": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.default("Auto-rows", "Explicit-heads", "Auto-tokens")
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_decoder_on_a_mesh(request, kind, axes):
+    """With four devices for two KV heads these are repeated."""
+    config = DecoderConfig(50, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, sliding_window=9,
+                           slides=(False, True, False))  # fmt: skip
+    model = maxjax.init(Decoder(config), jax.random.key(0))
+    ids = jnp.asarray(RNG.integers(0, 50, (2, 40)), jnp.int32)
+    lengths = jnp.array([40, 33])
+
+    def run(model, ids, cache):
+        first, cache = model(ids[:, :24], cache)
+        second, cache = model(ids[:, 24:], cache, lengths=lengths - 24)
+        return model(ids), first, second, model(ids[:, :1], cache)[0]
+
+    want = jax.jit(run)(model, ids, model.cache(2, 48))
+    request.getfixturevalue("small")
+    mesh = maxjax.make_mesh(**MESHES[axes], axis_types=getattr(AxisType, kind))
+    model.to(mesh)
+    rows = P("data") if axes == "rows" else P()
+    ids = jax.device_put(ids, NamedSharding(mesh, rows))
+    found = jax.jit(lambda *a: run(*a))(model, ids, model.cache(2, 48))
+    for a, b in zip(found, want, strict=True):
+        a, b = np.array(a), np.array(b)
+        if a.shape[1] == 16:
+            a[1, 9:] = b[1, 9:]  # these are padding
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-5)
