@@ -17,12 +17,14 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from . import explicit
-from .blocked_attention import KEYS, Attending, blocked_attention
 from .blocked_attention import NO_KEY as NO_KEY
+from .blocked_attention import Attending, blocked_attention
 from .int8_rows import restored
 
 # Scores that are computed at once: 32 MiB in float32.
 MOST_SCORES = 1 << 23
+# Of so many keys all are read; of more than these and the queries only those that a query may see.
+FEW_KEYS = 256
 
 
 def attention(
@@ -145,7 +147,7 @@ def causal_attention(
         scale, sliding_window, soft_cap, DType.of(softmax_dtype).np, repeats, strided
     )
     slots = cache[0].shape[3]
-    at_once = slots <= KEYS and not _is_large(query, slots)
+    at_once = slots <= max(query.shape[1], FEW_KEYS) and not _is_large(query, slots)
 
     def run(query: Any, layer: Any, positions: Any, key_positions: Any, *cache: Any) -> jax.Array:
         if not at_once:

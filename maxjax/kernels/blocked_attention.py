@@ -152,8 +152,9 @@ def _read(
     def part(array: jax.Array) -> jax.Array:
         index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
         shape = (1, *array.shape[1:3], block, *array.shape[4:])
-        found = jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)
-        return found[0]
+        # Bits are cut out: of a slice of bfloat16, XLA for CPUs converts the whole array to float32.
+        found = jax.lax.dynamic_slice(bits(array), index, shape, allow_negative_indices=False)
+        return from_bits(found[0], array.dtype)
 
     keys, values, *scales = map(part, cache)
     if scales:
@@ -166,6 +167,18 @@ def _read(
     sees = sees & new[None, None, :]
     keys, values = (jnp.repeat(a.astype(dtype), attending.repeats, axis=1) for a in (keys, values))
     return _Keys(keys, values, sees[:, None, None], start)
+
+
+def bits(array: jax.Array) -> jax.Array:
+    """A 16-bit float array as integers of the same bits; any other as it is. It has no derivative."""
+    if array.dtype.itemsize == 2 and jnp.issubdtype(array.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(array, jnp.uint16)
+    return array
+
+
+def from_bits(array: jax.Array, dtype: Any) -> jax.Array:
+    """The array of this dtype of which :func:`bits` gave ``array``."""
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 
 def _range(

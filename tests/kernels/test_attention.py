@@ -27,8 +27,7 @@ def small(monkeypatch):
     """Blocks of 16, whatever the number of scores."""
     monkeypatch.setattr(blocks, "QUERIES", 16)
     monkeypatch.setattr(blocks, "LEAST_KEYS", 8)
-    for module in (blocks, door):
-        monkeypatch.setattr(module, "KEYS", 16)
+    monkeypatch.setattr(blocks, "KEYS", 16)
     monkeypatch.setattr(door, "MOST_SCORES", 100)
 
 

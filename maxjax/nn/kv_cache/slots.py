@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...kernels import explicit
+from ...kernels.blocked_attention import bits, from_bits
 from ...kernels.int8_rows import quantised, restored
 
 
@@ -153,14 +154,28 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
 
 
 def _written(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
-    def run(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
-        # The heads are an index too: with a slice for them XLA copies the whole array on TPUs.
-        rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
-        heads = jnp.arange(array.shape[2], dtype=jnp.int32)
-        at = array.at[layer, rows, heads, place[:, :, None]]
-        return at.set(new.astype(array.dtype), mode="drop")
+    return _changed(_scattered, array, new, jnp.asarray(layer, jnp.int32), place)
 
-    return _changed(run, array, new, jnp.asarray(layer, jnp.int32), place)
+
+@jax.custom_jvp
+def _scattered(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
+    # As integers: for a CPU, XLA converts a whole array of bfloat16 to float32 before a scatter, and
+    # back after it.
+    return from_bits(_set(bits(array), bits(new.astype(array.dtype)), layer, place), array.dtype)
+
+
+@_scattered.defjvp
+def _scattered_jvp(primals: Any, tangents: Any) -> Any:
+    array, _, layer, place = primals
+    changes = (tangents[0], tangents[1].astype(array.dtype))
+    return _scattered(*primals), _set(*changes, layer, place)
+
+
+def _set(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
+    # The heads are an index too: with a slice for them XLA copies the whole array on TPUs.
+    rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
+    heads = jnp.arange(array.shape[2], dtype=jnp.int32)
+    return array.at[layer, rows, heads, place[:, :, None]].set(new, mode="drop")
 
 
 def _changed(run: Any, array: jax.Array, *operands: Any) -> jax.Array:
