@@ -152,9 +152,13 @@ def _read(
     def part(array: jax.Array) -> jax.Array:
         index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
         shape = (1, *array.shape[1:3], block, *array.shape[4:])
-        # Bits are cut out: of a slice of bfloat16, XLA for CPUs converts the whole array to float32.
-        found = jax.lax.dynamic_slice(bits(array), index, shape, allow_negative_indices=False)
-        return from_bits(found[0], array.dtype)
+
+        def cut(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)[0]
+
+        # Before a slice of bfloat16, XLA for CPUs converts the whole array to float32.
+        as_bits = lambda array: from_bits(cut(bits(array)), array.dtype)
+        return jax.lax.platform_dependent(array, cpu=as_bits, default=cut)
 
     keys, values, *scales = map(part, cache)
     if scales:

@@ -159,9 +159,13 @@ def _written(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> 
 
 @jax.custom_jvp
 def _scattered(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
-    # As integers: for a CPU, XLA converts a whole array of bfloat16 to float32 before a scatter, and
-    # back after it.
-    return from_bits(_set(bits(array), bits(new.astype(array.dtype)), layer, place), array.dtype)
+    def of_bits(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
+        return from_bits(_set(bits(array), bits(new), layer, place), array.dtype)
+
+    # For a CPU, XLA converts a whole array of bfloat16 to float32 before a scatter, and back after
+    # it; for a TPU, it copies the array if its bits are taken.
+    operands = (array, new.astype(array.dtype), layer, place)
+    return jax.lax.platform_dependent(*operands, cpu=of_bits, default=_set)
 
 
 @_scattered.defjvp
