@@ -66,7 +66,7 @@ nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation identity linear stacked_linear embedding
 nn/norm: norms __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
-nn/kv_cache: slots cache __init__
+nn/kv_cache: layout slots cache __init__
 nn/attention: mask_config attention_with_rope __init__
 nn/moe: experts moe __init__
 nn/transformer: transformer __init__

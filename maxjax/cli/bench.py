@@ -204,7 +204,11 @@ def _on_devices(value: Any) -> int:
 def _cache_bytes(cache: Any, tokens: int) -> int:
     """Bytes of the KV cache of so many tokens of each row, on all devices."""
     groups = [slots for slots in (cache.full, cache.sliding) if slots is not None and slots.layers]
-    return sum(_on_devices(slots) * min(tokens, slots.size) // slots.size for slots in groups)
+    sizes = [slots.size * cache.slot_parts for slots in groups]
+    return sum(
+        _on_devices(slots) * min(tokens, size) // size
+        for slots, size in zip(groups, sizes, strict=True)
+    )
 
 
 def _devices(model: Any) -> list[Any]:

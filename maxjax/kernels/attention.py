@@ -84,9 +84,8 @@ def attention(
         if mask is not None:
             keys = jnp.where(mask[:, 0, 0], keys, NO_KEY)
         cache = [a.swapaxes(1, 2)[None] for a in (key, value)]
-        found = blocked_attention(
-            query, cache, 0, here, keys, Attending(scale, None, soft_cap, dtype)
-        )
+        attending = Attending(scale, None, soft_cap, dtype)
+        found, _ = blocked_attention(query, cache, 0, here, keys, attending)
         return found.astype(value.dtype)
 
     masks = () if mask is None else (mask,)
@@ -151,7 +150,7 @@ def causal_attention(
 
     def run(query: Any, layer: Any, positions: Any, key_positions: Any, *cache: Any) -> jax.Array:
         if not at_once:
-            return blocked_attention(query, cache, layer, positions, key_positions, attending)
+            return blocked_attention(query, cache, layer, positions, key_positions, attending)[0]
         keys, values, *scales = (
             jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
             for a in cache
@@ -173,6 +172,41 @@ def causal_attention(
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(query))
     return run(query, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache)
+
+
+def partial_attention(
+    query: jax.Array,
+    cache: Sequence[jax.Array],
+    layer: Any,
+    positions: jax.Array,
+    key_positions: jax.Array,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    softmax_dtype: Any = DType.float32,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`causal_attention` to some of the keys, to be merged with the others.
+
+    Args:
+        query, cache, layer, positions, key_positions, scale, sliding_window, soft_cap,
+            softmax_dtype: as for :func:`causal_attention`.
+
+    Returns:
+        The result ``[B, T, H, D]``, and the logarithm of each query's sum, ``[B, T, H]`` in
+        ``softmax_dtype``. The results of n parts of the keys, weighted with the softmax of the n
+        logarithms, add up to that of all keys.
+
+    Example:
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> cache, at = [x.swapaxes(1, 2)[None]] * 2, jnp.arange(3)[None]
+        >>> y, sums = partial_attention(x, cache, 0, at, at, scale=0.5)
+        >>> y.shape, sums.shape
+        ((1, 3, 2, 4), (1, 3, 2))
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    attending = Attending(scale, sliding_window, soft_cap, DType.of(softmax_dtype).np)
+    return blocked_attention(query, cache, layer, positions, key_positions, attending)
 
 
 def _is_large(query: Any, keys: int) -> bool:

@@ -62,7 +62,7 @@ def blocked_attention(
     positions: jax.Array,
     key_positions: jax.Array,
     attending: Attending,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Causal attention in blocks: a query attends to the keys at its own and at earlier positions.
 
     Args:
@@ -75,8 +75,10 @@ def blocked_attention(
         attending: the rest.
 
     Returns:
-        ``[B, T, H, D]`` in the dtype of ``q``. A query that attends to no key gets finite numbers
-        without a meaning.
+        The result ``[B, T, H, D]`` in the dtype of ``q``, and the logarithm of each query's sum
+        ``[B, T, H]``, by which results for some of the keys are merged to that for all of them. A
+        query that attends to no key gets finite numbers without a meaning, and as the logarithm
+        about the smallest number of the dtype.
 
     It has a derivative in reverse mode only, and none with respect to an int8 cache.
 
@@ -84,8 +86,9 @@ def blocked_attention(
         >>> x = jnp.ones((1, 3, 2, 4))
         >>> cache = [x.swapaxes(1, 2)[None]] * 2
         >>> at = jnp.arange(3)[None]
-        >>> blocked_attention(x, cache, 0, at, at, Attending(1.0, None, None, jnp.float32)).shape
-        (1, 3, 2, 4)
+        >>> y, sums = blocked_attention(x, cache, 0, at, at, Attending(1.0, None, None, jnp.float32))
+        >>> y.shape, jnp.exp(sums[0, 0, 0] - 4.0).item()
+        ((1, 3, 2, 4), 1.0)
     """
     batch, length, heads, width = q.shape
     kv_heads = cache[0].shape[2] * attending.repeats
@@ -99,9 +102,12 @@ def blocked_attention(
     queries = queries.transpose(0, 1, 3, 4, 2, 5)  # [n, B, K, G, C, D]
     at = _blocks(positions, count, attending.strided)  # [n, B or 1, C]
     layer = jnp.asarray(layer, jnp.int32)
-    out: Any = _attention(attending, queries, tuple(cache), layer, at, key_positions)
+    found: Any = _attention(attending, queries, tuple(cache), layer, at, key_positions)
+    out, sums = found
     out = out.transpose(0, 1, 4, 2, 3, 5).reshape(count, batch, size, heads, width)
-    return _joined(out, attending.strided)[:, :length]
+    sums = sums.transpose(0, 1, 4, 2, 3).reshape(count, batch, size, heads)
+    out, sums = (_joined(a, attending.strided)[:, :length] for a in (out, sums))
+    return out, sums
 
 
 def _blocks(array: jax.Array, count: int, strided: bool) -> jax.Array:
@@ -228,8 +234,8 @@ def _attention(
     layer: jax.Array,
     at: jax.Array,
     key_positions: jax.Array,
-) -> jax.Array:
-    return _forward(attending, queries, cache, layer, at, key_positions)[0]
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(attending, queries, cache, layer, at, key_positions)
 
 
 def _forward(
@@ -275,12 +281,12 @@ def _forward(
     return _each(count, run, None, (queries, at))[1]
 
 
-def _with_residuals(attending: Attending, *operands: Any) -> tuple[jax.Array, Any]:
+def _with_residuals(attending: Attending, *operands: Any) -> tuple[Any, Any]:
     out, sums = _forward(attending, *operands)
-    return out, (operands, out, sums)
+    return (out, sums), (operands, out, sums)
 
 
-def _backward(attending: Attending, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (queries, cache, layer, at, key_positions), out, sums = residuals
     if len(cache) > 2:
         raise NotImplementedError("attention has no derivative with respect to an int8 cache")
@@ -290,8 +296,8 @@ def _backward(attending: Attending, residuals: Any, cotangent: jax.Array) -> tup
     zeros = jnp.zeros(cache[0].shape[1:], dtype)
 
     def run(carry: Any, each: Any) -> Any:
-        q, at, out, sums, given = each
-        inner = jnp.sum(out.astype(dtype) * given.astype(dtype), axis=-1)
+        q, at, out, sums, given, of_sums = each
+        inner = jnp.sum(out.astype(dtype) * given.astype(dtype), axis=-1) - of_sums
         low, high = _range(at, key_positions, block, attending)
 
         def step(number: jax.Array, state: Any) -> Any:
@@ -314,7 +320,7 @@ def _backward(attending: Attending, residuals: Any, cotangent: jax.Array) -> tup
         d_q, *carry = jax.lax.fori_loop(low, high, step, state)
         return tuple(carry), d_q.astype(q.dtype)
 
-    carry, d_queries = _each(count, run, (zeros, zeros), (queries, at, out, sums, cotangent))
+    carry, d_queries = _each(count, run, (zeros, zeros), (queries, at, out, sums, *cotangents))
     d_cache = tuple(_of_layer(d, a, layer) for d, a in zip(carry, cache, strict=True))
     none = lambda a: jnp.zeros(a.shape, jax.dtypes.float0)
     return d_queries, d_cache, *map(none, (layer, at, key_positions))

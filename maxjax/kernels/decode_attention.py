@@ -209,7 +209,7 @@ def definition(
         (k8, ks), (v8, vs) = quantised(k32), quantised(v)
         new = [k8, v8, ks, vs]
     caches = [
-        a.at[place].set(x.astype(a.dtype), mode="drop")
+        a.at[place].set(x.astype(a.dtype), mode="drop", unique_indices=True)
         for a, x in zip((keys, values, *scales), new, strict=True)
     ]
     seen_keys, seen_values = _read(caches, layer, keys.ndim == 5)  # [B, K, S, D]

@@ -188,7 +188,7 @@ class GPT2Attention(DecoderAttention):
 
     def head_axes(self) -> tuple[str, ...]:
         """:meth:`DecoderAttention.head_axes`, from the columns of ``c_attn``, which hold the heads."""
-        return self._axes_of(self.c_attn.weight, 1)
+        return split_over(self.c_attn.weight, 1)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the weights between heads."""

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 import maxjax
 from maxjax.errors import UserInputError
@@ -318,10 +317,26 @@ MESHES = {
     "4 explicit int8": ({"model": 4}, AxisType.Explicit, 4, "int8"),
     "2x2 auto int8": ({"data": 2, "model": 2}, AxisType.Auto, 4, "int8"),
     "4 explicit, one head": ({"model": 4}, AxisType.Explicit, 1, "float32"),
+    "4 explicit, two heads, int8": ({"model": 4}, AxisType.Explicit, 2, "int8"),
     "4 auto, two heads, int8": ({"model": 4}, AxisType.Auto, 2, "int8"),
+    "8 auto, two heads": ({"model": 8}, AxisType.Auto, 2, "float32"),
+    "2x4 auto, two heads": ({"data": 2, "model": 4}, AxisType.Auto, 2, "float32"),
+    "2 auto, one head": ({"model": 2}, AxisType.Auto, 1, "float32"),
+    "4 auto, one head, int8": ({"model": 4}, AxisType.Auto, 1, "int8"),
 }
 FAST = ("2x2 auto int8",)
-DEFAULT = (*FAST, "4 explicit, one head")  # together they have each value
+# Together they have each value, and a cache split in each way.
+DEFAULT = (*FAST, "4 explicit, one head", "4 auto, two heads, int8", "8 auto, two heads")
+# The parts of rows, heads and slots where the heads do not divide.
+SPLIT = {
+    "4 explicit, one head": (1, 1, 4),
+    "4 explicit, two heads, int8": (2, 2, 1),
+    "4 auto, two heads, int8": (2, 2, 1),
+    "8 auto, two heads": (1, 2, 4),
+    "2x4 auto, two heads": (2, 2, 2),
+    "2 auto, one head": (2, 1, 1),
+    "4 auto, one head, int8": (1, 1, 4),
+}
 
 
 @pytest.mark.slow
@@ -356,10 +371,52 @@ def test_on_meshes(which):
         caches.append(cache)
     off = np.abs(found[0] - found[1])
     assert off.max() < (MOST if dtype == "int8" else 2e-5) and np.median(off) < 1e-5
-    heads = () if kv_heads % sizes["model"] else "model"
-    rows = "data" if "data" in sizes else None
-    where = NamedSharding(mesh, P(None, rows, heads or None))
-    assert all(
-        a.sharding.is_equivalent_to(where, a.ndim)
-        for a in jax.tree.leaves((caches[1].full, caches[1].sliding))
-    )
+    rows, heads, slots = SPLIT.get(which, (sizes.get("data", 1), sizes["model"], 1))
+    for slots_, size in ((caches[1].full, 24), (caches[1].sliding, WINDOW)):
+        part = (2 // rows, kv_heads // heads, -(-size // slots))
+        assert all(a.addressable_data(0).shape[1:4] == part for a in jax.tree.leaves(slots_))
+
+
+DIVIDED = {
+    # What the devices with the same KV heads divide: mesh, axis type, B, K, H.
+    "rows": ({"model": 4}, AxisType.Auto, 4, 2, 8),
+    "slots": ({"data": 2, "model": 4}, AxisType.Explicit, 1, 2, 8),
+    "slots, whole queries": ({"model": 4}, AxisType.Auto, 1, 1, 3),
+    "rows, whole queries": ({"model": 2}, AxisType.Explicit, 2, 1, 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(name, marks=() if name.startswith("slots") else pytest.mark.campaign)
+        for name in DIVIDED
+    ],
+)
+def test_a_divided_cache_under_grad_and_vmap(which):
+    sizes, types, batch, kv_heads, heads = DIVIDED[which]
+    config = config_of("sf", num_heads=heads, num_kv_heads=kv_heads, head_dim=4)
+    mesh = maxjax.make_mesh(axis_types=types, **sizes)
+    ids = ids_of(batch, 14)
+
+    def logits(model, ids):
+        cache, parts, start = model.cache(batch, 16), [], 0
+        for length in (8, 1, 5):
+            found, cache = model(ids[:, start : start + length], cache)
+            parts.append(found)
+            start += length
+        return jnp.concatenate(parts, 1)
+
+    @jax.jit
+    def run(model, ids):
+        value, grads = jax.value_and_grad(lambda m: jnp.mean(logits(m, ids) ** 2))(model)
+        return value, grads, jax.vmap(logits, (None, 0))(model, jnp.stack([ids, ids[:, ::-1]]))
+
+    alone, there = made(config), made(config, mesh=mesh)
+    whole, part = (m.cache(batch, 16).full.keys.addressable_data(0).nbytes for m in (alone, there))
+    assert part * sizes["model"] == whole
+    expected, found = run(alone, ids), run(there, ids)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.abs(a - b).max() < 2e-5 * max(1, np.abs(a).max())

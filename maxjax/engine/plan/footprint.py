@@ -21,7 +21,15 @@ from ...errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from ...graph.placement.specs import Placed, axis_of, by_pattern, check_mesh, mesh_of, place
+from ...graph.placement.specs import (
+    Placed,
+    axis_of,
+    batch_axes,
+    by_pattern,
+    check_mesh,
+    mesh_of,
+    place,
+)
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
 from ...graph.weights import GGUFWeights, Weights
@@ -31,6 +39,7 @@ from ...models.config import read_object
 from ...models.decoder.config import DecoderConfig
 from ...models.gguf import config_of
 from ...nn.attention import AttentionWithRope
+from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer.place import UNKNOWN_SIZES, plan_places
 from ...nn.layer.walk import Walk
 
@@ -323,7 +332,7 @@ def _attention_from_config(config: Any, who: str) -> list[names.Heads]:
 def cache_bytes(
     layers: Sequence[names.Heads], batch: int, length: int, dtype: DType, mesh: Any
 ) -> tuple[int, list[str]]:
-    """Bytes of the KV cache on one device, and notes on what is replicated in spite of mesh axes.
+    """Bytes of the KV cache on one device, and notes on what the axes of a mesh do not divide.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
@@ -333,23 +342,24 @@ def cache_bytes(
         >>> cache_bytes(heads, 2, 10, DType.int8, mesh)
         (4896, [])
     """
-    axes = {kind: mesh and axis_of(mesh, kind) for kind in ("data", "fsdp", "model")}
-    n = {kind: mesh.shape[axis] if axis else 1 for kind, axis in axes.items()}
-    rows, total, notes = batch, 0, []
+    total, notes = 0, []
     for kind in ("data", "fsdp"):
-        if rows % n[kind]:
-            notes.append(f"the KV cache: a batch of {batch} does not divide by {axes[kind]}="
-                         f"{n[kind]}, so the cache is replicated along it")  # fmt: skip
-        else:
-            rows //= n[kind]
+        axis = mesh and axis_of(mesh, kind)
+        if axis and axis not in batch_axes(mesh, batch):
+            notes.append(f"the KV cache: a batch of {batch} does not divide by {axis}="
+                         f"{mesh.shape[axis]}, so the cache is replicated along it")  # fmt: skip
     for one in layers:
-        count, key, value = (size or 0 for size in (one.layers, one.head_dim, one.value_dim))
-        heads, rest = divmod(one.kv_heads or 0, n["model"])
-        if rest:
-            heads = one.kv_heads or 0
-            notes.append(f"the KV cache: {heads} KV heads do not divide by {axes['model']}="
-                         f"{n['model']}, so the cache is replicated along it")  # fmt: skip
-        kept = count * rows * heads * min(length, one.window or length)
+        count, heads, kv_heads, key, value = (size or 0 for size in one[:5])
+        slots = min(length, one.window or length)
+        kept = count * batch * kv_heads * slots
+        if mesh is not None and kept:
+            layout = cache_layout(mesh, batch, heads or kv_heads, kv_heads)
+            # Slots that do not divide are rounded up.
+            kept = kept // slots * -(-slots // layout.slots) // (layout.parts // layout.slots)
+            if layout.group > 1:
+                what = "sequences" if layout.rows > 1 else "slots"
+                notes.append(f"the KV cache: {kv_heads} KV heads do not divide by {layout.sizes}, so "
+                             f"the {what} are split over {layout.group} devices as well")  # fmt: skip
         total += kept * (key + value) * dtype.size_in_bits // 8
         if dtype == DType.int8:  # one float32 scale for each row of keys and of values
             total += kept * 2 * DType.float32.size_in_bits // 8

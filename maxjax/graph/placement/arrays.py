@@ -180,12 +180,12 @@ def replicate_last_axis(array: jax.Array, weight: Any, axis: int = -1) -> jax.Ar
 
 
 def on_mesh(
-    f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: PartitionSpec
+    f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: Any, *, check_vma: bool = True
 ) -> Callable[..., Any]:
     """``jax.shard_map`` for arrays of any sharding on the mesh, or uncommitted ones."""
     mesh = _mesh_in_trace(mesh)
     explicit = AxisType.Explicit in mesh.axis_types
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out, check_vma=check_vma)
     if not explicit:
         return mapped
 

@@ -10,21 +10,23 @@ D, hidden size E.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...dtype import DType, promote
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
+from ...graph.placement.arrays import on_mesh
 from ...graph.placement.specs import axis_of, parts, split_over
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...kernels import decode_attention, explicit
-from ...kernels.attention import NO_KEY, causal_attention
+from ...kernels.attention import NO_KEY, causal_attention, partial_attention
+from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules, linears
@@ -46,7 +48,6 @@ class Step(NamedTuple):
     Attributes:
         starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
         counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
-        longest: the largest of the starts.
         rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
         numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
@@ -54,7 +55,6 @@ class Step(NamedTuple):
 
     starts: jax.Array
     counts: jax.Array | None
-    longest: jax.Array
     rotations: dict[str, tuple[jax.Array, jax.Array]]
     tokens: jax.Array | None = None
     numbers: jax.Array | None = None
@@ -139,22 +139,19 @@ class DecoderAttention(Module):
         return [q, k, v]
 
     def head_axes(self) -> tuple[str, ...]:
-        """The mesh axes that the KV heads, and therefore a cache's heads, are split over.
+        """The mesh axes that the query heads are split over: those of the columns of ``o_proj``."""
+        return split_over(self.o_proj.weight, 1)
 
-        They are those of the columns of ``o_proj``, if they divide the KV heads evenly.
-        """
-        return self._axes_of(self.o_proj.weight, 1)
-
-    def _axes_of(self, weight: Any, axis: int) -> tuple[str, ...]:
-        sharding = weight.sharding
+    def cache_layout(self, batch: int) -> CacheLayout | None:
+        """How a cache of ``batch`` sequences is split over the mesh; None without a mesh."""
+        sharding = self.o_proj.weight.sharding
         if not isinstance(sharding, NamedSharding):
-            return ()
-        fsdp = axis_of(
-            sharding.mesh, "fsdp"
-        )  # weights are gathered over this axis: no heads are split
-        over = tuple(name for name in split_over(weight, axis) if name != fsdp)
-        count = math.prod(sharding.mesh.shape[name] for name in over)
-        return () if self.num_kv_heads % count else over
+            return None
+        # Weights are gathered over fsdp: it splits no heads.
+        fsdp = axis_of(sharding.mesh, "fsdp")
+        over = [name for name in self.head_axes() if name != fsdp]
+        count, kv_heads = self.num_heads, self.num_kv_heads
+        return cache_layout(sharding.mesh, batch, count, kv_heads, over)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the projections between heads; the columns of ``o_proj`` as the query heads."""
@@ -187,25 +184,19 @@ class DecoderAttention(Module):
             known = ", ".join(map(repr, _ROPES))
             raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
         q, k, v = self.project(x)
-        rotations = step.rotations.get(self.rope)
-        part = int(self._is_rotating(cached))
-        if cached and step.numbers is not None:
-            layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
-        if x.ndim == 2:
-            y, slots = self._decode(q, k, v, step, cached[part], layer, bool(part))
-        else:
-            if rotations is not None:
-                q, k = (rotate(a, *rotations, interleaved=False) for a in (q, k))
-            if cached:
-                prefill = self._prefill_sliding if part else self._prefill_full
-                y, slots = prefill(q, k, v, step, cached[part], layer)
-            else:
-                key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-                cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
-                y = self._attend(q, cache, 0, step.positions(x.shape[1]), key_positions)
-                slots = None
         if cached:
+            if step.numbers is not None:
+                layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
+            part = int(self._is_rotating(cached))
+            slots = cached[part]
+            assert slots is not None
+            y, slots = self._with_cache(q, k, v, step, slots, layer, bool(part))
             cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
+        else:
+            q, k = self._rotated(step, q, k)
+            key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+            cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
+            y = self._attend(q, cache, 0, step.positions(x.shape[1]), key_positions)
         y = y.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
         return self.o_proj(y).astype(x.dtype), cached
 
@@ -213,12 +204,60 @@ class DecoderAttention(Module):
         """Whether this layer uses the rotating part of the cache."""
         return bool(cached) and self.sliding_window is not None and cached[1] is not None
 
-    def _decode(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any,
+    def _rotated(self, step: Step, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys ``[B, T, heads, D]`` after RoPE."""
+        angles = step.rotations.get(self.rope)
+        if angles is None:
+            return q, k
+        q, k = (rotate(a, *angles, interleaved=False) for a in (q, k))
+        return q, k
+
+    def _with_cache(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
         rotating: bool,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
-        if self.num_kv_heads % parts(self.o_proj.weight, 1):
-            q = resharded(q, 1, ())  # the cache is replicated on every device
+        """Writes the tokens to the cache and attends to it; ``q``, ``k``, ``v`` ``[B, (T,) heads, D]``."""
+        batch = q.shape[0]
+        layout = self.cache_layout(batch)
+        if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
+            if q.ndim == 3:
+                return self._decode(q, k, v, step, slots, layer, rotating)
+            prefill = self._prefill_sliding if rotating else self._prefill_full
+            return prefill(*self._rotated(step, q, k), v, step, slots, layer)
+        queries, whole = layout.queries(q.ndim), PartitionSpec(layout.batch)
+        by_row = lambda a: whole if a.shape[0] == batch else PartitionSpec()
+        step = step._replace(numbers=None)
+        cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
+        specs = (queries, whole, whole, jax.tree.map(by_row, step), cache, PartitionSpec())
+        run = functools.partial(self._on_part, layout, rotating)
+        out = (layout.results(q.ndim), cache)
+        run = on_mesh(run, layout.mesh, specs, out, check_vma=False)
+        return run(q, k, v, step, slots, jnp.asarray(layer, jnp.int32))
+
+    def _on_part(
+        self, layout: CacheLayout, rotating: bool,
+        q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """:meth:`_with_cache` for the part of one device."""
+        part = Part(layout)
+        step = jax.tree.map(part.rows, step)
+        q, k, v = part.queries(q), part.keys(k), part.keys(v)
+        if layout.slots == 1 and q.ndim == 3:
+            y, slots = self._decode(q, k, v, step, slots, layer, rotating)
+            return part.results(y, None), slots
+        is_step = q.ndim == 3
+        if is_step:
+            q, k, v = (a[:, None] for a in (q, k, v))
+        prefill = self._prefill_sliding if rotating and not is_step else self._prefill_full
+        y, slots = prefill(*self._rotated(step, q, k), v, step, slots, layer, part, rotating)
+        return y[:, 0] if is_step else y, slots
+
+    def _decode(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+        rotating: bool,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        if self._heads_are_whole():
+            q = resharded(q, 1, ())  # as the heads of the cache
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
             rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, D/2]
@@ -231,53 +270,77 @@ class DecoderAttention(Module):
         return y, Slots(*new)
 
     def _prefill_full(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
-    ) -> tuple[jax.Array, Slots]:
-        """Prefill of a layer that sees all tokens: writes to the cache, then attends to its first slots."""
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+        part: Part | None = None, rotating: bool = False,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """Writes the tokens to the cache, then attends to it.
+
+        Args:
+            part: the device's part of a divided cache.
+            rotating: whether the slots rotate; then there is one token, which overwrites one that
+                it does not attend to.
+        """
         length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
-        slot = positions if real is None else jnp.where(real, positions, size)
+        slot, is_own = _own_slots(part, positions, size, rotating)
+        if is_own is not None:
+            real = is_own if real is None else real & is_own
+        slot = slot if real is None else jnp.where(real, slot, size)
         slots = slots.written(layer, k, v, slot)
-        key_positions = jnp.arange(size, dtype=jnp.int32)[None, :]
-        return self._attend(q, jax.tree.leaves(slots), layer, positions, key_positions), slots
+        if rotating:
+            key_positions = _slot_positions(_ends(step, length), size, part)
+        else:
+            key_positions = _numbers(part, size)[None, :]
+        y = self._attend(q, jax.tree.leaves(slots), layer, positions, key_positions, part)
+        return y, slots
 
     def _prefill_sliding(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Any, layer: Any
-    ) -> tuple[jax.Array, Slots]:
-        """Prefill of a sliding layer: attends to the cache and the new tokens, then stores the last of them."""
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+        part: Part | None = None, rotating: bool = True,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """Attends to a rotating cache and to the new tokens, then stores the last of these."""
         length, size = q.shape[1], slots.size
         positions, starts = step.positions(length), step.starts[:, None]
-        old, new = slots.layer_slots(layer), slots.rounded(k, v)  # as all later tokens see them
+        old = slots.layer_slots(layer)
+        new, new_positions = slots.rounded(k, v), positions  # as all later tokens see them
+        if part is not None and part.slots > 1:
+            # Each new token is a key on one device only.
+            new_positions = jnp.where(positions % part.slots == part.first, positions, NO_KEY)
 
         keys = (
             explicit.concatenate([a.swapaxes(1, 2), b[0]], 2)[None]
             for a, b in zip(new, old.floats(q.dtype), strict=True)
         )
-        key_positions = _slot_positions(starts, size)
-        key_positions = jnp.where(key_positions < 0, NO_KEY, key_positions)
-        key_positions = explicit.concatenate([positions, key_positions], 1)
-        y = self._attend(q, list(keys), 0, positions, key_positions)
-        ends = starts + (length if step.counts is None else step.counts[:, None])
-        return y, slots.replaced(layer, old, k, v, _slot_positions(ends, size) - starts)
+        key_positions = _slot_positions(starts, size, part)
+        key_positions = explicit.concatenate([new_positions, key_positions], 1)
+        y = self._attend(q, list(keys), 0, positions, key_positions, part)
+        ends = _slot_positions(_ends(step, length), size, part)
+        source = jnp.where(ends == NO_KEY, -1, ends - starts)
+        return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(
-        self,
-        q: jax.Array,
-        cache: Sequence[jax.Array],
-        layer: Any,
-        positions: jax.Array,
-        key_positions: jax.Array,
-    ) -> jax.Array:
+        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
+        key_positions: jax.Array, part: Part | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Causal attention of queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
+        options: dict[str, Any] = {
+            "scale": self.scale, "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap, "softmax_dtype": self.softmax_dtype,
+        }  # fmt: skip
+        where = (q, cache, layer, positions, key_positions)
+        if part is not None and part.slots > 1:
+            return part.results(*partial_attention(*where, **options))
         # Too few KV heads to split are on every device, and repeated for each query head.
-        is_whole = self.num_kv_heads % parts(self.o_proj.weight, 1)
-        return causal_attention(
-            q, cache, layer, positions, key_positions, scale=self.scale,
-            sliding_window=self.sliding_window, soft_cap=self.soft_cap,
-            softmax_dtype=self.softmax_dtype,
-            repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
+        is_whole = part is None and self._heads_are_whole()
+        y = causal_attention(
+            *where, **options, repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
             strided=_splits_tokens(self.o_proj.weight.sharding),
         )  # fmt: skip
+        return y if part is None else part.results(y, None)
+
+    def _heads_are_whole(self) -> bool:
+        """Whether a mesh splits the query heads and cannot split the KV heads alike."""
+        return bool(self.num_kv_heads % parts(self.o_proj.weight, 1))
 
 
 def _splits_tokens(sharding: Any) -> bool:
@@ -288,13 +351,36 @@ def _splits_tokens(sharding: Any) -> bool:
     return axis is not None and sharding.mesh.shape[axis] > 1
 
 
-def _slot_positions(ends: jax.Array, size: int) -> jax.Array:
+def _ends(step: Step, length: int) -> jax.Array:
+    """The number of tokens of each row after a step, ``[B, 1]``."""
+    return step.starts[:, None] + (length if step.counts is None else step.counts[:, None])
+
+
+def _own_slots(
+    part: Part | None, positions: jax.Array, size: int, rotating: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """The slots ``[B or 1, T]`` of tokens on this device, and which it has; None: all."""
+    parts = 1 if part is None else part.slots
+    slot = positions % (size * parts) if rotating else positions
+    if part is None or parts == 1:
+        return slot, None
+    return slot // parts, slot % parts == part.first
+
+
+def _numbers(part: Part | None, size: int) -> jax.Array:
+    """The numbers ``[S]`` of the slots on this device."""
+    return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
+
+
+def _slot_positions(ends: jax.Array, size: int, part: Part | None = None) -> jax.Array:
     """The position in each slot ``[B, S]`` of a rotating cache after ``ends`` ``[B, 1]`` tokens.
 
-    It is negative for an empty slot.
+    It is ``NO_KEY`` for an empty slot.
     """
+    parts = 1 if part is None else part.slots
     last = ends - 1
-    return last - (last - jnp.arange(size, dtype=jnp.int32)[None, :]) % size
+    found = last - (last - _numbers(part, size)[None, :]) % (size * parts)
+    return jnp.where(found < 0, NO_KEY, found)
 
 
 def resharded(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
-from ...graph.placement.specs import Split, batch_axes
+from ...graph.placement.specs import Split
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import unwrap
 from ...kernels import explicit
@@ -185,19 +184,18 @@ class Decoder(PretrainedModel):
         return KVCache.empty(
             config.num_layers - sliding, batch=batch, num_kv_heads=config.kv_heads,
             capacity=capacity, head_dim=config.width, dtype=self.dtype if dtype is None else dtype,
-            sharding=self._cache_sharding(batch),
+            **self._cache_place(batch),
             sliding_layers=sliding, window=config.sliding_window,
         )  # fmt: skip
 
-    def _cache_sharding(self, batch: int) -> Any:
+    def _cache_place(self, batch: int) -> dict[str, Any]:
         below = (layer for _, layer in self.model.layers[0].named_modules())
         attention = next(layer for layer in below if isinstance(layer, DecoderAttention))
-        sharding = attention.o_proj.weight.sharding
-        if not isinstance(sharding, NamedSharding):
-            return sharding
-        rows = batch_axes(sharding.mesh, batch) if isinstance(batch, int) and batch > 0 else ()
-        spec = PartitionSpec(None, rows or None, attention.head_axes() or None, None, None)
-        return NamedSharding(sharding.mesh, spec)
+        # KVCache.empty refuses a batch that is no positive number.
+        layout = attention.cache_layout(batch if isinstance(batch, int) and batch > 0 else 1)
+        if layout is None:
+            return {"sharding": attention.o_proj.weight.sharding}
+        return {"sharding": layout.sharding, "row_parts": layout.rows, "slot_parts": layout.slots}
 
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
@@ -320,7 +318,7 @@ class Decoder(PretrainedModel):
             counts = jnp.minimum(length if counts is None else counts, room)
             if cache.full.layers:
                 numbers = jnp.asarray(_numbers(config.slides))
-        step = Step(starts, counts, jnp.max(starts), {}, numbers=numbers)
+        step = Step(starts, counts, {}, numbers=numbers)
         if cache is not None and counts is not None:
             step = step._replace(tokens=jnp.where(counts > 0, starts, -1))
         ropes = {"global": config.rope, "local": config.local_rope}

@@ -177,9 +177,13 @@ def _scattered_jvp(primals: Any, tangents: Any) -> Any:
 
 def _set(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
     # The heads are an index too: with a slice for them XLA copies the whole array on TPUs.
-    rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
+    batch, length = place.shape
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     heads = jnp.arange(array.shape[2], dtype=jnp.int32)
-    return array.at[layer, rows, heads, place[:, :, None]].set(new, mode="drop")
+    # The places of dropped tokens differ too: only then is there a derivative.
+    dropped = array.shape[3] + jnp.arange(length, dtype=jnp.int32)
+    place = jnp.where(place < array.shape[3], place, dropped)[:, :, None]
+    return array.at[layer, rows, heads, place].set(new, mode="drop", unique_indices=True)
 
 
 def _changed(run: Any, array: jax.Array, *operands: Any) -> jax.Array:

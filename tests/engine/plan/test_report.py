@@ -350,10 +350,14 @@ def test_the_cache_of_a_module():
 
 def test_what_of_a_cache_does_not_divide_is_said():
     found = plan(Tower(), {"data": 4, "model": 4}, batch=6, length=7)
-    assert found.cache_bytes_per_device == 5 * 2 * 8 * 2 * 4 * 6 * 7
+    assert found.cache_bytes_per_device == 5 * 2 * 8 * 2 * 4 * 6 * 7 // 4
     assert len(found.notes) == 2
     assert "batch of 6 does not divide by data=4" in found.notes[0]
-    assert "2 KV heads do not divide by model=4" in found.notes[1]
+    assert "2 KV heads do not divide by model=4, so the sequences" in found.notes[1]
+    # 7 slots of each of the two heads are 4 on each of two devices.
+    found = plan(Tower(), {"model": 4}, batch=1, length=7)
+    assert found.cache_bytes_per_device == 5 * 8 * 2 * 4 * 4
+    assert "2 KV heads do not divide by model=4, so the slots" in found.notes[0]
 
 
 def test_an_encoder_has_none():
