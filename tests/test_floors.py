@@ -47,7 +47,7 @@ kernels: blocked_attention attention
 kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values
-graph/placement: strategy mesh device_major specs arrays
+graph/placement: strategy mesh device_major specs arrays stacking
 graph: symbolic tensor_type operands rebinding operators value
 graph/weight: epoch running stored transpose weight stacked __init__
 graph/weights: weight_data given cursor load __init__ device_reads writing same

@@ -78,6 +78,11 @@ def load(
 ) -> Any:
     """Opens a checkpoint and loads its model.
 
+    The layers of a decoder are a LayerStack, compiled once, except on GPUs, where each keeps its own
+    weights, because XLA would copy them out of a stack for every token; ``Decoder.stack_for`` says
+    when. That is decided by the platform of ``mesh``, or of the default device, before anything is
+    read. Names, files and results are the same in both forms.
+
     Args:
         path: a directory with ``config.json`` and weights, a file of weights with
             ``config.json`` beside it, or a GGUF file, whose metadata includes the config. If there
@@ -171,7 +176,9 @@ def _prepared(
                 pooling = read_pooling(folder)[0]
             if config is None and not isinstance(weights, GGUFWeights):
                 config = config_beside(folder)
-            model = build(weights, config, cast_to, reduce_dtype=reduce, tie=tie)
+            model = build(weights, config, cast_to, reduce_dtype=reduce, stacked=False, tie=tie)
+            if isinstance(model, Decoder):
+                model.stack_for(mesh)
             if mesh is not None:
                 model.to(mesh)
             if isinstance(weights, GGUFWeights):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
-from ..graph.placement.specs import Split
+from ..graph.placement.specs import Split, parts
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
 from ..graph.value import TensorValue, wraps
@@ -76,7 +76,13 @@ class Embedding(Module):
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
             raise TypeError(f"an Embedding takes integers as indices, not {rows.dtype}")
-        y = replicate_last_axis(embed(self.weight, rows), self.weight)
+        if rows.size == 1 and parts(self.weight, 0) > 1:
+            # Twice: on a GPU, XLA makes a slice of a lookup of one row, and of a slice of a split
+            # table a slice of the whole table, which it gathers.
+            found = embed(self.weight, jnp.stack([rows, rows]))[0]
+        else:
+            found = embed(self.weight, rows)
+        y = replicate_last_axis(found, self.weight)
         return TensorValue(y) if wraps(indices) else y
 
     def sharding_rules(self) -> dict[str, Any]:

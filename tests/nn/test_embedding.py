@@ -1,10 +1,14 @@
 """Embedding: rows of a table, and what becomes of indices outside it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from maxjax import make_mesh
 from maxjax.graph import DeviceRef, TensorValue
 from maxjax.nn.embedding import Embedding
 from tests.oracles.recorded import recorded, torch
@@ -93,3 +97,46 @@ def test_a_tensor_value_gives_a_tensor_value():
     found = table(TensorValue(jnp.array([3, 0])))
     assert type(found) is TensorValue
     np.testing.assert_array_equal(np.asarray(found), table(jnp.array([3, 0])))
+
+
+ON_MESHES = pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        (AxisType.Auto, {"model": 4}),
+        (AxisType.Explicit, {"model": 4}),
+        (AxisType.Auto, {"data": 2, "model": 4}),
+        (AxisType.Explicit, {"data": 2, "model": 4}),
+    ],
+    ids=lambda v: v.name if isinstance(v, AxisType) else ",".join(v),
+)
+
+
+@ON_MESHES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_row_of_a_split_table(kind, sizes, dtype):
+    layer, table = loaded(rows=8, width=6, dtype=dtype)
+    layer.to(make_mesh(axis_types=kind, **sizes))
+    assert layer.weight.sharding.spec[0] == "model"
+    run, gradient = jax.jit(lambda m, i: m(i)), jax.jit(jax.grad(lambda m, i: (m(i) ** 2).sum()))
+    for shape in ((), (1,), (1, 1)):
+        for row in (0, 5, 7, -1, 8):
+            found = run(layer, np.full(shape, row, np.int32))
+            want = np.full((6,), np.nan, table.dtype) if row == 8 else table[row]
+            assert found.shape == (*shape, 6) and found.dtype == table.dtype
+            found, want = (np.asarray(a, np.float32).reshape(6) for a in (found, want))
+            np.testing.assert_array_equal(found, want)
+    found = np.asarray(gradient(layer, np.array([5], np.int32)).weight.value)
+    want = np.where(np.arange(8)[:, None] == 5, 2 * table, 0).astype(table.dtype)
+    np.testing.assert_array_equal(found, want)
+
+
+@ON_MESHES
+def test_the_lookup_of_one_row_is_not_a_slice(kind, sizes):
+    """On a GPU, XLA makes a slice of a lookup of one row, and gathers a split table for it."""
+    layer = Embedding(8, 6, "float32", CPU)
+    run = jax.jit(lambda m, i: m(i))
+    rows = jax.ShapeDtypeStruct((1,), np.int32)
+    pattern = r'"stablehlo.gather".* -> tensor<(\S+)xf32>'
+    assert re.findall(pattern, run.lower(layer, rows).as_text()) == ["1x6"]
+    layer.to(make_mesh(axis_types=kind, **sizes))
+    assert re.findall(pattern, run.lower(layer, rows).as_text()) == ["2x1x6"]

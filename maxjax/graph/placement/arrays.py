@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...driver import memory_stats
 from ...errors import OutOfMemoryError
 from ...kernels import explicit
+from ..device import DeviceRef
 from .device_major import DeviceMajor
 from .specs import axis_of, held_bytes, names_in, spec_of, split_over
 
@@ -45,6 +46,28 @@ def default_device() -> Any:
     """The device on which JAX puts uncommitted arrays."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def platform_of(place: Any) -> str:
+    """The platform of the devices that ``Module.to(place)`` puts weights on: "cpu", "gpu" or "tpu".
+
+    Args:
+        place: a mesh, a Sharding, a device, or None for the default device.
+
+    Example:
+        >>> from maxjax import make_mesh
+        >>> platform_of(make_mesh(model=1)) == platform_of(None) == jax.devices()[0].platform
+        True
+    """
+    if place is None:
+        return default_device().platform
+    if isinstance(place, DeviceRef):
+        place = place.to_jax()
+    if isinstance(place, Mesh):
+        place = place.devices.flat[0]
+    elif isinstance(place, Sharding):
+        place = next(iter(place.device_set))
+    return place.platform
 
 
 def relaid(

@@ -20,6 +20,7 @@ import numpy as np
 from ...kernels import StackSlice
 from ..placement.arrays import put, relaid
 from ..placement.device_major import DeviceMajor
+from ..placement.stacking import stack, unstack
 from .epoch import values_changed
 from .stored import around, standing_for
 from .weight import Weight
@@ -105,12 +106,25 @@ class StackedWeight:
     def dissolve(self) -> None:
         """Gives each Weight its own value back."""
         views = self.weights
-        leaves = [self.leaf_of(i) for i in range(self.span.count)]
-        for view, leaf in zip(views, leaves, strict=True):
-            view._own = leaf.__jax_array__() if isinstance(leaf, StackSlice) else leaf
-            view._home = None
+        for view, leaf in zip(views, self._leaves(), strict=True):
+            view._own, view._home = leaf, None
         self._leaf, self._parts, self._apart = None, {}, views
         values_changed()
+
+    def restore(self) -> None:
+        """Stacks the values of the Weights again, after :meth:`dissolve`."""
+        weights, self._apart = self._apart, []
+        self._leaf = self.blank()
+        self._parts = {i: w._own for i, w in enumerate(weights) if not w.stored.is_lazy}
+        self._join()
+        self.adopt(weights)
+
+    def _leaves(self) -> list[Any]:
+        """The leaf of each Weight, as an array of its own if there is a value."""
+        leaf, count = self._leaf, self.span.count
+        if self.is_whole and hasattr(leaf, "shape"):
+            return unstack(leaf, self.template.stored.leaf_sharding)
+        return [self.leaf_of(i) for i in range(count)]
 
     # -- the value
 
@@ -192,15 +206,15 @@ class StackedWeight:
     def _split(self) -> None:
         """Makes ``_parts`` a new dict, splitting the array if there is one."""
         if self.is_whole:
-            self._parts = {i: self._leaf[i] for i in range(self.span.count)}
+            self._parts = dict(enumerate(self._leaves()))
             self._leaf = self.blank()
         else:
             self._parts = dict(self._parts)
 
     def _join(self) -> None:
         if self._parts and len(self._parts) == self.span.count:
-            stack = jnp.stack([self._parts[i] for i in range(self.span.count)])
-            self._leaf = stack if self.leaf_sharding is None else put(stack, self.leaf_sharding)
+            parts = [self._parts[i] for i in range(self.span.count)]
+            self._leaf = stack(parts, self.leaf_sharding)
             self._parts = {}
 
     def array(self) -> jax.Array:

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
-from ...graph.placement.specs import Split
+from ...graph.placement.arrays import platform_of
+from ...graph.placement.specs import Split, axis_of
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import unwrap
 from ...kernels import explicit
@@ -37,6 +39,9 @@ from .config import DecoderConfig, pattern
 KNOWN = ("*rotary_emb.inv_freq",)
 # Files of a model without its head (an embedding model, for example) leave out this prefix.
 BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
+
+# JAX's platforms that are GPUs.
+_GPUS = ("gpu", "cuda", "rocm")
 
 
 class DecoderModel(Module):
@@ -71,7 +76,9 @@ class DecoderModel(Module):
             carry = self.layers.scan(carry, index="layer", step=step)
         else:
             for i, layer in enumerate(self.layers):
-                carry = layer(carry, step=step, layer=jnp.int32(i))
+                # Behind the barrier XLA does not see the number. If it did, it would compile each
+                # layer's kernels anew, and could turn writes to one layer of the cache into copies.
+                carry = layer(carry, step=step, layer=jax.lax.optimization_barrier(jnp.int32(i)))
         x, cached = carry
         if at is not None and x.ndim == 3:
             x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
@@ -113,6 +120,8 @@ class Decoder(PretrainedModel):
 
     layer_class: ClassVar[Any] = DecoderLayer
     model_class: ClassVar[Any] = DecoderModel
+    # Whether `stack_for` leaves the layers separate on GPUs.
+    separate_on_gpus: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__()
@@ -164,6 +173,29 @@ class Decoder(PretrainedModel):
         if isinstance(self.model.layers, LayerStack):
             self.model.layers = self.model.layers.unstack()
         return self
+
+    def stack_for(self, place: Any = None) -> Decoder:
+        """Stacks the layers unless separate ones are the better form for the devices.
+
+        On a GPU, XLA cannot multiply by a slice of a stack where it lies: a loop over stacked
+        layers copies every weight out of its stack for every token, which is three times the
+        traffic. Separate weights are read where they lie, in a program that takes a fraction of a
+        second longer to compile for each layer. On TPUs the slice is a part of the product and on CPUs our
+        kernels take the stack, so there the loop is as fast, and compiled once.
+
+        Where weights are split over ``fsdp`` the loop is better on GPUs too: each is gathered, and
+        so copied, for every token in any case, and without a loop XLA gathers all layers' at once.
+
+        Args:
+            place: mesh, Sharding or device that the model is for; None for the default device.
+
+        Returns:
+            The model itself.
+        """
+        fsdp = axis_of(place, "fsdp") if isinstance(place, Mesh) else None
+        gathered = fsdp is not None and place.shape[fsdp] > 1
+        separate = platform_of(place) in _GPUS and self.separate_on_gpus and not gathered
+        return self.unstack() if separate else self.stack()
 
     def cache(self, batch: int, capacity: int, dtype: Any = None) -> KVCache:
         """An empty KV cache on the model's devices, with KV heads sharded as the projections are.

@@ -30,7 +30,8 @@ class LayerStack(LayerList, is_stack=True):
 
     Args:
         layers: Modules of equal structure: the same classes, attributes and types of
-            weights. They become views of the stack and can no longer be changed alone.
+            weights. They become views of the stack and can no longer be changed alone. They are
+            stacked weight by weight, which needs memory for one weight of all layers more.
         period: number of layers in the repeating pattern; detected by default. The layers left
             over at the end must follow the pattern, and run individually.
         first: number of layers at the front that are not part of the pattern.
@@ -83,10 +84,16 @@ class LayerStack(LayerList, is_stack=True):
             for slot in range(layout.slots)
         ]
         groups = [(layout.span(k), group) for k, plan in enumerate(plans) for group in plan.weights]
-        # All are created before any layer is changed: JAX may fail to stack the values.
-        stacks = [StackedWeight.of(group, span) for span, group in groups]
-        for stack, (_, group) in zip(stacks, groups, strict=True):
-            stack.adopt(group)
+        # Weight by weight: the layers' own values are dropped as their stack is made.
+        stacks: list[StackedWeight] = []
+        try:
+            for span, group in groups:
+                stacks.append(StackedWeight.of(group, span))
+                stacks[-1].adopt(group)
+        except BaseException:  # JAX may fail to stack values: then no layer is changed
+            for stack in stacks:
+                stack.dissolve()
+            raise
         for slot, plan in enumerate(plans):
             for i in layout.members(slot):
                 _mark(layers[i], plan.shared, True)
@@ -99,10 +106,20 @@ class LayerStack(LayerList, is_stack=True):
         structure_changed()
 
     def unstack(self) -> LayerList:
-        """A LayerList of these layers, each with its own weights again, bit for bit."""
+        """A LayerList of these layers, each with its own weights again, bit for bit.
+
+        It is done weight by weight, so that it needs memory for one weight of all layers more.
+        """
         layers = self.layers
-        for stack in self._mx_stacks:
-            stack.dissolve()
+        dissolved: list[StackedWeight] = []
+        try:
+            for stack in self._mx_stacks:
+                stack.dissolve()
+                dissolved.append(stack)
+        except BaseException:  # no memory for one weight of all layers: then nothing is changed
+            for stack in dissolved:
+                stack.restore()
+            raise
         for layer in layers:
             _mark(layer, set(), False)
         # This object remains as an empty stack, which runs its layers one by one.

@@ -1,0 +1,96 @@
+"""Stacking: the arrays of n layers as one array, and the reverse, in place of each other.
+
+Each is one compiled program with nothing beside its operands and its result, which are there when
+it returns: what the caller then drops is free for the next. ``jnp.stack`` and indexing, which
+dispatch an operation for each layer, would need a second copy of all layers, and on a mesh XLA
+would choose the shardings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .arrays import put
+
+
+def stack(parts: Sequence[Any], sharding: Any) -> Any:
+    """Arrays of one shape and dtype as one array ``[n, ...]``, bit for bit.
+
+    Args:
+        parts: n arrays.
+        sharding: Sharding of the result; None lets JAX choose.
+
+    Example:
+        >>> stack([jnp.ones(2), jnp.zeros(2)], None).tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
+    """
+    if not all(_is_concrete(part) for part in parts):  # tracers, whose derivatives count
+        return put(jnp.stack(parts), sharding) if sharding is not None else jnp.stack(parts)
+    devices = getattr(sharding, "device_set", None)
+    direct = all(part.sharding.device_set == devices for part in parts)
+    made = _stack_program(sharding if direct else None)(*parts)
+    if sharding is not None and not direct:
+        made = put(made, sharding)
+    return jax.block_until_ready(made)
+
+
+def unstack(array: Any, sharding: Any) -> list[Any]:
+    """The arrays ``[...]`` of an array ``[n, ...]``, bit for bit.
+
+    Args:
+        array: an array with at least one axis.
+        sharding: Sharding of each result; None lets JAX choose.
+
+    Example:
+        >>> [part.tolist() for part in unstack(jnp.arange(4.0).reshape(2, 2), None)]
+        [[0.0, 1.0], [2.0, 3.0]]
+    """
+    if not _is_concrete(array):
+        return list(jnp.unstack(array))
+    direct = array.sharding.device_set == getattr(sharding, "device_set", None)
+    parts = _unstack_program(sharding if direct else None, array.shape[0])(array)
+    if sharding is not None and not direct:
+        parts = [put(part, sharding) for part in parts]
+    return jax.block_until_ready(parts)
+
+
+def _is_concrete(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, Tracer)
+
+
+@functools.lru_cache(maxsize=128)
+def _stack_program(sharding: Any) -> Any:
+    """A jitted function for each sharding, kept: otherwise each stack would compile anew."""
+
+    def stack(*parts: jax.Array) -> jax.Array:
+        return _from_bits(jnp.stack([_bits(part) for part in parts]), parts[0].dtype)
+
+    return jax.jit(stack, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=128)
+def _unstack_program(sharding: Any, count: int) -> Any:
+    def unstack(array: jax.Array) -> list[jax.Array]:
+        return [_from_bits(part, array.dtype) for part in jnp.unstack(_bits(array))]
+
+    return jax.jit(unstack, out_shardings=[sharding] * count)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """Narrow floats as integers of their bits: for CPUs, XLA takes them through float32."""
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    word = _WORDS.get(jnp.finfo(array.dtype).bits) if is_float else None
+    return array if word is None else jax.lax.bitcast_convert_type(array, word)
+
+
+def _from_bits(array: jax.Array, dtype: Any) -> jax.Array:
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
+
+
+_WORDS: dict[int, Any] = {8: jnp.uint8, 16: jnp.uint16}
