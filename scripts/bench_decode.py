@@ -340,7 +340,7 @@ def _attention(q: Any, new: Any, cache: Any, lengths: Any) -> Any:
 
 
 def _attention_in_jnp(q: Any, new: Any, cache: Any, lengths: Any) -> Any:
-    static = attention_module._Options(0.125, 0, 0.0, False, False)
+    static = attention_module.Options(0.125, 0, 0.0, False, False)
     none = jnp.zeros((1, 0))
 
     def layer(i: Any, state: Any) -> Any:

@@ -1,12 +1,15 @@
-"""Decoding a synthetic 8 B Llama in bf16 on one accelerator, against what its memory gives.
+"""Decoding and prefill of random Llamas on one accelerator, against hand-written JAX and the memory's bandwidth.
 
-bandwidth  bytes read a second by a sum over a large array: what a decode step could reach.
-decode     one token of each of 1 and 8 sequences at a context of 128 and 2048: bytes of the weights
-           and of the cache read, over the time of a step, as a part of that. Wanted: 80 %.
-copies     bytes of the copies of weights in the optimised program: a layer is to be read where it
-           lies in the stack. Wanted: none.
+bandwidth  bytes read a second by a sum over a large array, measured beside every row.
+decode     one token of each of 1 and 8 sequences after 128 and 2048 tokens, with a cache in bfloat16
+           and in int8: the bytes of weights and cache that a step has to read, over its time, as
+           a part of the bandwidth. Wanted: 80 %.
+prefill    prompts of 2048 and 32768 tokens of one sequence, in chunks of 512: tokens a second.
+ratio      the time of the same model hand-written in JAX (layers unrolled, weights as separate
+           arrays; XLA's attention for decoding, cuDNN's for prefill) over ours: above 1 we are faster.
+copies     bytes of copies of weights and caches in the optimised decode program. Wanted: none.
 
-Needs about 18 GB of memory on the accelerator. --quick runs a small model on any backend.
+Weights are in bfloat16. The 8 B model needs about 40 GB. --quick runs small models on any backend.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +32,30 @@ from maxjax.cli.bench import weight_bytes
 from maxjax.models import Llama, LlamaConfig
 from maxjax.nn import KVCache
 
-# Llama 3.1 8B.
-CONFIG = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
+# Llama 3.1 8B and Llama 3.2 1B.
+_SHARED = {
+    "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "max_position_embeddings": 65536, "tie_word_embeddings": False,
 }  # fmt: skip
-SMALL = CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024,
-                  "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+MODELS = {
+    "1 B": _SHARED | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                      "num_attention_heads": 32, "head_dim": 64},
+    "8 B": _SHARED | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                      "num_attention_heads": 32},
+}  # fmt: skip
+SMALL = {"small": _SHARED | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+                             "vocab_size": 1024, "num_attention_heads": 2, "num_key_value_heads": 1}}  # fmt: skip
+CHUNK = 512
 
 
 def bandwidth(size: int, rounds: int) -> float:
-    """Bytes a second of a sum over bf16, summed in float32."""
+    """Bytes a second of a sum over bfloat16, summed in float32."""
     data = jnp.ones((size // 2,), jnp.bfloat16)
     read = jax.jit(lambda a: a.sum(dtype=jnp.float32))
     return data.nbytes / median(lambda: read(data), rounds)
 
 
-def median(run: functools.partial, rounds: int) -> float:
+def median(run: Callable[[], Any], rounds: int) -> float:
     """The median of the seconds of a call, after two that do not count."""
     times = []
     for _ in range(rounds + 2):
@@ -55,27 +65,51 @@ def median(run: functools.partial, rounds: int) -> float:
     return statistics.median(times[2:])
 
 
+# --- ours
+
+
 @functools.partial(jax.jit, donate_argnums=2)
 def step(model: Llama, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-    """A token of each sequence → logits of the next, and the cache."""
+    """Tokens of each sequence → logits of the next, and the cache."""
     return model(tokens, cache, last=True)
 
 
-def decode(model: Llama, batch: int, context: int, steps: int) -> tuple[float, int]:
+def decode(model: Llama, batch: int, context: int, steps: int, kind: str) -> tuple[float, int]:
     """Seconds of a step, of many that are waited for together, and the bytes it has to read."""
-    cache = model.cache(batch, -(-(context + 4 * steps) // 256) * 256, "bfloat16")
+    cache = model.cache(batch, -(-(context + 4 * steps) // 256) * 256, kind)
     cache = dataclasses.replace(cache, lengths=jnp.full(batch, context, jnp.int32))
     tokens = jnp.arange(batch, dtype=jnp.int32)[:, None]
     program = step.lower(model, tokens, cache).compile()
+    slots = sum(a.nbytes for a in jax.tree.leaves(cache.full)) // cache.capacity
+    seconds = repeated(lambda cache: program(model, tokens, cache), cache, steps)
+    return seconds, weight_bytes(model, batch) + context * slots
+
+
+def prefill(model: Llama, length: int, rounds: int) -> float:
+    """Seconds of a prompt in chunks."""
+    cache, ids = model.cache(1, length, "bfloat16"), jnp.zeros((1, CHUNK), jnp.int32)
+    program = step.lower(model, ids, cache).compile()
+
+    def run() -> Any:
+        logits, cache = None, model.cache(1, length, "bfloat16")
+        for _ in range(length // CHUNK):
+            logits, cache = program(model, ids, cache)
+        return logits
+
+    return median(run, rounds)
+
+
+def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int) -> float:
+    """The least time of a step, of three times so many."""
     times = []
     for _ in range(3):
+        out = None
         start = time.perf_counter()
         for _ in range(steps):
-            logits, cache = program(model, tokens, cache)
-        logits.block_until_ready()
+            out, state = run(state)
+        jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / steps)
-    used = 2 * context * cache.keys.nbytes // cache.keys.shape[3]
-    return min(times), weight_bytes(model, batch) + used
+    return min(times)
 
 
 _COPY = re.compile(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(")
@@ -92,32 +126,157 @@ def copied(program: jax.stages.Compiled, least: int) -> int:
     return total
 
 
+# --- by hand
+
+
+def weights_by_hand(config: dict[str, Any]) -> dict[str, Any]:
+    """Random weights ``[in, out]``, those of each layer by themselves."""
+    size, inner, width = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["head_dim"],
+    )
+    q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    shapes = {"q": (size, q), "k": (size, kv), "v": (size, kv), "o": (q, size),
+              "gate": (size, inner), "up": (size, inner), "down": (inner, size)}  # fmt: skip
+
+    @jax.jit
+    def make(key: jax.Array) -> dict[str, Any]:
+        normal = lambda i, shape: (
+            jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16) * 0.02
+        )
+        layers = [
+            {name: normal(8 * n + i, shape) for i, (name, shape) in enumerate(shapes.items())}
+            | {"norm1": jnp.ones(size, jnp.bfloat16), "norm2": jnp.ones(size, jnp.bfloat16)}
+            for n in range(config["num_hidden_layers"])
+        ]
+        vocabulary = config["vocab_size"]
+        return {"layers": layers, "norm": jnp.ones(size, jnp.bfloat16),
+                "embed": normal(10**6, (vocabulary, size)), "head": normal(10**6 + 1, (size, vocabulary))}  # fmt: skip
+
+    return make(jax.random.key(1))
+
+
+def by_hand(
+    weights: Any, ids: jax.Array, cache: Any, start: jax.Array, *, config: Any, causal: bool
+) -> Any:
+    """Tokens ``[B, T]`` at ``start`` → logits of the next and the cache: keys, values ``[B, S, K, D]`` a layer."""
+    width, (batch, length) = config["head_dim"], ids.shape
+    half = width // 2
+    at = start + jnp.arange(length)
+    angles = at[:, None] * config["rope_theta"] ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    x, new = weights["embed"][ids], []
+
+    def norm(x: jax.Array, w: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(
+            x.dtype
+        ) * w
+
+    def turned(x: jax.Array) -> jax.Array:
+        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+    for w, (keys, values) in zip(weights["layers"], cache, strict=True):
+        h = norm(x, w["norm1"])
+        q, k, v = ((h @ w[name]).reshape(batch, length, -1, width) for name in "qkv")
+        q, k = turned(q), turned(k)
+        keys = jax.lax.dynamic_update_slice(keys, k, (0, start, 0, 0))
+        values = jax.lax.dynamic_update_slice(values, v, (0, start, 0, 0))
+        if causal:
+            fast = "cudnn" if jax.devices()[0].platform == "gpu" else None
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fast)
+        else:
+            seen = jnp.full(batch, start + length, jnp.int32)
+            y = jax.nn.dot_product_attention(q, keys, values, key_value_seq_lengths=seen)
+        x = x + y.reshape(batch, length, -1) @ w["o"]
+        h = norm(x, w["norm2"])
+        x = x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+        new.append((keys, values))
+    return norm(x[:, -1], weights["norm"]) @ weights["head"], new
+
+
+def times_by_hand(
+    config: dict[str, Any], rows: list[tuple[int, int]], prompts: list[int], steps: int
+) -> dict[Any, float]:
+    """Seconds of a decode step, by (batch, context), and of a prompt, by its length."""
+    weights, found = weights_by_hand(config), {}
+
+    def empty(batch: int, slots: int) -> Any:
+        shape = (batch, slots, config["num_key_value_heads"], config["head_dim"])
+        return [
+            (jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16))
+            for _ in weights["layers"]
+        ]
+
+    for batch, context in rows:
+        cache = empty(batch, -(-(context + 1) // 256) * 256)
+        run = jax.jit(functools.partial(by_hand, config=config, causal=False), donate_argnums=2)
+        ids, start = jnp.zeros((batch, 1), jnp.int32), jnp.int32(context)
+        program = run.lower(weights, ids, cache, start).compile()
+        one = functools.partial(_one, program, weights, ids, start)
+        found[batch, context] = repeated(one, cache, steps)
+    for length in prompts:
+        run = jax.jit(functools.partial(by_hand, config=config, causal=True))
+        operands = (weights, jnp.zeros((1, length), jnp.int32), empty(1, length), jnp.int32(0))
+        program = run.lower(*operands).compile()
+        found[length] = median(functools.partial(program, *operands), 3)
+    return found
+
+
+def _one(program: Any, weights: Any, ids: Any, start: Any, cache: Any) -> Any:
+    return program(weights, ids, cache, start)
+
+
+# --- the rows
+
+
+def measure(name: str, config: dict[str, Any], quick: bool) -> None:
+    """Prints the rows of a model."""
+    steps = 2 if quick else 32
+    probe = lambda: bandwidth((1 << 22) if quick else (4 << 30), 3 if quick else 10)
+    rows = [(batch, context) for batch in (1, 8) for context in ((128,) if quick else (128, 2048))]
+    prompts = [CHUNK] if quick else [2048, 32768]
+    hand = times_by_hand(config, rows, prompts, steps)
+    model = init(Llama(LlamaConfig.from_dict(config), "bfloat16"), jax.random.key(0))
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    program = step.lower(model, tokens, model.cache(1, 2048, "bfloat16")).compile()
+    least = config["hidden_size"] * config["num_key_value_heads"] * config["head_dim"]
+    print(f"{name}: copies in a decode step: {copied(program, least):,} bytes  wanted 0")
+    for kind in ("bfloat16", "int8"):
+        for batch, context in rows:
+            seconds, read = decode(model, batch, context, steps, kind)
+            there = probe()
+            ratio = hand[batch, context] / seconds
+            print(
+                f"{name}: cache {kind:8} batch {batch} at {context:4}: {seconds * 1e3:7.2f} ms a step, "
+                f"{batch / seconds:7.1f} tok/s, {read / seconds / 1e9:5.0f} of {there / 1e9:5.0f} GB/s, "
+                f"{read / seconds / there:.0%}  wanted 80 %; by hand {ratio:.2f}",
+                flush=True,
+            )
+    for length in prompts:
+        seconds = prefill(model, length, 3)
+        ratio = hand[length] / seconds
+        print(f"{name}: prefill {length:5}: {length / seconds:9.0f} tok/s; by hand {ratio:.2f}")
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, without meaning")
+    parser.add_argument("--quick", action="store_true", help="small models, without meaning")
+    parser.add_argument("--model", choices=sorted(MODELS), action="append", help="both by default")
     options = parser.parse_args()
     device = jax.devices()[0]
     if device.platform == "cpu" and not options.quick:
-        print("no accelerator here: nothing to measure (--quick runs a small model)")
+        print(
+            "not measured: there is no accelerator here (--quick runs small models on any backend)"
+        )
         return 0
-    config = SMALL if options.quick else CONFIG
-    steps = 2 if options.quick else 32
-    probe = bandwidth((1 << 22) if options.quick else (4 << 30), 3 if options.quick else 20)
-    print(f"{device.device_kind}: reads {probe / 1e9:.0f} GB/s")
-    model = init(Llama(LlamaConfig.from_dict(config), "bfloat16"), jax.random.key(0))
-    tokens, cache = jnp.zeros((1, 1), jnp.int32), model.cache(1, 256, "bfloat16")
-    program = step.lower(model, tokens, cache).compile()
-    least = config["hidden_size"] * config["num_key_value_heads"] * config["head_dim"]
-    print(f"copies of weights in a decode step: {copied(program, least):,} bytes  wanted 0")
-    for batch in (1, 8):
-        for context in (128,) if options.quick else (128, 2048):
-            seconds, read = decode(model, batch, context, steps)
-            print(
-                f"batch {batch} at {context:4}: {seconds * 1e3:7.2f} ms a step, {batch / seconds:7.1f} tok/s, "
-                f"{read / seconds / 1e9:6.0f} GB/s, {read / seconds / probe:.0%} of what it reads  wanted 80 %",
-                flush=True,
-            )
+    print(f"{device.device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}")
+    for name, config in (SMALL if options.quick else MODELS).items():
+        if options.quick or options.model is None or name in options.model:
+            measure(name, config, options.quick)
     return 0
 
 

@@ -42,8 +42,9 @@ storage/safetensors: writer
 
 # 2 kernels: arithmetic on values
 kernels/cpu: build
-kernels: native explicit operation blocks int8_rows stack_slice product quant_array matmul embed decode_attention
-kernels: blocked_attention attention
+kernels: native explicit operation blocks int8_rows stack_slice product quant_array matmul embed blocked_attention
+kernels/decode: __init__ step blocks triton
+kernels: decode_attention attention
 kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values

@@ -41,15 +41,13 @@ def environment() -> dict[str, Any]:
         >>> sorted(environment())
         ['caches', 'devices', 'kernels', 'problems', 'variables', 'versions']
     """
-    from ..kernels import native
-
     devices, problems = _devices()
     fallback = cpu_fallback(devices)
     return {
         "versions": versions(),
         "devices": devices,
         "caches": _caches(),
-        "kernels": {"CPU": native.status()},  # those of matmuls with weights
+        "kernels": _kernels(devices),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "problems": problems + ([fallback] if fallback else []),
     }
@@ -90,6 +88,20 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
         }
         for device in devices
     ], []
+
+
+def _kernels(devices: list[dict[str, Any]]) -> dict[str, str]:
+    """Which kernels run on the CPU, and on an accelerator if there is one."""
+    from ..kernels import native
+    from ..kernels.decode import triton
+
+    found = {"CPU": native.status()}
+    platforms = {device["platform"] for device in devices}
+    if platforms & {"gpu", "cuda", "rocm"}:
+        found["GPU, attention of a token"] = triton.status()
+    if "tpu" in platforms:
+        found["TPU"] = "jnp"
+    return found
 
 
 def _caches() -> dict[str, str | None]:

@@ -155,18 +155,7 @@ def _read(
     first = number * block
     start = jnp.minimum(first, slots - block)
 
-    def part(array: jax.Array) -> jax.Array:
-        index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
-        shape = (1, *array.shape[1:3], block, *array.shape[4:])
-
-        def cut(array: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)[0]
-
-        # Before a slice of bfloat16, XLA for CPUs converts the whole array to float32.
-        as_bits = lambda array: from_bits(cut(bits(array)), array.dtype)
-        return jax.lax.platform_dependent(array, cpu=as_bits, default=cut)
-
-    keys, values, *scales = map(part, cache)
+    keys, values, *scales = (slots_of(array, layer, start, block) for array in cache)
     if scales:
         keys, values = restored(keys, scales[0], dtype), restored(values, scales[1], dtype)
     found = jax.lax.dynamic_slice_in_dim(
@@ -177,6 +166,19 @@ def _read(
     sees = sees & new[None, None, :]
     keys, values = (jnp.repeat(a.astype(dtype), attending.repeats, axis=1) for a in (keys, values))
     return _Keys(keys, values, sees[:, None, None], start)
+
+
+def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """Some slots of one layer of a cache ``[L, B, K, S, ...]``: ``[B, K, count, ...]``."""
+    index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
+    shape = (1, *array.shape[1:3], count, *array.shape[4:])
+
+    def cut(array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)[0]
+
+    # Before a slice of bfloat16, XLA for CPUs converts the whole array to float32.
+    as_bits = lambda array: from_bits(cut(bits(array)), array.dtype)
+    return jax.lax.platform_dependent(array, cpu=as_bits, default=cut)
 
 
 def bits(array: jax.Array) -> jax.Array:

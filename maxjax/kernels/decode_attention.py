@@ -9,9 +9,10 @@ Shapes: L layers, B sequences, H query heads, K KV heads, S slots of the cache, 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +20,17 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 
 from . import explicit
-from .int8_rows import quantised, restored
+from .decode import triton
+from .decode.blocks import in_blocks
+from .decode.step import Options, seen, written
+from .int8_rows import restored
 from .operation import Operation
 from .product import FLOATS
 
+_LOG = logging.getLogger("maxjax")
+
 # The scales of an int8 cache are the operands from this index on.
 _SCALES = 9
-
-
-class _Options(NamedTuple):
-    scale: float
-    window: int  # 0: none
-    cap: float  # 0: none
-    interleaved: bool
-    rotating: bool
 
 
 def decode_attention(
@@ -84,8 +82,10 @@ def decode_attention(
     Raises:
         ValueError: the shapes do not fit together; a window or a cap is not positive.
 
-    On a CPU a C++ kernel computes it if the types are float32, float16, bfloat16 or int8. For
-    other types, in exported programs and under differentiation :func:`definition` does.
+    On a CPU a C++ kernel computes it, on NVIDIA GPUs one in Triton (``decode/triton.py``), if the types
+    are float32, float16, bfloat16 or int8. The Triton kernel rounds queries of 16 bits after rope, and
+    weights, to that type before it multiplies them. TPUs, other GPUs, and what the kernel has no form for
+    get ``decode/blocks.py``; other types, exported programs and differentiation :func:`definition`.
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -103,7 +103,7 @@ def decode_attention(
             f"rope is (cos, sin), each [{batch}, pairs] with at most {width // 2} pairs; "
             f"not {cos.shape} and {sin.shape}"
         )
-    static = _Options(
+    static = Options(
         1 / math.sqrt(width) if scale is None else float(scale),
         sliding_window or 0, float(soft_cap or 0), bool(interleaved), bool(rotating),
     )  # fmt: skip
@@ -164,7 +164,7 @@ def _check(
         )
 
 
-def _run(static: _Options, *operands: Any) -> Any:
+def _run(static: Options, *operands: Any) -> Any:
     eight_bits = len(operands) > _SCALES
     if (
         not all(a.dtype in FLOATS for a in operands[: 3 if eight_bits else 5])
@@ -182,7 +182,7 @@ def _run(static: _Options, *operands: Any) -> Any:
 
 
 def definition(
-    static: _Options,
+    static: Options,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -195,37 +195,16 @@ def definition(
     *scales: jax.Array,
 ) -> list[jax.Array]:
     """:func:`decode_attention` in jnp, which defines it; ``q`` is ``[B, K, H/K, D]`` here."""
-    slots = keys.shape[-2]
-    q32 = _rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
-    k32 = _rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
-    fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
-    slot = jnp.where(fits, lengths % slots, slots)  # nothing is written past the last slot
-    # The heads are an index too: with a slice for them XLA copies the whole cache on TPUs.
-    rows, heads = jnp.arange(q.shape[0])[:, None], jnp.arange(q.shape[1])
-    place = (rows, heads, slot[:, None])
-    place = place if keys.ndim == 4 else (layer, *place)
-    new = [k32, v]
-    if scales:
-        (k8, ks), (v8, vs) = quantised(k32), quantised(v)
-        new = [k8, v8, ks, vs]
-    caches = [
-        a.at[place].set(x.astype(a.dtype), mode="drop", unique_indices=True)
-        for a, x in zip((keys, values, *scales), new, strict=True)
-    ]
-    seen_keys, seen_values = _read(caches, layer, keys.ndim == 5)  # [B, K, S, D]
-    scores = jnp.einsum("bkgd,bksd->bkgs", q32 * static.scale, seen_keys)
+    operands = (q, k, v, keys, values, layer, lengths, cos, sin, *scales)
+    step, slots = written(static, *operands), keys.shape[-2]
+    seen_keys, seen_values = _read(step.caches, layer, keys.ndim == 5)  # [B, K, S, D]
+    scores = jnp.einsum("bkgd,bksd->bkgs", step.q * static.scale, seen_keys)
     if static.cap:
         scores = static.cap * jnp.tanh(scores / static.cap)
-    age = lengths[:, None] - jnp.arange(slots)[None, :]  # [B, S]
-    age = age % slots if static.rotating else age
-    sees = (age >= 0) & (age <= lengths[:, None])
-    if static.window:
-        sees = sees & (age < static.window)
+    sees = seen(static, lengths, jnp.arange(slots), slots)
     weights = jax.nn.softmax(jnp.where(sees[:, None, None], scores, -jnp.inf), axis=-1)
     out = jnp.einsum("bkgs,bksd->bkgd", weights, jnp.where(sees[:, None, :, None], seen_values, 0))
-    missing = jnp.where(lengths < 0, 0.0, jnp.nan)[:, None, None, None]
-    out = jnp.where(fits[:, None, None, None], out, missing)
-    return [out.astype(q.dtype), *caches]
+    return step.answer(out, lengths, q.dtype)
 
 
 def _read(caches: list[jax.Array], layer: jax.Array, of_layers: bool) -> list[jax.Array]:
@@ -240,28 +219,14 @@ def _read(caches: list[jax.Array], layer: jax.Array, of_layers: bool) -> list[ja
     return [restored(n, scale) for n, scale in zip(caches[:2], caches[2:], strict=True)]
 
 
-def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, static: _Options) -> jax.Array:
-    pairs = cos.shape[-1]
-    if not pairs:
-        return x
-    head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    if static.interleaved:
-        a, b = head[..., 0::2], head[..., 1::2]
-    else:
-        a, b = head[..., :pairs], head[..., pairs:]
-    a, b = a * cos - b * sin, b * cos + a * sin
-    rotated = jnp.stack([a, b], -1).reshape(head.shape) if static.interleaved else None
-    return jnp.concatenate([*([a, b] if rotated is None else [rotated]), rest], -1)
-
-
 # -- as a JAX primitive
 
 
-def _types(static: _Options, q: Any, *rest: Any) -> list[Any]:
+def _types(static: Options, q: Any, *rest: Any) -> list[Any]:
     return [q, rest[2], rest[3], *rest[_SCALES - 1 :]]
 
 
-def _kernel(static: _Options, *operands: Any) -> Any:
+def _kernel(static: Options, *operands: Any) -> Any:
     q, _, _, keys, values, *_ = operands
     batch, kv_heads, group, width = q.shape
     flat = q.reshape(batch, kv_heads * group, width)
@@ -275,6 +240,15 @@ def _kernel(static: _Options, *operands: Any) -> Any:
         interleaved=static.interleaved, rotating=static.rotating,
     )  # fmt: skip
     return out.reshape(q.shape), *changed
+
+
+def _on_cuda(static: Options, *operands: Any) -> Any:
+    device = jax.sharding.get_abstract_mesh().abstract_device  # that of the program: see Operation
+    why = triton.lacks(static, *operands) or triton.unavailable(device)
+    if not why:
+        return triton.kernel(static, *operands)
+    _LOG.debug("maxjax: decode attention has no kernel for this on a GPU, jnp is used: %s", why)
+    return in_blocks(static, 1, *operands)
 
 
 def _rule(ranks: Sequence[int]) -> Any:
@@ -308,5 +282,7 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 
 _OPERATION = Operation(
-    "maxjax_decode_attention", _types, definition, _kernel, _rule, _shardings, lambda *_: None
-)
+    "maxjax_decode_attention", _types, definition,
+    {"cpu": _kernel, "cuda": _on_cuda}, _rule, _shardings, lambda *_: None,
+    forms={"rocm": in_blocks, "tpu": in_blocks},
+)  # fmt: skip

@@ -4,8 +4,8 @@ An FFI call by itself has no derivative and no batching rule, and XLA gathers it
 operands. An :class:`Operation` runs
 
 ========================  =====================================================================
-on a CPU                  the C++ kernel, through ``jax.ffi``
-elsewhere, in an export   the jnp form, which is its definition
+where it has a kernel     the kernel of the platform that the program is compiled for: on CPUs in C++
+elsewhere, in an export   the jnp form of the platform, or that which is the definition
 on several devices        the kernel on each device's part (``custom_partitioning``)
 under ``vmap``            the kernel with more rows, if its batching rule allows; or the jnp form
 differentiated            the derivative of the jnp form, in forward and in reverse mode
@@ -15,13 +15,16 @@ differentiated            the derivative of the jnp form, in forward and in reve
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractDevice, Mesh, NamedSharding
 
 from . import explicit, native
 
@@ -40,13 +43,16 @@ class Operation:
         name: name in a jaxpr.
         types: ``(static, *avals)`` → the avals of the results.
         definition: ``(static, *operands)`` → results, in jnp.
-        kernel: ``(static, *operands)`` → results, by an FFI call on one device's part.
+        kernels: by platform ("cpu", "cuda", ...), ``(static, *operands)`` → results, for one device's
+            part. Those of "cpu" use the library of ``native``.
         rule: ``(ranks of the operands)`` → a SdyShardingRule, which axes are split alike.
         shardings: ``(entries of the operands)`` → entries of the operands and of the results,
             consistent with each other, and the mesh axes over which results are to be summed.
         batch: ``(static, operands, dims, bind)`` → results with the batch axis first, or None to
             use the definition.
         summand: ``(static)`` → the static arguments of the kernel if its results will be summed.
+        forms: by platform, ``(static, devices, *operands)`` → results, in jnp, for platforms without a
+            kernel where the definition is not the best; XLA divides it between so many devices.
 
     Static arguments must be hashable. ``product.py`` has an example.
     """
@@ -56,13 +62,14 @@ class Operation:
         name: str,
         types: Callable[..., Sequence[Any]],
         definition: Callable[..., Any],
-        kernel: Callable[..., Any],
+        kernels: Mapping[str, Callable[..., Any]],
         rule: Callable[..., Any],
         shardings: Callable[..., Any],
         batch: Callable[..., Any],
         summand: Callable[[Any], Any] = lambda static: static,
+        forms: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ):
-        self.definition, self.kernel = definition, kernel
+        self.definition, self.kernels, self.forms = definition, kernels, forms
         self.rule, self.shardings, self.summand, self.batch = rule, shardings, summand, batch
         self._jitted = functools.cache(self._jit)
         self._partitioned = functools.cache(self._custom_partitioning)
@@ -80,9 +87,25 @@ class Operation:
         ad.primitive_jvps[primitive] = self._jvp
         batching.primitive_batchers[primitive] = self._batch
         mlir.register_lowering(primitive, self._lower_definition)
-        mlir.register_lowering(primitive, self._lower_cpu, platform="cpu")
+        for platform in self.kernels:
+            lower = functools.partial(self._lower_kernel, platform)
+            mlir.register_lowering(primitive, lower, platform=platform)
+        for platform in self.forms:
+            lower = functools.partial(self._lower_form, platform)
+            mlir.register_lowering(primitive, lower, platform=platform)
         prim_requires_devices_during_lowering.add(primitive)
         return primitive
+
+    @functools.cached_property
+    def _part(self) -> Any:
+        """The primitive that runs a platform's kernel on the operands as they are on one device."""
+        from jax.extend.core import Primitive
+
+        part = Primitive(f"{self._name}_part")
+        part.multiple_results = True
+        part.def_abstract_eval(lambda *avals, static, platform: list(self._types(static, *avals)))
+        mlir.register_lowering(part, self._lower_part)
+        return part
 
     def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
         """The results; arrays on an Explicit mesh come through ``explicit.automatic`` only."""
@@ -123,19 +146,37 @@ class Operation:
         define = functools.partial(self.definition, static)
         return mlir.lower_fun(define, multiple_results=True)(ctx, *operands)
 
-    def _lower_cpu(self, ctx: Any, *operands: Any, static: Any) -> Any:
+    def _lower_form(self, platform: str, ctx: Any, *operands: Any, static: Any) -> Any:
+        if any(0 in aval.shape for aval in ctx.avals_out):
+            return self._lower_definition(ctx, *operands, static=static)
+        form = functools.partial(self.forms[platform], static, _device_count(ctx))
+        return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
+
+    def _lower_kernel(self, platform: str, ctx: Any, *operands: Any, static: Any) -> Any:
         # Another process that runs an exported program may not have the library.
         exported = ctx.module_context.lowering_parameters.for_export
         empty = any(0 in aval.shape for aval in ctx.avals_out)
-        if exported or empty or native.library() is None or not _devices_known(ctx):
+        absent = platform == "cpu" and native.library() is None
+        if exported or empty or absent or not _devices_known(ctx):
             return self._lower_definition(ctx, *operands, static=static)
-        call = self._partitioned(static, tuple(len(a.shape) for a in ctx.avals_in))
+        call = self._partitioned(platform, static, tuple(len(a.shape) for a in ctx.avals_in))
         return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
-    def _custom_partitioning(self, static: Any, ranks: tuple[int, ...]) -> Any:
-        call = custom_partitioning(lambda *operands: tuple(self.kernel(static, *operands)))
+    def _lower_part(self, ctx: Any, *operands: Any, static: Any, platform: str) -> Any:
+        # A part belongs to no mesh any more: where the mesh of the program is set, JAX would add
+        # its shardings to each operation inside, which XLA for GPUs does not take out here.
+        nowhere = jax.sharding.AbstractMesh((), (), abstract_device=_device(ctx))
+        with jax.sharding.use_abstract_mesh(nowhere):
+            avals = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+            kernel = functools.partial(self.kernels[platform], static)
+            lower = mlir.lower_fun(kernel, multiple_results=True)
+            return lower(ctx.replace(avals_in=avals), *operands)
+
+    def _custom_partitioning(self, platform: str, static: Any, ranks: tuple[int, ...]) -> Any:
+        run = functools.partial(self._part.bind, platform=platform)
+        call = custom_partitioning(lambda *operands: tuple(run(*operands, static=static)))
         call.def_partition(
-            partition=functools.partial(self._partition, static),
+            partition=functools.partial(self._partition, run, static),
             infer_sharding_from_operands=lambda mesh, args, _: self._named_shardings(mesh, args)[1],
             sharding_rule=self.rule(ranks),
             # Some have no PartitionSpec: XLA may split a result over half of a mesh axis.
@@ -150,15 +191,15 @@ class Operation:
         return tuple(map(named, operands)), tuple(map(named, results)), summed
 
     def _partition(
-        self, static: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]
+        self, run: Any, static: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]
     ) -> Any:
         operands, outputs, summed = self._named_shardings(mesh, args)
         dtypes = [r.dtype for r in results]
 
         def part(*arrays: Any) -> Any:
             if not summed:
-                return tuple(self.kernel(static, *arrays))
-            sums = jax.lax.psum(tuple(self.kernel(self.summand(static), *arrays)), summed)
+                return tuple(run(*arrays, static=static))
+            sums = jax.lax.psum(tuple(run(*arrays, static=self.summand(static))), summed)
             return tuple(y.astype(dtype) for y, dtype in zip(sums, dtypes, strict=True))
 
         return mesh, part, outputs, operands
@@ -176,6 +217,28 @@ def _devices_known(ctx: Any) -> bool:
     if where.device_assignment is None:
         return where.num_devices == 1
     return len(where.device_assignment) == 1 or where.abstract_mesh is not None
+
+
+def _device(ctx: Any) -> Any:
+    """The kind of device that a program is compiled for, as far as it is known."""
+    where = ctx.module_context.axis_context
+    devices: Any = getattr(where, "device_assignment", None)
+    if isinstance(where, mlir.SPMDAxisContext) and isinstance(where.mesh, Mesh):
+        devices = where.mesh.devices.flat
+    if devices is None:
+        return None
+    first = next(iter(devices))
+    cores = getattr(first, "core_count", getattr(first, "num_cores", None))
+    return AbstractDevice(first.device_kind, cores, first.platform)
+
+
+def _device_count(ctx: Any) -> int:
+    """The number of devices between which XLA divides the operands of a primitive."""
+    where = ctx.module_context.axis_context
+    if isinstance(where, mlir.SPMDAxisContext):
+        sizes = where.mesh.shape.items()
+        return math.prod(size for name, size in sizes if name not in where.manual_axes)
+    return where.num_devices if isinstance(where, mlir.ShardingContext) else 1
 
 
 def _same_varying(operands: Sequence[Any]) -> list[Any]:

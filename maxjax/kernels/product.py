@@ -142,7 +142,7 @@ def _without(entries: Sequence[explicit.Entry]) -> Callable[[explicit.Entry], ex
 
 
 _OPERATION = Operation(
-    "maxjax_matmul", _types, _in_jnp, _kernel, _rule, _shardings, _batch,
+    "maxjax_matmul", _types, _in_jnp, {"cpu": _kernel}, _rule, _shardings, _batch,
     # Summed in float32, as on one device.
     summand=lambda dtypes: (np.dtype("float32"),) * len(dtypes),
 )  # fmt: skip

@@ -67,6 +67,25 @@ def test_a_gpu_in_use_is_no_fallback(machine):
     assert environment.cpu_fallback([*CPU, {"platform": "gpu"}]) is None
 
 
+def test_kernels_of_an_accelerator(monkeypatch):
+    from maxjax.kernels.decode import triton
+
+    assert list(environment._kernels(CPU)) == ["CPU"]
+    assert environment._kernels([{"platform": "tpu"}])["TPU"] == "jnp"
+    gpu = lambda: environment._kernels([{"platform": "gpu"}])["GPU, attention of a token"]
+    assert gpu() == "jnp (no NVIDIA GPU)"  # AMD's
+
+    class Device:
+        device_kind, platform, compute_capability = "Tesla T4", "gpu", "7.5"
+
+    monkeypatch.setattr(triton.jax, "local_devices", lambda backend: [Device])
+    triton._tried.cache_clear()
+    assert gpu() == "jnp (Triton needs compute capability 8.0, this GPU has 7.5)"
+    Device.device_kind, Device.compute_capability = "NVIDIA H200", "9.0"
+    assert gpu() == "Triton"
+    triton._tried.cache_clear()
+
+
 def test_versions_name_what_is_missing(monkeypatch):
     monkeypatch.setattr(environment, "PACKAGES", ["numpy", "no-such-package"])
     found = environment.versions()

@@ -1,5 +1,6 @@
-"""On a GPU the jnp forms run: right, and with no copy of a layer's weight out of its stack."""
+"""On a GPU: products are the jnp forms, without a copy of a layer's weight; decode attention is in Triton."""
 
+import functools
 import re
 
 import jax
@@ -9,8 +10,12 @@ import pytest
 
 from maxjax import kernels
 from maxjax.kernels import StackSlice
+from tests.kernels.decode_reference import OPTIONS, check, check_int8, narrowed, operands
 
 pytestmark = pytest.mark.gpu
+
+# Half of the last place of a number in [1, 2).
+ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 128])
@@ -32,19 +37,34 @@ def test_products_in_a_loop(tokens):
     assert not re.search(r"= bf16\[1?,?512,512\]\S* (copy|dynamic-slice)\(", program.as_text())
 
 
-def test_attention_of_one_token():
-    rng = np.random.default_rng(0)
-    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    q, k, v, keys, values = (
-        make(2, 4, 64),
-        make(2, 2, 64),
-        make(2, 2, 64),
-        *[make(2, 2, 32, 64)] * 2,
-    )
-    y, keys, _ = kernels.decode_attention(q, k, v, keys, values, jnp.array([5, 31]))
-    for b, n in enumerate((6, 32)):
-        for h in range(4):
-            seen, of = np.asarray(keys)[b, h // 2, :n], np.asarray(values)[b, h // 2, :n].copy()
-            of[n - 1] = np.asarray(v)[b, h // 2]
-            scores = np.exp(seen @ np.asarray(q)[b, h] / 8)
-            assert np.abs(np.asarray(y)[b, h] - scores @ of / scores.sum()).max() < 1e-2
+@pytest.mark.parametrize("q", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("which", OPTIONS)
+def test_attention_of_a_token(which, q):
+    pairs, options = OPTIONS[which]
+    lengths = (8, 3, 0, 11) if options.get("rotating") else (8, 3, 0, 9)
+    given = operands(lengths, 6, 2, 20, 9, q, q, pairs)
+    check(given, of_a_token(given, **options), rounding=ROUNDING[q], **options)
+
+
+@pytest.mark.parametrize(("width", "group"), [(64, 1), (80, 5), (128, 4), (192, 2), (256, 16)])
+@pytest.mark.parametrize("types", ["bfloat16 bfloat16", "float32 bfloat16", "float16 float32"])
+def test_attention_over_several_blocks(width, group, types):
+    q, cache = types.split()
+    given = operands((4999, 3, 700), 2 * group, 2, width, 5000, q, cache, seed=width)
+    check(given, of_a_token(given), rounding=ROUNDING[q])
+    options = {"sliding_window": 1000, "rotating": True}
+    given["lengths"][0] = 9000
+    check(given, of_a_token(given, **options), rounding=ROUNDING[q], **options)
+
+
+def test_attention_over_an_int8_cache():
+    given, floats = narrowed(operands((254, 599, 255, 0), 12, 2, 80, 600))
+    check_int8(given, floats, of_a_token(given, sliding_window=300), sliding_window=300)
+
+
+def of_a_token(given, **options):
+    """The results of a program that calls the kernel."""
+    run = jax.jit(functools.partial(kernels.decode_attention, **options))
+    program = run.lower(**given).compile()
+    assert program.as_text().count("maxjax_decode_attention") >= 1
+    return jax.device_get(program(**given))

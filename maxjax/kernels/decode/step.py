@@ -1,0 +1,114 @@
+"""What all forms of decode attention share: options, rope, and writing the new token into the cache.
+
+Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the cache, head_dim D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..int8_rows import quantised
+
+
+class Options(NamedTuple):
+    """The static arguments of decode attention.
+
+    Attributes:
+        scale: factor of the scores.
+        window: number of tokens that a token attends to, itself included; 0: all.
+        cap: cap of the scores; 0: none.
+        interleaved: whether neighbours are the pairs that rope rotates.
+        rotating: whether a sequence longer than S continues in slot 0.
+    """
+
+    scale: float
+    window: int
+    cap: float
+    interleaved: bool
+    rotating: bool
+
+
+class Written(NamedTuple):
+    """A decode step after the new token is in the cache.
+
+    Attributes:
+        q: rotated queries ``[B, K, G, D]`` in float32.
+        caches: keys and values, and for int8 their scales.
+        fits: whether each sequence has a slot for its new token, bools ``[B]``.
+    """
+
+    q: jax.Array
+    caches: list[jax.Array]
+    fits: jax.Array
+
+    def answer(self, out: jax.Array, lengths: jax.Array, dtype: Any) -> list[jax.Array]:
+        """The results of the operation: ``out`` ``[B, K, G, D]`` for rows that have a slot, and the caches."""
+        missing = jnp.where(lengths < 0, 0.0, jnp.nan)[:, None, None, None]
+        out = jnp.where(self.fits[:, None, None, None], out, missing)
+        return [out.astype(dtype), *self.caches]
+
+
+def written(
+    static: Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    lengths: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *scales: jax.Array,
+) -> Written:
+    """Rotates ``q`` ``[B, K, G, D]`` and ``k``, and writes ``k`` and ``v`` into the caches."""
+    slots = keys.shape[-2]
+    q32 = rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
+    k32 = rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
+    fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
+    slot = jnp.where(fits, lengths % slots, slots)  # nothing is written past the last slot
+    # The heads are an index too: with a slice for them XLA copies the whole cache on TPUs.
+    rows, heads = jnp.arange(q.shape[0])[:, None], jnp.arange(q.shape[1])
+    place = (rows, heads, slot[:, None])
+    place = place if keys.ndim == 4 else (layer, *place)
+    new = [k32, v]
+    if scales:
+        (k8, ks), (v8, vs) = quantised(k32), quantised(v)
+        new = [k8, v8, ks, vs]
+    caches = [
+        a.at[place].set(x.astype(a.dtype), mode="drop", unique_indices=True)
+        for a, x in zip((keys, values, *scales), new, strict=True)
+    ]
+    return Written(q32, caches, fits)
+
+
+def seen(static: Options, lengths: jax.Array, slot: jax.Array, slots: int) -> jax.Array:
+    """Whether the new token of each sequence ``[B]`` attends to slots ``[s]`` of S: bools ``[B, s]``."""
+    age = lengths[:, None] - slot[None, :]
+    age = age % slots if static.rotating else age
+    sees = (age >= 0) & (age <= lengths[:, None])
+    return sees & (age < static.window) if static.window else sees
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, static: Options) -> jax.Array:
+    """``x`` ``[..., D]`` with its first 2 · pairs numbers rotated; cos and sin broadcast to ``[..., pairs]``."""
+    pairs = cos.shape[-1]
+    if not pairs:
+        return x
+    head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if static.interleaved:
+        a, b = head[..., 0::2], head[..., 1::2]
+    else:
+        a, b = head[..., :pairs], head[..., pairs:]
+    a, b = a * cos - b * sin, b * cos + a * sin
+    turned = jnp.stack([a, b], -1).reshape(head.shape) if static.interleaved else None
+    return jnp.concatenate([*([a, b] if turned is None else [turned]), rest], -1)
+
+
+def layers_of(caches: Sequence[jax.Array], dims: int) -> list[jax.Array]:
+    """The caches with an axis of layers, which those of one layer lack; ``dims`` are those of keys."""
+    return [a if dims == 5 else a[None] for a in caches]

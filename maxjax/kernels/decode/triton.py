@@ -1,0 +1,291 @@
+"""Decode attention on NVIDIA GPUs: a kernel in Pallas for Triton.
+
+The kernel takes the caches of all layers and the number of a layer, so that no layer is copied out,
+and reads of each sequence only the slots that its new token attends to, in the cache's dtype. The
+slots of a sequence are divided between several programs (flash decoding, T. Dao et al., 2023), whose
+results are merged by the logarithms of their sums: one sequence keeps the whole GPU busy.
+
+Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the cache, head_dim D.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .step import Options, layers_of, written
+
+# As many programs fill a GPU: two for each of the 132 multiprocessors of an H100 or H200.
+PROGRAMS = 264
+# The widest head, and the most numbers of queries and their sums that a program keeps in registers.
+WIDEST, MOST_NUMBERS = 256, 1 << 14
+# XLA compiles Triton for GPUs from Ampere on.
+OLDEST = 8.0
+# Triton multiplies matrices of 16 rows or more.
+_LEAST = 16
+_FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+class Tiles(NamedTuple):
+    """Sizes that the kernel is compiled for.
+
+    Attributes:
+        rows, width: G and D, rounded up to powers of two.
+        block: number of slots that a program reads at a time.
+        splits: number of programs for one KV head of one sequence.
+    """
+
+    rows: int
+    width: int
+    block: int
+    splits: int
+
+
+def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str:
+    """Why the kernel cannot compute it, for operands on one device; "" if a GPU can.
+
+    Example:
+        >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+        >>> options = Options(1.0, 0, 0.0, False, False)
+        >>> one = shape(1, 2, 512)
+        >>> lacks(options, shape(1, 2, 4, 512), one, one, shape(1, 2, 64, 512))
+        'heads are 512 wide, at most 256'
+    """
+    group, width = q.shape[2:]
+    if width > WIDEST:
+        return f"heads are {width} wide, at most {WIDEST}"
+    rows, columns = _power(group), _power(width)
+    if rows * columns > MOST_NUMBERS:
+        return f"{group} query heads of width {width} share a KV head"
+    if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
+        return f"queries are {q.dtype} and the cache is {keys.dtype}"
+    # Pallas computes addresses in 32 bits, with a sign, in arrays of at most 4 GiB.
+    size = math.prod(keys.shape)
+    if size > 1 << 31 and size * keys.dtype.itemsize <= 1 << 32:
+        return f"the cache has {size:,} numbers of 8 bits on one device, between 2 and 4 GiB"
+    return ""
+
+
+def status() -> str:
+    """What decode attention runs on the local GPUs: "Triton", or "jnp" and why.
+
+    Example:
+        >>> status() == "Triton" or status().startswith("jnp (")
+        True
+    """
+    try:
+        first = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return "jnp (no NVIDIA GPU)"
+    why = unavailable(jax.sharding.AbstractDevice(first.device_kind, None, first.platform))
+    return f"jnp ({why})" if why else "Triton"
+
+
+def unavailable(device: Any = None) -> str:
+    """Why no Triton kernel can be compiled for a kind of GPU; "" if one can.
+
+    Args:
+        device: a ``jax.sharding.AbstractDevice``; None: the local GPU.
+    """
+    return _tried(device)
+
+
+@functools.lru_cache
+def _tried(device: Any) -> str:
+    found = _capability(device)
+    if found is not None and found < OLDEST:
+        return f"Triton needs compute capability {OLDEST}, this GPU has {found}"
+    # There is no function that says which GPUs Pallas knows, so a small kernel is lowered.
+    try:
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+
+        def copy(x: Any, y: Any) -> None:
+            y[...] = x[...]
+
+        array = jax.ShapeDtypeStruct((16,), jnp.float32)
+        call = pl.pallas_call(copy, out_shape=array, compiler_params=triton.CompilerParams())
+        with jax.sharding.use_abstract_mesh(
+            jax.sharding.AbstractMesh((), (), abstract_device=device)
+        ):
+            jax.jit(call).trace(array).lower(lowering_platforms=("cuda",))
+    except Exception as error:  # each version of JAX says it in its own way
+        return f"this JAX compiles no Triton kernel: {' '.join(str(error).split())}"
+    return ""
+
+
+def _capability(device: Any) -> float | None:
+    """The compute capability of a kind of GPU, if there is one here."""
+    try:
+        here = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    kinds = [d for d in here if device is None or d.device_kind == device.device_kind]
+    return float(kinds[0].compute_capability) if kinds else None
+
+
+def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax.Array]:
+    """Decode attention of the operands on one device.
+
+    Args:
+        static: the options.
+        operands: as those of ``decode_attention.definition``.
+        interpret: whether to run the kernel's operations one by one, on any platform.
+    """
+    q, _, _, keys, _, layer, lengths, *_ = operands
+    step = written(static, *operands)
+    caches = layers_of(step.caches, keys.ndim)
+    batch, kv_heads, group, width = q.shape
+    slots = keys.shape[-2]
+    size = tiles(batch * kv_heads, group, width, slots)
+    # Queries of 16 bits are rounded, as they are everywhere else on a GPU; the scale is a factor of the scores.
+    queries = step.q.astype(q.dtype)
+    pads = ((0, 0), (0, 0), (0, size.rows - group), (0, size.width - width))
+    queries = jnp.pad(queries, pads)
+    mixed, largest, total = _call(static, size, group, interpret)(
+        layer.reshape(1), lengths, queries, *caches
+    )
+    # Each program's sum is relative to its own largest score.
+    weights = jnp.exp(largest - jnp.max(largest, axis=2, keepdims=True))  # [B, K, splits, G]
+    out = jnp.sum(mixed * weights[..., None], axis=2)
+    out = out / jnp.sum(total * weights, axis=2)[..., None]
+    return step.answer(out, lengths, q.dtype)
+
+
+def tiles(programs: int, group: int, width: int, slots: int) -> Tiles:
+    """The sizes for so many KV heads of sequences.
+
+    Example:
+        >>> tiles(8, 4, 128, 8192)
+        Tiles(rows=16, width=128, block=64, splits=33)
+        >>> tiles(512, 5, 80, 100)
+        Tiles(rows=16, width=128, block=64, splits=1)
+    """
+    rows, columns = _power(group), _power(width)
+    block = min(128, max(32, 8192 // columns))
+    most = -(-slots // block)
+    return Tiles(rows, columns, block, max(1, min(most, -(-PROGRAMS // max(programs, 1)))))
+
+
+def _power(n: int) -> int:
+    return max(_LEAST, 1 << (n - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=256)
+def _call(static: Options, size: Tiles, group: int, interpret: bool) -> Any:
+    from jax.experimental import pallas as pl  # slow to import
+    from jax.experimental.pallas import triton
+
+    def call(layer: Any, lengths: Any, q: Any, *caches: Any) -> Any:
+        batch, kv_heads = q.shape[:2]
+        _, _, _, slots, width = caches[0].shape
+        shape = (batch, kv_heads, size.splits, group)
+        sums, mixed = _result(shape, q), _result((*shape, width), q)
+        return pl.pallas_call(
+            functools.partial(_program, static, size, slots, width, group),
+            grid=(batch, kv_heads, size.splits),
+            out_shape=(mixed, sums, sums),
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+            interpret=interpret,
+            name="maxjax_decode_attention",
+        )(layer, lengths, q, *caches)
+
+    return call
+
+
+def _result(shape: tuple[int, ...], like: Any) -> jax.ShapeDtypeStruct:
+    """A result in float32; ``shard_map`` asks for the axes that it varies over."""
+    varying = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
+
+
+def _program(
+    static: Options, size: Tiles, slots: int, width: int, group: int, layer: Any, lengths: Any,
+    q: Any, keys: Any, values: Any, *refs: Any,
+) -> None:  # fmt: skip
+    """One program: a part of the slots of one KV head of one sequence."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    *scales, out, largest_out, total_out = refs
+    row, head, split = (pl.program_id(axis) for axis in range(3))
+    number, length = layer[0], lengths[row]
+    # The tokens that are seen: how many, and the slot of the first one.
+    most = min(slots, static.window or slots)
+    count = jnp.minimum(length, most - 1) + 1
+    if not static.rotating:
+        count = jnp.where(length < slots, count, 0)
+    first = jax.lax.rem(length - count + 1, slots)
+    # Those of this program: whole blocks of slots.
+    each = (count + size.splits * size.block - 1) // (size.splits * size.block) * size.block
+    start = split * each
+    end = jnp.minimum(start + each, count)
+    columns = jnp.arange(size.width, dtype=jnp.int32)
+    queries = q[row, head]  # [rows, width]
+    # A float32 query keeps its digits; int8 numbers are exact in any type.
+    score_type = keys.dtype if keys.dtype == q.dtype else q.dtype if scales else jnp.float32
+    weight_type = score_type
+    if scales and q.dtype != jnp.float32:
+        weight_type = jnp.bfloat16  # weights times scales leave the range of float16
+    queries = queries.astype(score_type)
+
+    def block(i: Any, state: Any) -> Any:
+        largest, total, mixed = state
+        token = start + i * size.block + jnp.arange(size.block, dtype=jnp.int32)
+        there = token < end
+        slot = first + token
+        if static.rotating:
+            slot = jnp.where(slot < slots, slot, slot - slots)
+
+        def read(array: Any, dtype: Any) -> Any:
+            mask = there[:, None]
+            if size.width != width:
+                mask = mask & (columns < width)[None, :]
+            place = array.at[number, row, head, slot[:, None], columns[None, :]]
+            return triton.load(place, mask=mask, other=0).astype(dtype)  # [block, width]
+
+        scores = _dot(queries, read(keys, score_type).T) * jnp.float32(static.scale)
+        if scales:
+            scores = scores * _scales(scales[0], number, row, head, slot, there)[None, :]
+        if static.cap:
+            scores = jnp.float32(static.cap) * jnp.tanh(scores / jnp.float32(static.cap))
+        scores = jnp.where(there[None, :], scores, -jnp.inf)
+        new = jnp.maximum(largest, jnp.max(scores, axis=1))
+        weights = jnp.exp(scores - new[:, None])
+        kept = jnp.exp(largest - new)
+        total = total * kept + jnp.sum(weights, axis=1)
+        if scales:
+            weights = weights * _scales(scales[1], number, row, head, slot, there)[None, :]
+        more = _dot(weights.astype(weight_type), read(values, weight_type))
+        return new, total, mixed * kept[:, None] + more
+
+    state = (
+        jnp.full((size.rows,), _LOWEST, jnp.float32),
+        jnp.zeros((size.rows,), jnp.float32),
+        jnp.zeros((size.rows, size.width), jnp.float32),
+    )
+    turns = (jnp.maximum(end - start, 0) + size.block - 1) // size.block
+    largest, total, mixed = jax.lax.fori_loop(0, turns, block, state)
+    rows = jnp.arange(size.rows, dtype=jnp.int32)
+    inside = rows < group
+    triton.store(largest_out.at[row, head, split, rows], largest, mask=inside)
+    triton.store(total_out.at[row, head, split, rows], total, mask=inside)
+    place = out.at[row, head, split, rows[:, None], columns[None, :]]
+    triton.store(place, mixed, mask=inside[:, None] & (columns < width)[None, :])
+
+
+def _scales(array: Any, number: Any, row: Any, head: Any, slot: Any, there: Any) -> Any:
+    from jax.experimental.pallas import triton
+
+    return triton.load(array.at[number, row, head, slot], mask=there, other=0)
+
+
+def _dot(a: Any, b: Any) -> Any:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,100 @@
+"""The table of docs/accelerators.md: which attention kernel programs for each platform contain."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxjax.kernels import decode_attention
+
+PLATFORMS = {"CPU": "cpu", "NVIDIA GPU": "cuda", "TPU": "tpu", "AMD GPU": "rocm"}
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "accelerators.md"
+
+
+def of_a_token(
+    heads=8, kv_heads=2, width=64, cache="bfloat16", q="bfloat16", slots=512, layers=2, **options
+):
+    """A decode step over a cache of layers, and its operands."""
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    keys = of(cache, layers, 1, kv_heads, slots, width)
+    new = of(q, 1, kv_heads, width)
+    given = [of(q, 1, heads, width), new, new, keys, keys, of("int32", 1)]
+    scales = (of("float32", *keys.shape[:-1]),) * 2 if cache == "int8" else None
+
+    def run(*arrays, scales):
+        return decode_attention(*arrays, layer=1, scales=scales, **options)
+
+    return run, given, scales
+
+
+def batched(of):
+    run, given, scales = of
+    return lambda *a, scales: jax.vmap(run)(*(x[None] for x in a), scales=scales), given, scales
+
+
+# Rows of the table, by their first cell.
+CASES = {
+    "float32, float16, bfloat16": [
+        functools.partial(of_a_token, cache=cache, q=q)
+        for cache, q in (("float32", "float32"), ("float16", "bfloat16"), ("bfloat16", "bfloat16"))
+    ],
+    "int8 with scales": [functools.partial(of_a_token, cache="int8")],
+    "window, rotating cache, soft cap": [
+        functools.partial(of_a_token, sliding_window=100),
+        functools.partial(of_a_token, sliding_window=100, rotating=True),
+        functools.partial(of_a_token, soft_cap=30.0),
+    ],
+    "heads 64 to 256 wide": [
+        functools.partial(of_a_token, width=width) for width in (64, 80, 96, 128, 192, 256)
+    ],
+    "heads wider than 256": [functools.partial(of_a_token, width=320)],
+    "one KV head for more than 64 heads 256 wide, or 256 heads 64 wide": [
+        functools.partial(of_a_token, heads=72, kv_heads=1, width=256),
+        functools.partial(of_a_token, heads=264, kv_heads=1, width=64),
+    ],
+    "int8, keys of all layers 2 to 4 GiB on one device": [
+        functools.partial(of_a_token, cache="int8", kv_heads=8, width=128, slots=1 << 16, layers=33)
+    ],
+    "other types": [functools.partial(of_a_token, cache="float8_e4m3fn")],
+    "`vmap`": [lambda: batched(of_a_token())],
+}  # fmt: skip
+
+
+def kernel(platform, case):
+    """What the program for a platform runs."""
+    run, given, scales = case
+    lowered = jax.jit(run).trace(*given, scales=scales).lower(lowering_platforms=(platform,))
+    text = lowered.as_text()
+    if "xla.gpu.triton" in text:
+        return "Triton"
+    if "@maxjax_decode_attention" in text:
+        return "C++"
+    return "blocks" if "stablehlo.while" in text else "definition"
+
+
+def table():
+    """The rows of the table, as {first cell: {platform: kernel}}."""
+    section = DOCUMENT.read_text().partition("## Which attention kernel runs where")[2]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    head = cells[0][1:]
+    return {row[0]: dict(zip(head, row[1:], strict=True)) for row in cells[2:]}
+
+
+def test_every_row_has_a_case():
+    assert list(table()) == list(CASES)
+    assert all(list(row) == list(PLATFORMS) for row in table().values())
+
+
+@pytest.mark.skipif(jax.__version__ >= "0.11", reason="it lowers Triton only for devices it knows")
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, row in enumerate(CASES)],
+)
+def test_programs_contain_what_the_table_says(row):
+    for name, platform in PLATFORMS.items():
+        for case in CASES[row]:
+            found = kernel(platform, case())
+            assert found == table()[row][name], name
