@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from . import heartbeat
 from .errors import PeerLostError, ProgramMismatchError, UserInputError
 
 # Settings that affect how XLA compiles the same code. Dump folders and logging may differ between
@@ -73,17 +74,17 @@ def same_program(
         >>> lowered = jax.jit(lambda x: x + 1).lower(1.0)
         >>> same_program("step", program=lowered, config={"layers": 2})
     """
-    facts = {part: _comparable(part, value) for part, value in parts.items()}
-    service = _coordinator()
+    facts = {part: comparable(part, value) for part, value in parts.items()}
+    service = coordinator()
     if service is None:
         return
-    client, process, count = service
-    members = sorted(range(count) if processes is None else set(processes))
-    if process not in members:
-        raise UserInputError(f"this is process {process}, which is not among processes={members}")
-    if len(members) == 1:
-        return
-    _compare(client, process, members, {"name": name} | facts | _environment(), timeout)
+    members = sorted(range(service.count) if processes is None else set(processes))
+    if service.process not in members:
+        raise UserInputError(
+            f"this is process {service.process}, which is not among processes={members}"
+        )
+    if len(members) > 1:
+        _compare(service, members, {"name": name} | facts | environment(), timeout)
 
 
 def agreed(
@@ -105,12 +106,12 @@ def agreed(
     used = {device.process_index for s in shardings if s for device in s.device_set}
     if len(used) < 2:
         return run
-    digest = [_digest(_ADDRESS.sub("", program()).encode())]
+    mine = [digest(_ADDRESS.sub("", program()).encode())]
 
     def first_compared(*args: Any) -> Any:
-        if digest:
-            same_program(name, processes=used, program=digest[0])
-            digest.clear()
+        if mine:
+            same_program(name, processes=used, program=mine[0])
+            mine.clear()
         return run(*args)
 
     return first_compared
@@ -131,30 +132,56 @@ def as_first(name: str, answer: Callable[[], str], *, timeout: int = 60) -> str:
         >>> as_first("tied", lambda: "yes")
         'yes'
     """
-    service = _coordinator()
+    service = coordinator()
     if service is None:
         return answer()
-    client, process, _ = service
+    client, process = service.client, service.process
     # The number distinguishes repeated calls, whose answers may differ.
     key = f"maxjax/answers/{name}/{next(_answers.setdefault(name, itertools.count()))}"
     if process == 0:
         value = answer()
         client.key_value_set(key, value)
         return value
-    try:
-        return _wait_for(client, key, name, 0, time.monotonic() + timeout, timeout)
-    except PeerLostError as error:
-        if "coordination service is gone" in str(error):
-            raise
-        return answer()
+    phase = f"waiting for {name!r}"
+    value = wait_for(service, key, phase, timeout, lambda: heartbeat.check(client, phase, [0]))
+    return answer() if value is None else value
 
 
 _answers: dict[str, Iterator[int]] = {}
-_comparisons: dict[tuple[int, ...], Iterator[int]] = {}  # number of comparisons so far, by members
 
 
-def _coordinator() -> tuple[Any, int, int] | None:
-    """The client of JAX's coordination service, this process's id, and the number of processes."""
+def _compare(
+    service: Coordinator, members: Sequence[int], facts: Mapping[str, str], timeout: int
+) -> None:
+    rounds = _rounds.setdefault(tuple(members), Rounds(service, "same", members))
+    phase = f"comparing {facts['name']!r}"
+    found = rounds.exchange(
+        phase,
+        json.dumps(facts),
+        lambda texts: verdict({process: json.loads(text) for process, text in texts.items()}),
+        timeout,
+        lambda: heartbeat.check(service.client, phase, members),
+    )
+    if found != "equal":
+        raise ProgramMismatchError(found)
+
+
+class Coordinator(NamedTuple):
+    """JAX's coordination service as this process sees it.
+
+    Attributes:
+        client: the client, with a key-value store.
+        process: id of this process.
+        count: number of processes.
+    """
+
+    client: Any
+    process: int
+    count: int
+
+
+def coordinator() -> Coordinator | None:
+    """JAX's coordination service; None in a program of one process."""
     import jax
 
     if not jax.distributed.is_initialized():
@@ -163,56 +190,153 @@ def _coordinator() -> tuple[Any, int, int] | None:
 
     if global_state.client is None or (global_state.num_processes or 1) < 2:
         return None
-    return global_state.client, global_state.process_id, global_state.num_processes
+    heartbeat.start(global_state.client, global_state.process_id)
+    return Coordinator(global_state.client, global_state.process_id, global_state.num_processes)
 
 
-def _compare(
-    client: Any, process: int, members: Sequence[int], facts: Mapping[str, str], timeout: int
-) -> None:
-    """Send ``facts`` to the first member, which compares them and sends its verdict to all."""
-    number = next(_comparisons.setdefault(tuple(members), itertools.count()))
-    prefix = f"maxjax/same/{'_'.join(map(str, members))}/{number}"
-    first, deadline = members[0], time.monotonic() + timeout
-    name = facts["name"]
-    if process != first:
-        client.key_value_set(f"{prefix}/{process}", json.dumps(facts))
-        verdict = _wait_for(client, f"{prefix}/verdict", name, first, deadline, timeout)
-    else:
-        all_facts = {process: dict(facts)}
-        for other in members[1:]:
-            text = _wait_for(client, f"{prefix}/{other}", name, other, deadline, timeout)
-            all_facts[other] = json.loads(text)
-        verdict = _verdict(all_facts)
-        client.key_value_set(f"{prefix}/verdict", verdict)
-    if verdict != "equal":
-        raise ProgramMismatchError(verdict)
+def wait_for(
+    service: Coordinator, key: str, phase: str, timeout: float, check: Callable[[], None]
+) -> str | None:
+    """Waits for a value in the coordination service; None if it does not come in time.
 
+    Args:
+        check: function that raises an error if waiting is in vain.
 
-def _wait_for(client: Any, key: str, name: str, peer: int, deadline: float, timeout: int) -> str:
-    """Wait for a value in the coordination service."""
+    Raises:
+        PeerLostError: the coordination service is gone.
+    """
+    deadline = time.monotonic() + timeout
     while True:
         try:
-            return client.blocking_key_value_get(key, _WAIT_MS)
+            return service.client.blocking_key_value_get(key, _WAIT_MS)
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                raise PeerLostError(
-                    f"comparing {name!r}: the coordination service is gone "
-                    f"({str(error).splitlines()[0][:300]}). Start all processes again."
-                ) from error
-            if time.monotonic() > deadline:
-                raise PeerLostError(
-                    f"comparing {name!r}: process {peer} has not reached this point in {timeout} s. "
-                    "It is busy, hangs, or runs another program: see its own output."
-                ) from error
+                raise heartbeat.service_lost(phase, error) from error
+        try:
+            check()
+        except RuntimeError:
+            if (value := try_get(service, key)) is not None:
+                return value  # it was the last thing that the process did
+            raise
+        if time.monotonic() > deadline:
+            return None
 
 
-def _verdict(all_facts: Mapping[int, Mapping[str, str]]) -> str:
+def try_get(service: Coordinator, key: str) -> str | None:
+    """A value in the coordination service, or None."""
+    try:
+        return service.client.key_value_try_get(key)
+    except RuntimeError:
+        return None
+
+
+class Rounds:
+    """Exchanges of texts among several processes, one after the other.
+
+    In each round every process gives a text, the last one to arrive draws a conclusion from all
+    of them, and every process gets it. So a round is a barrier too.
+
+    Args:
+        name: distinguishes these rounds from others among the same processes.
+        members: ids of the processes.
+
+    Attributes:
+        given: whether this process has given its text in the present round.
+    """
+
+    def __init__(self, service: Coordinator, name: str, members: Sequence[int]):
+        self.service, self.members = service, tuple(members)
+        self.given, self._number = False, 0
+        self._group = "_".join(map(str, members))
+        self._prefix = f"maxjax/rounds/{self._group}/{name}"
+
+    def give(self, text: str, conclude: Callable[[Mapping[int, str]], str]) -> str | None:
+        """Gives the text of this process without waiting; returns the conclusion if it is the last."""
+        client, me = self.service.client, self.service.process
+        prefix = f"{self._prefix}/{self._number}"
+        client.key_value_set(f"{prefix}/{me}", text)
+        self.given = True
+        arrived = client.key_value_increment(f"{prefix}/count", 1)
+        if arrived > _LEFT:
+            raise PeerLostError("another process did not wait for this one any longer")
+        if arrived < len(self.members):
+            return None
+        texts = {int(key): value for key, value in self._given().items() if key.isdecimal()}
+        conclusion = conclude(texts)
+        client.key_value_set(f"{prefix}/all", conclusion)
+        return conclusion
+
+    def exchange(
+        self,
+        phase: str,
+        text: str,
+        conclude: Callable[[Mapping[int, str]], str],
+        timeout: float,
+        check: Callable[[], None],
+    ) -> str:
+        """Gives the text of this process, and waits for the conclusion.
+
+        Args:
+            phase: what this process is waiting in, for messages.
+            text: text of this process.
+            conclude: function from the texts of all processes to the conclusion.
+            timeout: seconds to wait for the other processes.
+            check: function that raises an error if waiting is in vain.
+
+        Raises:
+            PeerLostError: another process does not come in time.
+        """
+        conclusion = self.give(text, conclude)
+        prefix = f"{self._prefix}/{self._number}"
+        if conclusion is None:
+            conclusion = wait_for(self.service, f"{prefix}/all", phase, timeout, check)
+        if conclusion is None:
+            # Whoever comes later sees by the count that it must not go on.
+            arrived = self.service.client.key_value_increment(f"{prefix}/count", _LEFT) - _LEFT
+            if arrived == len(self.members):
+                conclusion = wait_for(self.service, f"{prefix}/all", phase, timeout, check)
+        if conclusion is None:
+            given = self._given()
+            missing = [str(one) for one in self.members if str(one) not in given]
+            raise PeerLostError(
+                f"{phase}: process {', '.join(missing)} has not reached this point in {timeout:g} s. "
+                "It is busy, hangs, or runs another program: see its own output."
+            )
+        self._done()
+        return conclusion
+
+    def _given(self) -> dict[str, str]:
+        found = self.service.client.key_value_dir_get(f"{self._prefix}/{self._number}/")
+        return {key.rpartition("/")[2]: value for key, value in found}
+
+    def _done(self) -> None:
+        """Goes on to the next round; the first process now and then deletes what all have read.
+
+        Whoever takes part in a round has read all that was concluded before it.
+        """
+        spent = _spent.setdefault(self._group, [])
+        if self.service.process == self.members[0]:
+            if len(spent) >= _KEPT_ROUNDS:
+                for prefix in spent:
+                    self.service.client.key_value_delete(f"{prefix}/")
+                spent.clear()
+            spent.append(f"{self._prefix}/{self._number}")
+        self._number, self.given = self._number + 1, False
+
+
+_rounds: dict[tuple[int, ...], Rounds] = {}
+_spent: dict[str, list[str]] = {}  # keys of concluded rounds, by the processes that took part
+_KEPT_ROUNDS = 32
+_LEFT = 1 << 30  # added to the count of a round by a process that no longer waits
+
+
+def verdict(all_facts: Mapping[int, Mapping[str, str]]) -> str:
     """ "equal", or the parts that differ, with the processes and values."""
     parts = list(dict.fromkeys(part for facts in all_facts.values() for part in facts))
     differences = []
     for part in parts:
         groups: dict[str, list[int]] = {}
-        for process, facts in all_facts.items():
+        for process, facts in sorted(all_facts.items()):
             groups.setdefault(facts.get(part, "missing"), []).append(process)
         if len(groups) > 1:
             values = "; ".join(
@@ -222,7 +346,7 @@ def _verdict(all_facts: Mapping[int, Mapping[str, str]]) -> str:
             differences.append(f"{part} ({values})")
     if not differences:
         return "equal"
-    name = next(iter(all_facts.values()))["name"]
+    name = all_facts[min(all_facts)]["name"]
     return (
         f"the processes are about to run different programs: at {name!r} these differ: "
         f"{', '.join(differences)}. Nothing was run. Start all processes with the same code, "
@@ -230,7 +354,7 @@ def _verdict(all_facts: Mapping[int, Mapping[str, str]]) -> str:
     )
 
 
-def _comparable(part: str, value: Any) -> str:
+def comparable(part: str, value: Any) -> str:
     """The text of a value to compare and show: the value itself if it is short, else its digest."""
     if hasattr(value, "as_text"):
         value = _ADDRESS.sub("", value.as_text())
@@ -248,17 +372,22 @@ def _comparable(part: str, value: Any) -> str:
         if len(value) <= _MAX_SHOWN and value.isprintable():
             return value
         value = value.encode("utf-8", "surrogatepass")
-    return _digest(value)
+    return digest(value)
 
 
-def _digest(data: bytes) -> str:
+def text_digest(program: Any) -> str:
+    """The digest of a lowered program's text, without addresses."""
+    return digest(_ADDRESS.sub("", program.as_text()).encode())
+
+
+def digest(data: bytes) -> str:
     return f"sha256 {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 _facts: dict[str, str] = {}
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Versions, maxjax's own code, and the settings that affect how XLA compiles."""
     import jax
 
@@ -269,7 +398,7 @@ def _environment() -> dict[str, str]:
             file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes()
             for file in sorted(root.rglob("*.py"))
         )
-        _facts["code of maxjax"] = _digest(b"".join(code))
+        _facts["code of maxjax"] = digest(b"".join(code))
     settings = {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
     flags = {
         name: " ".join(_OWN_FLAGS.sub("", os.environ.get(name, "")).split()) for name in _FLAGS

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from . import heartbeat
 from .agreement import agreed as agreed
 from .agreement import same_program as same_program
 from .errors import PeerLostError, ProgramMismatchError, UserInputError
@@ -46,6 +47,10 @@ _SILENT = re.compile(r"\bGloo [^:\n]* failed: .*\b(?:Read timeout|Timed out wait
 _ONE_ID = re.compile(r"\bTask (\d+) heartbeat timeout")
 _IDS = re.compile(r"(?:stopped sending heartbeats\)|timed out task names):\s*\n((?:\d+\n)+)")
 
+# Seconds that a process waits for the others to make the same call of maxjax.
+ARRIVAL_SECONDS = 300
+_arrival = ARRIVAL_SECONDS
+
 # (process_id, num_processes) as given to initialize. JAX tells them only through private names, or
 # after it has started the devices, which may hang if another process is lost.
 _world: tuple[int, int] | None = None
@@ -60,6 +65,7 @@ def initialize(
     initialization_timeout: int = 60,
     heartbeat_timeout: int = 20,
     shutdown_timeout: int = 30,
+    arrival_timeout: int = ARRIVAL_SECONDS,
 ) -> None:
     """Make this process one of several that share one set of devices: `jax.distributed`.
 
@@ -79,6 +85,8 @@ def initialize(
             dead and JAX ends all others.
         shutdown_timeout: whole seconds that a finished process waits for the others; then JAX
             ends all of them, including those that are still running.
+        arrival_timeout: whole seconds that a call which all processes make together
+            (``maxjax.generate``, ``maxjax.load`` with a mesh, …) waits for those that live.
 
     On Slurm, Open MPI, Kubernetes and TPUs JAX determines those of the first four that are None.
 
@@ -97,13 +105,14 @@ def initialize(
         Traceback (most recent call last):
         maxjax.errors.UserInputError: process_id is 2; it must be 0 to 1. ...
     """
-    global _world
+    global _world, _arrival
     import jax
 
     num_processes, process_id = _checked_ids(num_processes, process_id)
     seconds_left = _checked_integer("initialization_timeout", initialization_timeout, 1)
     heartbeat_timeout = _checked_integer("heartbeat_timeout", heartbeat_timeout, 1)
     shutdown_timeout = _checked_integer("shutdown_timeout", shutdown_timeout, 1)
+    arrival = _checked_integer("arrival_timeout", arrival_timeout, 1)
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     host, port = _host_and_port(address) if address else ("", 0)
     if host and num_processes != 1:
@@ -126,6 +135,13 @@ def initialize(
         coordinator_bind_address=bind,
     )
     _world = None if process_id is None or num_processes is None else (process_id, num_processes)
+    _arrival = arrival
+    _start_heartbeat(heartbeat_timeout)
+
+
+def arrival_seconds() -> int:
+    """How long a process waits for the others to make the same call, as :func:`initialize` was told."""
+    return _arrival
 
 
 @contextlib.contextmanager
@@ -154,19 +170,29 @@ def watch(phase: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
-        text = str(error)
-        kind = _error_class(error, text)
-        if kind is None:
+        found = translated(phase, error)
+        if found is None:
             raise
-        reason = next(iter(text.splitlines()), "")[:300]
-        if kind is ProgramMismatchError:
-            raise ProgramMismatchError(
-                f"{phase}: the processes do not run the same program ({reason}). {_COMPARE}"
-            ) from error
-        advice = f"Or it runs another program. {_COMPARE}" if _SILENT.search(text) else _RESTART
-        raise PeerLostError(
-            f"{phase}: {_lost_process(text)} is gone or does not answer ({reason}). {advice}"
-        ) from error
+        raise found from error
+
+
+def translated(phase: str, error: BaseException) -> Exception | None:
+    """The error that :func:`watch` raises instead of JAX's; None for an error that passes."""
+    if not isinstance(error, (RuntimeError, ValueError)):
+        return None
+    text = str(error)
+    kind = _error_class(error, text)
+    if kind is None:
+        return None
+    reason = next(iter(text.splitlines()), "")[:300]
+    if kind is ProgramMismatchError:
+        return ProgramMismatchError(
+            f"{phase}: the processes do not run the same program ({reason}). {_COMPARE}"
+        )
+    advice = f"Or it runs another program. {_COMPARE}" if _SILENT.search(text) else _RESTART
+    return PeerLostError(
+        f"{phase}: {_lost_process(text)} is gone or does not answer ({reason}). {advice}"
+    )
 
 
 _RESTART = "Its own output says why; start all processes again."
@@ -311,6 +337,13 @@ def _start(**arguments: Any) -> None:
             "initialize comes too late: JAX has started its devices in this process. Call it "
             "before the first jax.devices(), array or computation."
         ) from error
+
+
+def _start_heartbeat(timeout: int) -> None:
+    from jax._src.distributed import global_state  # JAX has no public name for the client
+
+    if global_state.client is not None and (global_state.num_processes or 1) > 1:
+        heartbeat.start(global_state.client, global_state.process_id, timeout)
 
 
 def _error_class(error: Exception, text: str) -> type[Exception] | None:

@@ -163,6 +163,10 @@ class PeerLostError(RuntimeError):
     """Another process of a multi-host run has ended or does not answer."""
 
 
+class PeerFailedError(RuntimeError):
+    """Another process raised an error in a call that several processes make together."""
+
+
 class ProgramMismatchError(RuntimeError):
     """The processes of a multi-host run would not run the same program."""
 

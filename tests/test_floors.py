@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors lazy absent columns agreement distributed dtype driver native_library
+.: errors lazy absent columns heartbeat agreement distributed lockstep dtype driver native_library
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back

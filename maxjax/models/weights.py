@@ -21,6 +21,31 @@ def main_dtype(found: Mapping[str, Any]) -> DType | None:
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
+def model_facts(model: Any) -> dict[str, Any]:
+    """What several processes compare of a model: its settings, its weights' types, and where they lie.
+
+    The values are not compared: each process has other parts of them.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> sorted(model_facts(model))
+        ['mesh', 'model', 'weights']
+    """
+    weights, meshes = [], {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        sharding = getattr(leaf, "sharding", None)
+        mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
+        if mesh is not None:
+            devices = [device.id for device in mesh.devices.flat]
+            meshes[str(mesh)] = [str(mesh), str(mesh.axis_types), devices]
+        name = jax.tree_util.keystr(path)
+        weights.append([name, list(leaf.shape), str(leaf.dtype), str(spec)])
+    settings = f"{type(model).__name__} {getattr(model, 'config', None)}"
+    return {"model": settings, "weights": weights, "mesh": list(meshes.values())}
+
+
 def named_dtype(option: str, dtype: Any) -> DType:
     """The dtype that a user passed as an option.
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ...errors import UnsupportedModelError, UserInputError
+from ...errors import UserInputError
+from ...graph.placement.arrays import put
 from ...graph.placement.specs import mesh_of
+from ...lockstep import Lockstep
 from ...models.weights import check_loaded
 from ...nn.kv_cache.cache import KVCache
 from ..sampling.draw import Sampled
@@ -39,6 +41,7 @@ class Batch:
             made; 0, 1, 2, … by default.
         chunk: the largest number of prompt tokens in one prefill; a power of two.
         cache_dtype: dtype of the KV cache: None for the model's dtype, or ``"int8"``.
+        together: the call of this batch, if several processes make it together.
 
     Example:
         >>> import maxjax
@@ -64,12 +67,14 @@ class Batch:
         rows: Sequence[int] | None = None,
         chunk: int = 512,
         cache_dtype: Any = None,
+        together: Lockstep | None = None,
     ):
         check_model(model)
         if not isinstance(chunk, Integral) or chunk < 1 or chunk & (chunk - 1):
             raise UserInputError(f"chunk is {chunk!r}: it must be a power of two")
         chunk = int(chunk)
         self.model, self.sampling, self.chunk = model, sampling, chunk
+        self.together = together or Lockstep("generate", ())
         self._input_sharding = _sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
@@ -79,7 +84,7 @@ class Batch:
         self._kind = sampling.kind
         self._sampler = SamplerArgs(
             eos=self._put(_padded_ids(eos_ids)),
-            key=None if sampling.is_greedy else self._put(_checked_key(key)),
+            key=None if sampling.is_greedy else self._put_key(key),
             amounts=Amounts(*map(self._put, map(np.float32, sampling.amounts))),
         )
         self._counts: dict[int, jax.Array] = {}
@@ -114,16 +119,14 @@ class Batch:
         while start < longest:
             width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
             part, counts = _slice(self._prompts, start, width)
-            self.state = prefill(
-                self.model, self.state, part, counts, self._sampler,
-                settings=self._kind, shardings=self._shardings,
-            )  # fmt: skip
+            self.state = self._run(prefill, self.state, part, counts, self._sampler)
             start += width
         self._read = longest
         state = self.state
-        first = jax.tree.map(lambda a: np.asarray(a)[:, None], state.first)
+        first, done, bad = self.together.fetch((state.first, state.done, state.bad))
+        first = jax.tree.map(lambda a: a[:, None], first)
         counts = (np.asarray(lengths) > 0).astype(np.int32)
-        return Tokens(first.tokens, counts, np.asarray(state.done), np.asarray(state.bad), first)
+        return Tokens(first.tokens, counts, done, bad, first)
 
     def decode(self, count: int = MAX_STEPS) -> Tokens:
         """Dispatches the next decode steps, at most ``count``; :meth:`fetch` waits for the tokens."""
@@ -134,19 +137,27 @@ class Batch:
         # Always a device array: a host number would compile another program.
         if count not in self._counts:
             self._counts[count] = self._put(np.int32(count))
-        self.state, written = decode(
-            self.model, self.state, self._counts[count], self._sampler,
-            settings=self._kind, shardings=self._shardings,
-        )  # fmt: skip
+        self.state, written = self._run(decode, self.state, self._counts[count], self._sampler)
         return written
+
+    def _run(self, program: Any, *args: Any) -> Any:
+        """Dispatches a program; several processes first compile it, and compare what they compiled."""
+        static = {"settings": self._kind, "shardings": self._shardings}
+        if self.together.is_shared:
+            shapes = [np.shape(leaf) for leaf in jax.tree.leaves(args[:2])]
+            self.together.compiled(
+                f"{program.__name__} {shapes}",
+                lambda: program.lower(self.model, *args, **static),
+            )
+        return program(self.model, *args, **static)
 
     def fetch(self, written: Tokens) -> Tokens:
         """Waits for the tokens of :meth:`decode` and copies them to the host."""
-        return jax.device_get(written)
+        return self.together.fetch(written)
 
     def stop(self, which: Sequence[bool]) -> None:
         """Ends the texts for which ``which`` is True."""
-        done = np.asarray(self.state.done) | np.asarray(which, bool)
+        done = self.together.fetch(self.state.done) | np.asarray(which, bool)
         self.state = self.state._replace(done=self._put(done))
 
     def resume(self, prompt: Sequence[int], limit: int, key: jax.Array | None = None) -> bool:
@@ -155,7 +166,7 @@ class Batch:
         Returns:
             False if the cache no longer holds that prefix; a new Batch is needed then.
         """
-        cached = int(np.asarray(self.state.cache.lengths)[0])
+        cached = int(self.together.fetch(self.state.cache.lengths)[0])
         before, kept = self._prompts[0], 0
         while kept < min(cached, len(before), len(prompt) - 1) and before[kept] == prompt[kept]:
             kept += 1
@@ -165,7 +176,7 @@ class Batch:
         self._prompts, self._limits = [list(prompt)], [int(limit)]
         self._read, self._used = kept, len(prompt)
         if not self.sampling.is_greedy:
-            self._sampler = self._sampler._replace(key=self._put(_checked_key(key)))
+            self._sampler = self._sampler._replace(key=self._put_key(key))
         self.state = self.state._replace(
             cache=cache, done=self._put(np.zeros(1, bool)), bad=self._put(np.zeros(1, bool)),
             prompts=self._put(np.array([len(prompt)], np.int32)),
@@ -186,7 +197,15 @@ class Batch:
     # --- arrays on the devices ---------------------------------------------------------------
 
     def _put(self, array: Any) -> jax.Array:
-        return jax.device_put(array, self._input_sharding)
+        return put(array, self._input_sharding)
+
+    def _put_key(self, key: Any) -> jax.Array:
+        checked = _checked_key(key)
+        if self._input_sharding.is_fully_addressable or checked.dtype == np.uint32:
+            return self._put(checked)
+        # JAX makes no array of keys out of parts that several processes have.
+        data = self._put(np.asarray(jax.random.key_data(checked)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(checked))
 
     def _shardings_of(self, state: State) -> Shardings:
         if not isinstance(self._input_sharding, NamedSharding):
@@ -245,18 +264,12 @@ def check_model(model: Any) -> None:
 
     Raises:
         UserInputError: ``model`` is not a language model, or its weights are not loaded.
-        UnsupportedModelError: the weights are sharded over the devices of several processes.
     """
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
         raise UserInputError(
             f"{type(model).__name__} is not a language model: it cannot generate text"
         )
     check_loaded(model)
-    leaves = jax.tree.leaves(model)
-    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-        raise UnsupportedModelError(
-            "generating with a model whose weights are sharded over several processes"
-        )
 
 
 def _sharding_of_inputs(model: Any) -> Any:
@@ -271,7 +284,17 @@ def _sharding_of_inputs(model: Any) -> Any:
 
 def _committed(cache: KVCache) -> KVCache:
     """The cache with committed arrays, like those a program returns: both use one executable."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), cache)
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, _shortest(leaf.sharding)), cache)
+
+
+def _shortest(sharding: Any) -> Any:
+    """The sharding as XLA's results have it: without what the spec says of replicated last axes."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    entries = list(sharding.spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
 
 def _checked_key(key: Any) -> jax.Array:

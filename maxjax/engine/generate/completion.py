@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...text.stream import StopStrings, TextStream
@@ -77,18 +77,24 @@ class PartialCompletion:
 
     Attributes:
         done: whether an end-of-text token or a stop string has ended the answer.
+        flushed: whether :meth:`flush` has ended it.
     """
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], eos_ids: Sequence[int], stops: Sequence[str]
     ):
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
-        self._stops = StopStrings(stops) if stops else None
         self._prompt, self._eos = prompt, frozenset(eos_ids)
+        self._tokenizer, self._stop_strings = tokenizer, stops
+        self._most: int | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._stream = None if self._tokenizer is None else TextStream(self._tokenizer)
+        self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self._pieces: list[str] = []
-        self._flushed = False
+        self.flushed = False
         self.done = False
         self._stop: int | str | None = None
 
@@ -100,7 +106,7 @@ class PartialCompletion:
         """Does as :meth:`take`, but lazily: a token is added when its piece is asked for."""
         # If the logits of a row were not finite, its last token is meaningless.
         for i in range(int(written.counts[row]) - bool(written.bad[row])):
-            if self.done:
+            if self.done or len(self.tokens) == self._most:
                 break
             piece = self._push(int(written.tokens[row, i]))
             if written.sampled.logprobs is not None:
@@ -108,6 +114,16 @@ class PartialCompletion:
             self._pieces.append(piece)
             if piece:
                 yield piece
+
+    def cut(self, dispatches: Iterable[Tokens], count: int, flushed: bool) -> None:
+        """Becomes the answer of the first ``count`` tokens of these dispatches, in their row 0."""
+        if (len(self.tokens), self.flushed) != (count, flushed):
+            self._restart()
+            self._most = count
+            for written in dispatches:
+                self.take(written, 0)
+            if flushed:
+                self.flush()
 
     def _push(self, token: int) -> str:
         self.tokens.append(token)
@@ -127,9 +143,9 @@ class PartialCompletion:
 
     def flush(self) -> str:
         """Ends the answer and returns the text that was held back."""
-        if self._flushed:
+        if self.flushed:
             return ""
-        self._flushed = True
+        self.flushed = True
         text = "" if self._stream is None or isinstance(self._stop, str) else self._stream.flush()
         text = self._before_stop(text)
         if self._stops is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ...lockstep import Lockstep
 from ...storage.save.durable import replace_file, require_writable
 from ...text.chat import chat_tokens
 from ...text.tokenizer.tokenizer import check_unicode
@@ -94,34 +95,44 @@ class Conversation:
                 the template refuses it.
             TypeError: ``text`` is not a str.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"the message must be a str, not {type(text).__name__}")
-        check_unicode(text, "the message")
         self._interrupt()
-        message = [{"role": "user", "content": text}]
-        prompt = self._prompt(message)
-        limit = self._request.limit(prompt)
-        key = None
-        if not self._request.sampling.is_greedy:
-            key = jax.random.fold_in(self._key, self._turns)
-        self._turns += 1
-        batch, self._batch = self._batch, None
-        if batch is None or not batch.resume(prompt, limit, key):
-            batch = self._request.batch(prompt, key, self._chunk, self._cache_dtype)
+        with Lockstep("say", jax.tree.leaves(self._request.model)) as together:
+            if not isinstance(text, str):
+                raise TypeError(f"the message must be a str, not {type(text).__name__}")
+            check_unicode(text, "the message")
+            message = [{"role": "user", "content": text}]
+            prompt = self._prompt(message)
+            key = None
+            if not self._request.sampling.is_greedy:
+                key = jax.random.fold_in(self._key, self._turns)
+            self._request.agree(
+                together, [prompt], key, chunk=self._chunk, cache_dtype=self._cache_dtype
+            )
+            self._turns += 1
+            batch = self._batch_for(prompt, key, together)
 
-        def ended(partial: PartialCompletion, clean: bool) -> None:
-            if partial.tokens:
-                answer = {"role": "assistant", "content": str(partial.completion())}
-                self.messages += [*message, answer]
-            if clean:
-                batch.record(partial.tokens)
-                self._batch = batch
-            else:  # interrupted within a step: the content of the cache is not known
-                batch.close()
+            def ended(partial: PartialCompletion, clean: bool) -> None:
+                if partial.tokens:
+                    answer = {"role": "assistant", "content": str(partial.completion())}
+                    self.messages += [*message, answer]
+                if clean:
+                    batch.record(partial.tokens)
+                    self._batch = batch
+                else:  # interrupted within a step: the content of the cache is not known
+                    batch.close()
 
-        stream = Stream(self._request, batch, prompt, ended)
+            stream = Stream(self._request, batch, prompt, ended)
         self._current_stream = weakref.ref(stream)
         return stream
+
+    def _batch_for(self, prompt: list[int], key: Any, together: Lockstep) -> Batch:
+        """The batch of the turn before, if its cache has the beginning of the prompt, or a new one."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.together = together
+            if batch.resume(prompt, self._request.limit(prompt), key):
+                return batch
+        return self._request.batch(prompt, key, self._chunk, self._cache_dtype, together)
 
     def make_room(self, text: str, tokens: int | None = None) -> int:
         """Leaves the oldest turns out of the prompt until ``text`` and an answer to it fit.

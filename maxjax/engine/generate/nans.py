@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...errors import UnsupportedModelError
 from ...nn.layer import layer_hook
 from .batch import check_model
 
@@ -28,6 +29,7 @@ def first_nan(model: Any, ids: Sequence[int]) -> str | None:
 
     Raises:
         UserInputError: the model refuses the token ids.
+        UnsupportedModelError: the weights are sharded over the devices of several processes.
 
     Example:
         >>> import maxjax
@@ -42,6 +44,10 @@ def first_nan(model: Any, ids: Sequence[int]) -> str | None:
         'model.layers.1.mlp.down_proj, whose weight has 1 value that is not finite'
     """
     check_model(model)
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model)):
+        raise UnsupportedModelError(
+            "looking for NaN in a model whose weights are sharded over several processes"
+        )
     flat = jax.tree.map(lambda leaf: leaf, model)  # a copy that shares the arrays
     if hasattr(flat, "unstack"):
         flat.unstack()

@@ -144,7 +144,10 @@ def decode(
 
     start = (_replicated(jnp.int32(0), shardings), state, samples, counts)
     _, state, samples, counts = jax.lax.while_loop(more, step, start)
-    return state, Tokens(samples.tokens, counts, state.done, state.bad, samples)
+    # XLA gives the results of a loop other shardings than its body says.
+    state = _resharded(state, shardings)
+    written = Tokens(samples.tokens, counts, state.done, state.bad, samples)
+    return state, jax.tree.map(lambda a: _replicated(a, shardings), written)
 
 
 def _choose(

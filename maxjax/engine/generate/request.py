@@ -8,9 +8,12 @@ from numbers import Integral
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...errors import UserInputError
+from ...lockstep import Lockstep
+from ...models.weights import model_facts
 from ...text.tokenizer.tokenizer import check_unicode
 from ..sampling.settings import Sampling, eos_token_ids
 from .batch import Batch, check_model
@@ -92,10 +95,32 @@ class Request:
     def partial_completion(self, prompt: Sequence[int]) -> PartialCompletion:
         return PartialCompletion(self.tokenizer, prompt, self.eos_ids, self.stops)
 
-    def batch(self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any) -> Batch:
+    def batch(
+        self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any, together: Lockstep
+    ) -> Batch:
         return Batch(
             self.model, [prompt], [self.limit(prompt)], sampling=self.sampling,
             eos_ids=self.eos_ids, key=key, chunk=chunk, cache_dtype=cache_dtype,
+            together=together,
+        )  # fmt: skip
+
+    def agree(
+        self, together: Lockstep, prompts: Sequence[Sequence[int]], key: Any, **others: Any
+    ) -> None:
+        """Compares all that decides the answers, if several processes make the call together.
+
+        Raises:
+            ProgramMismatchError: something differs.
+        """
+        if not together.is_shared:
+            return
+        ids = None if self.tokenizer is None else self.tokenizer.digest
+        drawn = None if self.sampling.is_greedy else _key_data(key)
+        together.agree(
+            prompts=[list(map(int, prompt)) for prompt in prompts],
+            max_new_tokens=self.max_new_tokens, stop=list(self.stops), eos_ids=list(self.eos_ids),
+            sampling=str(self.sampling), key=drawn, tokenizer=ids,
+            **{name: str(value) for name, value in others.items()}, **model_facts(self.model),
         )  # fmt: skip
 
 
@@ -136,6 +161,12 @@ def _check_choice(sampling: Sampling, size: int) -> None:
     never = {token for token, bias in biases.items() if bias == -math.inf}
     if len(never.union(sampling.banned)) >= size:
         raise UserInputError("banned and logit_bias exclude every token of the vocabulary")
+
+
+def _key_data(key: Any) -> Any:
+    key = jax.random.key(0) if key is None else key
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(key) if typed else key).tolist()
 
 
 # --- prompts --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from ...lockstep import Lockstep
 from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import Completion, PartialCompletion
@@ -37,6 +38,9 @@ def generate(
 ) -> Any:
     """Generates text from one or more prompts.
 
+    Several processes that share the model's mesh make the call together, with the same arguments,
+    and all get the texts.
+
     Args:
         model: a decoder, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer; with None, prompts are token ids and completions have no
@@ -65,6 +69,8 @@ def generate(
             vocabulary; the model is not a language model; a sampling setting is unknown or invalid.
         TypeError: a prompt is neither text nor token ids.
         FloatingPointError: the logits became NaN or infinite.
+        ProgramMismatchError: the model, a prompt or a setting is not the same in all processes.
+        PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
 
     Example:
         >>> import maxjax
@@ -75,66 +81,71 @@ def generate(
         >>> [len(text.tokens) for text in texts], texts[0].finish_reason
         ([5, 5], 'length')
     """
-    request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
-    single, several = listed(prompts)
-    rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]
-    batch_size = positive("batch_size", batch_size)
-    found: list[Completion | None] = [None] * len(rows)
-    # Prompts of similar length share a batch: less of it is padding.
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    for start in range(0, len(order), batch_size):
-        members = order[start : start + batch_size]
-        # The last batch is padded to the size of the others, whose programs are compiled already.
-        blanks = batch_size - len(members) if start else 0
-        texts = _generate_batch(request, rows, members, blanks, key, chunk, cache_dtype)
-        for i, text in zip(members, texts, strict=True):
-            found[i] = text
+    with Lockstep("generate", jax.tree.leaves(model)) as together:
+        request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
+        single, several = listed(prompts)
+        rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]
+        batch_size = positive("batch_size", batch_size)
+        request.agree(
+            together, rows, key, batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype
+        )
+        found: list[Completion | None] = [None] * len(rows)
+        # Prompts of similar length share a batch: less of it is padding.
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for start in range(0, len(order), batch_size):
+            members = order[start : start + batch_size]
+            # The last batch is padded to the size of the others, whose programs are compiled already.
+            blanks = batch_size - len(members) if start else 0
+            prompts = [rows[i] for i in members]
+            batch = Batch(
+                model, [*prompts, *[[]] * blanks],
+                [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
+                sampling=request.sampling, eos_ids=request.eos_ids, key=key,
+                rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
+                together=together,
+            )  # fmt: skip
+            texts = [request.partial_completion(prompt) for prompt in prompts]
+            try:
+                _fill(texts, batch, members)
+            finally:
+                batch.close()
+            for i, text in zip(members, texts, strict=True):
+                found[i] = text.completion()
+        together.finish()
     return found[0] if single else found
 
 
-def _generate_batch(
-    request: Request,
-    rows: Sequence[Sequence[int]],
-    members: Sequence[int],
-    blanks: int,
-    key: Any,
-    chunk: int,
-    cache_dtype: Any,
-) -> list[Completion]:
-    prompts = [rows[i] for i in members]
-    batch = Batch(
-        request.model, [*prompts, *[[]] * blanks],
-        [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
-        sampling=request.sampling, eos_ids=request.eos_ids, key=key,
-        rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
-    )  # fmt: skip
-    texts = [request.partial_completion(prompt) for prompt in prompts]
-    try:
-        for written in _dispatches(batch):
-            for row, text in enumerate(texts):
-                text.take(written, row)
-            check_written(written, texts, members)
-            ended = [text.done for text in texts] + [True] * blanks
-            if all(done or end for done, end in zip(written.done.tolist(), ended, strict=True)):
-                break
-            if any(end and not done for done, end in zip(written.done, ended, strict=True)):
-                batch.stop(ended)
-    finally:
-        batch.close()
-    for text in texts:
-        text.flush()
-    return [text.completion() for text in texts]
+def _fill(texts: Sequence[PartialCompletion], batch: Batch, numbers: Sequence[int]) -> None:
+    """Generates until all texts have ended, each dispatch as long as ``_DISPATCH_S`` allows.
 
-
-def _dispatches(batch: Batch) -> Iterator[Tokens]:
-    """The tokens of one dispatch after the other, each as long as ``_DISPATCH_S`` allows."""
-    yield batch.prefill()
-    count = 4
+    Args:
+        texts: the texts; the batch may have more rows, which are padding.
+        batch: the batch of their prompts.
+        numbers: the index of each text's prompt among the prompts of the call.
+    """
+    count, written = 4, batch.prefill()
     while True:
+        for row, text in enumerate(texts):
+            text.take(written, row)
+        check_written(written, texts, numbers)
+        done = written.done.tolist()
+        ended = [text.done for text in texts] + [True] * (len(done) - len(texts))
+        over = all(a or b for a, b in zip(done, ended, strict=True))
+        stopped = any(b and not a for a, b in zip(done, ended, strict=True))
+        # A process that computes by itself what it does next may differ from the others.
+        following = batch.together.decide(
+            {"count": 0 if over else count, "stop": ended if stopped else None}
+        )
+        if not following["count"]:
+            break
+        if following["stop"]:
+            batch.stop(following["stop"])
         began = time.perf_counter()
-        yield batch.fetch(batch.decode(count))
+        written = batch.fetch(batch.decode(following["count"]))
         if time.perf_counter() - began < _DISPATCH_S / 2:
             count = min(2 * count, MAX_STEPS)
+    for text in texts:
+        text.flush()
 
 
 class Stream(Iterator[str]):
@@ -151,7 +162,7 @@ class Stream(Iterator[str]):
         prompt: Sequence[int],
         ended: Callable[[PartialCompletion, bool], None] | None = None,
     ):
-        self._batch, self._partial = batch, request.partial_completion(prompt)
+        self._partial = request.partial_completion(prompt)
         # The generator does not refer to this object, so that dropping a stream frees its cache.
         self._pieces = _pieces(batch, self._partial, ended)
         next(self._pieces)  # starts it, so that its ``finally`` runs even if nothing is ever read
@@ -163,7 +174,11 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stops the generation and frees the cache."""
+        """Stops the generation and frees the cache.
+
+        Of several processes the first one decides: what it closes ends in all of them, and the
+        others wait in their ``close`` until it has ended.
+        """
         self._pieces.close()
 
     @property
@@ -176,15 +191,22 @@ def _pieces(
     partial: PartialCompletion,
     ended: Callable[[PartialCompletion, bool], None] | None,
 ) -> Generator[str, None, None]:
-    """An empty piece, then those of :func:`_decode_pieces`; at the end it calls ``ended`` or frees the cache."""
+    """An empty piece, then those of :class:`_Answer`; at the end it calls ``ended`` or frees the cache."""
     clean = False
+    answer = _Answer(batch, partial)
     try:
-        yield ""
-        yield from _decode_pieces(batch, partial)
+        with batch.together:
+            try:
+                yield ""
+                yield from answer.pieces()
+            except _Ended:
+                pass
+            except GeneratorExit:
+                answer.finish()
+                clean = True  # between two tokens: nothing is lost
+                raise
+            answer.finish()
         clean = True
-    except GeneratorExit:
-        clean = True  # between two tokens: nothing is lost
-        raise
     finally:
         if ended is None:
             batch.close()
@@ -192,27 +214,87 @@ def _pieces(
             ended(partial, clean)
 
 
-def _decode_pieces(batch: Batch, partial: PartialCompletion) -> Iterator[str]:
-    written = batch.prefill()
-    piece = partial.take(written, 0)
-    check_written(written, [partial], [0])
-    if piece:
-        yield piece  # before the program that decodes is compiled
-    count, began = 1, time.perf_counter()
-    coming = batch.decode(1) if not (partial.done or written.done[0]) else None
-    while coming is not None:
-        written = batch.fetch(coming)
-        if time.perf_counter() - began < _STREAM_S:
-            count = min(2 * count, MAX_STEPS)
-        # The devices compute the next tokens while the host decodes these.
-        began = time.perf_counter()
-        coming = None if written.done[0] else batch.decode(count)
-        yield from partial.pieces(written, 0)
+class _Ended(Exception):
+    """The first of several processes has ended the answer."""
+
+
+class _Answer:
+    """The decode loop of a stream."""
+
+    def __init__(self, batch: Batch, partial: PartialCompletion):
+        self._batch, self._partial = batch, partial
+        self._dispatches: list[Tokens] = []  # what this process has fetched, if it follows another
+        self._coming: Tokens | None = None
+        self._end: dict[str, Any] | None = None
+
+    def pieces(self) -> Iterator[str]:
+        partial = self._partial
+        written = self._kept(self._batch.prefill())
+        piece = partial.take(written, 0)
         check_written(written, [partial], [0])
-        if partial.done:
-            break
-    if rest := partial.flush():
-        yield rest
+        if piece:
+            yield piece  # before the program that decodes is compiled
+        count, began = 1, time.perf_counter()
+        if not (partial.done or written.done[0]):
+            self._dispatch(1)
+        while self._coming is not None:
+            written = self._fetch()
+            if time.perf_counter() - began < _STREAM_S:
+                count = min(2 * count, MAX_STEPS)
+            # The devices compute the next tokens while the host decodes these.
+            began = time.perf_counter()
+            if not written.done[0]:
+                self._dispatch(count)
+            yield from partial.pieces(written, 0)
+            check_written(written, [partial], [0])
+            if partial.done:
+                break
+        if rest := partial.flush():
+            yield rest
+
+    def finish(self) -> None:
+        """Ends the answer where the first process ends it, after the same dispatches."""
+        together, partial = self._batch.together, self._partial
+        if not together.is_shared:
+            return
+        end = {"tokens": len(partial.tokens), "flushed": partial.flushed}
+        if together.is_leader:
+            together.decide(end)
+        else:
+            try:
+                while self._end is None:
+                    if self._coming is not None:
+                        self._fetch()
+                    self._dispatch(0)
+            except _Ended:
+                pass
+            if self._coming is not None:
+                self._fetch()
+            assert self._end is not None
+            partial.cut(self._dispatches, self._end["tokens"], self._end["flushed"])
+        together.finish()
+
+    def _dispatch(self, count: int) -> None:
+        """Dispatches the next tokens, as many as the first process decides.
+
+        Raises:
+            _Ended: it has decided to end the answer.
+        """
+        following = self._batch.together.decide({"count": count})
+        if "tokens" in following:
+            self._end = following
+            raise _Ended
+        self._coming = self._batch.decode(following["count"])
+
+    def _fetch(self) -> Tokens:
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        return self._kept(self._batch.fetch(coming))
+
+    def _kept(self, written: Tokens) -> Tokens:
+        if not self._batch.together.is_leader:
+            self._dispatches.append(written)
+        return written
 
 
 def stream(
@@ -233,7 +315,7 @@ def stream(
 
     The arguments are those of :func:`generate`, and the pieces together are its result. No piece
     ends within a character, and text that may be the beginning of a stop string is held back until
-    that is decided.
+    that is decided. Of several processes each gets the pieces, at the pace of the slowest.
 
     Returns:
         An iterator of str; its ``completion`` is the whole answer, with its tokens and finish reason.
@@ -250,9 +332,11 @@ def stream(
         >>> list(pieces), len(pieces.completion.tokens)
         ([], 5)
     """
-    request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
-    ids = request.tokens(prompt, 0, True)
-    return Stream(request, request.batch(ids, key, chunk, cache_dtype), ids)
+    with Lockstep("stream", jax.tree.leaves(model)) as together:
+        request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
+        ids = request.tokens(prompt, 0, True)
+        request.agree(together, [ids], key, chunk=chunk, cache_dtype=cache_dtype)
+        return Stream(request, request.batch(ids, key, chunk, cache_dtype, together), ids)
 
 
 def check_written(

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...dtype import DType
 from ...errors import UserInputError
+from ...graph.placement.arrays import put
 from .slots import Slots
 
 
@@ -203,7 +204,7 @@ class KVCache:
             )
             if not complete.all():
                 return None
-        rewound = jax.device_put(kept.astype(np.int32), self.lengths.sharding)
+        rewound = put(kept.astype(np.int32), self.lengths.sharding)
         return dataclasses.replace(self, lengths=rewound)
 
     def check_room(self, counts: Any) -> None:

@@ -6,6 +6,7 @@ the errors of that package into maxjax's own.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -131,6 +132,13 @@ class Tokenizer:
         size = self._backend.get_vocab_size()
         # If there are gaps, the largest id is not below the count.
         return max(size, 1 + max(self._backend.get_vocab().values(), default=-1))
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all that decides which ids a text has, and which text ids have."""
+        with self._lock:
+            text = self._backend.to_str()
+        return hashlib.sha256(f"{self.cleans_up} {self.pad_id} {text}".encode()).hexdigest()
 
     @property
     def chat_template(self) -> str | None:

@@ -1,0 +1,243 @@
+"""Lockstep: a call that several processes make together, each dispatching the same programs.
+
+A program on the devices of several processes runs once all of them have dispatched it. So nothing
+that one process finds by itself (a time, a stop string, an error, an interrupt) may decide what comes
+next: before each dispatch the processes meet in the key-value store of JAX's coordination service,
+the first one says what is next, and whoever cannot go on says so. No collective is left waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from . import heartbeat
+from .agreement import Rounds, comparable, coordinator, environment, text_digest, try_get, verdict
+from .distributed import arrival_seconds, translated
+from .errors import PeerFailedError, PeerLostError, ProgramMismatchError, UserInputError
+
+_SHOWN = 1000  # characters of an error's message that the other processes are told
+_FIRST_PAUSE, _LAST_PAUSE = 5e-5, 2e-3  # seconds between two looks at a result
+
+_calls: dict[tuple[int, ...], Iterator[int]] = {}  # number of calls so far, by processes
+
+
+class Lockstep:
+    """One call that several processes make together. In one process it does nothing.
+
+    Args:
+        call: name of the call, for messages.
+        arrays: the arrays of the call; the processes are those that have their devices.
+
+    Attributes:
+        is_shared: whether there are several processes.
+        is_leader: whether this process decides; it is the first one of them.
+
+    Each of the processes must make one for each call, before anything in the call can fail.
+
+    Raises:
+        UserInputError: this process has none of the devices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> with Lockstep("adding", [jnp.ones(2)]) as together:
+        ...     together.agree(numbers=[1, 1])
+        ...     together.decide({"count": 3})
+        {'count': 3}
+    """
+
+    def __init__(self, call: str, arrays: Iterable[Any]):
+        self.call, self.is_shared, self.is_leader = call, False, True
+        self._compiled: set[str] = set()
+        self._is_over = False  # every process knows how the call ended
+        service = coordinator()
+        if service is None:
+            return
+        shardings = [getattr(array, "sharding", None) for array in arrays]
+        found = {device.process_index for s in shardings if s for device in s.device_set}
+        if found <= {service.process}:
+            return
+        if service.process not in found:
+            raise UserInputError(
+                f"{call}: this is process {service.process}, and all devices of the model belong to "
+                f"processes {', '.join(map(str, sorted(found)))}"
+            )
+        members = tuple(sorted(found))
+        self.is_shared, self.is_leader = True, service.process == members[0]
+        self._service, self._members = service, members
+        number = next(_calls.setdefault(members, itertools.count()))
+        self._rounds = Rounds(service, f"call-{number}", members)
+        self._note = f"maxjax/notes/{'_'.join(map(str, members))}/{number}"
+
+    # --- meetings ----------------------------------------------------------------------------
+
+    def agree(self, **facts: Any) -> None:
+        """Compares facts about the call, such as its arguments. A barrier.
+
+        Args:
+            facts: values to compare by name, as for ``same_program``.
+
+        Raises:
+            ProgramMismatchError: a fact differs; every process raises it.
+            PeerFailedError: another process raised an error in this call.
+            PeerLostError: another process is lost, or does not come in time.
+        """
+        if not self.is_shared:
+            return
+        mine = {name: comparable(name, value) for name, value in facts.items()}
+        found = self._meet(
+            {"name": self.call} | mine | environment(), lambda given: {"verdict": verdict(given)}
+        )
+        if found["verdict"] != "equal":
+            self._is_over = True
+            raise ProgramMismatchError(found["verdict"])
+
+    def decide(self, decision: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the first process decides, in all of them. A barrier.
+
+        Args:
+            decision: the decision, of values that ``json`` can write; only that of the first
+                process counts.
+
+        Raises:
+            PeerFailedError, PeerLostError: as for :meth:`agree`.
+        """
+        if not self.is_shared:
+            return dict(decision or {})
+        first = self._members[0]
+        return self._meet(dict(decision or {}), lambda given: {"decision": given[first]})[
+            "decision"
+        ]
+
+    def compiled(self, name: str, lower: Callable[[], Any]) -> None:
+        """Compiles a program and compares it, at its first use in this call. A barrier.
+
+        Without it a process that compiles for longer than the others would seem to be lost: some
+        collectives wait half a minute only.
+
+        Args:
+            name: name of the program, different for different shapes.
+            lower: function that returns the lowered program.
+
+        Raises:
+            ProgramMismatchError, PeerFailedError, PeerLostError: as for :meth:`agree`.
+        """
+        if self.is_shared and name not in self._compiled:
+            program = lower()
+            program.compile()
+            self.agree(program=text_digest(program))
+            self._compiled.add(name)
+
+    def finish(self) -> None:
+        """Waits until all processes have what they came for: none leaves the call before."""
+        self.decide()
+        self._is_over = True
+
+    def _meet(
+        self, given: dict[str, Any], conclude: Callable[[dict[int, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        found = json.loads(
+            self._rounds.exchange(
+                self.call,
+                json.dumps({"given": given}),
+                partial(_conclusion, conclude),
+                arrival_seconds(),
+                self._check,
+            )
+        )
+        self._raise_for(found)
+        return found
+
+    # --- errors ------------------------------------------------------------------------------
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Tells the other processes of an error, unless they have it too."""
+        if not self.is_shared or error is None or isinstance(error, GeneratorExit):
+            return
+        found = translated(self.call, error)
+        if not self._is_over:
+            self._is_over = True
+            self._tell(found or error)
+        if found is not None:
+            raise found from error
+
+    def _tell(self, error: BaseException) -> None:
+        if isinstance(error, PeerLostError):
+            told = {"lost": str(error)}
+        else:
+            text = f"{type(error).__name__}: {error}"[:_SHOWN]
+            told = {"error": f"process {self._service.process} raised {text}"}
+        text = json.dumps(told)
+        with contextlib.suppress(RuntimeError):  # the first error counts
+            self._service.client.key_value_set(self._note, text)
+        with contextlib.suppress(RuntimeError):  # the service may be gone
+            if not self._rounds.given:
+                self._rounds.give(text, partial(_conclusion, None))
+
+    def _raise_for(self, found: Mapping[str, Any]) -> None:
+        """Raises the error that another process told, if it did."""
+        if "lost" in found:
+            self._is_over = True
+            raise PeerLostError(found["lost"])
+        if "error" in found:
+            self._is_over = True
+            raise PeerFailedError(f"{self.call}: {found['error']}")
+
+    def _check(self) -> None:
+        """Raises an error if waiting for the other processes is in vain."""
+        if (note := try_get(self._service, self._note)) is not None:
+            self._raise_for(json.loads(note))
+        heartbeat.check(self._service.client, self.call, self._members)
+
+    # --- results -----------------------------------------------------------------------------
+
+    def fetch(self, tree: Any) -> Any:
+        """Waits for replicated arrays, and copies them to the host.
+
+        It looks at each device of this process: where a collective has failed, some devices have an
+        error, and others wait for ever.
+
+        Raises:
+            PeerFailedError, PeerLostError: as for :meth:`agree`.
+        """
+        import jax
+        import numpy as np
+
+        if not self.is_shared:
+            return jax.device_get(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        copies = list(
+            zip(
+                *([shard.data for shard in leaf.addressable_shards] for leaf in leaves), strict=True
+            )
+        )
+        pause, checked = _FIRST_PAUSE, time.monotonic()
+        while True:
+            for copy in copies:
+                if all(array.is_ready() for array in copy):
+                    return jax.tree.unflatten(structure, [np.asarray(array) for array in copy])
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LAST_PAUSE)
+            if (now := time.monotonic()) - checked > heartbeat.CHECK_SECONDS:
+                checked = now
+                self._check()
+
+
+def _conclusion(
+    conclude: Callable[[dict[int, Any]], dict[str, Any]] | None, texts: Mapping[int, str]
+) -> str:
+    """What all processes get: an error that one of them tells, or what follows from what they give."""
+    found = {process: json.loads(text) for process, text in sorted(texts.items())}
+    for one in found.values():
+        if "given" not in one:
+            return json.dumps(one)
+    assert conclude is not None
+    return json.dumps(conclude({process: one["given"] for process, one in found.items()}))
