@@ -172,18 +172,20 @@ def _scattered(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Ar
 def _scattered_jvp(primals: Any, tangents: Any) -> Any:
     array, _, layer, place = primals
     changes = (tangents[0], tangents[1].astype(array.dtype))
-    return _scattered(*primals), _set(*changes, layer, place)
+    # A scatter has a transpose only if all places are said to differ, those of dropped tokens too.
+    # XLA copies the whole array on TPUs for such a scatter.
+    size, length = array.shape[3], place.shape[1]
+    differing = jnp.where(place < size, place, size + jnp.arange(length, dtype=jnp.int32))
+    return _scattered(*primals), _set(*changes, layer, differing, unique_indices=True)
 
 
-def _set(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
+def _set(
+    array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array, **options: Any
+) -> jax.Array:
     # The heads are an index too: with a slice for them XLA copies the whole array on TPUs.
-    batch, length = place.shape
-    rows = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
     heads = jnp.arange(array.shape[2], dtype=jnp.int32)
-    # The places of dropped tokens differ too: only then is there a derivative.
-    dropped = array.shape[3] + jnp.arange(length, dtype=jnp.int32)
-    place = jnp.where(place < array.shape[3], place, dropped)[:, :, None]
-    return array.at[layer, rows, heads, place].set(new, mode="drop", unique_indices=True)
+    return array.at[layer, rows, heads, place[:, :, None]].set(new, mode="drop", **options)
 
 
 def _changed(run: Any, array: jax.Array, *operands: Any) -> jax.Array:
