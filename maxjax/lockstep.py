@@ -32,7 +32,7 @@ class Lockstep:
 
     Args:
         call: name of the call, for messages.
-        arrays: the arrays of the call; the processes are those that have their devices.
+        shardings: where the arrays of the call lie, or None; the processes are those of the devices.
 
     Attributes:
         is_shared: whether there are several processes.
@@ -45,20 +45,19 @@ class Lockstep:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> with Lockstep("adding", [jnp.ones(2)]) as together:
+        >>> with Lockstep("adding", [jnp.ones(2).sharding]) as together:
         ...     together.agree(numbers=[1, 1])
         ...     together.decide({"count": 3})
         {'count': 3}
     """
 
-    def __init__(self, call: str, arrays: Iterable[Any]):
+    def __init__(self, call: str, shardings: Iterable[Any]):
         self.call, self.is_shared, self.is_leader = call, False, True
         self._compiled: set[str] = set()
         self._is_over = False  # every process knows how the call ended
         service = coordinator()
         if service is None:
             return
-        shardings = [getattr(array, "sharding", None) for array in arrays]
         found = {device.process_index for s in shardings if s for device in s.device_set}
         if found <= {service.process}:
             return

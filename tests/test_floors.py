@@ -51,7 +51,7 @@ kernels: __init__
 graph/placement: strategy mesh device_major specs arrays stacking
 graph: symbolic tensor_type operands rebinding operators value
 graph/weight: epoch running stored transpose weight stacked __init__
-graph/weights: weight_data given cursor load __init__ device_reads writing same
+graph/weights: weight_data given cursor load __init__ device_reads gathering writing same
 graph: subgraph reroll graph
 graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear
 graph/ops: normalization ordering packed pooling reduction shape __init__

@@ -10,10 +10,12 @@ from typing import Any
 from ..dtype import DType
 from ..errors import UserInputError
 from ..graph.weights import WeightData
+from ..graph.weights.gathering import Gathering
 from ..graph.weights.writing import outgoing_data, weight_data
+from ..lockstep import Lockstep
 from ..models import PretrainedModel
 from ..models.pooling import pooling_files
-from ..models.weights import main_dtype, named_dtype
+from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
 from ..storage.safetensors.writer import Shard, shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer
@@ -37,7 +39,8 @@ def save_pretrained(
 
     Names, shapes and bytes are those of a Hugging Face checkpoint, whether the model's weights are
     stacked, sharded over a mesh or stored in the order of the devices. Weights are streamed to the
-    file. A checkpoint that the directory holds already stays valid until the new one is complete
+    file. Several processes that share the model's mesh make the call together, and the first one
+    writes. A checkpoint that the directory holds already stays valid until the new one is complete
     and on the disk; then the old checkpoint's files are deleted, and no others.
 
     Args:
@@ -60,7 +63,8 @@ def save_pretrained(
         CheckpointSaveError: writing failed, for example because the disk is full; ``errno`` says
             why. A checkpoint that was there before is intact.
         CheckpointAccessError, CheckpointBusyError: permission is denied; another process is writing.
-        NotImplementedError: several processes hold the weights: use ``maxjax.checkpoint.save``.
+        PeerFailedError, PeerLostError: another process raised an error in this call, the first one
+            because it cannot write for example, or has ended.
 
     Example:
         >>> import tempfile
@@ -72,32 +76,47 @@ def save_pretrained(
         >>> sorted(file.name for file in directory.iterdir())
         ['maxjax_digests.json', 'model.safetensors']
     """
-    directory = os.fsdecode(directory)
-    limit = size_in_bytes(max_shard_size)
-    data = model_data(model)
-    if dtype is not None:
-        data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
-    outgoing = [outgoing_data(one, name) for name, one in data.items()]
-    others = model_files(model, config, main_dtype(data))
-    if tokenizer is not None:
-        others |= tokenizer_files(tokenizer)
-    pieces = {name: [content] for name, content in others.items()}
+    with Lockstep("save_pretrained", shardings_of(model)) as together:
+        directory = os.fsdecode(directory)
+        limit = size_in_bytes(max_shard_size)
+        gathering = Gathering(together)
+        data = model_data(model, gathering)
+        if dtype is not None:
+            data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
+        outgoing = [outgoing_data(one, name) for name, one in data.items()]
+        others = model_files(model, config, main_dtype(data))
+        if tokenizer is not None:
+            others |= tokenizer_files(tokenizer)
+        pieces = {name: [content] for name, content in others.items()}
 
-    def files(taken: Sequence[str]) -> Sequence[Shard]:
-        return shards(outgoing, limit, taken=taken)
+        def files(taken: Sequence[str]) -> Sequence[Shard]:
+            return shards(outgoing, limit, taken=taken)
 
-    write_set(directory, files, pieces, METADATA, progress=progress)
+        if together.is_shared:
+            together.agree(
+                tensors=[[name, str(one.dtype), list(map(int, one.shape))] for name, one in data.items()],
+                max_shard_size=limit, **others, **model_facts(model),
+            )  # fmt: skip
+        if together.is_leader:
+            write_set(directory, files, pieces, METADATA, progress=progress)
+            gathering.end()
+        else:
+            gathering.follow()
+        together.finish()
     return Path(directory)
 
 
-def model_data(model: Module) -> dict[str, WeightData]:
+def model_data(model: Module, gathering: Gathering) -> dict[str, WeightData]:
     """The weights of a model as tensors of a checkpoint, by their names there.
 
     Raises:
         ValueError: a weight has no value.
-        NotImplementedError: devices of another process hold a part of a weight.
+        NotImplementedError: a weight on devices of several processes is not on a mesh.
     """
-    return {name: weight_data(name, weight) for name, weight in model.raw_state_dict().items()}
+    return {
+        name: weight_data(name, weight, gathering)
+        for name, weight in model.raw_state_dict().items()
+    }
 
 
 def model_files(

@@ -20,9 +20,10 @@ from ..dtype import DType
 from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placement.arrays import put
 from ..graph.placement.specs import batch_axes, mesh_of
+from ..lockstep import Lockstep
 from ..models import Decoder
 from ..models.pooling import POOLINGS, Pooling, pool
-from ..models.weights import check_loaded
+from ..models.weights import check_loaded, model_facts, shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 
 # The smallest padded length: shorter programs are hardly faster.
@@ -43,8 +44,9 @@ def embed(
 ) -> np.ndarray:
     """Computes one vector for each text, pooled as the checkpoint's sentence-transformers files say.
 
-    Without such files (``model.pooling``), an encoder uses the mean over the tokens of a text; a
-    decoder needs ``pooling``, usually ``"lasttoken"`` or ``"mean"``.
+    Several processes that share the model's mesh make the call together, with the same arguments,
+    and all get the vectors. Without such files (``model.pooling``), an encoder uses the mean over
+    the tokens of a text; a decoder needs ``pooling``, usually ``"lasttoken"`` or ``"mean"``.
 
     Args:
         model: a text encoder or a decoder, as returned by ``maxjax.load``.
@@ -69,7 +71,32 @@ def embed(
             known; the files do not have the named prompt.
         UnsupportedModelError: the files ask for a step that maxjax does not support
             (a NotImplementedError).
+        ProgramMismatchError: the model, a text or an option is not the same in all processes.
+        PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """
+    with Lockstep("embed", shardings_of(model)) as together:
+        found = _embed(
+            model, tokenizer, texts, together,
+            batch_size=batch_size, truncate=truncate, normalize=normalize, pooling=pooling,
+            prompt=prompt, prompt_name=prompt_name,
+        )  # fmt: skip
+        together.finish()
+    return found
+
+
+def _embed(
+    model: Any,
+    tokenizer: Tokenizer | None,
+    texts: Iterable[str],
+    together: Lockstep,
+    *,
+    batch_size: int,
+    truncate: bool,
+    normalize: bool | None,
+    pooling: Pooling | str | None,
+    prompt: str | None,
+    prompt_name: str | None,
+) -> np.ndarray:
     if tokenizer is None:
         raise UserInputError(
             "texts cannot be embedded without a tokenizer: "
@@ -85,6 +112,12 @@ def embed(
     rows = _rows(tokenizer, texts, pooling, limit, truncate, prompt)
     _check_ids(model, rows)
     skipped = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
+    if together.is_shared:
+        together.agree(
+            texts=[list(map(int, (*row.ids, -1, *row.type_ids))) for row in rows],
+            batch_size=batch_size, pooling=str(pooling), normalize=normalize, skipped=skipped,
+            limit=limit, tokenizer=tokenizer.digest, **model_facts(model),
+        )  # fmt: skip
     run = partial(_encode, model, modes=pooling.modes, normalize=normalize, skipped=skipped)
     mesh = mesh_of([getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)])
     pending = []
@@ -94,14 +127,21 @@ def embed(
         if mesh is not None:  # shard the batch over the data axes
             split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, batch.count)))
             padded = jax.tree.map(partial(put, sharding=split), padded)
-        pending.append((batch.members, run(padded)))
+        together.compiled(
+            str(padded.input_ids.shape),
+            lambda padded=padded: _encode.lower(model, padded, **run.keywords),
+        )
+        vectors = run(padded)
+        if together.is_shared and mesh is not None:
+            vectors = jax.device_put(vectors, NamedSharding(mesh, PartitionSpec()))
+        pending.append((batch.members, vectors))
     if not rows:
         width = jax.eval_shape(run, tokenizer.pad([], _MIN_LENGTH, 1)).shape[1]
         return np.zeros((0, width), np.float32)
     # Waiting begins only here: the devices compute while the host prepares batches.
     result = np.empty((len(rows), pending[0][1].shape[1]), np.float32)
     for members, vectors in pending:
-        result[members] = np.asarray(vectors)[: len(members)]
+        result[members] = together.fetch(vectors)[: len(members)]
     return result
 
 

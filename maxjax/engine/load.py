@@ -13,14 +13,16 @@ from typing import Any, overload
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError
 from ..graph import Model, compile_cache
 from ..graph.weights import GGUFWeights, Weights, load_weights
+from ..lockstep import Lockstep
 from ..models import Decoder, PretrainedModel, build, config_beside
 from ..models.pooling import gguf_pooling, read_pooling
-from ..models.weights import named_dtype
+from ..models.weights import model_facts, named_dtype
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
 from ..storage.save.beside import settled, waiting
@@ -93,7 +95,8 @@ def load(
         reduce_dtype: dtype in which norms, softmax and pooling are computed. With ``"bfloat16"``
             and ``dtype="bfloat16"`` the whole model is computed in 16 bits.
         mesh: the mesh over which the weights are sharded (``make_mesh``); the shard of each device
-            is read separately.
+            is read separately. Several processes that share it make the call together; each reads
+            what its devices hold, and none returns before all have.
         config: the content of ``config.json``, or the path of another config, to use instead.
         verify: when checksums are compared with the data: ``"auto"`` when a tensor is read as a
             whole, which costs next to nothing; True always; False never.
@@ -117,34 +120,47 @@ def load(
         UnsupportedModelError: the model has an architecture that maxjax does not support.
         UserInputError: ``dtype`` or ``reduce_dtype`` is not a float dtype.
         TypeError: an argument is unknown; the message suggests the right name if it can.
+        ProgramMismatchError: the checkpoint or the mesh is not the same in all processes.
+        PeerFailedError, PeerLostError: another process could not load its part, or has ended.
     """
     for name in unknown:
         hint = meant(name, ("dtype", "reduce_dtype", "mesh", "config", "revision", "tokenizer"))
         raise TypeError(f"load() got an unexpected keyword argument {name!r}{hint}")
     compile_cache.enable()
-    cast_to = None if dtype == "auto" else _float_type("dtype", dtype)
-    reduce = _float_type("reduce_dtype", reduce_dtype)
-    if path is None:  # find_model would take it for "tiny"
-        raise TypeError("path must be a str or a Path, not NoneType")
-    path = find_model(path, revision)
+    spread = [NamedSharding(mesh, PartitionSpec())] if isinstance(mesh, Mesh) else []
+    with Lockstep("load", spread) as together:
+        cast_to = None if dtype == "auto" else _float_type("dtype", dtype)
+        reduce = _float_type("reduce_dtype", reduce_dtype)
+        if path is None:  # find_model would take it for "tiny"
+            raise TypeError("path must be a str or a Path, not NoneType")
+        path = find_model(path, revision)
+        compared = not together.is_shared
 
-    def once() -> Any:
-        weights, model, text = _prepared(
-            path, config, verify, cast_to, reduce, mesh, tie, tokenizer
-        )
-        with weights:
-            if compile is None:
-                model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
+        def once() -> Any:
+            nonlocal compared
+            weights, model, text = _prepared(
+                path, config, verify, cast_to, reduce, mesh, tie, tokenizer
+            )
+            with weights:
+                if not compared:
+                    compared = True  # what is read again here is not read again by all
+                    digest = None if text is None else text.digest
+                    checkpoint = weights._family.open_table().sampled()
+                    together.agree(checkpoint=checkpoint, tokenizer=digest, **model_facts(model))
+                if compile is None:
+                    model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
+                    weights._beside.finish()
+                    return model, text
+                with ThreadPoolExecutor(1, "maxjax-compile") as pool:
+                    program = pool.submit(model.compile, *compile)
+                    model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
                 weights._beside.finish()
-                return model, text
-            with ThreadPoolExecutor(1, "maxjax-compile") as pool:
-                program = pool.submit(model.compile, *compile)
-                model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
-            weights._beside.finish()
-        return model, text, program.result()
+            return model, text, program.result()
 
-    with allowing(limits):
-        return settled(once)
+        with allowing(limits):
+            found = settled(once)
+        together.finish()
+    return found
 
 
 def _prepared(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,17 @@ def main_dtype(found: Mapping[str, Any]) -> DType | None:
         if data.dtype.is_float():
             sizes[data.dtype] = sizes.get(data.dtype, 0) + math.prod(map(int, data.shape))
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def shardings_of(model: Any) -> Iterator[Any]:
+    """The Sharding of each weight; None for a weight that has none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> len(next(shardings_of([jnp.ones(2)])).device_set)
+        1
+    """
+    return (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model))
 
 
 def model_facts(model: Any) -> dict[str, Any]:

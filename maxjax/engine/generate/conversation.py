@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from ...lockstep import Lockstep
+from ...models.weights import shardings_of
 from ...storage.save.durable import replace_file, require_writable
 from ...text.chat import chat_tokens
 from ...text.tokenizer.tokenizer import check_unicode
@@ -96,7 +97,7 @@ class Conversation:
             TypeError: ``text`` is not a str.
         """
         self._interrupt()
-        with Lockstep("say", jax.tree.leaves(self._request.model)) as together:
+        with Lockstep("say", shardings_of(self._request.model)) as together:
             if not isinstance(text, str):
                 raise TypeError(f"the message must be a str, not {type(text).__name__}")
             check_unicode(text, "the message")

@@ -96,7 +96,12 @@ class Request:
         return PartialCompletion(self.tokenizer, prompt, self.eos_ids, self.stops)
 
     def batch(
-        self, prompt: Sequence[int], key: Any, chunk: int, cache_dtype: Any, together: Lockstep
+        self,
+        prompt: Sequence[int],
+        key: Any,
+        chunk: int,
+        cache_dtype: Any,
+        together: Lockstep | None = None,
     ) -> Batch:
         return Batch(
             self.model, [prompt], [self.limit(prompt)], sampling=self.sampling,

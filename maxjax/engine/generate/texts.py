@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ...lockstep import Lockstep
+from ...models.weights import shardings_of
 from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import Completion, PartialCompletion
@@ -81,7 +82,7 @@ def generate(
         >>> [len(text.tokens) for text in texts], texts[0].finish_reason
         ([5, 5], 'length')
     """
-    with Lockstep("generate", jax.tree.leaves(model)) as together:
+    with Lockstep("generate", shardings_of(model)) as together:
         request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         single, several = listed(prompts)
         rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]
@@ -332,7 +333,7 @@ def stream(
         >>> list(pieces), len(pieces.completion.tokens)
         ([], 5)
     """
-    with Lockstep("stream", jax.tree.leaves(model)) as together:
+    with Lockstep("stream", shardings_of(model)) as together:
         request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         ids = request.tokens(prompt, 0, True)
         request.agree(together, [ids], key, chunk=chunk, cache_dtype=cache_dtype)

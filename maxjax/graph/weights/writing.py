@@ -6,6 +6,7 @@ row, so that no additional tensor is ever complete in memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,9 +19,11 @@ from ...storage.boxes import Box, copy_shared, count, extents, overlap, split, w
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
 from ...storage.save.outgoing import PIECE_BYTES, Outgoing, nibbles, pieces
+from ..placement.device_major import DeviceMajor
 from ..quantization import QuantizationEncoding
 from ..weight.weight import Weight
 from .device_reads import box_of, is_host
+from .gathering import Gathering, can_gather
 from .weight_data import PartSource, WeightData
 
 # (encoding, float32 rows) → blocks.
@@ -93,26 +96,89 @@ def row_boxes(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
         yield (*box, (0, shape[-1]))
 
 
-def weight_data(name: str, weight: Weight) -> WeightData:
+def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -> WeightData:
     """A weight of a model as WeightData, in logical order.
+
+    Args:
+        name: name of the weight.
+        weight: the weight.
+        gathering: reads what is on devices of several processes.
 
     Raises:
         ValueError: the weight has no value.
-        NotImplementedError: a part of it is on devices of another process.
+        NotImplementedError: a part of it is on devices of another process, and there is no way to
+            gather it.
     """
     source = weight.stored.source
     if weight.stored.is_lazy and isinstance(source, WeightData):
         return source
     if weight.stored.is_lazy:
         raise ValueError(f"weight '{name}' has no value: load a checkpoint, or call maxjax.init()")
-    values = _WeightSource.of(weight)
-    if not getattr(values.array, "is_fully_addressable", True):
+    values = _source_of(weight, gathering)
+    if values is None:
         raise NotImplementedError(
             f"weight '{name}' is on devices of several processes: save it with "
-            "maxjax.checkpoint.save, which writes from all processes"
+            "maxjax.save_pretrained or maxjax.checkpoint.save"
         )
     encoding = weight.quantization_encoding
-    return WeightData.lazy(values, name, DType.of(values.array.dtype), values.shape, encoding)
+    dtype = DType.of(values.stored(name)[0])
+    return WeightData.lazy(values, name, dtype, values.shape, encoding)
+
+
+def _source_of(
+    weight: Weight, gathering: Gathering | None
+) -> _WeightSource | _GatheredSource | None:
+    stored = weight.stored
+    shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
+    home, array, index = stored.home, stored.leaf, ()
+    if home is not None and home[0].is_whole:
+        array, index = home[0].leaf, (home[1],)
+    if not getattr(array, "is_fully_addressable", True) and not _is_complete(array, index):
+        if gathering is None or not can_gather(array):
+            return None
+        return _GatheredSource(gathering, array, index, stored.layout, shape)
+    if stored.layout is not None:
+        array, index = stored.value, ()
+    return _WeightSource(array, index, shape)
+
+
+def _is_complete(array: Any, index: tuple[int, ...]) -> bool:
+    """Whether the devices of this process hold all of ``array[index]``."""
+    held = sum(count(box) for box, _ in _parts(array, index))
+    return held == math.prod(array.shape[len(index) :])
+
+
+class _GatheredSource(PartSource):
+    """The DataSource of a weight on devices of several processes, in the first of them."""
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        array: jax.Array,
+        index: tuple[int, ...],
+        layout: DeviceMajor | None,
+        shape: Sequence[int],
+    ):
+        self._gathering, self._number = gathering, gathering.add(array, index, layout)
+        self._dtype, self.shape = np.dtype(array.dtype), tuple(shape)
+        sizes = array.shape[len(index) :]
+        self._sizes = sizes if layout is None else (sizes[0] * sizes[1], *sizes[2:])
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape."""
+        return self._dtype, self.shape
+
+    def rows(self, name: str) -> Iterator[np.ndarray]:
+        """The values in order, as arrays of rows."""
+        for box in row_boxes(self._sizes, self._dtype.itemsize):
+            yield self._gathering.read(self._number, box)
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads rectangular parts, each into its memory."""
+        for part in parts:
+            into = part.memory.view(self._dtype).reshape(extents(part.region))
+            into[...] = self._gathering.read(self._number, part.region)
+        return sum(part.memory.nbytes for part in parts)
 
 
 class _WeightSource(PartSource):
@@ -120,15 +186,6 @@ class _WeightSource(PartSource):
 
     def __init__(self, array: Any, index: tuple[int, ...], shape: Sequence[int]):
         self.array, self.index, self.shape = array, index, tuple(shape)
-
-    @classmethod
-    def of(cls, weight: Weight) -> _WeightSource:
-        stored = weight.stored
-        shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
-        home = stored.home
-        if stored.layout is None and home is not None and home[0].is_whole:
-            return cls(home[0].leaf, (home[1],), shape)
-        return cls(stored.value, (), shape)
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape."""

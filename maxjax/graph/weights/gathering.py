@@ -1,0 +1,165 @@
+"""Weights on the devices of several processes, as rows on the host of the first process.
+
+No process holds all of such a weight, and no device needs to: a piece of it at a time is put together
+by all devices, which dispatch the same program for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...lockstep import Lockstep
+from ...storage.boxes import Box, extents
+from ..placement.arrays import on_mesh
+from ..placement.device_major import DeviceMajor
+from ..placement.specs import names_in
+
+
+class Gathering:
+    """The weights that the first of several processes reads from the devices of all.
+
+    Args:
+        together: the call in which it does so. The first process reads pieces, then calls
+            :meth:`end`; meanwhile the others are in :meth:`follow`.
+    """
+
+    def __init__(self, together: Lockstep):
+        self._together = together
+        self._arrays: list[tuple[Any, tuple[int, ...], DeviceMajor | None]] = []
+
+    def add(self, array: Any, index: tuple[int, ...], layout: DeviceMajor | None) -> int:
+        """Adds ``array[index]``, stored in some order, the same in all processes; returns its number."""
+        self._arrays.append((array, index, layout))
+        return len(self._arrays) - 1
+
+    def read(self, number: int, box: Box) -> np.ndarray:
+        """A box of what :meth:`add` added, in logical order, on the host of the first process."""
+        self._together.decide({"array": number, "box": box})
+        return self._read(number, box)
+
+    def end(self) -> None:
+        """Tells the other processes that nothing more is read."""
+        self._together.decide({})
+
+    def follow(self) -> None:
+        """Takes part in all that the first process reads."""
+        while following := self._together.decide():
+            box = tuple((start, stop) for start, stop in following["box"])
+            self._read(following["array"], box)
+
+    def _read(self, number: int, box: Box) -> np.ndarray:
+        array, index, layout = self._arrays[number]
+        rows = np.arange(*box[0], dtype=np.int32)
+        where = np.stack([rows, rows]) if layout is None else _stored(layout, rows)
+        starts = np.asarray([*index, *(start for start, _ in box)], np.int32)
+        args, sizes = (array, starts, where), extents(box)
+        static = {"sizes": sizes, "sharding": array.sharding, "by_device": layout is not None}
+        self._together.compiled(
+            f"gather {array.shape} {array.dtype} {sizes} {static}",
+            lambda: _gather.lower(*args, **static),
+        )
+        bits = self._together.fetch(_gather(*args, **static))
+        dtype = np.dtype(array.dtype)
+        return bits.astype(f"uint{8 * dtype.itemsize}").view(dtype)
+
+
+def can_gather(array: Any) -> bool:
+    """Whether :class:`Gathering` can read an array: it lies on a mesh, in whole bytes."""
+    whole_bytes = np.dtype(array.dtype).name not in ("int4", "uint4", "int2", "uint2")
+    return isinstance(array.sharding, NamedSharding) and array.ndim > 0 and whole_bytes
+
+
+def _stored(layout: DeviceMajor, rows: np.ndarray) -> np.ndarray:
+    """Where logical rows are stored: ``[2, rows]``, the device of each and its row there."""
+    count = sum(layout.segments)
+    place = np.zeros((2, count), np.int32)
+    for device in range(layout.n):
+        own = np.concatenate([np.arange(*span) for span in layout.rows(device)])
+        place[0, own], place[1, own] = device, np.arange(len(own))
+    return place[:, rows]
+
+
+@partial(jax.jit, static_argnames=("sizes", "sharding", "by_device"))
+def _gather(
+    array: jax.Array,
+    starts: jax.Array,
+    where: jax.Array,
+    *,
+    sizes: tuple[int, ...],
+    sharding: NamedSharding,
+    by_device: bool,
+) -> jax.Array:
+    """The bits of a box of an array as unsigned integers, on every device.
+
+    Each device contributes what it holds, and zeros; the sum of the bits is exact.
+
+    Args:
+        array: the array as it is stored.
+        starts: an index for each leading axis, then the beginning of the box along each other one.
+        where: index along the first axis of the box, and along the second, if rows are stored by device.
+        sizes: extents of the box.
+        sharding: sharding of the array.
+        by_device: whether the rows are stored as in :class:`DeviceMajor`.
+    """
+    spec = [names_in(entry) for entry in sharding.spec]
+    spec += [()] * (array.ndim - len(spec))
+    names = tuple(name for entry in spec for name in entry)
+
+    ndim, lead = len(sizes), len(starts) - len(sizes)
+
+    def local(part: jax.Array, starts: jax.Array, where: jax.Array) -> jax.Array:
+        mine, axes = jnp.ones((1,) * ndim, bool), spec[lead:]
+        for axis in range(lead):
+            part, here = _cut(part, axis, starts[axis], 1, spec[axis])
+            mine = mine & here.reshape((1,) * ndim)
+        part = part.reshape(part.shape[lead:])
+        if by_device:
+            here, at = _within(where[0], part.shape[0], axes[0])
+            part = jnp.take(
+                part.reshape(-1, *part.shape[2:]), at * part.shape[1] + where[1], axis=0
+            )
+            mine = mine & _along(here, 0, ndim)
+        for axis in range(int(by_device), ndim):
+            over = axes[axis + int(by_device)]
+            part, here = _cut(part, axis, starts[lead + axis], sizes[axis], over)
+            mine = mine & _along(here, axis, ndim)
+        bits = jnp.where(mine, _bits(part), 0)
+        return jax.lax.psum(bits, names) if names else bits
+
+    specs = [PartitionSpec(*sharding.spec), PartitionSpec(), PartitionSpec()]
+    return on_mesh(local, sharding.mesh, specs, PartitionSpec())(array, starts, where)
+
+
+def _within(index: jax.Array, size: int, over: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Which indices are in this device's part of an axis, and where there."""
+    at = index - (jax.lax.axis_index(over) * size if over else 0)
+    return (at >= 0) & (at < size), jnp.clip(at, 0, size - 1)
+
+
+def _cut(
+    part: jax.Array, axis: int, start: jax.Array, size: int, over: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """``size`` indices of an axis from ``start`` on, and which of them this device has."""
+    if not over:
+        return jax.lax.dynamic_slice_in_dim(part, start, size, axis), jnp.ones(size, bool)
+    wanted = start + jnp.arange(size, dtype=jnp.int32)
+    here, at = _within(wanted, part.shape[axis], over)
+    return jnp.take(part, at, axis=axis), here
+
+
+def _along(array: jax.Array, axis: int, ndim: int) -> jax.Array:
+    return array.reshape([-1 if one == axis else 1 for one in range(ndim)])
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """The values' bits as unsigned integers of a width that collectives can add."""
+    if array.dtype == bool:
+        return array.astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+    return bits if array.dtype.itemsize == 8 else bits.astype(jnp.uint32)
