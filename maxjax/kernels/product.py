@@ -18,7 +18,10 @@ FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 
 
 def definition(
-    x: jax.Array, weights: Sequence[jax.Array], dtypes: Sequence[np.dtype]
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    dtypes: Sequence[np.dtype],
+    narrow_sums: bool = False,
 ) -> list[jax.Array]:
     """``x @ w.T`` for each weight, in jnp: the definition of the primitive.
 
@@ -26,11 +29,13 @@ def definition(
         x: activations ``[..., in]``.
         weights: weights ``[out, in]`` each.
         dtypes: dtypes of the results.
+        narrow_sums: whether the sums over ``in`` that devices add up have the dtype of the results,
+            instead of float32.
     """
-    return [_one(x, w, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+    return [_one(x, w, dtype, narrow_sums) for w, dtype in zip(weights, dtypes, strict=True)]
 
 
-def _one(x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
+def _one(x: jax.Array, w: jax.Array, dtype: np.dtype, narrow_sums: bool) -> jax.Array:
     common = dtype if x.dtype != w.dtype else x.dtype
     x, w = x.astype(common), w.astype(common)
     # On some backends a plain bf16 -> bf16 matmul rounds inside the sum.
@@ -40,7 +45,7 @@ def _one(x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
     if mesh is not None:
         out = explicit.sharding(mesh, explicit.entries(x)[:-1] + explicit.entries(w)[:1])
     contraction = (((x.ndim - 1,), (1,)), ((), ()))
-    wide = jnp.float32 if narrow else common
+    wide = jnp.float32 if narrow and not narrow_sums else common
     y = jax.lax.dot_general(x, w, contraction, preferred_element_type=wide, out_sharding=out)
     return y.astype(dtype)
 
@@ -69,7 +74,7 @@ def _split(operands: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
     return x, rest[: len(rest) // 2], rest[len(rest) // 2 :]
 
 
-def _in_jnp(dtypes: Any, *operands: Any) -> list[jax.Array]:
+def _in_jnp(dtypes: Any, *operands: Any, narrow_sums: bool = False) -> list[jax.Array]:
     x, weights, layers = _split(operands)
     arrays = [
         w
@@ -77,7 +82,14 @@ def _in_jnp(dtypes: Any, *operands: Any) -> list[jax.Array]:
         else jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
         for w, i in zip(weights, layers, strict=True)
     ]
-    return definition(x, arrays, dtypes)
+    return definition(x, arrays, dtypes, narrow_sums)
+
+
+def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
+    # A product of 16 bits is summed in float32 within a GPU. XLA rounds before it adds up the sums of
+    # several GPUs only if the product itself has 16 bits, which halves what they send; on TPUs it
+    # does so in any case.
+    return _in_jnp(dtypes, *operands, narrow_sums=devices > 1)
 
 
 def _types(dtypes: Any, *avals: Any) -> list[Any]:
@@ -145,4 +157,5 @@ _OPERATION = Operation(
     "maxjax_matmul", _types, _in_jnp, {"cpu": _kernel}, _rule, _shardings, _batch,
     # Summed in float32, as on one device.
     summand=lambda dtypes: (np.dtype("float32"),) * len(dtypes),
+    forms={"cuda": _on_gpu, "rocm": _on_gpu},
 )  # fmt: skip

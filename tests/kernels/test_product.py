@@ -18,6 +18,7 @@ from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import maxjax
 from maxjax.kernels import StackSlice, matmul, native
 from scripts.kernel_accuracy import ALLOWED, TYPES, Product, campaign, error, measured, table
 from scripts.sharding_product import collectives, mesh_of
@@ -177,6 +178,7 @@ def test_sums_of_nothing_are_zero():
     """In a process of its own: a processor that divides by zero ends it."""
     code = """
 import jax, itertools, jax.numpy as jnp, numpy as np
+import maxjax
 from maxjax.kernels import StackSlice, matmul, native
 types = ("float32", "float16", "bfloat16")
 run = jax.jit(lambda a, w, s: (matmul(a, w), matmul(a, StackSlice(s, 1))))
@@ -898,3 +900,16 @@ def test_eight_devices_at_once(explicit):
     for result in jax.block_until_ready(results):
         np.testing.assert_allclose(result, first, rtol=1e-4, atol=1e-4)
     assert right(first, x, w)
+
+
+@pytest.mark.parametrize(
+    "platform, count, found",
+    [("cuda", 2, "bf16"), ("cuda", 1, "f32"), ("rocm", 2, "bf16"), ("tpu", 2, "f32")],
+)
+def test_what_gpus_add_up_has_the_dtype_of_the_result(platform, count, found):
+    split = NamedSharding(maxjax.make_mesh(model=count), P(None, "model"))
+    x, w = (jax.device_put(jnp.ones(shape, jnp.bfloat16), split) for shape in ((3, 8), (5, 8)))
+    lowered = jax.jit(matmul).trace(x, w).lower(lowering_platforms=(platform,))
+    (product,) = re.findall(r"dot_general.* -> tensor<3x5x(\w+)>", lowered.as_text())
+    assert product == found
+    assert jax.eval_shape(matmul, x, w).dtype == jnp.bfloat16
