@@ -84,9 +84,7 @@ def model_of(case: Case, mesh: Any) -> Any:
     family = find_family(config)
     settings: Any = family.config.from_dict(config)  # type: ignore[attr-defined]
     model: Any = family.make(settings, (), DType.of(case.dtype), DType.float32)
-    model.stack()
-    if case.unstack:
-        model.unstack()
+    model = model.unstack() if case.unstack else model.stack_for(mesh)
     return placeholder_of(model, mesh)
 
 
