@@ -171,6 +171,10 @@ class ProgramMismatchError(RuntimeError):
     """The processes of a multi-host run would not run the same program."""
 
 
+class MissingCompilerError(ImportError):
+    """A program is to be compiled for devices whose compiler is not installed, or does not load."""
+
+
 class UnsupportedModelError(NotImplementedError):
     """maxjax does not support the architecture that a configuration names."""
 

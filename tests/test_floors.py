@@ -96,8 +96,9 @@ text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
 engine: hub load embed session
-engine/plan: footprint report
+engine/plan: topology footprint
 engine/generate: programs batch completion nans request texts conversation
+engine/plan: compiled report
 engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager

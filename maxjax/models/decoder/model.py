@@ -197,7 +197,9 @@ class Decoder(PretrainedModel):
         separate = platform_of(place) in _GPUS and self.separate_on_gpus and not gathered
         return self.unstack() if separate else self.stack()
 
-    def cache(self, batch: int, capacity: int, dtype: Any = None) -> KVCache:
+    def cache(
+        self, batch: int, capacity: int, dtype: Any = None, *, abstract: bool = False
+    ) -> KVCache:
         """An empty KV cache on the model's devices, with KV heads sharded as the projections are.
 
         Layers with a sliding window have no more slots than the window is wide.
@@ -207,6 +209,8 @@ class Decoder(PretrainedModel):
                 divide evenly.
             capacity: S, the maximum number of tokens in a sequence.
             dtype: dtype of keys and values, a float or int8; the model's dtype by default.
+            abstract: whether to make placeholders, ``jax.ShapeDtypeStruct`` with shardings, to lower a
+                program for.
 
         Raises:
             UserInputError: a number is not positive, or the dtype is neither a float nor int8.
@@ -217,7 +221,7 @@ class Decoder(PretrainedModel):
             config.num_layers - sliding, batch=batch, num_kv_heads=config.kv_heads,
             capacity=capacity, head_dim=config.width, dtype=self.dtype if dtype is None else dtype,
             **self._cache_place(batch),
-            sliding_layers=sliding, window=config.sliding_window,
+            sliding_layers=sliding, window=config.sliding_window, abstract=abstract,
         )  # fmt: skip
 
     def _cache_place(self, batch: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ...dtype import DType
 from ...errors import UserInputError
@@ -75,6 +75,7 @@ class KVCache:
         window: int | None = None,
         row_parts: int = 1,
         slot_parts: int = 1,
+        abstract: bool = False,
     ) -> KVCache:
         """An empty cache.
 
@@ -88,6 +89,8 @@ class KVCache:
             row_parts, slot_parts: the numbers of parts that devices with the same KV heads divide
                 the sequences and the slots into (``layout``): arrays have the shape ``[L, B / rows,
                 K · rows · slots, S / slots, D]``. S is rounded up to a multiple.
+            abstract: whether to make placeholders, ``jax.ShapeDtypeStruct`` with shardings, and no
+                arrays.
 
         Raises:
             UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8.
@@ -104,15 +107,16 @@ class KVCache:
         if isinstance(sharding, NamedSharding):
             spec = (*sharding.spec, None, None)
             per_row = NamedSharding(sharding.mesh, PartitionSpec(spec[1]))
+        zeros: Any = _placeholder if abstract else jnp.zeros
         rows, heads = batch // row_parts, num_kv_heads * row_parts * slot_parts
         slots_of = lambda n, slots: Slots.empty(
-            (n, rows, heads, -(-slots // slot_parts), head_dim), kind.np, sharding
+            (n, rows, heads, -(-slots // slot_parts), head_dim), kind.np, sharding, zeros
         )
         sliding = None
         if sliding_layers:
             _count("sliding_layers", sliding_layers)
             sliding = slots_of(sliding_layers, min(_count("window", window), capacity))
-        lengths = jnp.zeros(batch, jnp.int32, device=per_row)
+        lengths = zeros((batch,), jnp.int32, device=per_row)
         window = window if sliding_layers else None
         return cls(slots_of(num_layers, capacity), sliding, lengths, window, slot_parts)
 
@@ -227,6 +231,11 @@ class KVCache:
         row = int(after.argmax()) if after.size else 0
         if after.size and after[row] > self.capacity:
             raise _full(int(lengths[row]), int(counts[row]), self.capacity, row)
+
+
+def _placeholder(shape: tuple[int, ...], dtype: Any, *, device: Any) -> jax.ShapeDtypeStruct:
+    sharding = SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _full(length: int, count: int, capacity: int, row: int | None) -> UserInputError:

@@ -42,14 +42,19 @@ class Slots:
     value_scales: jax.Array | None = None
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Slots:
-        """Slots of zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales."""
-        keys, values = (jnp.zeros(shape, dtype, device=sharding) for _ in range(2))
+    def empty(
+        cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros
+    ) -> Slots:
+        """Slots of zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales.
+
+        ``zeros`` makes an array as ``jnp.zeros`` does.
+        """
+        keys, values = (zeros(shape, dtype, device=sharding) for _ in range(2))
         if dtype != jnp.int8:
             return cls(keys, values)
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:4]))
-        scales = (jnp.zeros(shape[:4], jnp.float32, device=sharding) for _ in range(2))
+        scales = (zeros(shape[:4], jnp.float32, device=sharding) for _ in range(2))
         return cls(keys, values, *scales)
 
     @property

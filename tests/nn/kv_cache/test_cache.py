@@ -154,3 +154,18 @@ def test_wrong_sizes_are_named(changes, name):
         KVCache.empty(2, **{**SIZES, **changes})
     with pytest.raises(UserInputError, match="capacity"):
         filled().grow("9")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_abstract_one_is_what_the_real_one_is(dtype):
+    mesh = maxjax.make_mesh(data=2, model=2)
+    sizes = SIZES | {"batch": 2, "sliding_layers": 1, "window": 4, "dtype": dtype}
+    where = NamedSharding(mesh, P(None, "data", "model", None, None))
+    for sharding in (where, jax.devices()[1], None):
+        real = KVCache.empty(2, **sizes, sharding=sharding)
+        abstract = KVCache.empty(2, **sizes, sharding=sharding, abstract=True)
+        assert jax.tree.structure(real) == jax.tree.structure(abstract)
+        for array, one in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
+            assert isinstance(one, jax.ShapeDtypeStruct)
+            assert (one.shape, one.dtype) == (array.shape, array.dtype)
+            assert one.sharding == (None if sharding is None else array.sharding)

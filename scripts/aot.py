@@ -1,0 +1,381 @@
+"""Compiles a model's programs for TPUs or GPUs that this machine does not have: `scripts/aot.py`.
+
+    python scripts/aot.py h200:8 --model llama8 --layers 8 --mesh model=8 --batch 8 --capacity 8192
+    python scripts/aot.py v5e:2x4 --model path/to/config.json --program prefill --tokens 512
+    python scripts/aot.py --table scripts/aot.txt
+    python scripts/aot.py --check scripts/aot.txt
+
+A topology is one of TPUs (`v5e:2x4`, `v5p:2x2x2`; needs the package libtpu, or TPU_LIBRARY_PATH),
+of NVIDIA GPUs (`h200:8`, `h100:8`; needs jax-cuda13-plugin and jax-cuda13-pjrt of jax's version, and
+nvidia-cudnn-cu13), or fake devices (`cpu:8`). The compilers are the real ones; the model has no
+weights, only their shapes, and its layers are as `maxjax.load` would hold them. What is printed:
+
+arguments    bytes on one device of weights, cache and the rest
+temporaries  bytes that the program needs beside them
+copies       copies of weights or cache of 1 MiB or more, whole or a layer's part: how many in one
+             token of `decode`, or one run of the others; "once" is before and after all tokens
+collectives  what the devices send each other: how often a layer, or beside the layers, and bytes
+kernels      custom calls, and code that the compiler did not make from its own loops
+
+`--table` compiles the fixed set of `scripts/aot_programs.py` for both kinds of accelerators, or for
+those named (`v5e`, `h200`), and writes a table that does not change unless the programs do. `--check`
+compares with such a table and exits 1 with the lines that differ; sizes of arguments and temporaries
+may differ by 5 % or 1 MiB. Without the compiler of a topology the exit code is 2. Messages about
+`cuInit` on stderr mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":  # before JAX is imported
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["MAXJAX_COMPILE_CACHE"] = "0"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for argument in sys.argv[1:]:
+        if argument.startswith("cpu:"):
+            os.environ["JAX_NUM_CPU_DEVICES"] = argument.removeprefix("cpu:")
+
+import jax  # noqa: E402
+
+import maxjax  # noqa: E402
+from maxjax.dtype import DType  # noqa: E402
+from maxjax.engine.plan.compiled import lowered, memory_of, placeholder_of  # noqa: E402
+from maxjax.engine.plan.topology import Topology  # noqa: E402
+from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
+from maxjax.models import find_family  # noqa: E402
+from scripts import hlo  # noqa: E402
+from scripts.aot_programs import MODELS, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
+
+MIB = 1 << 20
+# Compilers that run at a time: XLA uses more than one core for a part of a compilation only.
+WORKERS = 2
+
+
+class Report(NamedTuple):
+    """What a compiled program is: sizes in bytes on one device, and text for the rest."""
+
+    arguments: int
+    temporaries: int
+    copies: str
+    collectives: str
+    kernels: str
+    seconds: float
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def model_of(case: Case, mesh: Any) -> Any:
+    """The model without values, placed on a mesh: as ``maxjax.load`` makes it before it reads."""
+    config = case.config()
+    family = find_family(config)
+    settings: Any = family.config.from_dict(config)  # type: ignore[attr-defined]
+    model: Any = family.make(settings, (), DType.of(case.dtype), DType.float32)
+    model = model.unstack() if case.unstack else model.stack_for(mesh)
+    return placeholder_of(model, mesh)
+
+
+def trace(case: Case, topology: str) -> tuple[Any, int]:
+    """The lowered program of a case, and the number of the model's layers."""
+    mesh = maxjax.make_mesh(devices=Topology.of(topology).devices(), **case.mesh)
+    model = model_of(case, mesh)
+    program = lowered(
+        case.program, model, mesh,
+        batch=case.batch, capacity=case.capacity, tokens=case.tokens, cache_dtype=case.cache_dtype,
+    )  # fmt: skip
+    return program, model.config.num_layers
+
+
+def compiled(
+    case: Case, topology: str, program: Any, layers: int, save: Path | None
+) -> Report | str:
+    """The report of a lowered program, or why the compiler refuses it: too little memory, say."""
+    start = time.perf_counter()
+    try:
+        executable = program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return " ".join(str(error).split())[:300]
+    seconds = time.perf_counter() - start
+    text, memory = executable.as_text(), memory_of(case.program, executable)
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^\w=.,\-]+", "_", f"{topology}_{case}")
+        (save / f"{name}.hlo").write_text(text)
+    parsed = hlo.parse(text)
+    return Report(
+        memory.arguments, memory.temporaries, copies_of(parsed, case.program),
+        collectives_of(parsed, layers, case.program), kernels_of(parsed), seconds,
+    )  # fmt: skip
+
+
+def reports(
+    cases: Sequence[tuple[str, Case]], save: Path | None
+) -> Iterator[tuple[str, Case, Report | str]]:
+    """The reports of cases of topologies, in their order.
+
+    Programs are traced one after the other, and compiled beside that.
+    """
+    with ThreadPoolExecutor(WORKERS) as pool:
+        waiting = []
+        for topology, case in cases:
+            program, layers = trace(case, topology)
+            waiting.append(pool.submit(compiled, case, topology, program, layers, save))
+        for (topology, case), report in zip(cases, waiting, strict=True):
+            yield topology, case, report.result()
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def is_data(name: str) -> bool:
+    """Whether an argument of a program is a weight or a part of the cache, by its name.
+
+    Example:
+        >>> is_data("model.lm_head.weight"), is_data("state.cache.full.keys"), is_data("state.last")
+        (True, True, False)
+    """
+    return name.startswith(("model.", "state.cache."))
+
+
+def copies_of(program: hlo.Program, kind: str) -> str:
+    """The copies of weights and cache, the largest first."""
+    groups: Counter[tuple[int, str, str, str]] = Counter()
+    for one in hlo.copies(program, is_data, MIB):
+        name = re.sub(r"\.\d+\b", ".*", one.what)
+        once = "once, " if kind == "decode" and not one.loops else ""
+        groups[-one.bytes, name, one.dtype, once] += one.times
+    parts = [
+        f"{times} x {-size / MIB:.1f} MiB ({once}{dtype} {name})"
+        for (size, name, dtype, once), times in sorted(groups.items())
+    ]
+    return "; ".join([f"{sum(groups.values())}", *parts]) if parts else "0"
+
+
+def collectives_of(program: hlo.Program, layers: int, kind: str) -> str:
+    """The collectives, of which as many as there are layers are said to be of a layer."""
+    groups: Counter[tuple[str, str, int, bool]] = Counter()
+    for one in hlo.collectives(program):
+        once = kind == "decode" and not one.loops
+        groups[one.what, one.dtype, one.bytes, once] += one.times
+    parts = []
+    for (what, dtype, size, once), times in sorted(groups.items()):
+        a_layer, beside = divmod(times, layers)
+        text = f"{what} {dtype} {_size(size)}"
+        parts += [f"{a_layer} a layer x {text}"] if a_layer else []
+        parts += [f"{beside}{' once' if once else ''} x {text}"] if beside else []
+    return "; ".join(parts) or "none"
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("MiB", MIB), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def kernels_of(program: hlo.Program) -> str:
+    """The names of kernels, and the number of places they are called at."""
+    found = sorted(hlo.kernels(program).items())
+    return "; ".join(f"{count} x {name}" for name, count in found) or "none"
+
+
+def lines_of(topology: str, case: Case, report: Report | str) -> Iterator[tuple[str, str]]:
+    """The lines of a case in a table, as (what is measured, what was found)."""
+    name = f"{topology} {case}"
+    if isinstance(report, str):
+        yield f"{name} | failed", report
+        return
+    yield f"{name} | arguments", f"{report.arguments / MIB:.2f} MiB"
+    yield f"{name} | temporaries", f"{report.temporaries / MIB:.2f} MiB"
+    for field in ("copies", "collectives", "kernels"):
+        yield f"{name} | {field}", getattr(report, field)
+
+
+def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+    """The lines that differ of two tables, of the topologies in ``found``.
+
+    Sizes of arguments and temporaries may differ by 5 % or 1 MiB.
+
+    Example:
+        >>> differing({"a | temporaries": "9.00 MiB", "a | copies": "0"},
+        ...           {"a | temporaries": "9.90 MiB", "a | copies": "2"})
+        ['a | copies | expected 0', 'a | copies | found    2']
+    """
+    lines = []
+    topologies = {name.split()[0] for name in found}
+    names = [name for name in expected if name.split()[0] in topologies]
+    for name in [*names, *(name for name in found if name not in expected)]:
+        old, new = expected.get(name), found.get(name)
+        if old is not None and new is not None and (old == new or _close(name, old, new)):
+            continue
+        lines += [f"{name} | expected {'no such line' if old is None else old}"]
+        lines += [f"{name} | found    {'no such line' if new is None else new}"]
+    return lines
+
+
+def _close(name: str, old: str, new: str) -> bool:
+    if not name.endswith(("| arguments", "| temporaries")):
+        return False
+    before, after = float(old.split()[0]), float(new.split()[0])
+    return math.isclose(before, after, rel_tol=0.05, abs_tol=1.0)
+
+
+def fixed_set(kinds: Sequence[str]) -> list[tuple[str, Case]]:
+    """The cases of the table for kinds of accelerators, with the topology of each."""
+    return [
+        (next(name for size, name in TOPOLOGIES[kind].items() if size >= case.devices), case)
+        for kind in kinds
+        for case in TABLE
+    ]
+
+
+def table(cases: Sequence[tuple[str, Case]], save: Path | None) -> dict[str, str]:
+    """The lines of cases; the time that each took to compile goes to stderr."""
+    found: dict[str, str] = {}
+    for topology, case, report in reports(cases, save):
+        seconds = "refused" if isinstance(report, str) else f"{report.seconds:6.1f} s"
+        print(f"{topology} {case} {seconds}", file=sys.stderr, flush=True)
+        found.update(lines_of(topology, case, report))
+    return found
+
+
+def written(found: dict[str, str], kinds: Sequence[str]) -> str:
+    """A table as text, with the command that makes it."""
+    only = "".join(f" {kind}" for kind in kinds if list(kinds) != list(TOPOLOGIES))
+    lines = [
+        "# Copies, collectives, temporaries and kernels of programs compiled without the hardware.",
+        f"# Made by: scripts/accelerators.sh{only} --table scripts/aot.txt   (jax {jax.__version__})",
+        "# Compared by: .ci/full accelerators. docs/ci.md says more.",
+    ]
+    title = ""
+    for name, value in found.items():
+        program, _, what = name.rpartition(" | ")
+        lines += [] if program == title else ["", program]
+        lines.append(f"  {what:<12} {value.replace('; ', _INDENT)}")
+        title = program
+    return "\n".join(lines) + "\n"
+
+
+_INDENT = "\n" + " " * 15
+
+
+def read_table(text: str) -> dict[str, str]:
+    """The lines of :func:`written` again.
+
+    Example:
+        >>> read_table(written({"v5e:2x4 decode | copies": "0"}, ["v5e"]))
+        {'v5e:2x4 decode | copies': '0'}
+    """
+    found, title = {}, ""
+    for line in text.replace(_INDENT, "; ").splitlines():
+        if line.startswith("  "):
+            what, _, value = line.strip().partition(" ")
+            found[f"{title} | {what}"] = value.strip()
+        elif not line.startswith("#"):
+            title = line
+    return found
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The axes of a mesh: ``"data=2,model=4"``."""
+    try:
+        return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as data=2,model=4") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        description="Compile a model's programs for accelerators that are not there."
+    )
+    made.add_argument("topology", nargs="*",
+                      help="v5e:2x4, v5p:2x2x2, h200:8, cpu:8; with --table or --check: v5e, h200")  # fmt: skip
+    made.add_argument("--model", default="llama8", help=f"{', '.join(MODELS)}, or a config.json")
+    made.add_argument("--layers", type=int, help="how many layers; the config's by default")
+    made.add_argument("--mesh", type=mesh_sizes, default={"model": 1}, help="as data=2,model=4")
+    made.add_argument("--batch", type=int, default=8, help="number of sequences")
+    made.add_argument("--capacity", type=int, default=8192, help="slots of the cache")
+    made.add_argument("--tokens", type=int, default=512, help="tokens of a prefill or a call")
+    made.add_argument("--dtype", default="bfloat16", help="dtype of weights and cache")
+    made.add_argument("--cache-dtype", help="dtype of the cache, such as int8")
+    made.add_argument("--program", choices=PROGRAMS, action="append", help="by default all three")
+    made.add_argument("--unstack", action="store_true", help="give each layer its own weights")
+    made.add_argument("--save", type=Path, help="directory for the texts of the programs")
+    both = made.add_mutually_exclusive_group()
+    both.add_argument("--table", type=Path, metavar="FILE", help="write the table of the fixed set")
+    both.add_argument("--check", type=Path, metavar="FILE", help="compare the fixed set with FILE")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 if a table differs or a program does not compile, 2 without a compiler."""
+    options = parser().parse_args(arguments)
+    names = options.topology
+    try:
+        if options.table or options.check:
+            return _fixed(names or list(TOPOLOGIES), options)
+        if not names:
+            parser().error("name a topology, such as v5e:2x4 or h200:8, or give --table")
+        return _single(names, options)
+    except (MissingCompilerError, UserInputError, OSError) as error:
+        print(f"aot.py: {error}", file=sys.stderr)
+        return 2
+
+
+def _fixed(kinds: Sequence[str], options: argparse.Namespace) -> int:
+    unknown = [kind for kind in kinds if kind not in TOPOLOGIES]
+    if unknown:
+        raise UserInputError(f"the fixed set is for {', '.join(TOPOLOGIES)}, not for {unknown[0]}")
+    expected = read_table(options.check.read_text()) if options.check else {}
+    cases = fixed_set(kinds)
+    for topology in dict(cases):  # a compiler that is not there is said before others have worked
+        Topology.of(topology).devices()
+    found = table(cases, options.save)
+    if options.check:
+        lines = differing(expected, found)
+        print("\n".join(lines) if lines else f"{len(found)} lines as in {options.check}")
+        return int(bool(lines))
+    options.table.write_text(written(found, kinds))
+    return int(any(name.endswith("| failed") for name in found))
+
+
+def _single(topologies: Sequence[str], options: argparse.Namespace) -> int:
+    cases = [
+        (topology, Case(
+            program, options.model, options.layers, options.mesh, options.batch, options.capacity,
+            options.tokens, options.dtype, options.cache_dtype, options.unstack,
+        ))
+        for topology in topologies
+        for program in options.program or PROGRAMS
+    ]  # fmt: skip
+    failed = False
+    for topology, case, report in reports(cases, options.save):
+        print(f"{topology} {case}")
+        for name, value in lines_of(topology, case, report):
+            print(f"  {name.rsplit(' | ', 1)[1]:12s} {value.replace('; ', _INDENT)}")
+        if isinstance(report, str):
+            failed = True
+        else:
+            print(f"  {'compiled in':12s} {report.seconds:.1f} s", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

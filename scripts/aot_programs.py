@@ -1,0 +1,146 @@
+"""The programs that `scripts/aot.py` compiles: shapes of models that many run, and the fixed set of its table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROGRAMS = ("decode", "prefill", "call")
+
+# Shapes of models, as in their config.json.
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama8": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                        "num_attention_heads": 32},
+    "llama70": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                         "num_attention_heads": 64},
+    "mixtral22": {
+        "architectures": ["MixtralForCausalLM"], "vocab_size": 32768, "hidden_size": 6144,
+        "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48,
+        "num_key_value_heads": 8, "max_position_embeddings": 65536, "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "qwen235": {
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "tie_word_embeddings": False, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144,
+        "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+        "sliding_window": 1024, "sliding_window_pattern": 6, "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257,
+        "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": None,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A program to compile: a model, the mesh it is on, and the sizes of the call.
+
+    Attributes:
+        program: one of ``PROGRAMS``.
+        model: a key of ``MODELS``, or the path of a config.json or of its directory.
+        layers: number of layers; None for that of the configuration.
+        mesh: sizes of the mesh's axes.
+        batch, capacity: number of sequences, and of slots of the cache.
+        tokens: tokens of each sequence, of a prefill or a call.
+        dtype, cache_dtype: dtypes of the weights and of the cache; None for that of the weights.
+        unstack: whether each layer has weights of its own, whatever ``load`` would choose.
+    """
+
+    program: str
+    model: str
+    layers: int | None
+    mesh: dict[str, int]
+    batch: int
+    capacity: int
+    tokens: int = 512
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+    unstack: bool = False
+
+    def __str__(self) -> str:
+        """The name of the case in a table.
+
+        Example:
+            >>> str(Case("prefill", "llama8", 2, {"data": 2, "model": 4}, 8, 1024))
+            'prefill llama8x2 data=2,model=4 B=8 T=512 S=1024'
+        """
+        axes = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        depth = "" if self.layers is None else f"x{self.layers}"
+        words = [self.program, f"{Path(self.model).stem}{depth}", axes, f"B={self.batch}"]
+        words += [] if self.program == "decode" else [f"T={self.tokens}"]
+        words += [] if self.program == "call" else [f"S={self.capacity}"]
+        words += [] if self.dtype == "bfloat16" else [self.dtype]
+        words += [] if self.cache_dtype is None else [f"cache={self.cache_dtype}"]
+        return " ".join(words + ["unstacked"] * self.unstack)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the mesh."""
+        return math.prod(self.mesh.values())
+
+    def config(self) -> dict[str, Any]:
+        """The model's configuration, with as many layers as are wanted."""
+        if self.model in MODELS:
+            found = dict(MODELS[self.model])
+        else:
+            path = Path(self.model)
+            found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        if self.layers is not None:
+            inner = found.get("text_config", found)
+            inner["n_layer" if "n_layer" in inner else "num_hidden_layers"] = self.layers
+            if inner.get("layer_types"):
+                inner["layer_types"] = inner["layer_types"][: self.layers]
+        return found
+
+
+# As few layers as show what a layer costs; all of it compiles in four minutes on two cores.
+TABLE = (
+    Case("decode", "llama8", 4, {"model": 1}, 1, 8192),
+    Case("decode", "llama8", 4, {"model": 1}, 8, 8192),
+    Case("decode", "llama8", 4, {"model": 8}, 1, 32768),
+    Case("decode", "llama8", 4, {"model": 8}, 8, 8192),
+    Case("decode", "llama8", 4, {"model": 8}, 8, 8192, cache_dtype="int8"),
+    Case("decode", "llama8", 4, {"fsdp": 8}, 8, 8192),
+    Case("decode", "gemma3", 6, {"model": 4}, 8, 32768),
+    Case("decode", "mixtral22", 2, {"model": 8}, 1, 8192),
+    Case("decode", "mixtral22", 2, {"model": 8}, 8, 8192),
+    Case("decode", "gpt2", 4, {"model": 4}, 8, 1024),
+    Case("decode", "llama70", 2, {"model": 64}, 8, 8192),
+    Case("decode", "qwen235", 2, {"expert": 8, "model": 8}, 64, 8192),
+    Case("prefill", "llama8", 2, {"model": 1}, 1, 8192),
+    Case("prefill", "llama8", 2, {"model": 8}, 8, 8192),
+    Case("prefill", "llama8", 2, {"model": 8}, 1, 32768),
+    Case("prefill", "gemma3", 6, {"model": 4}, 1, 32768),
+    Case("prefill", "mixtral22", 2, {"model": 8}, 1, 8192),
+    Case("prefill", "gpt2", 4, {"model": 4}, 8, 1024),
+    Case("prefill", "llama70", 2, {"model": 64}, 8, 8192),
+    Case("call", "llama8", 2, {"model": 8}, 1, 0, 32768),
+)
+# The topologies of the table, by the number of devices that a mesh needs.
+TOPOLOGIES = {
+    "v5e": {8: "v5e:2x4", 64: "v5e:8x8"},
+    "h200": {8: "h200:8", 64: "h200:64"},
+}
