@@ -93,12 +93,12 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
 def _kernels(devices: list[dict[str, Any]]) -> dict[str, str]:
     """Which kernels run on the CPU, and on an accelerator if there is one."""
     from ..kernels import native
-    from ..kernels.decode import triton
+    from ..kernels.gpu import triton
 
     found = {"CPU": native.status()}
     platforms = {device["platform"] for device in devices}
     if platforms & {"gpu", "cuda", "rocm"}:
-        found["GPU, attention of a token"] = triton.status()
+        found["GPU, attention"] = triton.status()
     if "tpu" in platforms:
         found["TPU"] = "jnp"
     return found

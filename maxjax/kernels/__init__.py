@@ -1,7 +1,8 @@
 """Operations that XLA compiles badly for CPUs: matmul, decode attention, embedding lookup.
 
 Each has a form in jnp, which is its definition and runs on every platform, in exported programs
-and under differentiation. On a CPU a C++ kernel of ``cpu/`` computes the same (not for ``embed``).
+and under differentiation. On a CPU a C++ kernel of ``cpu/`` computes the same (not for ``embed``); attention
+has kernels for NVIDIA GPUs as well (``gpu/``, ``decode/``).
 """
 
 from .decode_attention import decode_attention as decode_attention

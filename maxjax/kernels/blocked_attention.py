@@ -12,13 +12,21 @@ head dimension D, n blocks of queries with C queries each.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 
+from . import explicit
+from .gpu import attention as gpu_attention
+from .gpu.triton import program_device, unavailable
 from .int8_rows import restored
+from .operation import Operation
+
+_LOG = logging.getLogger("maxjax")
 
 # Largest number of queries and of keys in a block.
 QUERIES, KEYS = 512, 1024
@@ -249,6 +257,25 @@ def _forward(
     key_positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The results ``[n, B, K, G, C, D]``, and the logarithm of each query's sum ``[n, B, K, G, C]``."""
+    if attending.repeats > 1:  # a device has more query heads than it has KV heads of the cache
+        return _in_jnp(attending, queries, cache, layer, at, key_positions)
+    # What is the same for all sequences has no axis of them, as the axis is split with theirs.
+    at = at[:, 0] if at.shape[1] == 1 else at
+    key_positions = key_positions[0] if key_positions.shape[0] == 1 else key_positions
+    keys, values, *scales = cache
+    out, sums = _OPERATION([queries, keys, values, layer, at, key_positions, *scales], attending)
+    return out, sums
+
+
+def _in_jnp(
+    attending: Attending,
+    queries: jax.Array,
+    cache: tuple[jax.Array, ...],
+    layer: jax.Array,
+    at: jax.Array,
+    key_positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`_forward` in jnp, which defines it."""
     count, *_, size, width = queries.shape
     block = _key_block(size, key_positions.shape[1])
     dtype = attending.dtype
@@ -347,3 +374,60 @@ def _of_layer(found: jax.Array, like: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 _attention.defvjp(_with_residuals, _backward)
+
+
+# -- the forward pass as a JAX primitive
+
+
+def _types(attending: Attending, queries: Any, *rest: Any) -> list[Any]:
+    sums = queries.update(shape=queries.shape[:-1], dtype=attending.dtype, weak_type=False)
+    return [queries, sums]
+
+
+def _definition(
+    attending: Attending, q: Any, keys: Any, values: Any, layer: Any, at: Any, key_positions: Any,
+    *scales: Any,
+) -> Any:  # fmt: skip
+    at, key_positions = _with_batch(at, key_positions)
+    return _in_jnp(attending, q, (keys, values, *scales), layer, at, key_positions)
+
+
+def _with_batch(at: jax.Array, key_positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Positions ``[n, B or 1, C]`` and ``[B or 1, S]``, of which those that have no axis B get one."""
+    at = at if at.ndim == 3 else at[:, None]
+    return at, key_positions if key_positions.ndim == 2 else key_positions[None]
+
+
+def _on_cuda(attending: Attending, *operands: Any) -> Any:
+    why = gpu_attention.lacks(attending.dtype, *operands[:2]) or unavailable(program_device())
+    if not why:
+        q, keys, values, layer, *positions = operands[:6]
+        positions = _with_batch(*positions)
+        return gpu_attention.kernel(attending, q, keys, values, layer, *positions, *operands[6:])
+    _LOG.debug("maxjax: attention has no kernel for this on a GPU, jnp is used: %s", why)
+    return _definition(attending, *operands)
+
+
+def _rule(ranks: Sequence[int]) -> Any:
+    """Sequences, KV heads, query heads of each and queries may be split; all else is replicated."""
+    q = ArrayMapping("n", "b", "k", "g", "c", "d")
+    cache, scales = ArrayMapping("l", "b", "k", "s", "d"), ArrayMapping("l", "b", "k", "s")
+    at = ArrayMapping("n", *["b"][: ranks[4] - 2], "c")
+    keys = ArrayMapping(*["b"][: ranks[5] - 1], "s")
+    operands = (q, cache, cache, ArrayMapping(), at, keys, *(scales,) * (len(ranks) - 6))
+    return SdyShardingRule(operands, (q, ArrayMapping(*q[:-1])))
+
+
+def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """Everything is split as the queries are, but for their blocks and numbers."""
+    _, batch, kv_heads, group, size, _ = specs[0]
+    q = [(), batch, kv_heads, group, size, ()]
+    cache = [(), batch, kv_heads, (), ()]
+    at, keys = [(), *[batch][: len(specs[4]) - 2], size], [*[batch][: len(specs[5]) - 1], ()]
+    operands = [q, cache, cache, [], at, keys]
+    return operands + [cache[:-1]] * (len(specs) - 6), [q, q[:-1]], ()
+
+
+_OPERATION = Operation(
+    "maxjax_attention", _types, _definition, {"cuda": _on_cuda}, _rule, _shardings, lambda *_: None
+)

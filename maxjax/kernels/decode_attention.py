@@ -23,6 +23,7 @@ from . import explicit
 from .decode import triton
 from .decode.blocks import in_blocks
 from .decode.step import Options, seen, written
+from .gpu.triton import program_device, unavailable
 from .int8_rows import restored
 from .operation import Operation
 from .product import FLOATS
@@ -243,8 +244,7 @@ def _kernel(static: Options, *operands: Any) -> Any:
 
 
 def _on_cuda(static: Options, *operands: Any) -> Any:
-    device = jax.sharding.get_abstract_mesh().abstract_device  # that of the program: see Operation
-    why = triton.lacks(static, *operands) or triton.unavailable(device)
+    why = triton.lacks(static, *operands) or unavailable(program_device())
     if not why:
         return triton.kernel(static, *operands)
     _LOG.debug("maxjax: decode attention has no kernel for this on a GPU, jnp is used: %s", why)

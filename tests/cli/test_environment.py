@@ -68,11 +68,11 @@ def test_a_gpu_in_use_is_no_fallback(machine):
 
 
 def test_kernels_of_an_accelerator(monkeypatch):
-    from maxjax.kernels.decode import triton
+    from maxjax.kernels.gpu import triton
 
     assert list(environment._kernels(CPU)) == ["CPU"]
     assert environment._kernels([{"platform": "tpu"}])["TPU"] == "jnp"
-    gpu = lambda: environment._kernels([{"platform": "gpu"}])["GPU, attention of a token"]
+    gpu = lambda: environment._kernels([{"platform": "gpu"}])["GPU, attention"]
     assert gpu() == "jnp (no NVIDIA GPU)"  # AMD's
 
     class Device:

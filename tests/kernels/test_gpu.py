@@ -1,4 +1,4 @@
-"""On a GPU: products are the jnp forms, without a copy of a layer's weight; decode attention is in Triton."""
+"""On a GPU: products are the jnp forms, without a copy of a layer's weight; attention is in Triton."""
 
 import functools
 import re
@@ -10,7 +10,12 @@ import pytest
 
 from maxjax import kernels
 from maxjax.kernels import StackSlice
+from maxjax.kernels import attention as door
+from maxjax.kernels.attention import causal_attention
 from tests.kernels.decode_reference import OPTIONS, check, check_int8, narrowed, operands
+from tests.kernels.gpu.test_attention import CASES, reference, seen
+from tests.kernels.gpu.test_attention import ROUNDING as ROUNDING_OF_MANY
+from tests.kernels.gpu.test_attention import operands as many
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +65,25 @@ def test_attention_over_several_blocks(width, group, types):
 def test_attention_over_an_int8_cache():
     given, floats = narrowed(operands((254, 599, 255, 0), 12, 2, 80, 600))
     check_int8(given, floats, of_a_token(given, sliding_window=300), sliding_window=300)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING_OF_MANY)
+@pytest.mark.parametrize("which", CASES)
+def test_attention_of_many_tokens(which, dtype, monkeypatch):
+    monkeypatch.setattr(door, "MOST_SCORES", 100)
+    q, cache, positions, key_positions = many(dtype)
+    options = CASES[which]
+    run = jax.jit(
+        lambda q, *cache: causal_attention(
+            q, cache, 1, positions, key_positions, scale=0.3, **options
+        )
+    )
+    program = run.lower(q, *cache).compile()
+    assert "maxjax_attention" in program.as_text()
+    sees = seen(positions, key_positions, options.get("sliding_window"))
+    exact, size = reference(q, *(a[1] for a in cache), sees, 0.3, options.get("soft_cap"))
+    got = np.asarray(program(q, *cache), np.float64)
+    assert (np.abs(got - exact) <= 4 * ROUNDING_OF_MANY[dtype] * size).all()
 
 
 def of_a_token(given, **options):

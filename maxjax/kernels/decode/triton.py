@@ -11,24 +11,19 @@ Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..gpu.triton import FLOATS, dot, power, result, too_many
 from .step import Options, layers_of, written
 
 # As many programs fill a GPU: two for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
 # The widest head, and the most numbers of queries and their sums that a program keeps in registers.
 WIDEST, MOST_NUMBERS = 256, 1 << 14
-# XLA compiles Triton for GPUs from Ampere on.
-OLDEST = 8.0
-# Triton multiplies matrices of 16 rows or more.
-_LEAST = 16
-_FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -60,74 +55,12 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
     group, width = q.shape[2:]
     if width > WIDEST:
         return f"heads are {width} wide, at most {WIDEST}"
-    rows, columns = _power(group), _power(width)
+    rows, columns = power(group), power(width)
     if rows * columns > MOST_NUMBERS:
         return f"{group} query heads of width {width} share a KV head"
-    if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
+    if q.dtype not in FLOATS or keys.dtype not in (*FLOATS, np.dtype("int8")):
         return f"queries are {q.dtype} and the cache is {keys.dtype}"
-    # Pallas computes addresses in 32 bits, with a sign, in arrays of at most 4 GiB.
-    size = math.prod(keys.shape)
-    if size > 1 << 31 and size * keys.dtype.itemsize <= 1 << 32:
-        return f"the cache has {size:,} numbers of 8 bits on one device, between 2 and 4 GiB"
-    return ""
-
-
-def status() -> str:
-    """What decode attention runs on the local GPUs: "Triton", or "jnp" and why.
-
-    Example:
-        >>> status() == "Triton" or status().startswith("jnp (")
-        True
-    """
-    try:
-        first = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return "jnp (no NVIDIA GPU)"
-    why = unavailable(jax.sharding.AbstractDevice(first.device_kind, None, first.platform))
-    return f"jnp ({why})" if why else "Triton"
-
-
-def unavailable(device: Any = None) -> str:
-    """Why no Triton kernel can be compiled for a kind of GPU; "" if one can.
-
-    Args:
-        device: a ``jax.sharding.AbstractDevice``; None: the local GPU.
-    """
-    return _tried(device)
-
-
-@functools.lru_cache
-def _tried(device: Any) -> str:
-    found = _capability(device)
-    if found is not None and found < OLDEST:
-        return f"Triton needs compute capability {OLDEST}, this GPU has {found}"
-    # There is no function that says which GPUs Pallas knows, so a small kernel is lowered.
-    try:
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import triton
-
-        def copy(x: Any, y: Any) -> None:
-            y[...] = x[...]
-
-        array = jax.ShapeDtypeStruct((16,), jnp.float32)
-        call = pl.pallas_call(copy, out_shape=array, compiler_params=triton.CompilerParams())
-        with jax.sharding.use_abstract_mesh(
-            jax.sharding.AbstractMesh((), (), abstract_device=device)
-        ):
-            jax.jit(call).trace(array).lower(lowering_platforms=("cuda",))
-    except Exception as error:  # each version of JAX says it in its own way
-        return f"this JAX compiles no Triton kernel: {' '.join(str(error).split())}"
-    return ""
-
-
-def _capability(device: Any) -> float | None:
-    """The compute capability of a kind of GPU, if there is one here."""
-    try:
-        here = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return None
-    kinds = [d for d in here if device is None or d.device_kind == device.device_kind]
-    return float(kinds[0].compute_capability) if kinds else None
+    return too_many(keys)
 
 
 def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax.Array]:
@@ -167,14 +100,10 @@ def tiles(programs: int, group: int, width: int, slots: int) -> Tiles:
         >>> tiles(512, 5, 80, 100)
         Tiles(rows=16, width=128, block=64, splits=1)
     """
-    rows, columns = _power(group), _power(width)
+    rows, columns = power(group), power(width)
     block = min(128, max(32, 8192 // columns))
     most = -(-slots // block)
     return Tiles(rows, columns, block, max(1, min(most, -(-PROGRAMS // max(programs, 1)))))
-
-
-def _power(n: int) -> int:
-    return max(_LEAST, 1 << (n - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=256)
@@ -186,7 +115,7 @@ def _call(static: Options, size: Tiles, group: int, interpret: bool) -> Any:
         batch, kv_heads = q.shape[:2]
         _, _, _, slots, width = caches[0].shape
         shape = (batch, kv_heads, size.splits, group)
-        sums, mixed = _result(shape, q), _result((*shape, width), q)
+        sums, mixed = result(shape, q), result((*shape, width), q)
         return pl.pallas_call(
             functools.partial(_program, static, size, slots, width, group),
             grid=(batch, kv_heads, size.splits),
@@ -197,12 +126,6 @@ def _call(static: Options, size: Tiles, group: int, interpret: bool) -> Any:
         )(layer, lengths, q, *caches)
 
     return call
-
-
-def _result(shape: tuple[int, ...], like: Any) -> jax.ShapeDtypeStruct:
-    """A result in float32; ``shard_map`` asks for the axes that it varies over."""
-    varying = jax.typeof(like).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
 
 
 def _program(
@@ -250,7 +173,7 @@ def _program(
             place = array.at[number, row, head, slot[:, None], columns[None, :]]
             return triton.load(place, mask=mask, other=0).astype(dtype)  # [block, width]
 
-        scores = _dot(queries, read(keys, score_type).T) * jnp.float32(static.scale)
+        scores = dot(queries, read(keys, score_type).T) * jnp.float32(static.scale)
         if scales:
             scores = scores * _scales(scales[0], number, row, head, slot, there)[None, :]
         if static.cap:
@@ -262,7 +185,7 @@ def _program(
         total = total * kept + jnp.sum(weights, axis=1)
         if scales:
             weights = weights * _scales(scales[1], number, row, head, slot, there)[None, :]
-        more = _dot(weights.astype(weight_type), read(values, weight_type))
+        more = dot(weights.astype(weight_type), read(values, weight_type))
         return new, total, mixed * kept[:, None] + more
 
     state = (
@@ -284,8 +207,3 @@ def _scales(array: Any, number: Any, row: Any, head: Any, slot: Any, there: Any)
     from jax.experimental.pallas import triton
 
     return triton.load(array.at[number, row, head, slot], mask=there, other=0)
-
-
-def _dot(a: Any, b: Any) -> Any:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,1 @@
+"""Kernels in Pallas for Triton, and which NVIDIA GPUs they run on."""

@@ -1,0 +1,222 @@
+"""Causal attention of many queries on NVIDIA GPUs: the forward pass of ``blocked_attention`` in Triton.
+
+A program computes a tile of queries of one head (T. Dao, arXiv:2307.08691). Keys and values are read
+where they lie, in a cache of all layers, in the cache's dtype. Positions of queries and keys are
+operands, so one kernel serves prompts without a cache, prefixes that differ in length between
+sequences, rotating caches and windows. Blocks of keys that no query of a tile may see are not read.
+
+Shapes: n blocks of C queries, B sequences, K KV heads, G query heads of each, S keys, head dimension D.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .triton import FLOATS, dot, power, result, too_many
+
+WIDEST = 256
+_LOWEST = float(np.finfo(np.float32).min)
+_HIGHEST = 2**31 - 1
+
+
+class Tiles(NamedTuple):
+    """Sizes that the kernel is compiled for.
+
+    Attributes:
+        rows: number of queries of a program.
+        block: number of keys that it reads at a time.
+        width: D, rounded up to a power of two.
+        warps: number of warps of a program.
+        stages: number of blocks that are being read at a time.
+    """
+
+    rows: int
+    block: int
+    width: int
+    warps: int
+    stages: int
+
+
+def lacks(dtype: Any, q: Any, keys: Any) -> str:
+    """Why the kernel cannot compute it, for operands on one device; "" if a GPU can.
+
+    Args:
+        dtype: dtype of scores and sums.
+        q: queries ``[n, B, K, G, C, D]``.
+        keys: keys of all layers ``[L, B, K, S, D]``.
+
+    Example:
+        >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+        >>> lacks(jnp.float64, shape(1, 1, 2, 4, 64, 128), shape(1, 1, 2, 64, 128))
+        'scores are in float64'
+    """
+    if dtype != jnp.float32:
+        return f"scores are in {np.dtype(dtype)}"
+    if q.shape[-1] > WIDEST:
+        return f"heads are {q.shape[-1]} wide, at most {WIDEST}"
+    if q.dtype not in FLOATS or keys.dtype not in (*FLOATS, np.dtype("int8")):
+        return f"queries are {q.dtype} and keys {keys.dtype}"
+    return too_many(keys)
+
+
+def tiles(queries: int, width: int, wide: bool) -> Tiles:
+    """The sizes for so many queries; ``wide`` if they are in float32.
+
+    Example:
+        >>> tiles(512, 128, False)
+        Tiles(rows=128, block=64, width=128, warps=8, stages=3)
+        >>> tiles(20, 80, False)
+        Tiles(rows=32, block=64, width=128, warps=4, stages=3)
+    """
+    columns = power(width)
+    # Products of float32 numbers with all their digits take long to compile.
+    most = 128 // (2 if wide else 1) // (2 if columns > 128 else 1)
+    rows = min(most, power(queries))
+    block = 32 if wide and columns > 64 else 64
+    return Tiles(rows, block, columns, 8 if rows == 128 else 4, 2 if wide or columns > 128 else 3)
+
+
+def kernel(
+    attending: Any,
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    at: jax.Array,
+    key_positions: jax.Array,
+    *scales: jax.Array,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The results ``[n, B, K, G, C, D]``, and the logarithm of each query's sum ``[n, B, K, G, C]``.
+
+    Args:
+        attending: an ``Attending`` without repeats.
+        q: queries ``[n, B, K, G, C, D]``.
+        keys, values, scales: of all layers, ``[L, B, K, S, D]`` and ``[L, B, K, S]``.
+        layer: index of the layer.
+        at: positions of the queries ``[n, B or 1, C]``, -1 for padding.
+        key_positions: positions of the keys ``[B or 1, S]``, the largest int32 for a key that nobody sees.
+        interpret: whether to run the kernel's operations one by one, on any platform.
+    """
+    size = tiles(q.shape[4], q.shape[5], q.dtype == jnp.float32)
+    batch = q.shape[1]
+    at = jnp.broadcast_to(at, (at.shape[0], batch, at.shape[2]))
+    key_positions = jnp.broadcast_to(key_positions, (batch, key_positions.shape[1]))
+    low, high = _ranges(attending, size, at, key_positions)
+    call = _call(attending, size, interpret)
+    return call(layer.reshape(1), low, high, at, key_positions, q, keys, values, *scales)
+
+
+def _ranges(
+    attending: Any, size: Tiles, at: jax.Array, key_positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The first block of keys for each tile of queries, and the one after the last, ``[n, tiles, B]``."""
+    count, batch, queries = at.shape
+    cut = lambda a, n, fill: jnp.pad(a, ((0, 0), (0, -a.shape[1] % n)), constant_values=fill)
+    rows = cut(at.reshape(count * batch, queries), size.rows, -1).reshape(
+        count, batch, -1, size.rows
+    )
+    last = jnp.max(rows, axis=3)
+    first = jnp.min(jnp.where(rows < 0, _HIGHEST, rows), axis=3)
+    blocks = cut(key_positions, size.block, _HIGHEST).reshape(batch, -1, size.block)
+    earliest = jnp.min(blocks, axis=2)
+    latest = jnp.max(jnp.where(blocks == _HIGHEST, -1, blocks), axis=2)
+    sees = earliest[None, :, None] <= last[..., None]  # [n, B, tiles, blocks]
+    if attending.window is not None:
+        sees = sees & (latest[None, :, None] > (first - attending.window)[..., None])
+    number = jnp.arange(earliest.shape[1], dtype=jnp.int32)
+    low = jnp.min(jnp.where(sees, number, _HIGHEST), axis=3)
+    high = jnp.max(jnp.where(sees, number + 1, 0), axis=3)
+    return low.swapaxes(1, 2), high.swapaxes(1, 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _call(attending: Any, size: Tiles, interpret: bool) -> Any:
+    from jax.experimental import pallas as pl  # slow to import
+    from jax.experimental.pallas import triton
+
+    def call(layer: Any, low: Any, high: Any, at: Any, key_at: Any, q: Any, *caches: Any) -> Any:
+        count, batch, kv_heads, group, queries, width = q.shape
+        parts = -(-queries // size.rows)
+        return pl.pallas_call(
+            functools.partial(_program, attending, size, parts, group, q.shape, caches[0].shape[3]),
+            grid=(count * parts, kv_heads * group, batch),
+            out_shape=(result(q.shape, q, q.dtype), result(q.shape[:-1], q)),
+            compiler_params=triton.CompilerParams(num_warps=size.warps, num_stages=size.stages),
+            interpret=interpret,
+            name="maxjax_attention",
+        )(layer, low, high, at, key_at, q, *caches)
+
+    return call
+
+
+def _program(
+    attending: Any, size: Tiles, parts: int, group: int, shape: Any, slots: int,
+    layer: Any, low: Any, high: Any, at: Any, key_at: Any, q: Any, keys: Any, values: Any, *refs: Any,
+) -> None:  # fmt: skip
+    """One program: a tile of queries of one head of one sequence."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    *scales, out, sums = refs
+    *_, queries, width = shape
+    tile, head, row = (pl.program_id(axis) for axis in range(3))
+    number, part = jax.lax.div(tile, parts), jax.lax.rem(tile, parts)
+    kv_head, member = jax.lax.div(head, group), jax.lax.rem(head, group)
+    of_layer = layer[0]
+    index = part * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
+    columns = jnp.arange(size.width, dtype=jnp.int32)
+    inside = index < queries
+    # Without a mask of columns where there is no padding, so that loads stay wide.
+    padded = (columns < width)[None, :] if size.width != width else True
+    own = (number, row, kv_head, member)
+    numbers = triton.load(
+        q.at[*own, index[:, None], columns[None, :]], mask=inside[:, None] & padded, other=0
+    )
+    positions = triton.load(at.at[number, row, index], mask=inside, other=-1)
+
+    def block(i: Any, state: Any) -> Any:
+        largest, total, mixed = state
+        slot = i * size.block + jnp.arange(size.block, dtype=jnp.int32)
+        there = slot < slots
+
+        def read(array: Any, scale: Any) -> Any:
+            place = array.at[of_layer, row, kv_head, slot[:, None], columns[None, :]]
+            found = triton.load(place, mask=there[:, None] & padded, other=0)
+            if scale is not None:
+                factor = triton.load(scale.at[of_layer, row, kv_head, slot], mask=there, other=0)
+                found = found.astype(jnp.float32) * factor[:, None]
+            return found.astype(q.dtype)  # [block, width]
+
+        found = triton.load(key_at.at[row, slot], mask=there, other=_HIGHEST)
+        scores = dot(numbers, read(keys, scales[0] if scales else None).T)
+        scores = scores * jnp.float32(attending.scale)
+        if attending.soft_cap is not None:
+            cap = jnp.float32(attending.soft_cap)
+            scores = cap * jnp.tanh(scores / cap)
+        sees = attending.sees(positions[:, None], found[None, :])
+        scores = jnp.where(sees, scores, _LOWEST)
+        new = jnp.maximum(largest, jnp.max(scores, axis=1))
+        weights = jnp.exp(scores - new[:, None])
+        kept = jnp.exp(largest - new)
+        total = total * kept + jnp.sum(weights, axis=1)
+        more = dot(weights.astype(q.dtype), read(values, scales[1] if scales else None))
+        return new, total, mixed * kept[:, None] + more
+
+    state = (
+        jnp.full((size.rows,), _LOWEST, jnp.float32),
+        jnp.zeros((size.rows,), jnp.float32),
+        jnp.zeros((size.rows, size.width), jnp.float32),
+    )
+    begin, end = low[number, part, row], high[number, part, row]
+    largest, total, mixed = jax.lax.fori_loop(begin, end, block, state)
+    total = jnp.where(total == 0, 1, total)  # no block was visited: there is no query
+    place = out.at[*own, index[:, None], columns[None, :]]
+    mixed = mixed / total[:, None]
+    triton.store(place, mixed.astype(out.dtype), mask=inside[:, None] & padded)
+    triton.store(sums.at[*own, index], largest + jnp.log(total), mask=inside)

@@ -1,0 +1,106 @@
+"""What kernels in Pallas for Triton share: which GPUs they run on, products, sizes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
+# XLA compiles Triton for GPUs from Ampere on.
+OLDEST = 8.0
+# Triton multiplies matrices of 16 rows or more.
+_LEAST = 16
+
+
+def status() -> str:
+    """What attention runs on the local GPUs: "Triton", or "jnp" and why.
+
+    Example:
+        >>> status() == "Triton" or status().startswith("jnp (")
+        True
+    """
+    try:
+        first = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return "jnp (no NVIDIA GPU)"
+    why = unavailable(jax.sharding.AbstractDevice(first.device_kind, None, first.platform))
+    return f"jnp ({why})" if why else "Triton"
+
+
+def unavailable(device: Any = None) -> str:
+    """Why no Triton kernel can be compiled for a kind of GPU; "" if one can.
+
+    Args:
+        device: a ``jax.sharding.AbstractDevice``; None: the local GPU.
+    """
+    return _tried(device)
+
+
+@functools.lru_cache
+def _tried(device: Any) -> str:
+    found = _capability(device)
+    if found is not None and found < OLDEST:
+        return f"Triton needs compute capability {OLDEST}, this GPU has {found}"
+    # There is no function that says which GPUs Pallas knows, so a small kernel is lowered.
+    try:
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+
+        def copy(x: Any, y: Any) -> None:
+            y[...] = x[...]
+
+        array = jax.ShapeDtypeStruct((16,), jnp.float32)
+        call = pl.pallas_call(copy, out_shape=array, compiler_params=triton.CompilerParams())
+        with jax.sharding.use_abstract_mesh(
+            jax.sharding.AbstractMesh((), (), abstract_device=device)
+        ):
+            jax.jit(call).trace(array).lower(lowering_platforms=("cuda",))
+    except Exception as error:  # each version of JAX says it in its own way
+        return f"this JAX compiles no Triton kernel: {' '.join(str(error).split())}"
+    return ""
+
+
+def _capability(device: Any) -> float | None:
+    """The compute capability of a kind of GPU, if there is one here."""
+    try:
+        here = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    kinds = [d for d in here if device is None or d.device_kind == device.device_kind]
+    return float(kinds[0].compute_capability) if kinds else None
+
+
+def program_device() -> Any:
+    """The kind of GPU of the program that is being lowered by an ``Operation``; None: the local one."""
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def too_many(array: Any) -> str:
+    """Why Pallas cannot read an array; "" if it can."""
+    # It computes addresses in 32 bits, with a sign, in arrays of at most 4 GiB.
+    size = math.prod(array.shape)
+    if size > 1 << 31 and size * array.dtype.itemsize <= 1 << 32:
+        return f"the cache has {size:,} numbers of 8 bits on one device, between 2 and 4 GiB"
+    return ""
+
+
+def power(n: int) -> int:
+    """The least power of two that is not less than n and that Triton multiplies."""
+    return max(_LEAST, 1 << (n - 1).bit_length())
+
+
+def result(shape: tuple[int, ...], like: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """A result of a kernel; ``shard_map`` asks for the axes that it varies over."""
+    varying = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def dot(a: Any, b: Any) -> Any:
+    """The product of two matrices, summed in float32; float32 numbers keep their digits."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
