@@ -127,7 +127,7 @@ class _WeightSource(PartSource):
         shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
         home = stored.home
         if stored.layout is None and home is not None and home[0].is_whole:
-            return cls(home[0].leaf, (home[1],), shape)
+            return cls(home[0].leaf, home[0].index(home[1]), shape)
         return cls(stored.value, (), shape)
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
