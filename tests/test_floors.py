@@ -52,7 +52,7 @@ kernels: __init__
 # 3 graph: what a weight is, where it lies, and programs of values
 graph/placement: strategy mesh device_major specs arrays stacking
 graph: symbolic tensor_type operands rebinding operators value
-graph/weight: epoch running stored transpose weight stacked __init__
+graph/weight: epoch running span stored transpose weight stacked __init__
 graph/weights: weight_data given cursor load __init__ device_reads gathering writing same
 graph: subgraph reroll graph
 graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear
@@ -63,7 +63,7 @@ graph: type compile_cache program
 nn/layer: hooks assigned_list static walk definition call_stack place sharded
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
-nn/layer/stack: per_layer scanning layer_stack
+nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation identity linear stacked_linear embedding

@@ -148,7 +148,10 @@ def _from_registry(entry: GraphWeight, graph: Graph, registry: Mapping[str, Any]
         values.append(_checked(name, entry, value))
     stored = entry.weight.stored
     kept = [stored.arranged(value) for value in values]
-    return jax.device_put(kept[0] if stored.span is None else jnp.stack(kept), stored.leaf_sharding)
+    array = kept[0]
+    if stored.lead:
+        array = jnp.stack(kept).reshape(*stored.lead, *array.shape)
+    return jax.device_put(array, stored.leaf_sharding)
 
 
 def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
@@ -156,7 +159,7 @@ def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
     array = unwrap(array) if isinstance(array, Weight) else array
     array = array if isinstance(array, jax.Array) else np.array(array)
     wanted, stored = entry.stand_in.dtype, entry.weight.stored
-    shape = entry.shape if stored.span is None else entry.shape[1:]
+    shape = entry.shape[len(stored.spans) :]
     if stored.layout is not None:
         shape = tuple(int(d) for d in stored.dims)
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:

@@ -75,6 +75,7 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
         return definition(x, [to_jax(w) for w in weights], dtypes)
     if len({w.dtype for w in weights}) > 1:
         return [_matmul(x, [w])[0] for w in weights]
+    weights = [_flattened(w) for w in weights]
     stacks = [w.stack if isinstance(w, StackSlice) else w for w in weights]
     layers = [
         jnp.asarray(w.place, jnp.int32) if isinstance(w, StackSlice) else _FIRST for w in weights
@@ -92,6 +93,13 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     tokens = explicit.entries(x)[:-1]
     wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
     return explicit.automatic(run, mesh, wanted)(x, *stacks, *layers)
+
+
+def _flattened(w: Any) -> Any:
+    """A slice of a stack of stacks as one of a stack; outside of a trace, where that copies, the array."""
+    if not isinstance(w, StackSlice) or len(w.indices) == 1:
+        return w
+    return StackSlice(w.flat, w.place) if isinstance(w.stack, Tracer) else w.__jax_array__()
 
 
 @functools.cache

@@ -7,11 +7,14 @@ and the index without a copy, and every other function gets the slice as an arra
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from . import explicit
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -19,8 +22,9 @@ class StackSlice:
     """``stack[index]``, evaluated only where an array is needed.
 
     Args:
-        stack: an array ``[n, ...]``.
-        index: index of the slice, from 0: an int, or an integer scalar that may be traced.
+        stack: an array ``[n, ...]``; for a stack of stacks ``[n, m, ...]`` and so on.
+        index: index of the slice, from 0: an int, or an integer scalar that may be traced; for a
+            stack of stacks a tuple of them.
 
     It is a pytree of the two, has the shape and dtype of the slice, and works in jnp functions,
     operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
@@ -44,9 +48,14 @@ class StackSlice:
         self.stack, self.index = stack, index
 
     @property
+    def indices(self) -> tuple[Any, ...]:
+        """The index as a tuple with an entry for each of the leading axes that it consumes."""
+        return self.index if isinstance(self.index, tuple) else (self.index,)
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         """The shape of the slice."""
-        return tuple(self.stack.shape[1:])
+        return tuple(self.stack.shape[len(self.indices) :])
 
     @property
     def dtype(self) -> Any:
@@ -56,28 +65,50 @@ class StackSlice:
     @property
     def ndim(self) -> int:
         """The number of axes of the slice."""
-        return self.stack.ndim - 1
+        return self.stack.ndim - len(self.indices)
 
     @property
     def place(self) -> Any:
-        """The index, counted from the beginning of the stack if it is known.
+        """The index in :attr:`flat`, counted from the beginning if it is known.
 
         Raises:
             IndexError: the index is known and outside the stack.
         """
-        count = self.stack.shape[0]
-        if not isinstance(self.index, int):
-            return self.index
-        if not -count <= self.index < count:
-            raise IndexError(f"index {self.index} is outside a stack of {count}")
-        return self.index % count
+        place: Any = 0
+        for axis, index in enumerate(self.indices):
+            count = self.stack.shape[axis]
+            index = _from_start(index, count) if isinstance(index, int) else index
+            place = index if axis == 0 else place * count + index
+        return place
+
+    @property
+    def flat(self) -> Any:
+        """The stack with one leading axis, over which :attr:`place` counts."""
+        depth, sizes = len(self.indices), self.stack.shape
+        if depth == 1:
+            return self.stack
+        return self.stack.reshape(math.prod(sizes[:depth]), *sizes[depth:])
+
+    def at(self, index: Any) -> StackSlice:
+        """A slice of this slice, without a copy.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> w = StackSlice(jnp.arange(12.0).reshape(3, 2, 2), 1)
+            >>> print(jnp.asarray(w.at(0)))
+            [4. 5.]
+        """
+        return StackSlice(self.stack, (*self.indices, index))
 
     def __jax_array__(self) -> jax.Array:
-        if isinstance(self.index, int):
-            return jax.lax.index_in_dim(self.stack, self.place, keepdims=False)
-        return jax.lax.dynamic_index_in_dim(
-            self.stack, self.index, keepdims=False, allow_negative_indices=False
-        )
+        mesh = explicit.mesh_of(self.stack)
+        if mesh is None:
+            return _cut(self.stack, self.indices)
+        split = explicit.entries(self.stack)
+        depth = len(self.indices)
+        if not any(split[:depth]):
+            return _cut(self.stack, self.indices)
+        return explicit.automatic(_cut, mesh, split[depth:])(self.stack, self.indices)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
@@ -92,9 +123,11 @@ class StackSlice:
         return getattr(self.__jax_array__(), name)
 
     def __repr__(self) -> str:
-        return (
-            f"StackSlice({self.dtype}{list(self.shape)}, {self.index!r} of {self.stack.shape[0]})"
-        )
+        return f"StackSlice({self.dtype}{list(self.shape)}, {self.index!r} of {self._counts()})"
+
+    def _counts(self) -> Any:
+        counts = tuple(self.stack.shape[: len(self.indices)])
+        return counts if isinstance(self.index, tuple) else counts[0]
 
     def tree_flatten_with_keys(self) -> Any:
         keys = (jax.tree_util.GetAttrKey("stack"), jax.tree_util.GetAttrKey("index"))
@@ -121,6 +154,37 @@ def _forward(name: str) -> Any:
 for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARE, *_UNARY, *_OTHERS]:
     setattr(StackSlice, f"__{_name}__", _forward(f"__{_name}__"))
 StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _cut(stack: Any, indices: tuple[Any, ...]) -> jax.Array:
+    known = [_from_start(i, n) if isinstance(i, int) else i
+             for i, n in zip(indices, stack.shape, strict=False)]  # fmt: skip
+    if len(indices) == 1:
+        if isinstance(known[0], int):
+            return jax.lax.index_in_dim(stack, known[0], keepdims=False)
+        return jax.lax.dynamic_index_in_dim(
+            stack, known[0], keepdims=False, allow_negative_indices=False
+        )
+    rest = stack.shape[len(indices) :]
+    if all(isinstance(i, int) for i in known):
+        ends = [*(i + 1 for i in known), *rest]
+        return jax.lax.slice(stack, [*known, *[0] * len(rest)], ends).reshape(rest)
+    # One slice over all axes: a slice of a slice would copy all that is in the first.
+    starts = [jnp.int32(i) for i in (*known, *[0] * len(rest))]
+    sizes = (*[1] * len(indices), *rest)
+    return jax.lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False).reshape(rest)
+
+
+def _from_start(index: int, count: int) -> int:
+    """A known index, counted from the beginning of a stack of ``count``."""
+    if not -count <= index < count:
+        raise IndexError(f"index {index} is outside a stack of {count}")
+    return index % count
+
+
+def slice_of(leaf: Any, index: Any) -> StackSlice:
+    """``leaf[index]`` as a StackSlice of the array that ``leaf`` is, or is a StackSlice of."""
+    return leaf.at(index) if type(leaf) is StackSlice else StackSlice(leaf, index)
 
 
 def stack_of(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from ..errors import CheckpointFormatError, CheckpointMismatchError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
-from ..nn.layer import Module
+from ..nn.layer import ExpertStack, Module
 from ..nn.linear import Linear
 from .config import ModelConfig
 from .gguf import hf_tensors
@@ -220,13 +220,34 @@ class PretrainedModel(Module):
             for m in modules
             if isinstance(m, _TAKES_BLOCKS) and type(m) in _TAKES_BLOCKS
         }
+        stacks: dict[int, tuple[Any, set[Any]]] = {}
+        kinds = {}
         for name, weight in self.raw_state_dict().items():
-            data = found.get(name)
-            if data is None:
-                continue
-            if data.is_packed and id(weight) in packs:
-                weight.value = jax.ShapeDtypeStruct(tuple(map(int, data.shape)), data.dtype.np)
-                weight.quantization_encoding = data.quantization_encoding
-            elif data.dtype.is_float() and data.dtype is not weight.dtype:
-                sizes = tuple(int(d) for d in weight.shape)
-                weight.value = jax.ShapeDtypeStruct(sizes, data.dtype.np)
+            data, home = found.get(name), weight.stored.home
+            kind = None
+            if data is not None and data.is_packed and id(weight) in packs:
+                kind = data.dtype, tuple(map(int, data.shape)), data.quantization_encoding
+            elif data is not None and data.dtype.is_float() and data.dtype is not weight.dtype:
+                kind = data.dtype, tuple(map(int, weight.shape)), None
+            kinds[id(weight)] = kind
+            if home is not None:
+                stacks.setdefault(id(home[0]), (home[0], set()))[1].add(kind)
+        self._unstack_unequal({key for key, (_, found) in stacks.items() if len(found) > 1})
+        for stack, (kind, *others) in stacks.values():
+            if kind is not None and not others:
+                stack.redeclare(*kind)
+        for weight in self.raw_state_dict().values():
+            kind = kinds[id(weight)]
+            if kind is not None and weight.stored.home is None:
+                dtype, shape, encoding = kind
+                weight.value = jax.ShapeDtypeStruct(shape, dtype.np)
+                if encoding is not None:
+                    weight.quantization_encoding = encoding
+
+    def _unstack_unequal(self, unequal: set[int]) -> None:
+        """Unstacks the experts of layers whose files hold them in different dtypes or encodings."""
+        for _, module in list(self.named_modules()):
+            for name, child in list(module._mx_children.items()):
+                is_unequal = any(id(stack) in unequal for stack in child._mx_stacks)
+                if isinstance(child, ExpertStack) and is_unequal:
+                    setattr(module, name, child.unstack())

@@ -67,7 +67,6 @@ class Mixtral(Decoder):
     """
 
     layer_class: ClassVar[Any] = MixtralLayer
-    separate_on_gpus: ClassVar[bool] = False  # until the experts of a layer are one weight
 
 
 MIXTRAL = Mixtral.family = MoEFamily(

@@ -100,7 +100,6 @@ class Qwen3MoE(Decoder):
     """
 
     layer_class: ClassVar[Any] = MoELayer
-    separate_on_gpus: ClassVar[bool] = False  # until the experts of a layer are one weight
 
 
 QWEN3_MOE = Qwen3MoE.family = MoEFamily(

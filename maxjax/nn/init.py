@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..graph.placement.arrays import out_of_memory
 from ..graph.weight.weight import Weight
@@ -91,9 +92,20 @@ class _Draw(NamedTuple):
     weights: list[Weight]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it draws all weights of a stack."""
+        home = self.weights[0].stored.home
+        places = [weight.stored.home[1] for weight in self.weights if home is not None]
+        return home is not None and places == list(range(home[0].count))
+
+    @property
     def sharding(self) -> Any:
         stored = self.weights[0].stored
-        return stored.leaf_sharding if stored.home is None else stored.home[0].leaf_sharding
+        where = stored.leaf_sharding if stored.home is None else stored.home[0].leaf_sharding
+        if stored.home is None or self.is_whole or not isinstance(where, NamedSharding):
+            return where
+        spec = PartitionSpec(None, *where.spec[len(stored.home[0].spans) :])
+        return NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
 
     def values(self, key: jax.Array) -> jax.Array:
         """The drawn values, ``[n, ...]`` for a stack: exactly those each weight would have on its own."""
@@ -108,7 +120,11 @@ class _Draw(NamedTuple):
             )
 
         codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
-        return draw(codes[0]) if self.weights[0].stored.home is None else jax.vmap(draw)(codes)
+        home = self.weights[0].stored.home
+        if home is None:
+            return draw(codes[0])
+        drawn = jax.vmap(draw)(codes)
+        return drawn.reshape(*home[0].lead, *drawn.shape[1:]) if self.is_whole else drawn
 
     def store(self, values: jax.Array) -> None:
         home = self.weights[0].stored.home
@@ -116,7 +132,7 @@ class _Draw(NamedTuple):
             self.weights[0].stored.put(values)
         else:
             places = [weight.stored.home[1] for weight in self.weights]
-            if places == list(range(home[0].span.count)):
+            if self.is_whole:
                 home[0].put(values)
             else:  # the draw covers only part of a stack: a weight is tied, or some have values
                 home[0].put_many(dict(zip(places, values, strict=True)))

@@ -5,6 +5,7 @@ Values are not copied where JAX can use their memory as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.core import Tracer
 
 from ...dtype import DType
 from ...errors import UserInputError
+from ...graph.placement.specs import names_in
 from ...graph.weight.stacked import StackedWeight
 from ...graph.weight.weight import Weight
 from ...graph.weights.device_reads import box_of
@@ -67,45 +69,66 @@ def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
 
 
 def unstacked(stack: StackedWeight) -> list[Any]:
-    """The arrays of the layers of a stack. On CPUs they share the memory of the stack."""
-    own, count = stack.leaf, stack.span.count
-    sharding = _layer_sharding(own)
-    if sharding is None:
-        return [own[i] for i in range(count)]
-    shape = own.shape[1:]
-    shards = [(next(iter(s.data.devices())), np.asarray(s.data)) for s in own.addressable_shards]
-    return [
-        jax.make_array_from_single_device_arrays(
-            shape, sharding, [_put(array[i], device) for device, array in shards], dtype=own.dtype
-        )
-        for i in range(count)
-    ]
+    """The arrays of the Weights of a stack. On CPUs they share the memory of the stack."""
+    own, indices = stack.leaf, [stack.index(i) for i in range(stack.count)]
+    if not isinstance(own, jax.Array) or isinstance(own, Tracer) or not _is_plain(own.sharding):
+        return [own[index] for index in indices]
+    on_host = all(device.platform == "cpu" for device in own.sharding.device_set)
+    if not on_host and not stack.split:
+        return [own[index] for index in indices]
+    levels = len(stack.spans)
+    shards = [
+        (box_of(s.index, own.shape)[:levels], next(iter(s.data.devices())),
+         np.asarray(s.data) if on_host else s.data)
+        for s in own.addressable_shards
+    ]  # fmt: skip
+    found = []
+    for index in indices:
+        parts = []
+        for box, device, array in shards:
+            if all(start <= i < stop for i, (start, stop) in zip(index, box, strict=True)):
+                place = tuple(i - start for i, (start, _) in zip(index, box, strict=True))
+                parts.append(_put(array[place], device))
+        where = _sharding_of_one(stack, own, index)
+        shape = own.shape[levels:]
+        found.append(jax.make_array_from_single_device_arrays(shape, where, parts, dtype=own.dtype))
+    return found
 
 
-def _put(array: np.ndarray, device: Any) -> jax.Array:
-    """device_put of a host array; on a CPU without a copy if its memory is aligned to 64 bytes."""
+def _put(array: Any, device: Any) -> jax.Array:
+    """device_put of a part; on a CPU without a copy if its memory is aligned to 64 bytes."""
     return jax.device_put(array, jax.sharding.SingleDeviceSharding(device))
 
 
-def _layer_sharding(own: Any) -> Any:
-    """The sharding of each layer of a stack; None where layers cannot share the stack's memory."""
-    if not isinstance(own, jax.Array) or isinstance(own, Tracer):
-        return None
-    sharding = own.sharding
-    if any(device.platform != "cpu" for device in sharding.device_set):
-        return None
+def _is_plain(sharding: Any) -> bool:
+    """Whether parts of an array can be taken from its devices' memory."""
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
-        return None
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return sharding
+        return False
+    return isinstance(sharding, (jax.sharding.SingleDeviceSharding, jax.sharding.NamedSharding))
+
+
+def _sharding_of_one(stack: StackedWeight, own: jax.Array, index: tuple[int, ...]) -> Any:
+    """The sharding of one of the Weights: over the devices that hold it."""
+    sharding: Any = own.sharding
     if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    first, *rest = (*sharding.spec, None)
-    if first is not None:
-        return None
-    return jax.sharding.NamedSharding(
-        sharding.mesh, jax.sharding.PartitionSpec(*rest[: own.ndim - 1])
-    )
+        return sharding
+    mesh, levels = sharding.mesh, len(stack.spans)
+    lead = (*sharding.spec, *(None,) * own.ndim)[:levels]
+    spec = jax.sharding.PartitionSpec(*sharding.spec[levels:])
+    for size, place, entry in zip(stack.lead, index, lead, strict=True):
+        names = names_in(entry)
+        counts = [mesh.shape[name] for name in names]
+        share = place // (size // math.prod(counts))
+        for name, i in zip(names, np.unravel_index(share, counts) if counts else (), strict=True):
+            axis = mesh.axis_names.index(name)
+            rest = [
+                (n, t) for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if n != name
+            ]
+            devices = np.take(np.asarray(mesh.devices), int(i), axis)
+            mesh = jax.sharding.Mesh(
+                devices, tuple(n for n, _ in rest), axis_types=tuple(t for _, t in rest)
+            )
+    return jax.sharding.NamedSharding(mesh, spec)
 
 
 def storable(title: str, name: str, value: Any) -> Any:

@@ -32,7 +32,7 @@ class Target(Destination):
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each tensor, in logical order."""
-        shape = self.shape if self.axis is None else self.shape[1:]
+        shape = self.shape if self.axis is None else self.shape[self.levels :]
         return shape if self.layout is None else (math.prod(shape[:2]), *shape[2:])
 
     def array(self) -> Any:
@@ -68,7 +68,7 @@ def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> Target:
     stored, target = holder.stored, of_leaf(prefix + name, leaf)
     target.names = [prefix + one for one in stored.names(name)]
     target.name, target.layout = target.names[0], stored.layout
-    target.axis = None if stored.span is None else 0
+    target.axis, target.levels = (0, len(stored.spans)) if stored.spans else (None, 1)
     if target.sharding is None and type(leaf) is jax.ShapeDtypeStruct:
         target.sharding = stored.leaf_sharding
     declared = stored.dtype.np

@@ -336,14 +336,14 @@ def _different(given: Mapping[str, Any]) -> Iterator[str]:
 
 def _place(header: ProgramHeader, fits: Mapping[str, Fit]) -> list[Any]:
     """Reads and converts the values and puts them on the device; one array for each leaf."""
-    stacked: dict[int, tuple[list[Fit], Any]] = {}
+    stacked: dict[int, tuple[None, list[Fit]]] = {}
     single: list[Fit] = []
     for i, leaf in enumerate(header.leaves):
         group = [fits[name] for name in names_in(leaf)]
         if isinstance(leaf, str) or any(map(is_on_device, group)):
             single += group
         else:
-            stacked[i] = group, None
+            stacked[i] = None, group
     arrays, stacks = map(iter, read(single, list(stacked.values())))
     values = []
     for i, leaf in enumerate(header.leaves):

@@ -150,7 +150,7 @@ def _weights(
     leaves: list[str | tuple[str, ...]] = []
     types = []
     for full, holder in zip(definition.names, holders, strict=True):
-        type_ = _type_of_weight(full, holder)
+        type_ = _flat(_type_of_weight(full, holder), holder)
         types.append(type_)
         # A stack is one array in the program; outside, each of its slices has its own name.
         pairs = zip(holder.stored.weights, holder.stored.names(full), strict=True)
@@ -160,6 +160,15 @@ def _weights(
             found[name] = WeightEntry(_declared(holder.stored, type_), tuple(others.get(name, ())))
     order = [name for name in by_name if name in found]
     return {name: found[name] for name in [*order, *found]}, tuple(leaves), types
+
+
+def _flat(type_: jax.ShapeDtypeStruct, holder: Any) -> jax.ShapeDtypeStruct:
+    """The type in the program, where a stack of stacks has one leading axis: that of its names."""
+    spans = holder.stored.spans
+    if len(spans) < 2:
+        return type_
+    shape = (holder.stored.count, *type_.shape[len(spans) :])
+    return jax.ShapeDtypeStruct(shape, type_.dtype, sharding=type_.sharding)
 
 
 def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
@@ -191,9 +200,14 @@ def _trace(
     from jax import export as jax_export
 
     treedef, in_tree = jax.tree.structure(model), jax.tree.structure(specs)
+    leads = [holder.stored.lead for holder in model._mx_definition()[1]]
     trees = []
 
     def run(weights: list[Any], leaves: list[Any]) -> list[Any]:
+        weights = [
+            weight.reshape(*lead, *weight.shape[1:]) if len(lead) > 1 else weight
+            for weight, lead in zip(weights, leads, strict=True)
+        ]
         module = jax.tree.unflatten(treedef, weights)
         given = [
             TensorValue(leaf) if isinstance(kind, TensorType) else leaf

@@ -6,7 +6,7 @@ Only shapes and dtypes are read, except to find out whether an output head is th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ def _as_planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list
     """The tensors with the shardings that ``module.to(mesh, rules=rules)`` would give them."""
     return [
         TensorGroup(one.holder.stored.names(one.name), one.shape, _dtype(one.holder, dtype),
-             one.placed.spec, _parts(one.placed.spec, mesh), one.placed.why,
+             one.placed.spec, _parts((*one.placed.spec, one.placed.split), mesh), one.placed.why,
              one.holder.stored.packing)
         for one in plan_places(module, mesh, None, rules)
     ]  # fmt: skip
@@ -144,7 +144,7 @@ def _as_planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list
 def _sharding_of(holder: Any) -> Any:
     """The Sharding that was chosen for a leaf, or that of its array; None if it has neither."""
     stored = holder.stored
-    where = stored.sharding if stored.span is None else stored.leaf_sharding
+    where = stored.leaf_sharding if stored.spans else stored.sharding
     return where or getattr(holder.stored.leaf, "sharding", None)
 
 
@@ -156,7 +156,7 @@ def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
     where, spec, parts = _sharding_of(holder), PartitionSpec(), 1
     why = stored.why if known else UNKNOWN_SIZES
     if where is not None and math.prod(shape):
-        layers = () if stored.span is None else (stored.span.count,)
+        layers = stored.lead
         parts = math.prod((*layers, *shape)) // math.prod(where.shard_shape((*layers, *shape)))
         spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[len(layers) :])
         if where.memory_kind not in (None, "device"):
@@ -174,7 +174,7 @@ def _dtype(holder: Any, override: DType | None) -> DType:
     return override if override is not None and found.is_float() else found
 
 
-def _parts(spec: PartitionSpec, mesh: Any) -> int:
+def _parts(spec: Iterable[Any], mesh: Any) -> int:
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry)
     return math.prod(mesh.shape[axis] for entry in entries for axis in entry)
 

@@ -32,12 +32,15 @@ class Split(NamedTuple):
         instead: alternative to try if the sizes do not divide evenly.
         by_device: whether the layer supports rows in device-major order
             (:class:`DeviceMajor`); the strategy is then ``segmented`` on axis 0.
+        whole: kinds of axes over which the weights of a stack are dealt instead, each whole, if
+            their number divides evenly; ``strategy`` then splits over the rest of ``over``.
     """
 
     strategy: ShardingStrategy
     over: tuple[str, ...] = TENSOR
     fallback: ShardingStrategy | None = None
     by_device: bool = False
+    whole: tuple[str, ...] = ()
 
 
 class Placed(NamedTuple):
@@ -47,11 +50,13 @@ class Placed(NamedTuple):
         spec: for each axis of the weight, the axes of the mesh that it is split over.
         why: reason as one readable phrase.
         layout: order of the stored rows, if it is not the logical one.
+        split: mesh axes over which the weights of a stack are dealt, each whole.
     """
 
     spec: PartitionSpec
     why: str
     layout: DeviceMajor | None = None
+    split: tuple[str, ...] = ()
 
 
 def axis_of(mesh: Any, kind: str) -> str | None:
@@ -80,7 +85,9 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def place(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 1) -> Placed:
+def place(
+    name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 1, count: int = 1
+) -> Placed:
     """The placement of a weight on a mesh.
 
     Args:
@@ -90,6 +97,7 @@ def place(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 
         wanted: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
             unchanged, or None for no request.
         mesh: a ``jax.sharding.Mesh``, or an AbstractMesh.
+        count: number of weights along the last axis of a stack, such as the experts of a layer.
 
     Raises:
         UserInputError: the strategy or the spec does not fit the weight's rank; a spec names
@@ -116,7 +124,12 @@ def place(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
     split = Split(wanted) if isinstance(wanted, ShardingStrategy) else wanted
+    dealt: tuple[str, ...] = ()
     if isinstance(split, Split):
+        dealt, reason = _dealt(split, mesh, count)
+        reasons.append(reason)
+        if dealt:
+            split = split._replace(over=tuple(k for k in split.over if k not in split.whole))
         reasons.append(_split_tensor(name, shape, counts, split, mesh, entries))
     fsdp = axis_of(mesh, "fsdp")
     if fsdp is not None and mesh.shape[fsdp] > 1:
@@ -124,7 +137,20 @@ def place(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int = 
     if split is None and not any(reasons):
         reasons.append("no strategy")
     why = "; ".join(reason for reason in reasons if reason)
-    return Placed(spec_of(entries), why, _layout(split, entries, mesh))
+    return Placed(spec_of(entries), why, _layout(split, entries, mesh), dealt)
+
+
+def _dealt(split: Split, mesh: Any, count: int) -> tuple[tuple[str, ...], str]:
+    """The mesh axes over which the weights of a stack are dealt, and the reason in words."""
+    axes = [axis_of(mesh, kind) for kind in split.whole]
+    over = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
+    n = math.prod(mesh.shape[axis] for axis in over)
+    if n == 1 or count == 1:
+        return (), ""
+    shown = "·".join(f"{axis}={mesh.shape[axis]}" for axis in over)
+    if count % n:
+        return (), f"the {count} experts do not divide by {shown}"
+    return over, f"{count // n} of {count} whole experts each over {shown}"
 
 
 def _split_tensor(

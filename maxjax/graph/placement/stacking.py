@@ -9,55 +9,81 @@ would choose the shardings.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import put
+from .specs import spec_of
 
 
-def stack(parts: Sequence[Any], sharding: Any) -> Any:
+def stack(parts: Sequence[Any], sharding: Any, lead: tuple[int, ...] = ()) -> Any:
     """Arrays of one shape and dtype as one array ``[n, ...]``, bit for bit.
 
     Args:
         parts: n arrays.
         sharding: Sharding of the result; None lets JAX choose.
+        lead: sizes of several leading axes of the result instead of one, whose product is n.
 
     Example:
         >>> stack([jnp.ones(2), jnp.zeros(2)], None).tolist()
         [[1.0, 1.0], [0.0, 0.0]]
     """
     if not all(_is_concrete(part) for part in parts):  # tracers, whose derivatives count
-        return put(jnp.stack(parts), sharding) if sharding is not None else jnp.stack(parts)
+        made = _led(jnp.stack(parts), lead)
+        return put(made, sharding) if sharding is not None else made
     devices = getattr(sharding, "device_set", None)
     direct = all(part.sharding.device_set == devices for part in parts)
-    made = _stack_program(sharding if direct else None)(*parts)
+    made = _stack_program(sharding if direct else None, tuple(lead))(*parts)
     if sharding is not None and not direct:
         made = put(made, sharding)
     return jax.block_until_ready(made)
 
 
-def unstack(array: Any, sharding: Any) -> list[Any]:
+def unstack(array: Any, sharding: Any, levels: int = 1) -> list[Any]:
     """The arrays ``[...]`` of an array ``[n, ...]``, bit for bit.
 
     Args:
         array: an array with at least one axis.
         sharding: Sharding of each result; None lets JAX choose.
+        levels: number of leading axes that are taken apart.
 
     Example:
         >>> [part.tolist() for part in unstack(jnp.arange(4.0).reshape(2, 2), None)]
         [[0.0, 1.0], [2.0, 3.0]]
     """
     if not _is_concrete(array):
-        return list(jnp.unstack(array))
+        return list(jnp.unstack(_flat(array, levels)))
     direct = array.sharding.device_set == getattr(sharding, "device_set", None)
-    parts = _unstack_program(sharding if direct else None, array.shape[0])(array)
+    count = math.prod(array.shape[:levels])
+    parts = _unstack_program(sharding if direct else None, count, levels)(array)
     if sharding is not None and not direct:
         parts = [put(part, sharding) for part in parts]
     return jax.block_until_ready(parts)
+
+
+def with_leading(sharding: Any, levels: int, split: tuple[str, ...] = ()) -> Any:
+    """The Sharding of a stack with so many leading axes, of arrays that each have ``sharding``.
+
+    Args:
+        split: mesh axes that split the last of the leading axes.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1), ("expert", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> one = NamedSharding(mesh, PartitionSpec("model"))
+        >>> with_leading(one, 2, ("expert",)).spec
+        PartitionSpec(None, 'expert', 'model')
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    lead = spec_of([*[()] * (levels - 1), split])
+    spec = PartitionSpec(*lead, *sharding.spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def _is_concrete(array: Any) -> bool:
@@ -65,21 +91,33 @@ def _is_concrete(array: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=128)
-def _stack_program(sharding: Any) -> Any:
+def _stack_program(sharding: Any, lead: tuple[int, ...] = ()) -> Any:
     """A jitted function for each sharding, kept: otherwise each stack would compile anew."""
 
     def stack(*parts: jax.Array) -> jax.Array:
-        return _from_bits(jnp.stack([_bits(part) for part in parts]), parts[0].dtype)
+        made = _led(jnp.stack([_bits(part) for part in parts]), lead)
+        return _from_bits(made, parts[0].dtype)
 
     return jax.jit(stack, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=128)
-def _unstack_program(sharding: Any, count: int) -> Any:
+def _unstack_program(sharding: Any, count: int, levels: int = 1) -> Any:
     def unstack(array: jax.Array) -> list[jax.Array]:
-        return [_from_bits(part, array.dtype) for part in jnp.unstack(_bits(array))]
+        parts = jnp.unstack(_flat(_bits(array), levels))
+        return [_from_bits(part, array.dtype) for part in parts]
 
     return jax.jit(unstack, out_shardings=[sharding] * count)
+
+
+def _led(array: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    return array if len(lead) < 2 else array.reshape(*lead, *array.shape[1:])
+
+
+def _flat(array: jax.Array, levels: int) -> jax.Array:
+    if levels == 1:
+        return array
+    return array.reshape(math.prod(array.shape[:levels]), *array.shape[levels:])
 
 
 def _bits(array: jax.Array) -> jax.Array:

@@ -44,7 +44,8 @@ def standing_for(weight: Any) -> Any:
     home = weight.stored.home
     if home is not None and RUNNING.is_below(home[0]):
         stack = standing_for(home[0])
-        return None if stack is None else StackSlice(stack, home[1]).__jax_array__()
+        levels = len(weight.stored.spans)
+        return None if stack is None else home[0].cut(stack, home[1], levels).__jax_array__()
     return None if isinstance(stack_of(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
 
 
@@ -58,8 +59,9 @@ class StoredWeight:
         dims: declared sizes, in logical order.
         encoding: declared quantization encoding, or None.
         leaf: entry in a pytree: an array, a placeholder, None, or a slice of a stack.
-        home: (StackedWeight, place in it) if a stack holds the value, otherwise None.
-        span: layers of which the leaf holds the values; None as it is not a stack.
+        home: (StackedWeight, number in it) if a stack holds the value, otherwise None.
+        spans, lead: what the leading axes of the leaf stand for, and their sizes; () as it is not
+            a stack.
         source: data of a checkpoint that has not been read yet.
         sharding: jax Sharding of the array in logical order; None lets JAX choose.
         layout: order of the leaf if it is not the logical one; its shape then differs too.
@@ -77,7 +79,7 @@ class StoredWeight:
     dims = property(attrgetter("weight._dims"))
     leaf = property(attrgetter("weight._leaf"))
     home = property(attrgetter("weight._home"))
-    span = None
+    spans, lead = (), ()
     sharding = property(attrgetter("weight._sharding"))
     layout = property(attrgetter("weight._layout"))
     encoding = property(attrgetter("weight._quantization_encoding"))
@@ -286,13 +288,21 @@ class StoredWeight:
 
     # -- sharding
 
-    def moved(self, sharding: Any, layout: DeviceMajor | None, name: str) -> Any:
-        """The value as stored with another Sharding; None if there is none or a stack holds it."""
+    def moved(
+        self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
+    ) -> Any:
+        """The value as stored with another Sharding; None if there is none or a stack holds it.
+
+        Args:
+            split: mesh axes that the Weights of a stack are dealt over; () for a single Weight.
+        """
         if self.weight._home is not None or self.is_lazy:
             return None
         return relaid(self.weight._own, sharding, self.weight._layout, layout, name)
 
-    def settle(self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any) -> None:
+    def settle(
+        self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any, split: tuple[str, ...] = ()
+    ) -> None:  # fmt: skip
         """Adopts a new sharding, with the result of :meth:`moved` for it."""
         w = self.weight
         w._sharding, w._why, w._layout = sharding, why, layout

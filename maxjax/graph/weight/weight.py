@@ -104,7 +104,7 @@ class Weight(TensorValue):
         self._loaded_shape: tuple[int, ...] | None = None
         # Data of a checkpoint that has not been read yet (Weights.allocate).
         self._source: Any = None
-        # For a layer of a LayerStack: the StackedWeight that holds the value, and the place in it.
+        # For a layer of a LayerStack: the StackedWeight that holds the value, and the number in it.
         self._home: tuple[Any, int] | None = None
         self.shard_idx: int | None = None
         self.stored.declare(DType.of(dtype), tuple(Shape(shape)))

@@ -129,10 +129,12 @@ class Destination:
         name: name of the array, for errors.
         shape: shape of the stored array.
         dtype: NumPy dtype of the stored array.
-        sources: what it is read from: one source, or one for each layer along ``axis``.
+        sources: what it is read from: one source, or one for each layer along ``axis``. Layers
+            along several axes are in the order of the array.
         sharding: sharding of the stored array; None for JAX's default device.
         layout: order of the stored rows, if it is not the logical one.
         axis: axis of the layers; None if there is one source.
+        levels: number of axes of the layers, from ``axis`` on: 2 for a stack of stacks.
         order: other arrangement of each tensor's values, if any.
         convert: conversion of what is read of a source, by the source's number, after the casts of
             its data. It returns values of ``dtype`` unchanged. None casts them.
@@ -146,6 +148,7 @@ class Destination:
     sharding: Any = None
     layout: DeviceMajor | None = None
     axis: int | None = None
+    levels: int = 1
     order: Order | None = None
     convert: Callable[[int, np.ndarray], np.ndarray] | None = None
     pieces: dict[Box, np.ndarray] = field(default_factory=dict, init=False, repr=False)
@@ -209,19 +212,33 @@ class Destination:
 
     def _parts(self, number: int) -> Iterator[tuple[Box, Box]]:
         """The boxes of devices that a source belongs to, each with the part of it that it fills."""
+        axes = self._axes
         for box in self._boxes:
-            if self.axis is None or box[self.axis][0] <= number < box[self.axis][1]:
-                yield box, self._layer(box, number)
+            layer = self._layer(box, number)
+            spans = zip(layer[axes], box[axes], strict=True)
+            if all(start <= index < stop for (index, _), (start, stop) in spans):
+                yield box, layer
+
+    @property
+    def _axes(self) -> slice:
+        """The axes of the layers; none if there is one source."""
+        start = self.axis or 0
+        return slice(start, start if self.axis is None else start + self.levels)
 
     def _layer(self, box: Box, number: int) -> Box:
-        axis = self.axis
-        return box if axis is None else (*box[:axis], (number, number + 1), *box[axis + 1 :])
+        """The part of a box that a source fills, if the box has any of it."""
+        axes = self._axes
+        if self.axis is None:
+            return box
+        index = np.unravel_index(number, self.shape[axes])
+        return (*box[: axes.start], *((int(i), int(i) + 1) for i in index), *box[axes.stop :])
 
     def _tensor_box(self, part: Box) -> Box:
         """The box of a tensor, in stored order, that a part of the array is read from."""
         if self.order is not None:
             return self.order.file_box(part)
-        return tuple(span for axis, span in enumerate(part) if axis != self.axis)
+        axes = self._axes
+        return (*part[: axes.start], *part[axes.stop :])
 
     def _is_direct(self, number: int) -> bool:
         """Whether a source's bytes on disk are those of the array, in its order."""

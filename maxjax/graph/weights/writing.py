@@ -132,7 +132,7 @@ def _source_of(
     shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
     home, array, index = stored.home, stored.leaf, ()
     if home is not None and home[0].is_whole:
-        array, index = home[0].leaf, (home[1],)
+        array, index = home[0].leaf, home[0].index(home[1])
     if not getattr(array, "is_fully_addressable", True) and not _is_complete(array, index):
         if gathering is None or not can_gather(array):
             return None

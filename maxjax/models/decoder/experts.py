@@ -28,7 +28,7 @@ from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weights import WeightData
 from ...kernels import explicit
 from ...nn.activation import activation
-from ...nn.layer import LayerList, Module
+from ...nn.layer import ExpertStack, Module
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.moe import SHARES
 from ...nn.moe.experts import ExpertWeights, inner_axes, mixture, mixture_on_mesh, one_by_one
@@ -128,12 +128,16 @@ class SparseMLP(Module):
     Attributes:
         gate: the router, a Linear of weight ``[X, E]``; the k experts with the highest scores are
             chosen.
-        experts: LayerList of X :class:`ExpertMLP`.
+        experts: ExpertStack of X :class:`ExpertMLP`: one array for each projection. If a file holds
+            experts of one layer in different dtypes, it is a LayerList of them.
 
     Example:
         >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
-        >>> sorted(SparseMLP(config, DType.float32).raw_state_dict())[:2]
+        >>> mlp = SparseMLP(config, DType.float32)
+        >>> sorted(mlp.raw_state_dict())[:2]
         ['experts.0.down_proj.weight', 'experts.0.gate_proj.weight']
+        >>> [leaf.shape for leaf in jax.tree.leaves(mlp)]
+        [(8, 8), (8, 16, 8), (8, 16, 8), (8, 8, 16)]
     """
 
     def __init__(self, config: MoEConfig, dtype: DType):
@@ -143,10 +147,9 @@ class SparseMLP(Module):
             config.num_experts_per_tok, config.norm_topk_prob, config.hidden_act
         )  # fmt: skip
         self.gate = Linear(size, config.num_experts, dtype, DeviceRef.CPU())
-        self.experts = LayerList(
-            ExpertMLP(config.maps, size, config.expert_size, config.hidden_act, dtype)
-            for _ in range(config.num_experts)
-        )
+        first = ExpertMLP(config.maps, size, config.expert_size, config.hidden_act, dtype)
+        self.maps = config.maps
+        self.experts: Any = ExpertStack(first, config.num_experts)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits every expert's inner features over the mesh axes ``expert`` and ``model`` together.
@@ -155,8 +158,8 @@ class SparseMLP(Module):
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules = linear_rules("gate", ShardingStrategy.replicate(1))
-        for i, expert in enumerate(self.experts):
-            for name, strategy in zip(expert.maps, (rows, rows, columns), strict=True):
+        for i in self.experts._mx_children:  # one that stands for all, or each
+            for name, strategy in zip(self.maps, (rows, rows, columns), strict=True):
                 rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS)
         return rules
 
@@ -190,7 +193,17 @@ class SparseMLP(Module):
         kind = "softmax of chosen" if self.normalised else "softmax"
         return chosen, SHARES[kind](scores, best)
 
-    def _weights(self) -> list[ExpertWeights]:
+    @property
+    def _stacks(self) -> list[Any] | None:
+        """The holders of the experts' weights: gates, ups and downs; None if they are apart."""
+        experts = self.experts
+        if not isinstance(experts, ExpertStack) or not experts.is_stacked:
+            return None
+        return [experts.holder(f"{name}.weight").stored for name in self.maps]
+
+    def _weights(self) -> Any:
+        if (stacks := self._stacks) is not None:
+            return ExpertWeights(*(stack.operand() for stack in stacks))
         return [
             ExpertWeights(*(m.weight.stored.operand() for m in e.linears)) for e in self.experts
         ]
@@ -200,12 +213,17 @@ class SparseMLP(Module):
 
         The axes are None if the experts are split differently or quantised.
         """
-        weights = [[m.weight for m in e.linears] for e in self.experts]
+        stacks = self._stacks
+        weights = (
+            [[m.weight.stored for m in e.linears] for e in self.experts]
+            if stacks is None
+            else [stacks]
+        )
         mesh = mesh_of([w.sharding for expert in weights for w in expert])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
         found = inner_axes(weights, mesh)
-        packed = any(w.quantization_encoding is not None for expert in weights for w in expert)
+        packed = any(w.encoding is not None for expert in weights for w in expert)
         return mesh, None if packed or len(found) != 1 else found.pop()
 
 

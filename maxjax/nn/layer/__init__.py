@@ -18,6 +18,7 @@ from .layer_list import MissingLayer as MissingLayer
 from .layer_list import Sequential as Sequential
 from .module import Module as Module
 from .module import recursive_named_layers as recursive_named_layers
+from .stack.expert_stack import ExpertStack as ExpertStack
 from .stack.layer_stack import LayerStack as LayerStack
 from .stack.per_layer import PerLayer as PerLayer
 from .state import LoadResult as LoadResult

@@ -79,7 +79,8 @@ class Node(NamedTuple):
         children: (attribute, node index).
         statics: (attribute, key of the value), sorted.
         in_stack: whether the Module is, or is in, one of the layers of a LayerStack.
-        stacks: for a LayerStack: leaf indices of its StackedWeights.
+        stacks: for a LayerStack: leaf indices of its StackedWeights; with the number of its first
+            Weight for a part of another LayerStack's, otherwise None.
         elsewhere: for a LayerStack: (layer number, path in it, node index) of Modules that the
             model also holds elsewhere, in layers that another layer represents.
         shards: (attribute, index of the leaf it is a part of, place in a stack or None, which
@@ -92,7 +93,7 @@ class Node(NamedTuple):
     children: tuple[tuple[str, int], ...]
     statics: tuple[Any, ...]
     in_stack: bool
-    stacks: tuple[int, ...]
+    stacks: tuple[tuple[int, int | None], ...]
     elsewhere: tuple[tuple[int, str, int], ...]
     shards: tuple[tuple[str, int, int | None, Any], ...]
     source: int | None
@@ -206,15 +207,19 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
     for attr, local in module._mx_locals.items():
         weight = module._mx_weights[local]
         holder = walk.holder(weight)
-        place = None if holder is weight else weight.stored.home[1]
+        place = walk.number(weight, holder)
         weights.append((attr, local, index[id(holder)], attr in module._mx_shared, place))
+    holders = [walk.holder(stack) for stack in module._mx_stacks]
     return Node(
         type(module),
         tuple(weights),
         tuple((attr, walk.index[id(child)]) for attr, child in module._mx_children.items()),
         tuple(sorted(module._mx_statics.items(), key=itemgetter(0))),
         walk.stacked and module._mx_in_stack,
-        tuple(index[id(stack)] for stack in module._mx_stacks),
+        tuple(
+            (index[id(holder)], walk.number(stack, holder))
+            for stack, holder in zip(module._mx_stacks, holders, strict=True)
+        ),
         _elsewhere(module, walk),
         tuple(_part(attr, shard, walk, index) for attr, shard in module._mx_shards.items()),
         walk.index.get(id(source_of(module)), _ELSEWHERE) if "_mx_source" in vars(module) else None,
@@ -228,9 +233,7 @@ def _part(
     holder = walk.holder(host)
     if id(holder) not in index:
         return attr, index[id(shard)], None, -1
-    home = host.stored.home
-    place = None if home is None or holder is host else home[1]
-    return attr, index[id(holder)], place, shard.stored.static()
+    return attr, index[id(holder)], walk.number(host, holder), shard.stored.static()
 
 
 def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
@@ -287,7 +290,9 @@ def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any
                 None if node.source == _ELSEWHERE else modules[node.source]
             )
         if node.kind._mx_is_stack:
-            module.__dict__["_mx_stacks"] = tuple(holders[i] for i in node.stacks)
+            module.__dict__["_mx_stacks"] = tuple(
+                holders[i] if start is None else holders[i].part(start) for i, start in node.stacks
+            )
             if node.elsewhere:
                 module.__dict__["_mx_elsewhere"] = {
                     (i, path): modules[k] for i, path, k in node.elsewhere

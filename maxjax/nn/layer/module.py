@@ -89,8 +89,9 @@ class Module(Layer, StateDict, ABC):
     _mx_is_container: bool = False
     # Whether it is, or is in, a layer of a LayerStack, which cannot be changed alone.
     _mx_in_stack: bool = False
-    # Whether it is a LayerStack; the StackedWeights follow.
+    # Whether it is a LayerStack, and one that the layers of another may hold; the StackedWeights follow.
     _mx_is_stack: bool = False
+    _mx_nests: bool = False
     _mx_stacks: tuple[Any, ...] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any):

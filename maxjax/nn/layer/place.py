@@ -58,24 +58,27 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         sharding = sharding if kind is None else sharding.with_memory_kind(kind)
         definition, holders = module._mx_definition()
         named = zip(holders, definition.names, strict=True)
-        todo = [(holder, name, sharding, "", None) for holder, name in named]
+        todo = [(holder, name, sharding, "", None, ()) for holder, name in named]
     else:
         todo = []
-        for holder, name, _, (spec, why, layout) in plan_places(module, mesh, strategy, rules):
-            todo.append((holder, name, NamedSharding(mesh, spec, memory_kind=kind), why, layout))
+        for holder, name, _, (spec, why, layout, split) in plan_places(
+            module, mesh, strategy, rules
+        ):
+            sharding = NamedSharding(mesh, spec, memory_kind=kind)
+            todo.append((holder, name, sharding, why, layout, split))
     # All of them or none: the memory of a device may not suffice for the last.
     moved = [
-        holder.stored.moved(sharding, layout, name) for holder, name, sharding, _, layout in todo
+        holder.stored.moved(sharding, layout, name, split)
+        for holder, name, sharding, _, layout, split in todo
     ]
-    for (holder, _, sharding, why, layout), leaf in zip(todo, moved, strict=True):
-        holder.stored.settle(sharding, why, layout, leaf)
+    for (holder, _, sharding, why, layout, split), leaf in zip(todo, moved, strict=True):
+        holder.stored.settle(sharding, why, layout, leaf, split)
     structure_changed()
 
 
 def _check_alone(module: Any) -> None:
-    for weight in module._mx_definition()[1]:
-        if isinstance(weight, Weight):
-            weight.stored.refuse_in_stack("a placement")
+    for holder in module._mx_definition()[1]:
+        holder.stored.refuse_in_stack("a placement")
 
 
 def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
@@ -144,7 +147,8 @@ def plan_places(
             found.append(Place(holder, name, shape, Placed(PartitionSpec(), UNKNOWN_SIZES)))
             continue
         rule = _rule_for(holder, where, rule_of, strategy, rules, len(shape))
-        placed = place(name, tuple(map(int, stored.logical_shape)), rule, mesh, stored.block)
+        count = stored.lead[-1] if stored.spans else 1
+        placed = place(name, tuple(map(int, stored.logical_shape)), rule, mesh, stored.block, count)
         found.append(Place(holder, name, shape, placed))
     return found
 

@@ -7,7 +7,7 @@ problems; read and convert all values; store them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -215,11 +215,11 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
 
 
 def _load(
-    fits: list[Fit], single: list[Fit], stacks: list[tuple[StackedWeight, list[Fit]]]
+    fits: list[Fit], single: list[Fit], stacks: Sequence[tuple[StackedWeight, list[Fit]]]
 ) -> None:
     """Reads and converts everything, then stores it."""
     with jax.ensure_compile_time_eval():  # the arrays belong to no trace that is running
-        arrays, stacked = read(single, [(group, stack.leaf_sharding) for stack, group in stacks])
+        arrays, stacked = read(single, stacks)
         _put_all(single, arrays)
     for one in fits:
         _store(one)

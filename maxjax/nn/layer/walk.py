@@ -32,7 +32,8 @@ class Walk:
             a LayerStack.
         places: (full name, attribute path, weight, marked shared) in walk order.
         stacked: whether the walk met a LayerStack.
-        stacks: ids of the StackedWeights of these LayerStacks.
+        stacks: ids of the StackedWeights of these LayerStacks, and of the parts that they use of
+            the StackedWeights of LayerStacks above them.
         shards: (attribute path, shard) for shards that are held as attributes.
     """
 
@@ -45,6 +46,7 @@ class Walk:
         self.places: list[tuple[str, str, Weight, bool]] = []
         self.stacked = False
         self.stacks: set[int] = set()
+        self._parts: dict[int, list[Any]] = {}  # by id of the StackedWeight
         self.shards: list[tuple[str, Weight]] = []
         self._inner: list[bool] = []  # for each place, whether its module is in_stack
         self._held: list[_View] = []
@@ -71,6 +73,9 @@ class Walk:
             if is_stack:
                 self.stacked = True
                 self.stacks.update(map(id, module._mx_stacks))
+                for stack in module._mx_stacks:
+                    if stack.home is not None:
+                        self._parts.setdefault(id(stack.home[0]), []).append(stack)
             children = module._mx_layers() if self._layers_only else module._mx_children
             self._visit(done, module, children, is_stack)
             done += 1
@@ -109,9 +114,24 @@ class Walk:
             self.enter(child, below, f"{path}{attr}.", within)
 
     def holder(self, weight: Weight) -> Any:
-        """The holder of the weight's leaf: itself, or its StackedWeight if that is below the root."""
+        """The holder of the leaf of a Weight, or of a part of a stack.
+
+        It is the StackedWeight if that is below the root, or the part of it that is; otherwise
+        the Weight itself.
+        """
         home = weight.stored.home
-        return weight if home is None or id(home[0]) not in self.stacks else home[0]
+        if home is None:
+            return weight
+        if id(home[0]) in self.stacks:
+            return home[0]
+        parts = self._parts.get(id(home[0]), ())
+        return next((part for part in parts if 0 <= home[1] - part.home[1] < part.count), weight)
+
+    def number(self, weight: Any, holder: Any) -> int | None:
+        """The number of a Weight, or of the first of a part, in its holder; None if that is itself."""
+        if holder is weight:
+            return None
+        return weight.stored.home[1] - (0 if holder.home is None else holder.home[1])
 
     def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
         """Picks the owner of each leaf: the first place not marked shared, else the first.

@@ -23,7 +23,8 @@ from ...dtype import DType, promote
 from ...graph.placement.arrays import on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, split_over
 from ...graph.weight.weight import Weight
-from ...kernels import matmul
+from ...kernels import QuantArray, matmul
+from ...kernels.stack_slice import slice_of
 from ..linear import gated
 
 # Larger blocks are not faster, and have more unused rows.
@@ -31,20 +32,41 @@ _MOST_ROWS = 64
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one expert, as ``kernels.matmul`` takes them: arrays or quantised weights.
+    """The weights of one expert, as ``kernels.matmul`` takes them, or of all experts stacked.
+
+    Each is an array, a StackSlice, or a QuantArray of either.
 
     Attributes:
-        gate, up: ``[F, E]``.
-        down: ``[E, F]``.
+        gate, up: ``[F, E]``, or ``[X, F, E]``.
+        down: ``[E, F]``, or ``[X, E, F]``.
     """
 
     gate: Any
     up: Any
     down: Any
 
+    def at(self, index: Any) -> ExpertWeights:
+        """One of the stacked experts, where it lies."""
+        return ExpertWeights(*(_at(w, index) for w in self))
+
+
+# All experts stacked, or each by itself.
+Experts = ExpertWeights | Sequence[ExpertWeights]
+
+
+def _at(w: Any, index: Any) -> Any:
+    if isinstance(w, QuantArray):
+        return QuantArray(slice_of(w.blocks, index), w.encoding)
+    return slice_of(w, index)
+
+
+def count_of(experts: Experts) -> int:
+    """X, the number of experts."""
+    return experts.gate.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
+
 
 def mixture(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[ExpertWeights], kind: str
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts, kind: str
 ) -> jax.Array:
     """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
 
@@ -53,7 +75,7 @@ def mixture(
     Args:
         x: ``[N, E]``.
         chosen, shares: indices of experts, and the factors of their results, ``[N, k]`` each.
-        experts: weights of the X experts.
+        experts: weights of the X experts: stacked, or each by itself.
         kind: name of the activation function.
 
     Returns:
@@ -65,15 +87,16 @@ def mixture(
         >>> mixture(x, chosen, shares, [one] * 5, "relu")[0]
         Array([12., 12.], dtype=float32)
     """
-    run = partial(jax.lax.platform_dependent, x, chosen, shares, list(experts))
+    experts = experts if isinstance(experts, ExpertWeights) else list(experts)
+    run = partial(jax.lax.platform_dependent, x, chosen, shares, experts)
     # The size of a block depends on the number of tokens, which must be known.
     if not isinstance(x.shape[0], int) or not x.shape[0]:
-        return _sorted(kind, x, chosen, shares, list(experts))
+        return _sorted(kind, x, chosen, shares, experts)
     return run(cpu=partial(_in_blocks, kind), default=partial(_sorted, kind))
 
 
 def mixture_on_mesh(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[ExpertWeights],
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
     kind: str, mesh: Any, axes: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     """:func:`mixture` for experts whose F inner features are split over ``axes`` of a mesh.
@@ -82,20 +105,22 @@ def mixture_on_mesh(
     and however many experts there are; the parts are summed once.
     """
 
-    def local(x: Any, chosen: Any, shares: Any, both: Any, down: Any) -> jax.Array:
-        y = sorted_mixture(x, chosen, shares, both, down, kind)
+    stacked = _stacked(experts)
+
+    def local(x: Any, chosen: Any, shares: Any, stacked: Any) -> jax.Array:
+        y = sorted_mixture(x, chosen, shares, stacked, kind)
         return jax.lax.psum(y, axes) if axes else y
 
     rows = P(batch_axes(mesh, x.shape[0], ("data", "fsdp", "seq")))
-    specs = (rows, rows, rows, P(None, None, axes), P(None, None, axes))
-    return on_mesh(local, mesh, specs, rows)(x, chosen, shares, *_stacked(experts))
+    inner = ExpertWeights(P(None, axes), P(None, axes), P(None, None, axes))
+    return on_mesh(local, mesh, (rows, rows, rows, inner), rows)(x, chosen, shares, stacked)
 
 
 def inner_axes(experts: Iterable[Sequence[Weight]], mesh: Any) -> set[tuple[str, ...]]:
     """The sets of mesh axes that split the F inner features; one entry if all experts agree.
 
     Args:
-        experts: Weights of the gate, up and down projections of each expert.
+        experts: Weights of the gate, up and down projections of each expert, or their stacks.
         mesh: mesh that they are sharded over.
     """
     fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
@@ -107,23 +132,23 @@ def inner_axes(experts: Iterable[Sequence[Weight]], mesh: Any) -> set[tuple[str,
 
 
 def sorted_mixture(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, both: jax.Array, down: jax.Array, kind: str
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights, kind: str
 ) -> jax.Array:
     """:func:`mixture` for experts stacked in arrays: ``[N, E]`` → ``[N, E]`` in float32.
 
     Args:
         chosen, shares: ``[N, k]``.
-        both, down: weights of gates and ups ``[X, 2, F, E]``, and of downs ``[X, E, F]``.
+        experts: weights of all experts.
         kind: name of the activation function.
     """
     count, k = chosen.shape
-    experts, _, inner, width = both.shape
     order = jnp.argsort(chosen.reshape(-1))  # [N k], stable
-    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
+    sizes = jnp.bincount(chosen.reshape(-1), length=count_of(experts)).astype(jnp.int32)
     rows = x[order // k]  # [N k, E]
-    h = _ragged_matmul(rows, both.reshape(experts, 2 * inner, width), sizes)  # [N k, 2 F]
-    gate, up = jnp.split(h, 2, axis=-1)
-    y = _ragged_matmul(gated(gate, up, kind, 0.0), down, sizes)  # [N k, E]
+    gate, up = (_ragged_matmul(rows, w, sizes) for w in experts[:2])  # [N k, F]
+    wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
+    h = gated(gate.astype(wide), up.astype(wide), kind, 0.0)
+    y = _ragged_matmul(h, experts.down, sizes)  # [N k, E]
     # A gather restores the order of the tokens, so that every device sums in the same order.
     y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
     return jnp.sum(y * shares[..., None], axis=1)
@@ -159,20 +184,25 @@ def one_by_one(
 
 
 def _sorted(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Any
 ) -> jax.Array:
-    return sorted_mixture(x, chosen, shares, *_stacked(experts), kind)
+    return sorted_mixture(x, chosen, shares, _stacked(experts), kind)
 
 
-def _stacked(experts: Sequence[ExpertWeights]) -> tuple[jax.Array, jax.Array]:
-    """Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``; quantised ones are dequantised."""
-    arrays = [[jnp.asarray(w) for w in expert] for expert in experts]
-    kinds = [DType.of(w.dtype) for weights in arrays for w in weights]
-    dtype = kinds[0]
-    for other in kinds[1:]:
-        dtype = promote(dtype, other)
-    wide = [[w.astype(dtype.np) for w in weights] for weights in arrays]
-    return jnp.stack([jnp.stack(weights[:2]) for weights in wide]), jnp.stack([m[2] for m in wide])
+def _stacked(experts: Experts) -> ExpertWeights:
+    """The experts stacked in arrays; quantised ones are dequantised."""
+    if isinstance(experts, ExpertWeights):
+        return ExpertWeights(*map(jnp.asarray, experts))
+    return ExpertWeights(
+        *(_stack([jnp.asarray(w) for w in each]) for each in zip(*experts, strict=True))
+    )
+
+
+def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
+    dtype = DType.of(arrays[0].dtype)
+    for other in arrays[1:]:
+        dtype = promote(dtype, DType.of(other.dtype))
+    return jnp.stack([array.astype(dtype.np) for array in arrays])
 
 
 # --- on a CPU -----------------------------------------------------------------------------------
@@ -180,25 +210,25 @@ def _stacked(experts: Sequence[ExpertWeights]) -> tuple[jax.Array, jax.Array]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _in_blocks(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Any
 ) -> jax.Array:
     (count, k), width = chosen.shape, x.shape[1]
-    total, owners = count * k, chosen.reshape(-1)
-    size = _block_rows(total, len(experts))
+    total, owners, many = count * k, chosen.reshape(-1), count_of(experts)
+    size = _block_rows(total, many)
     if size == 1:
         y = _apply(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
         y = y.reshape(count, k, width)
     else:
-        blocks = min(total, (total + len(experts) * (size - 1)) // size)
+        blocks = min(total, (total + many * (size - 1)) // size)
         order = jnp.argsort(owners)  # stable
-        sizes = jnp.bincount(owners, length=len(experts)).astype(jnp.int32)
+        sizes = jnp.bincount(owners, length=many).astype(jnp.int32)
         before = jnp.cumsum(sizes) - sizes  # rows of the experts before each
         ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
         first = ends - -(-sizes // size)
         numbers = jnp.arange(blocks, dtype=jnp.int32)
         owner = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
         # Row i of block b. Rows after an expert's last hold an arbitrary token and are ignored.
-        mine = jnp.minimum(owner, len(experts) - 1)
+        mine = jnp.minimum(owner, many - 1)
         start = before[mine] + (numbers - first[mine]) * size
         places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
         rows = x[order[jnp.clip(places, 0, total - 1)] // k]  # [blocks, size, E]
@@ -215,10 +245,27 @@ def _(kind: str, primals: Any, tangents: Any) -> Any:
 
 
 def _one_by_one(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: list[ExpertWeights]
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Any
 ) -> jax.Array:
-    each = [lambda x, weights=weights: _expert(kind, x, weights) for weights in experts]
-    return one_by_one(x, chosen, shares, each)
+    if not isinstance(experts, ExpertWeights):
+        each = [lambda x, weights=weights: _expert(kind, x, weights) for weights in experts]
+        return one_by_one(x, chosen, shares, each)
+
+    def add(total: jax.Array, at: Any) -> Any:
+        number, weights = at
+        share = jnp.sum(jnp.where(chosen == number, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
+        return total + _expert(kind, x, weights) * share.astype(jnp.float32), None
+
+    # Scanned, so that gradients of the weights are written expert by expert.
+    each = jnp.arange(count_of(experts), dtype=chosen.dtype), ExpertWeights(*map(_array, experts))
+    return jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), each)[0]
+
+
+def _array(w: Any) -> Any:
+    """The weights of all experts as an array, or a QuantArray of one."""
+    if isinstance(w, QuantArray):
+        return QuantArray(jnp.asarray(w.blocks), w.encoding)
+    return jnp.asarray(w)
 
 
 def _block_rows(rows: int, experts: int) -> int:
@@ -226,8 +273,19 @@ def _block_rows(rows: int, experts: int) -> int:
     return 1 if rows <= experts else min(_MOST_ROWS, 1 << (rows // experts).bit_length())
 
 
-def _apply(kind: str, owner: jax.Array, rows: jax.Array, experts: list[ExpertWeights]) -> jax.Array:
+def _apply(kind: str, owner: jax.Array, rows: jax.Array, experts: Any) -> jax.Array:
     """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
+    if isinstance(experts, ExpertWeights):
+        many = count_of(experts)
+
+        def run(owner: jax.Array, rows: jax.Array) -> jax.Array:
+            return _expert(kind, rows, experts.at(jnp.minimum(owner, many - 1)))
+
+        def one(block: Any) -> jax.Array:
+            empty = jnp.zeros(rows.shape[1:], jnp.float32)
+            return jax.lax.cond(block[0] < many, run, lambda *_: empty, *block)
+
+        return jax.lax.map(one, (owner, rows))
 
     def branch(weights: ExpertWeights) -> Any:
         return lambda rows: _expert(kind, rows, weights)

@@ -214,10 +214,10 @@ class MoE(Module):
                 y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
         return y.astype(array.dtype).reshape(array.shape)
 
-    def _stacked(self) -> tuple[jax.Array, jax.Array]:
-        """Gates and ups ``[X, 2, F, E]``, downs ``[X, E, F]``."""
-        pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self.experts]
-        return jnp.stack([jnp.stack(pair) for pair in pairs]), self.down_proj.value
+    def _stacked(self) -> ExpertWeights:
+        """The weights of all experts, stacked."""
+        each = zip(*map(_weights, self.experts), strict=True)
+        return ExpertWeights(*(jnp.stack([unwrap(w) for w in weights]) for weights in each))
 
     @property
     def _activation(self) -> str:
@@ -234,9 +234,9 @@ class MoE(Module):
         fused = shared and _are_plain(shared) and inner_axes(map(_weights, shared), mesh) == {axes}
         weights = [unwrap(w) for e in shared if fused for w in _weights(e)]
 
-        def local(gate: Any, x: Any, both: Any, down: Any, weights: Any) -> jax.Array:
+        def local(gate: Any, x: Any, stacked: Any, weights: Any) -> jax.Array:
             chosen, shares = map(unwrap, rebuild(definition, gate)(x))
-            y = sorted_mixture(x, chosen, shares.astype(jnp.float32), both, down, self._activation)
+            y = sorted_mixture(x, chosen, shares.astype(jnp.float32), stacked, self._activation)
             if fused:
                 kind = shared[0].activation_function
                 h = gated(matmul(x, weights[0]), matmul(x, weights[1]), kind, 0.0)
@@ -246,8 +246,9 @@ class MoE(Module):
 
         rows = batch_axes(mesh, tokens.shape[0], ("data", "fsdp", "seq"))
         one = [P(axes), P(axes), P(None, axes)] if fused else []
-        specs = ([P()] * len(gate), P(rows), P(None, None, axes), P(None, None, axes), one)
-        y = on_mesh(local, mesh, specs, P(rows))(gate, tokens, *self._stacked(), weights)
+        inner = ExpertWeights(P(None, axes), P(None, axes), P(None, None, axes))
+        specs = ([P()] * len(gate), P(rows), inner, one)
+        y = on_mesh(local, mesh, specs, P(rows))(gate, tokens, self._stacked(), weights)
         if shared and not fused:
             y = y + unwrap(shared[0](tokens)).astype(jnp.float32)
         return y

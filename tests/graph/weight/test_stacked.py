@@ -13,7 +13,8 @@ from maxjax import init
 from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, TensorType, TensorValue, Weight
-from maxjax.graph.weight.stacked import Span, StackedWeight
+from maxjax.graph.weight.span import Span
+from maxjax.graph.weight.stacked import StackedWeight
 from maxjax.graph.weight.stored import around
 from maxjax.nn import LayerList, Module
 from tests.nn.layer.stack.test_layer_stack import values

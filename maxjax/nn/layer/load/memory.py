@@ -53,7 +53,9 @@ def _part(one: Fit) -> int:
     dims = final_shape(one)
     sharding = one.weight.sharding
     spread = isinstance(sharding, jax.sharding.NamedSharding)
-    return held_bytes(sharding if spread else None, dims, one.dtype.np.itemsize)
+    home = one.weight.stored.home
+    held = held_bytes(sharding if spread else None, dims, one.dtype.np.itemsize)
+    return held if home is None else -(-held // home[0].shares)
 
 
 def _devices(fits: Iterable[Fit]) -> list[Any]:
@@ -160,7 +162,8 @@ def _larger(
             weight = place.holder if place.holder in fits else None
             dtype = fits[weight].dtype if weight is not None else place.holder.stored.dtype
             sharding = jax.sharding.NamedSharding(mesh, place.placed.spec)
-            nbytes += count * held_bytes(sharding, place.shape, dtype.np.itemsize)
+            shares = math.prod(mesh.shape[name] for name in place.placed.split)
+            nbytes += count * held_bytes(sharding, place.shape, dtype.np.itemsize) // shares
         if nbytes <= free:
             shown = ", ".join(f"{name}={count}" for name, count in sizes.items())
             return [f"on a mesh of {shown} ({nbytes:,} bytes for each device)"]

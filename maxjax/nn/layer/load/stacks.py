@@ -7,13 +7,16 @@ array is made on the device and filled layer by layer, with a few layers in host
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ....graph.placement.stacking import with_leading
 from ....graph.shape import StaticDim
 from ....graph.weight.stacked import StackedWeight
 from ....graph.weights.device_reads import Destination, is_host, read_destinations
@@ -32,7 +35,7 @@ def plan(
     whole, in_stacks, problems = [], set[int](), []
     for stack, group in groups.values():
         kinds = {(one.dtype, tuple(map(str, one.dims))) for one in group.values()}
-        if len(kinds) == 1 and len(group) == stack.span.count and _has_sizes(group[0]):
+        if len(kinds) == 1 and len(group) == stack.count and _has_sizes(group[0]):
             whole.append((stack, [group[i] for i in range(len(group))]))
             in_stacks.update(id(one) for one in group.values())
         elif kinds != {(stack.dtype, tuple(map(str, stack.dims)))}:
@@ -44,45 +47,90 @@ def plan(
 
 
 def read(
-    single: Sequence[Fit], stacks: Sequence[tuple[Sequence[Fit], Any]]
+    single: Sequence[Fit], stacks: Sequence[tuple[StackedWeight | None, Sequence[Fit]]]
 ) -> tuple[list[Any], list[jax.Array]]:
     """The arrays of single values and of stacks, read in parallel, converted and put on devices.
 
     Args:
-        stacks: for each stack a Fit for each layer, and its sharding; None leaves that to the values.
+        stacks: the stacks, each with a Fit for each of its Weights; None for a stack to be, whose
+            sharding is left to the values.
 
     Raises:
         ValueError: an integer does not fit the 32 bits that JAX runs in.
         CheckpointError: a file cannot be read.
     """
     arrays = read_values(single)
-    pairs = [(fits, _stacked(fits, sharding)) for fits, sharding in stacks]
-    read = read_destinations(stack for _, stack in pairs if is_host(stack.where))
+    wanted = [(stack, fits, _stacked(stack, fits)) for stack, fits in stacks]
+    read = read_destinations(one for _, _, one in wanted if is_host(one.where))
     return arrays, [
-        next(read) if is_host(stack.where) else _by_layer(fits, stack) for fits, stack in pairs
+        next(read) if is_host(one.where) else _by_layer(stack, fits, one)
+        for stack, fits, one in wanted
     ]
 
 
-def _stacked(fits: Sequence[Fit], sharding: Any) -> Destination:
+def _stacked(stack: StackedWeight | None, fits: Sequence[Fit]) -> Destination:
     """The values of all layers as one array."""
     layer = destination(fits[0])
+    lead = (len(fits),) if stack is None else stack.lead
+    sharding = None if stack is None else stack.leaf_sharding
     return dataclasses.replace(
         layer,
-        shape=(len(fits), *layer.shape),
+        shape=(*lead, *layer.shape),
         sources=[source(one) for one in fits],
         sharding=sharding or _committed(fits),
         axis=0,
+        levels=len(lead),
         convert=lambda number, array: convert(fits[number], array),
     )
 
 
-def _by_layer(fits: Sequence[Fit], stacked: Destination) -> jax.Array:
-    """The stacked array, made on its devices and filled layer by layer."""
-    stack = jnp.zeros(stacked.shape, stacked.dtype, device=stacked.sharding)
-    layers = read_destinations(destination(one, stacked.sharding) for one in fits)
-    for i, layer in enumerate(layers):
-        stack = _insert(stack, layer, i)
-    return stack
+def _by_layer(stack: StackedWeight | None, fits: Sequence[Fit], stacked: Destination) -> jax.Array:
+    """The stacked array, made on its devices and filled layer by layer.
+
+    Weights that are dealt to several devices are read one for each of these at a time, so that no
+    device gets the bytes of another.
+    """
+    array = jnp.zeros(stacked.shape, stacked.dtype, device=stacked.sharding)
+    shares = 1 if stack is None else stack.shares
+    count = stacked.shape[stacked.levels - 1] // shares  # weights in turn, of each share
+    groups = _shares_in_turn(len(fits), shares, count)
+    for numbers, part in zip(groups, read_destinations(
+        _group([fits[i] for i in numbers], stack, stacked) for numbers in groups
+    ), strict=True):  # fmt: skip
+        place = np.array([numbers[0] // (shares * count), numbers[0] % count], np.int32)
+        array = _insert(array, part, place, stacked.levels, shares)
+    return array
+
+
+def _shares_in_turn(many: int, shares: int, count: int) -> list[list[int]]:
+    """The numbers of the Weights that are read together: one of each device's share.
+
+    Example:
+        >>> _shares_in_turn(8, 2, 2)
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+    starts = range(0, many, shares * count)
+    return [
+        [start + share * count + i for share in range(shares)]
+        for start in starts
+        for i in range(count)
+    ]
+
+
+def _group(fits: Sequence[Fit], stack: StackedWeight | None, stacked: Destination) -> Destination:
+    """One Weight of each device's share, as an array ``[shares, ...]``."""
+    one = destination(fits[0], stacked.sharding)
+    if stack is None or not stack.split:
+        return dataclasses.replace(one, shape=(1, *one.shape), sources=[source(fits[0])], axis=0,
+                                   sharding=with_leading(one.sharding, 1))  # fmt: skip
+    return dataclasses.replace(
+        one,
+        shape=(len(fits), *one.shape),
+        sources=[source(fit) for fit in fits],
+        sharding=with_leading(one.sharding, 1, stack.split),
+        axis=0,
+        convert=lambda number, array: convert(fits[number], array),
+    )
 
 
 def _has_sizes(one: Fit) -> bool:
@@ -96,6 +144,13 @@ def _committed(fits: Sequence[Fit]) -> Any:
     return found[0] if single and all(sharding == found[0] for sharding in found) else None
 
 
-@partial(jax.jit, donate_argnums=0)
-def _insert(stack: jax.Array, layer: jax.Array, i: Any) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0)
+@partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
+def _insert(stack: jax.Array, part: jax.Array, place: Any, levels: int, shares: int) -> jax.Array:
+    """The stack with ``part`` ``[shares, ...]`` at a place (layer, weight of each share)."""
+    lead, rest = stack.shape[:levels], stack.shape[levels:]
+    # [layers, shares, weights of a share, ...]: a share is that of one device.
+    by_share = stack.reshape(math.prod(lead[:-1]), shares, lead[-1] // shares, *rest)
+    by_share = jax.lax.dynamic_update_slice(
+        by_share, part[None, :, None], (place[0], 0, place[1], *[0] * len(rest))
+    )
+    return by_share.reshape(stack.shape)

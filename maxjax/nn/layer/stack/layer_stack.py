@@ -8,19 +8,21 @@ whose Weights are views, and state dicts say ``layers.3.weight``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....graph.weight.epoch import structure_changed
 from ....graph.weight.running import RUNNING
-from ....graph.weight.stacked import Span, StackedWeight
+from ....graph.weight.span import Span
+from ....graph.weight.stacked import StackedWeight
 from ....graph.weight.weight import Weight
 from .. import hooks
 from ..call_stack import run
-from ..definition import Definition
 from ..layer_list import LayerList, in_turn
 from ..module import Module
 from ..walk import Walk, source_of
+from .equal_layers import definition_of, pattern_of
 from .per_layer import PerLayer, StackPattern
 from .scanning import ScanOptions, loop, policy, scan
 
@@ -72,8 +74,8 @@ class LayerStack(LayerList, is_stack=True):
         Module.__init__(self)
         Module.__setattr__(self, "_list_class", list_class)
         found = list(layers)
-        definitions = [_definition(i, layer) for i, layer in enumerate(found)]
-        layout = _layout(found, definitions, period, first)
+        definitions = [definition_of(i, layer) for i, layer in enumerate(found)]
+        layout = pattern_of(found, definitions, period, first)
         self._arrange(found, layout)
 
     def _arrange(self, layers: list[Module], layout: StackPattern) -> None:
@@ -96,7 +98,13 @@ class LayerStack(LayerList, is_stack=True):
             raise
         for slot, plan in enumerate(plans):
             for i in layout.members(slot):
-                _mark(layers[i], plan.shared, True)
+                mark(layers[i], plan.shared, True)
+        self._hold(layers, stacks, layout)
+
+    def _hold(
+        self, layers: list[Module], stacks: list[StackedWeight], layout: StackPattern
+    ) -> None:
+        """Adds the layers that there are, from the first on, as children."""
         vars(self).update(_mx_made=dict(enumerate(layers)), _mx_stacks=tuple(stacks))
         self._mx_children.clear()
         for i in layout.order():
@@ -111,6 +119,8 @@ class LayerStack(LayerList, is_stack=True):
         It is done weight by weight, so that it needs memory for one weight of all layers more.
         """
         layers = self.layers
+        for stack in self._mx_stacks:
+            stack.refuse_in_stack("an arrangement")
         dissolved: list[StackedWeight] = []
         try:
             for stack in self._mx_stacks:
@@ -121,7 +131,7 @@ class LayerStack(LayerList, is_stack=True):
                 stack.restore()
             raise
         for layer in layers:
-            _mark(layer, set(), False)
+            mark(layer, set(), False)
         # This object remains as an empty stack, which runs its layers one by one.
         layout = StackPattern(len(layers), len(layers), 1, 0)
         self._arrange(layers, layout)
@@ -150,8 +160,17 @@ class LayerStack(LayerList, is_stack=True):
                 layer = self._mx_children[span.pattern]
                 place = (i - span.start) // span.step
                 elsewhere = vars(self).get("_mx_elsewhere", {})
-                made.setdefault(i, layer if place == 0 else _replica(layer, i, place, elsewhere))
+                at = (i, place, self._axis)
+                made.setdefault(i, layer if place == 0 else _replica(layer, at, elsewhere))
         return made[i]
+
+    @property
+    def _axis(self) -> int:
+        """The axis of its layers in the arrays of its weights."""
+        stack = next(iter(self._mx_stacks), None)
+        if stack is None or stack.home is None:
+            return 0
+        return len(stack.home[0].spans) - len(stack.spans)
 
     @property
     def layers(self) -> list[Any]:
@@ -275,83 +294,6 @@ def _run(stack: LayerStack, plan: ScanOptions, carry: Any, xs: Any, shared: Any)
     return (loop if one_by_one else scan)(stack, plan, carry, xs, shared)
 
 
-# -- which layers can be stacked
-
-
-def _definition(i: int, layer: Any) -> Definition:
-    if not isinstance(layer, Module):
-        raise TypeError(f"a LayerStack holds Modules, and layer {i} is a {type(layer).__name__}")
-    definition, holders = layer._mx_definition()
-    if definition.stacked:
-        raise NotImplementedError(
-            f"layer {i} holds a LayerStack: stacks within stacks are not supported"
-        )
-    if any(weight.stored.home is not None for weight in holders):
-        raise ValueError(f"layer {i} belongs to another LayerStack: unstack() that first")
-    return definition
-
-
-def _layout(
-    layers: Sequence[Module], definitions: Sequence[Definition], period: int | None, first: int
-) -> StackPattern:
-    count = len(layers) - first
-    if first < 0 or count < 1:
-        raise ValueError(f"{len(layers)} layers cannot be stacked with first={first}: none is left")
-    kinds = definitions[first:]
-    tried = range(1, count // 2 + 1) if period is None else [period]
-    if period is None and count == 1:
-        tried = [1]
-    for p in tried:
-        if 1 <= p <= count and all(a is b for a, b in zip(kinds, kinds[p:], strict=False)):
-            return StackPattern(len(layers), first, p, count // p)
-    p = 1 if period is None else period
-    if not 1 <= p <= count:
-        raise ValueError(f"period={p} does not fit {count} layers")
-    i = next(i for i in range(count - p) if kinds[i] is not kinds[i + p])
-    more = "" if period is not None or count < 4 else ", and no pattern of them repeats"
-    raise ValueError(
-        f"layers {first + i} and {first + i + p} differ{more}: "
-        f"{_difference(layers[first + i], layers[first + i + p])}"
-    )
-
-
-def _difference(one: Module, other: Module) -> str:
-    """A description of the difference between two layers."""
-    a, b = one._mx_definition()[0], other._mx_definition()[0]
-    paths = [path.rstrip(".") for path in Walk(one, stacked=True).paths]
-    for x, y, path in zip(a.nodes, b.nodes, paths, strict=False):
-        where = f"'{path}'" if path else "the layer itself"
-        if x.kind is not y.kind:
-            return f"{where} is a {x.kind.__name__} in one and a {y.kind.__name__} in the other"
-        ours, theirs = dict(x.statics), dict(y.statics)
-        for name in {**ours, **theirs}:
-            if ours.get(name) != theirs.get(name):
-                full = f"{path}.{name}" if path else name
-                u, v = (vars(_at(layer, path)).get(name) for layer in (one, other))
-                return (f"the attribute '{full}' is {u!r} in one and {v!r} in the other (what differs from layer to "
-                        "layer is an argument of scan, not an attribute)")  # fmt: skip
-    for name in [*a.names, *b.names]:
-        if (name in a.names) != (name in b.names):
-            return f"only one of them has the weight '{name}'"
-        u, v = (d.weights[d.names.index(name)] for d in (a, b))
-        if u.stored.static() != v.stored.static():
-            return f"the weight '{name}' is {_described(u)} in one and {_described(v)} in the other"
-    return "their weights are tied in different ways"
-
-
-def _at(layer: Module, path: str) -> Any:
-    for part in path.split(".") if path else ():
-        layer = vars(layer)[part]
-    return layer
-
-
-def _described(weight: Weight) -> str:
-    stored = weight.stored
-    parts = [stored.dtype, list(map(str, stored.dims)), weight.device, weight.quantization_encoding,
-             weight.sharding_strategy, stored.sharding]  # fmt: skip
-    return " ".join(str(part).replace("'", "") for part in parts if part is not None)
-
-
 class _Group(NamedTuple):
     shared: set[int]
     weights: list[list[Weight]]
@@ -380,19 +322,25 @@ def _stacks(layers: Sequence[Module], span: Span, seen: dict[int, str]) -> _Grou
     return _Group(shared, weights)
 
 
-def _mark(layer: Module, shared: set[int], in_stack: bool) -> None:
-    for module in Walk(layer, stacked=True).modules:
-        if id(module) not in shared:
+def mark(layer: Module, shared: set[int], in_stack: bool) -> None:
+    """Records whether a layer is in a stack, for all its Modules that are not ``shared`` by others."""
+    walk = Walk(layer, stacked=True)
+    for module, inner in zip(walk.modules, walk.in_stack, strict=True):
+        if id(module) not in shared and not inner:  # those of an inner stack remain in it
             vars(module)["_mx_in_stack"] = in_stack
 
 
 def _replica(
-    layer: Module, number: int, place: int, elsewhere: Mapping[tuple[int, str], Module]
+    layer: Module, at: tuple[int, int, int], elsewhere: Mapping[tuple[int, str], Module]
 ) -> Module:
     """A copy of ``layer``, the first layer of the stack, for another place of the stack.
 
     Modules that the model also holds ``elsewhere``, by layer number and path, are reused.
+
+    Args:
+        at: number of the layer, its place in the stack, and the axis of the layers in its arrays.
     """
+    number, place, axis = at
     walk = Walk(layer, stacked=True)
     own: list[tuple[Module, Module]] = []
     made: dict[int, Module] = {}
@@ -403,9 +351,13 @@ def _replica(
             own.append((module, new))
         made[id(module)] = new
 
+    def moved(home: tuple[StackedWeight, int]) -> int:
+        """The number of a Weight of the first layer's, in the layer at ``place``."""
+        return home[1] + place * math.prod(home[0].lead[axis + 1 :])
+
     def at_place(weight: Weight) -> Weight:
         home = weight.stored.home
-        return weight if home is None else home[0].view(place)
+        return weight if home is None else home[0].view(moved(home))
 
     def shard_at_place(shard: Any) -> Any:
         return shard.of(at_place(shard.host)) if hasattr(shard, "host") else shard
@@ -425,4 +377,7 @@ def _replica(
             vars(new)["_mx_shards"] = shards
         if "_mx_source" in vars(module):
             vars(new)["_mx_source"] = made.get(id(source_of(module)))
+        if module._mx_stacks:
+            homes = [stack.home for stack in module._mx_stacks]
+            vars(new)["_mx_stacks"] = tuple(home[0].part(moved(home)) for home in homes)
     return made[id(layer)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ....graph.weight.stacked import Span
+from ....graph.weight.span import Span
 
 
 class StackPattern(NamedTuple):

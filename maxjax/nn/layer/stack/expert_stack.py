@@ -1,0 +1,66 @@
+"""ExpertStack: the experts of a layer, whose weights of one name are one array ``[experts, ...]``.
+
+A mixture can so choose experts by number where they lie, and a model has as many arrays as
+projections, however many experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....graph.weight.stacked import StackedWeight
+from ..layer_list import LayerList
+from ..module import Module
+from .layer_stack import LayerStack, mark
+from .per_layer import StackPattern
+
+
+class ExpertStack(LayerStack):
+    """``count`` equal experts beside each other, of which a mixture runs some.
+
+    Args:
+        expert: the first of them; the others are made when they are asked for.
+        count: number of experts.
+
+    ``experts[3].up_proj.weight`` is a view, and state dicts have the names of a list of experts.
+    A LayerStack of layers that hold ExpertStacks has arrays ``[layers, experts, ...]``.
+
+    Example:
+        >>> import jax
+        >>> from maxjax import nn
+        >>> from maxjax.graph import DeviceRef
+        >>> from maxjax.nn.layer import ExpertStack
+        >>> experts = ExpertStack(nn.Linear(4, 3, "float32", DeviceRef.CPU()), 8)
+        >>> jax.tree.leaves(experts)[0].shape, list(experts.raw_state_dict())[7]
+        ((8, 3, 4), '7.weight')
+    """
+
+    _mx_nests = True
+
+    def __init__(self, expert: Module, count: int):
+        Module.__init__(self)
+        Module.__setattr__(self, "_list_class", LayerList)
+        layout = StackPattern(count, 0, 1, count)
+        held = expert._mx_definition()[1]
+        stacks = [StackedWeight(weight, layout.span(0)) for weight in held]
+        for stack, weight in zip(stacks, held, strict=True):
+            stack.adopt([weight])
+        mark(expert, set(), True)
+        self._hold([expert], stacks, layout)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether its weights are stacked: ``unstack`` gave each expert its own again."""
+        return self._layout.slots > 0
+
+    def holder(self, name: str) -> Any:
+        """The holder of the values of all experts' weights of a name: a StackedWeight.
+
+        It is the part that is this layer's, where a LayerStack of layers holds them.
+
+        Raises:
+            KeyError: no expert has such a weight, or the experts were unstacked.
+        """
+        definition, holders = self._mx_definition()
+        full = f"{self._layout.span(0).pattern}.{name}"
+        return dict(zip(definition.names, holders, strict=True))[full]
