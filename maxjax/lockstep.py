@@ -32,7 +32,8 @@ class Lockstep:
 
     Args:
         call: name of the call, for messages.
-        shardings: where the arrays of the call lie, or None; the processes are those of the devices.
+        shardings: where the arrays of the call lie; the processes are those of the devices. None
+            for all processes.
 
     Attributes:
         is_shared: whether there are several processes.
@@ -51,14 +52,17 @@ class Lockstep:
         {'count': 3}
     """
 
-    def __init__(self, call: str, shardings: Iterable[Any]):
+    def __init__(self, call: str, shardings: Iterable[Any] | None):
         self.call, self.is_shared, self.is_leader = call, False, True
         self._compiled: set[str] = set()
         self._is_over = False  # every process knows how the call ended
         service = coordinator()
         if service is None:
             return
-        found = {device.process_index for s in shardings if s for device in s.device_set}
+        if shardings is None:
+            found = set(range(service.count))
+        else:
+            found = {device.process_index for s in shardings if s for device in s.device_set}
         if found <= {service.process}:
             return
         if service.process not in found:
@@ -202,7 +206,8 @@ class Lockstep:
         """Waits for replicated arrays, and copies them to the host.
 
         It looks at each device of this process: where a collective has failed, some devices have an
-        error, and others wait for ever.
+        error, and others wait for ever. Nothing else may be dispatched before: that could wait in
+        JAX for what never ends.
 
         Raises:
             PeerFailedError, PeerLostError: as for :meth:`agree`.
@@ -228,6 +233,30 @@ class Lockstep:
             if (now := time.monotonic()) - checked > heartbeat.CHECK_SECONDS:
                 checked = now
                 self._check()
+
+
+def wait_alive(done: Callable[[float | None], bool], phase: str) -> None:
+    """Waits for something that all processes take part in.
+
+    Args:
+        done: function that waits for it, at most so many seconds, and returns whether it is there.
+        phase: what this process is waiting in, for the message.
+
+    Raises:
+        PeerLostError: another process is lost.
+
+    Example:
+        >>> import threading
+        >>> event = threading.Event()
+        >>> event.set()
+        >>> wait_alive(event.wait, "waiting")
+    """
+    service = coordinator()
+    if service is None:
+        done(None)
+        return
+    while not done(heartbeat.CHECK_SECONDS):
+        heartbeat.check(service.client, phase, range(service.count))
 
 
 def _conclusion(

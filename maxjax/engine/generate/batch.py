@@ -120,6 +120,8 @@ class Batch:
             width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
             part, counts = _slice(self._prompts, start, width)
             self.state = self._run(prefill, self.state, part, counts, self._sampler)
+            if self.together.is_shared:
+                self.together.fetch(self.state.done)
             start += width
         self._read = longest
         state = self.state
