@@ -119,10 +119,10 @@ def _embed(
             limit=limit, tokenizer=tokenizer.digest, **model_facts(model),
         )  # fmt: skip
     mesh = mesh_of(list(shardings_of(model)))
-    run = partial(
-        _encode, model, modes=pooling.modes, normalize=normalize, skipped=skipped,
-        gathered=NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
-    )  # fmt: skip
+    settings = {
+        "modes": pooling.modes, "normalize": normalize, "skipped": skipped,
+        "gathered": NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
+    }  # fmt: skip
     pending = []
     for batch in batches([len(row.ids) for row in rows], batch_size, limit):
         members = [rows[i] for i in batch.members]
@@ -131,16 +131,14 @@ def _embed(
             split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, batch.count)))
             padded = jax.tree.map(partial(put, sharding=split), padded)
         if together.is_shared:
-            together.compiled(
-                str(padded.input_ids.shape),
-                lambda padded=padded: _encode.lower(model, padded, **run.keywords),
-            )
             together.decide()  # so that all are there
-            pending.append((batch.members, together.fetch(run(padded))))
-        else:
-            pending.append((batch.members, run(padded)))
+        vectors = together.run(_encode, model, padded, **settings)
+        # Of several processes none may dispatch what would wait for another in JAX.
+        pending.append((batch.members, together.fetch(vectors) if together.is_shared else vectors))
     if not rows:
-        width = jax.eval_shape(run, tokenizer.pad([], _MIN_LENGTH, 1)).shape[1]
+        width = jax.eval_shape(
+            partial(_encode, **settings), model, tokenizer.pad([], _MIN_LENGTH, 1)
+        ).shape[1]
         return np.zeros((0, width), np.float32)
     # Waiting begins only here: the devices compute while the host prepares batches.
     result = np.empty((len(rows), pending[0][1].shape[1]), np.float32)
