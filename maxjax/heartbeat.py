@@ -3,7 +3,7 @@
 JAX has heartbeats too, but when one is missed it ends all other processes (SIGABRT) before Python
 learns of it. So each process also counts up a number in the key-value store of JAX's coordination
 service, from a thread; process 0 watches the numbers, and names a process whose number stands still
-for three quarters of JAX's timeout. Those who wait for that process ask :func:`check`.
+for more than half of JAX's timeout. Those who wait for that process ask :func:`check`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .errors import PeerLostError
 JAX_TIMEOUT = 100  # seconds; JAX's default, where a program has called jax.distributed.initialize
 CHECK_SECONDS = 0.25  # how often a process that waits asks whether the others live
 _BEATS = 10  # beats within JAX's timeout
-_PATIENCE = 0.75  # part of JAX's timeout after which a process without a beat is lost
+_PATIENCE = 0.6  # part of JAX's timeout after which a process without a beat is lost
 _ALIVE, _GONE = "maxjax/alive/", "maxjax/gone/"
 _RESTART = "Its own output says why; start all processes again."
 

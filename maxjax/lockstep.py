@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from .errors import PeerFailedError, PeerLostError, ProgramMismatchError, UserIn
 _SHOWN = 1000  # characters of an error's message that the other processes are told
 _FIRST_PAUSE, _LAST_PAUSE = 5e-5, 2e-3  # seconds between two looks at a result
 
+_digests: dict[Hashable, str] = {}  # of programs that this process has compiled
 _calls: dict[tuple[int, ...], Iterator[int]] = {}  # number of calls so far, by processes
 
 
@@ -32,7 +33,8 @@ class Lockstep:
 
     Args:
         call: name of the call, for messages.
-        shardings: where the arrays of the call lie, or None; the processes are those of the devices.
+        shardings: where the arrays of the call lie; the processes are those of the devices. None
+            for all processes.
 
     Attributes:
         is_shared: whether there are several processes.
@@ -51,14 +53,17 @@ class Lockstep:
         {'count': 3}
     """
 
-    def __init__(self, call: str, shardings: Iterable[Any]):
+    def __init__(self, call: str, shardings: Iterable[Any] | None):
         self.call, self.is_shared, self.is_leader = call, False, True
-        self._compiled: set[str] = set()
+        self._compared: set[Hashable] = set()  # programs, since the call began
         self._is_over = False  # every process knows how the call ended
         service = coordinator()
         if service is None:
             return
-        found = {device.process_index for s in shardings if s for device in s.device_set}
+        if shardings is None:
+            found = set(range(service.count))
+        else:
+            found = {device.process_index for s in shardings if s for device in s.device_set}
         if found <= {service.process}:
             return
         if service.process not in found:
@@ -112,25 +117,6 @@ class Lockstep:
         return self._meet(dict(decision or {}), lambda given: {"decision": given[first]})[
             "decision"
         ]
-
-    def compiled(self, name: str, lower: Callable[[], Any]) -> None:
-        """Compiles a program and compares it, at its first use in this call. A barrier.
-
-        Without it a process that compiles for longer than the others would seem to be lost: some
-        collectives wait half a minute only.
-
-        Args:
-            name: name of the program, different for different shapes.
-            lower: function that returns the lowered program.
-
-        Raises:
-            ProgramMismatchError, PeerFailedError, PeerLostError: as for :meth:`agree`.
-        """
-        if self.is_shared and name not in self._compiled:
-            program = lower()
-            program.compile()
-            self.agree(program=text_digest(program))
-            self._compiled.add(name)
 
     def finish(self) -> None:
         """Waits until all processes have what they came for: none leaves the call before."""
@@ -196,13 +182,40 @@ class Lockstep:
             self._raise_for(json.loads(note))
         heartbeat.check(self._service.client, self.call, self._members)
 
-    # --- results -----------------------------------------------------------------------------
+    # --- programs ----------------------------------------------------------------------------
+
+    def run(self, program: Any, *args: Any, **static: Any) -> Any:
+        """Dispatches a jitted function. Its first dispatch in the call is a barrier.
+
+        Then each process has compiled it, and the processes compare what they have compiled.
+        Otherwise a process that compiles for longer than the others would seem to be lost: some
+        collectives wait half a minute only.
+
+        Args:
+            program: jitted function.
+            args: its arguments.
+            static: its static arguments.
+
+        Raises:
+            ProgramMismatchError, PeerFailedError, PeerLostError: as for :meth:`agree`.
+        """
+        if self.is_shared:
+            key = _signature(program, args, static)
+            if key not in self._compared:
+                if key not in _digests:
+                    lowered = program.lower(*args, **static)
+                    lowered.compile()
+                    _digests[key] = text_digest(lowered)
+                self.agree(program=_digests[key])
+                self._compared.add(key)
+        return program(*args, **static)
 
     def fetch(self, tree: Any) -> Any:
         """Waits for replicated arrays, and copies them to the host.
 
         It looks at each device of this process: where a collective has failed, some devices have an
-        error, and others wait for ever.
+        error, and others wait for ever. Nothing else may be dispatched before: that could wait in
+        JAX for what never ends.
 
         Raises:
             PeerFailedError, PeerLostError: as for :meth:`agree`.
@@ -228,6 +241,42 @@ class Lockstep:
             if (now := time.monotonic()) - checked > heartbeat.CHECK_SECONDS:
                 checked = now
                 self._check()
+
+
+def _signature(program: Any, args: Any, static: Mapping[str, Any]) -> Hashable:
+    """What decides which compiled program a jitted function dispatches."""
+    import jax
+    import numpy as np
+
+    leaves, structure = jax.tree.flatten(args)
+    kinds = tuple(
+        (np.shape(leaf), str(leaf.dtype), getattr(leaf, "sharding", None)) for leaf in leaves
+    )
+    return program, structure, kinds, tuple(sorted(static.items(), key=lambda item: item[0]))
+
+
+def wait_alive(done: Callable[[float | None], bool], phase: str) -> None:
+    """Waits for something that all processes take part in.
+
+    Args:
+        done: function that waits for it, at most so many seconds, and returns whether it is there.
+        phase: what this process is waiting in, for the message.
+
+    Raises:
+        PeerLostError: another process is lost.
+
+    Example:
+        >>> import threading
+        >>> event = threading.Event()
+        >>> event.set()
+        >>> wait_alive(event.wait, "waiting")
+    """
+    service = coordinator()
+    if service is None:
+        done(None)
+        return
+    while not done(heartbeat.CHECK_SECONDS):
+        heartbeat.check(service.client, phase, range(service.count))
 
 
 def _conclusion(

@@ -24,6 +24,7 @@ import maxjax
 from maxjax import distributed
 from maxjax.errors import PeerLostError, ProgramMismatchError
 from maxjax.storage.files import OpenFile
+from tests import distributed_calls as calls
 from tests import distributed_model as models
 
 Tell = Callable[..., None]
@@ -227,6 +228,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         matmul, load, gather, compute, sleep, own_error, reduce, exchange, permute, scatter, differ,
+        *calls.SCENARIOS,
     )
 }  # fmt: skip
 
@@ -242,7 +244,9 @@ def main() -> None:
             os.fsync(file.fileno())
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", LOCAL_DEVICES)
+    settings = Path(directory, "settings.json")
+    local = json.loads(settings.read_text())["local"] if settings.exists() else LOCAL_DEVICES
+    jax.config.update("jax_num_cpu_devices", local)
     distributed.initialize(
         f"127.0.0.1:{port}",
         int(processes),

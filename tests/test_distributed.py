@@ -24,6 +24,7 @@ import maxjax
 from maxjax import distributed
 from maxjax.errors import PeerLostError, ProgramMismatchError, UserInputError
 
+from . import distributed_calls as calls
 from .distributed_model import Network
 from .distributed_worker import SHUTDOWN_SECONDS
 
@@ -34,6 +35,10 @@ HEARTBEAT = 4
 BOUND = 5  # what the documentation promises beyond the timeout
 LOADED = 10  # what a loaded machine may add
 GLOO = "UNKNOWN: Gloo AllGather failed: [x/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+
+
+# So that one process computes the same bits as several.
+COMPILED_ALIKE = {name: os.environ[name] for name in ("XLA_FLAGS",) if name in os.environ}
 
 
 def free_port() -> int:
@@ -51,14 +56,16 @@ def clean() -> dict[str, str]:
 class Worker:
     """A running `distributed_worker.py`, and what it told so far."""
 
-    def __init__(self, scenario: str, port: int, processes: int, number: int, directory: Path):
+    def __init__(
+        self, scenario: str, port: int, processes: int, number: int, directory: Path, heartbeat: int
+    ):
         self._results = directory / f"{number}.jsonl"
         self._log = directory / f"{number}.log"
-        arguments = [scenario, port, processes, number, HEARTBEAT, directory]
+        arguments = [scenario, port, processes, number, heartbeat, directory]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-W", "error", str(WORKER), *map(str, arguments)],
-                env=clean() | {"PYTHONPATH": str(ROOT)},
+                env=clean() | {"PYTHONPATH": str(ROOT)} | COMPILED_ALIKE,
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -80,11 +87,13 @@ class Worker:
 
 
 @contextlib.contextmanager
-def workers(scenario: str, directory: Path, processes: int = 2) -> Iterator[list[Worker]]:
+def workers(
+    scenario: str, directory: Path, processes: int = 2, heartbeat: int = HEARTBEAT
+) -> Iterator[list[Worker]]:
     port, started = free_port(), []
     try:
         for number in reversed(range(processes)):  # the coordinator last: the others wait for it
-            started.append(Worker(scenario, port, processes, number, directory))
+            started.append(Worker(scenario, port, processes, number, directory, heartbeat))
         yield started[::-1]
     finally:
         for worker in started:
@@ -338,6 +347,127 @@ def test_one_process_compares_nothing():
     distributed.same_program("alone", config={"a": 1}, file=Path(__file__), raw=b"x")
     with pytest.raises(TypeError, match="things is a set, which cannot be compared"):
         distributed.same_program("alone", things={1, 2})
+
+
+# --- calls that all make together ---------------------------------------------------------
+
+
+def _settle(directory: Path, local: int, axes: dict[str, int], **more: object) -> None:
+    settings = {"local": local, "axes": axes, **more}
+    (directory / "settings.json").write_text(json.dumps(settings))
+
+
+def _same(directory: Path, processes: int, local: int, axes: dict[str, int], everything: bool):
+    _settle(directory, local, axes, all=everything)
+    with workers("together", directory, processes) as all_of_them:
+        alone = {"answers": calls.answers(axes, everything)}
+        alone["files"] = calls.files(axes, directory / "alone", everything)
+        for worker in all_of_them:
+            assert worker.process.wait(4 * START_SECONDS) == 0, worker.log()
+        told = [worker.told() for worker in all_of_them]
+    rates = [one["answers"].pop("logprobs", []) for one in (alone, *told)]
+    for other in rates:
+        for mine, theirs in zip(rates[0], other, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-5)
+    expected = json.loads(json.dumps(alone["answers"]))
+    for found in told:
+        assert found["answers"].keys() == expected.keys()
+        ends = found["answers"]
+        # Of several processes the first decides; alone, this one is the first.
+        for name, value in expected.items():
+            assert ends[name] == (
+                value if name != "closed on others" else expected["read to the end"]
+            )
+    assert told[0]["files"] == alone["files"] and len(alone["files"]) > 3
+    if everything:
+        vectors = calls.vectors(axes)
+        for number in range(processes):
+            np.testing.assert_allclose(
+                np.load(directory / f"vectors-{number}.npy"), vectors, atol=1e-6
+            )
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one(tmp_path):
+    """Weights over devices of both, so that nothing is computed or written by one alone."""
+    _same(tmp_path, 2, 2, {"model": 4}, everything=False)
+
+
+@pytest.mark.campaign
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "local", "axes"),
+    [
+        (2, 2, {"data": 2, "model": 2}), (2, 2, {"fsdp": 4}), (2, 2, {"model": 2, "data": 2}),
+        (2, 4, {"data": 2, "model": 4}), (2, 4, {"fsdp": 2, "model": 4}), (2, 4, {"model": 8}),
+        (4, 2, {"data": 2, "model": 4}), (4, 2, {"data": 4, "model": 2}), (4, 2, {"data": 8}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_several_processes_answer_as_one(tmp_path, processes, local, axes):
+    _same(tmp_path, processes, local, axes, everything=True)
+
+
+@pytest.mark.slow
+def test_what_differs_or_fails_is_told_to_all(tmp_path):
+    _settle(tmp_path, 2, {"model": 4})
+    with workers("refuse", tmp_path) as both:
+        for worker in both:
+            assert worker.process.wait(START_SECONDS) == 0, worker.log()
+        here, there = (worker.told() for worker in both)
+    for name in ("prompt", "settings", "key", "call", "checkpoint"):
+        assert here[name] == there[name]
+        assert here[name].startswith("ProgramMismatchError: the processes are about to run differ")
+    assert "at 'generate' these differ: prompts (process 0: [[" in here["prompt"]
+    assert "max_new_tokens (process 0: 8; process 1: 9), sampling (process 0" in here["settings"]
+    assert "differ: key (process 0: [0, 0]; process 1: [0, 1])" in here["key"]
+    assert "name (process 0: generate; process 1: stream)" in here["call"]
+    assert "checkpoint (process 0: sha256 " in here["checkpoint"]
+    empty = "UserInputError: the prompt is empty: it must have at least one token"
+    assert there["empty here"] == here["empty at the first"] == empty
+    assert here["empty"] == there["empty"] == empty
+    assert here["empty here"] == f"PeerFailedError: generate: process 1 raised {empty}"
+    assert there["empty at the first"] == f"PeerFailedError: generate: process 0 raised {empty}"
+    assert there["missing"].startswith("CheckpointMissingError")
+    assert here["missing"].startswith("PeerFailedError: load: process 1 raised CheckpointMissing")
+    assert here["file"].startswith("Checkpoint")
+    assert there["file"].startswith("PeerFailedError: save_pretrained: process 0 raised Checkpoint")
+    for name in ("decoding", "decoding a stream"):
+        assert there[name] == "ArithmeticError: no more"
+        assert ": process 1 raised ArithmeticError: no more" in here[name]
+    for told in (here, there):
+        assert told["still"] == "\n5 + 6 = 1"
+        assert max(value for name, value in told.items() if name.endswith("seconds")) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.default("die_generating-2", "die_loading-2", "die_saving-2")
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "die_generating",
+        "die_streaming",
+        "die_loading",
+        "die_saving",
+        "die_in_a_step",
+        "die_embedding",
+    ],
+)
+def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
+    """Every survivor says who is lost before JAX would end it."""
+    _settle(tmp_path, 2, {"model": 2 * processes})
+    heartbeat = HEARTBEAT + 3  # on a loaded machine JAX, too late by a second, must not be first
+    with workers(scenario, tmp_path, processes, heartbeat) as everyone:
+        *others, victim = everyone
+        assert victim.process.wait(2 * START_SECONDS) == -signal.SIGKILL, victim.log()
+        died = time.time()
+        for worker in others:
+            assert worker.process.wait(heartbeat + BOUND + LOADED) != 0
+            told = worker.told()
+            assert "lost" in told, worker.log()
+            assert told["when"] - died < heartbeat, told
+            assert f"process {processes - 1} " in told["lost"] or "another process" in told["lost"]
 
 
 # --- the end of a peer --------------------------------------------------------------------

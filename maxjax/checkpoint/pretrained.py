@@ -106,12 +106,13 @@ def save_pretrained(
     return Path(directory)
 
 
-def model_data(model: Module, gathering: Gathering) -> dict[str, WeightData]:
+def model_data(model: Module, gathering: Gathering | None = None) -> dict[str, WeightData]:
     """The weights of a model as tensors of a checkpoint, by their names there.
 
     Raises:
         ValueError: a weight has no value.
-        NotImplementedError: a weight on devices of several processes is not on a mesh.
+        NotImplementedError: devices of another process hold a part of a weight, and there is no
+            ``gathering``, or the weight is not on a mesh.
     """
     return {
         name: weight_data(name, weight, gathering)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..errors import UnsupportedModelError, UserInputError
-from ..graph.placement.arrays import put
+from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
 from ..models import Decoder
@@ -118,8 +118,11 @@ def _embed(
             batch_size=batch_size, pooling=str(pooling), normalize=normalize, skipped=skipped,
             limit=limit, tokenizer=tokenizer.digest, **model_facts(model),
         )  # fmt: skip
-    run = partial(_encode, model, modes=pooling.modes, normalize=normalize, skipped=skipped)
-    mesh = mesh_of([getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)])
+    mesh = mesh_of(list(shardings_of(model)))
+    settings = {
+        "modes": pooling.modes, "normalize": normalize, "skipped": skipped,
+        "gathered": NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
+    }  # fmt: skip
     pending = []
     for batch in batches([len(row.ids) for row in rows], batch_size, limit):
         members = [rows[i] for i in batch.members]
@@ -127,27 +130,32 @@ def _embed(
         if mesh is not None:  # shard the batch over the data axes
             split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, batch.count)))
             padded = jax.tree.map(partial(put, sharding=split), padded)
-        together.compiled(
-            str(padded.input_ids.shape),
-            lambda padded=padded: _encode.lower(model, padded, **run.keywords),
-        )
-        vectors = run(padded)
-        if together.is_shared and mesh is not None:
-            vectors = jax.device_put(vectors, NamedSharding(mesh, PartitionSpec()))
-        pending.append((batch.members, vectors))
+        if together.is_shared:
+            together.decide()  # so that all are there
+        vectors = together.run(_encode, model, padded, **settings)
+        # Of several processes none may dispatch what would wait for another in JAX.
+        pending.append((batch.members, together.fetch(vectors) if together.is_shared else vectors))
     if not rows:
-        width = jax.eval_shape(run, tokenizer.pad([], _MIN_LENGTH, 1)).shape[1]
+        width = jax.eval_shape(
+            partial(_encode, **settings), model, tokenizer.pad([], _MIN_LENGTH, 1)
+        ).shape[1]
         return np.zeros((0, width), np.float32)
     # Waiting begins only here: the devices compute while the host prepares batches.
     result = np.empty((len(rows), pending[0][1].shape[1]), np.float32)
     for members, vectors in pending:
-        result[members] = together.fetch(vectors)[: len(members)]
+        result[members] = np.asarray(vectors)[: len(members)]
     return result
 
 
-@partial(jax.jit, static_argnames=("modes", "normalize", "skipped"))
+@partial(jax.jit, static_argnames=("modes", "normalize", "skipped", "gathered"))
 def _encode(
-    model: Any, batch: Any, *, modes: tuple[str, ...], normalize: bool, skipped: int = 0
+    model: Any,
+    batch: Any,
+    *,
+    modes: tuple[str, ...],
+    normalize: bool,
+    skipped: int = 0,
+    gathered: NamedSharding | None = None,
 ) -> jax.Array:
     if isinstance(model, Decoder):
         lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
@@ -159,7 +167,8 @@ def _encode(
     if skipped:  # the tokens of the prompt do not count
         mask = jnp.where(jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :] >= skipped, mask, 0)
     pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
-    return pooled.astype(jnp.float32)  # [B, d]
+    pooled = pooled.astype(jnp.float32)  # [B, d]
+    return pooled if gathered is None else with_sharding(pooled, gathered)
 
 
 # --- checks ---------------------------------------------------------------------------------

@@ -331,6 +331,9 @@ class Coordinator:
         assert key not in self.values
         self.values[key] = value
 
+    def key_value_dir_get(self, key):
+        return [item for item in self.values.items() if item[0].startswith(key)]
+
     def blocking_key_value_get(self, key, milliseconds):
         if key not in self.values:
             raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
@@ -344,7 +347,8 @@ def process(monkeypatch):
     monkeypatch.setattr(ties, "as_first", lambda *a: patience(*a, timeout=0))
 
     def be(number):
-        monkeypatch.setattr(agreement, "_coordinator", lambda: (shared, number, 2))
+        seen = agreement.Coordinator(shared, number, 2)
+        monkeypatch.setattr(agreement, "coordinator", lambda: seen)
         monkeypatch.setattr(agreement, "_answers", {})
 
     return be

@@ -12,11 +12,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from ... import distributed
 from ...errors import CheckpointError, PeerLostError
+from ...lockstep import wait_alive
 from ...storage.digests import DIRECTORY, NAME, Record, to_bytes
 from ...storage.orbax.maxjax_metadata import custom_metadata
 from ...storage.save.durable import flush_folder, save_failed
@@ -58,6 +59,8 @@ class Response:
             CheckpointSaveError, CheckpointAccessError, PeerLostError: the save failed.
             TimeoutError: the save has not ended after ``timeout`` seconds.
         """
+        if timeout is None:
+            wait_alive(self._ended, "saving")
         found = self._future.result(timeout)
         if self._thread is not None:
             self._thread.join()
@@ -66,11 +69,17 @@ class Response:
     def _wait_over(self) -> None:
         """Wait until the save has ended; an interrupt cancels it first, and is then raised."""
         try:
-            self._future.exception()
+            wait_alive(self._ended, "saving")
+        except PeerLostError:
+            raise
         except BaseException:
             self._cancelled = True
             self._future.exception()
             raise
+
+    def _ended(self, seconds: float | None) -> bool:
+        """Waits until the save has ended, at most so long; returns whether it has."""
+        return bool(wait([self._future], seconds).done)
 
 
 def start(
@@ -111,7 +120,9 @@ def start(
         target.close()
         raise
     try:
-        response._begun.wait()
+        wait_alive(response._begun.wait, "saving")
+    except PeerLostError:
+        raise
     except BaseException:
         response._cancelled = True
         response._future.exception()

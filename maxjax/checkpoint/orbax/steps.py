@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import errno
-import json
 import operator
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from ... import distributed
 from ...errors import CheckpointError, UserInputError
+from ...lockstep import Lockstep
 from ...storage.save.durable import save_failed
 from ...storage.save.staging import Staging
 
 COMMITTED = "_CHECKPOINT_METADATA"
 # Allowance for metadata, manifests and partly filled disk blocks.
 _EXTRA_BYTES = 1 << 20
-_MESSAGE_BYTES = 4096
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
@@ -63,15 +59,15 @@ class NewStep:
         self.beside: dict[str, bytes] = {}  # other files of the step
         self.needed = nbytes
         found: dict[str, Any] = {}
-        failure: CheckpointError | None = None
-        if jax.process_index() == 0:
-            try:
-                self.staging = self._open(root, step)
-                found = {"step": self.number, "folder": self.staging.folder}
-            except CheckpointError as error:
-                failure, found = error, {"error": str(error)[: _MESSAGE_BYTES // 8]}
-        if jax.process_count() > 1:
-            found = _broadcast_from_first(found)
+        with Lockstep("save", None) as together:
+            failure: CheckpointError | None = None
+            if together.is_leader:
+                try:
+                    self.staging = self._open(root, step)
+                    found = {"step": self.number, "folder": self.staging.folder}
+                except CheckpointError as error:
+                    failure, found = error, {"error": str(error)}
+            found = together.decide(found)
         if failure is not None:
             raise failure
         if "error" in found:
@@ -102,18 +98,6 @@ class NewStep:
         """Delete the temporary directory, if the step was not committed."""
         if self.staging is not None:
             self.staging.close()
-
-
-def _broadcast_from_first(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The first process's message, broadcast to all."""
-    from jax.experimental import multihost_utils
-
-    message = np.zeros(_MESSAGE_BYTES, np.uint8)
-    text = json.dumps(found).encode()
-    message[: len(text)] = np.frombuffer(text, np.uint8)
-    with distributed.watch("beginning to save"):
-        message = np.asarray(multihost_utils.broadcast_one_to_all(message))
-    return json.loads(message.astype(np.uint8).tobytes().rstrip(b"\0"))
 
 
 def steps_in(root: str | os.PathLike[str]) -> list[int]:

@@ -120,6 +120,8 @@ class Batch:
             width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
             part, counts = _slice(self._prompts, start, width)
             self.state = self._run(prefill, self.state, part, counts, self._sampler)
+            if self.together.is_shared:
+                self.together.fetch(self.state.done)
             start += width
         self._read = longest
         state = self.state
@@ -141,15 +143,8 @@ class Batch:
         return written
 
     def _run(self, program: Any, *args: Any) -> Any:
-        """Dispatches a program; several processes first compile it, and compare what they compiled."""
         static = {"settings": self._kind, "shardings": self._shardings}
-        if self.together.is_shared:
-            shapes = [np.shape(leaf) for leaf in jax.tree.leaves(args[:2])]
-            self.together.compiled(
-                f"{program.__name__} {shapes}",
-                lambda: program.lower(self.model, *args, **static),
-            )
-        return program(self.model, *args, **static)
+        return self.together.run(program, self.model, *args, **static)
 
     def fetch(self, written: Tokens) -> Tokens:
         """Waits for the tokens of :meth:`decode` and copies them to the host."""

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from ...graph.placement.arrays import with_sharding
 from ...nn.kv_cache.cache import KVCache
 from ..sampling.draw import Sampled, sample
 from ..sampling.penalties import History
@@ -184,7 +185,7 @@ def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
     """The array, replicated if there is a mesh."""
     if shardings is None:
         return array
-    return _with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
+    return with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
 
 
 def _resharded(state: State, shardings: Shardings) -> State:
@@ -193,12 +194,6 @@ def _resharded(state: State, shardings: Shardings) -> State:
         return state
     leaves, structure = jax.tree.flatten(state)
     placed = [
-        _with_sharding(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
+        with_sharding(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     return jax.tree.unflatten(structure, placed)
-
-
-def _with_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        return jax.sharding.reshard(array, sharding)
-    return jax.lax.with_sharding_constraint(array, sharding)

@@ -202,6 +202,13 @@ def replicate_last_axis(array: jax.Array, weight: Any, axis: int = -1) -> jax.Ar
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*free, None)))
 
 
+def with_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array of a traced function with a sharding, on Auto and Explicit meshes."""
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(array, sharding)
+    return jax.lax.with_sharding_constraint(array, sharding)
+
+
 def on_mesh(
     f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: Any, *, check_vma: bool = True
 ) -> Callable[..., Any]:

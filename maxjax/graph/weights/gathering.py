@@ -58,13 +58,12 @@ class Gathering:
         rows = np.arange(*box[0], dtype=np.int32)
         where = np.stack([rows, rows]) if layout is None else _stored(layout, rows)
         starts = np.asarray([*index, *(start for start, _ in box)], np.int32)
-        args, sizes = (array, starts, where), extents(box)
-        static = {"sizes": sizes, "sharding": array.sharding, "by_device": layout is not None}
-        self._together.compiled(
-            f"gather {array.shape} {array.dtype} {sizes} {static}",
-            lambda: _gather.lower(*args, **static),
-        )
-        bits = self._together.fetch(_gather(*args, **static))
+        bits = self._together.fetch(
+            self._together.run(
+                _gather, array, starts, where,
+                sizes=extents(box), sharding=array.sharding, by_device=layout is not None,
+            )
+        )  # fmt: skip
         dtype = np.dtype(array.dtype)
         return bits.astype(f"uint{8 * dtype.itemsize}").view(dtype)
 

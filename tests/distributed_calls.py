@@ -1,0 +1,249 @@
+"""What several processes do together with a model: scenarios of `distributed_worker.py`.
+
+`answers` and `files` run in one process as well, for comparison.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import maxjax
+from maxjax import checkpoint
+from maxjax.engine.generate.batch import Batch
+from maxjax.errors import PeerLostError
+from maxjax.graph.weights.gathering import Gathering
+from maxjax.storage.files import OpenFile
+from maxjax.text.stream import TextStream
+from maxjax.text.tokenizer.tokenizer import Tokenizer
+from scripts.minilm import minilm_directory
+
+Tell = Callable[..., None]
+PROMPTS = ["What is 37 + 48?", "What is 5 + 6?", "Tell me a story", "x"]
+SENTENCES = ["a sentence", "another one, that is a bit longer than the first", "", "one two three"]
+LARGEST = "100KB"  # of a file: the tiny model in 15 to 30 of them
+
+
+def _mesh(axes: dict[str, int]) -> Any:
+    count = int(np.prod(list(axes.values())))
+    return maxjax.make_mesh(**axes, devices=jax.devices()[:count])
+
+
+def _told(completion: Any) -> list[Any]:
+    return [str(completion), completion.tokens, completion.finish_reason, completion.stop]
+
+
+def answers(axes: dict[str, int], all_of_them: bool) -> dict[str, Any]:
+    """Texts of one model on a mesh, and what each stream gave until it was closed."""
+    me = jax.process_index()
+    model, tokenizer = maxjax.load("tiny", mesh=_mesh(axes))
+    found: dict[str, Any] = {}
+
+    def generated(name: str, prompts: Any, **values: Any) -> None:
+        found[name] = list(map(_told, maxjax.generate(model, tokenizer, prompts, **values)))
+
+    sampled = {"temperature": 1.0, "top_p": 0.9, "key": jax.random.key(3), "eos_ids": ()}
+    generated("sampled", PROMPTS[:2], max_new_tokens=70, stop=["37 + 4"], **sampled)
+    for name, closes in (
+        ("read to the end", []), ("closed on all", [0, 1, 2, 3]), ("closed on the first", [0]),
+        ("closed on others", [1, 2, 3]),
+    ):  # fmt: skip
+        pieces = maxjax.stream(model, tokenizer, PROMPTS[0])
+        given = []
+        for piece in pieces:
+            given.append(piece)
+            if len(given) == 2 and me in closes:
+                pieces.close()
+                break
+        found[name] = _told(pieces.completion)
+    if not all_of_them:
+        return found
+    generated("greedy", PROMPTS, max_new_tokens=40)
+    generated("stops", PROMPTS, max_new_tokens=40, stop=["= 8", "11"])
+    generated("in batches", PROMPTS[:3], max_new_tokens=20, batch_size=2)
+    generated("penalties", PROMPTS[:2], max_new_tokens=20, repetition_penalty=1.3)
+    generated("int8", PROMPTS[:2], max_new_tokens=20, cache_dtype="int8")
+    pieces = maxjax.stream(model, tokenizer, PROMPTS[2], max_new_tokens=200, chunk=16, **sampled)
+    found["long"] = ["".join(pieces), *_told(pieces.completion)]
+    chat = maxjax.Conversation(model, tokenizer, temperature=1.0, key=jax.random.key(5))
+    for prompt in PROMPTS[:3]:
+        stream = chat.say(prompt)
+        if prompt == PROMPTS[1]:
+            next(stream)  # the next turn interrupts it
+        else:
+            list(stream)
+    found["chat"] = chat.messages
+    rates = maxjax.generate(model, tokenizer, PROMPTS[:2], max_new_tokens=12, logprobs=2)
+    found["logprobs"] = [[one.logprob for one in text.logprobs] for text in rates]
+    return found
+
+
+def files(axes: dict[str, int], directory: Path, all_of_them: bool) -> dict[str, str]:
+    """Digests of the files of a model on a mesh: whole, and in small files with a cast."""
+    mesh = _mesh(axes)
+    model, tokenizer = maxjax.load("tiny", mesh=mesh)
+    maxjax.save_pretrained(model, directory, tokenizer=tokenizer)
+    if all_of_them:
+        more = {"max_shard_size": LARGEST, "dtype": "float32"}
+        maxjax.save_pretrained(model, directory / "small", **more)
+        encoder, _ = maxjax.load(minilm_directory(), mesh=mesh, tokenizer=False)
+        maxjax.save_pretrained(encoder, directory / "encoder")
+    return {
+        file.relative_to(directory).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+def vectors(axes: dict[str, int]) -> np.ndarray:
+    """Sentence embeddings of an encoder on a mesh."""
+    model, tokenizer = maxjax.load(minilm_directory(), mesh=_mesh(axes))
+    return maxjax.embed(model, tokenizer, SENTENCES, batch_size=3)
+
+
+# --- scenarios ----------------------------------------------------------------------------
+
+
+def _settings() -> dict[str, Any]:
+    return json.loads(Path(sys.argv[-1], "settings.json").read_text())
+
+
+def together(tell: Tell) -> None:
+    """The texts, vectors and files of a model that lies on the devices of all processes."""
+    given, directory = _settings(), Path(sys.argv[-1])
+    tell(answers=answers(given["axes"], given["all"]))
+    if given["all"]:
+        np.save(directory / f"vectors-{jax.process_index()}.npy", vectors(given["axes"]))
+    tell(files=files(given["axes"], directory / "saved", given["all"]))
+
+
+def refuse(tell: Tell) -> None:
+    """What differs, and what fails in one process; after each the processes go on together."""
+    me = jax.process_index()
+    mesh = _mesh(_settings()["axes"])
+    model, tokenizer = maxjax.load("tiny", mesh=mesh)
+
+    def raised(name: str, call: Callable[[], Any]) -> None:
+        began = time.monotonic()
+        try:
+            call()
+            text = "nothing"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        tell(**{name: text, f"{name} seconds": time.monotonic() - began})
+
+    def generate(prompt: str = "x", **values: Any) -> str:
+        return str(maxjax.generate(model, tokenizer, prompt, **{"max_new_tokens": 8} | values))
+
+    raised("prompt", lambda: generate("xy"[me]))
+    raised("settings", lambda: generate(temperature=0.5 + me, max_new_tokens=8 + me))
+    raised("key", lambda: generate(temperature=1.0, key=jax.random.key(me)))
+    raised("call", lambda: [generate, lambda: maxjax.stream(model, tokenizer, "x")][me]())
+    raised("empty here", lambda: generate("" if me == 1 else "x"))
+    raised("empty at the first", lambda: generate("" if me == 0 else "x"))
+    raised("empty", lambda: generate(""))
+    other = Path(sys.argv[-1], "other")
+    if me == 1:
+        maxjax.save_pretrained(_changed(), other, tokenizer=tokenizer)
+    raised("checkpoint", lambda: maxjax.load(["tiny", other][me], mesh=mesh))
+    raised("missing", lambda: maxjax.load(["tiny", other / "nowhere"][me], mesh=mesh))
+    raised("file", lambda: maxjax.save_pretrained(model, "/dev/null/x"))
+    push = TextStream.push
+    if me == 1:
+        TextStream.push = lambda *_: (_ for _ in ()).throw(ArithmeticError("no more"))
+    raised("decoding", generate)
+    raised("decoding a stream", lambda: list(maxjax.stream(model, tokenizer, "What is 5 + 6?")))
+    TextStream.push = push
+    tell(still=generate(PROMPTS[1]))
+
+
+def _changed() -> Any:
+    """The tiny model with other values."""
+    model, _ = maxjax.load("tiny")
+    for weight in model.raw_state_dict().values():
+        weight.value = weight.value * 1.5
+    return model
+
+
+# --- a process that dies ------------------------------------------------------------------
+
+
+def _dies(owner: Any, name: str, after: int) -> None:
+    """Kills the last process in a call of a method."""
+    plain, calls = getattr(owner, name), []
+
+    def killed(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) == after and jax.process_index() == jax.process_count() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*args, **options)
+
+    setattr(owner, name, killed)
+
+
+def _dying(tell: Tell, owner: Any, name: str, after: int, call: Callable[[], Any]) -> None:
+    _dies(owner, name, after)
+    tell(ready=True)
+    try:
+        call()
+    except PeerLostError:
+        tell(when=time.time())
+        raise
+
+
+def die_generating(tell: Tell) -> None:
+    """It dies before it dispatches what the others have dispatched: they wait in a collective."""
+    model, tokenizer = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
+    call = lambda: maxjax.generate(model, tokenizer, PROMPTS, max_new_tokens=60, eos_ids=())
+    call()
+    _dying(tell, Batch, "_run", 3, call)
+
+
+def die_streaming(tell: Tell) -> None:
+    """It dies while the others wait for it to come to the next dispatch."""
+    model, tokenizer = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
+    call = lambda: list(maxjax.stream(model, tokenizer, PROMPTS[2], eos_ids=()))
+    _dying(tell, Batch, "fetch", 3, call)
+
+
+def die_loading(tell: Tell) -> None:
+    """It dies after some reads of its part."""
+    call = lambda: maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
+    _dying(tell, OpenFile, "pread_some", 3, call)
+
+
+def die_saving(tell: Tell) -> None:
+    """It dies while the first process writes what all hold."""
+    model, _ = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
+    call = lambda: maxjax.save_pretrained(model, Path(sys.argv[-1], "saved"))
+    _dying(tell, Gathering, "_read", 5, call)
+
+
+def die_in_a_step(tell: Tell) -> None:
+    """It dies while all write a step of orbax."""
+    from maxjax.checkpoint.orbax.sums import ArraySums
+
+    model, _ = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
+    call = lambda: checkpoint.save(Path(sys.argv[-1], "steps"), model)
+    _dying(tell, ArraySums, "compute", 1, call)
+
+
+def die_embedding(tell: Tell) -> None:
+    """It dies before the second batch."""
+    model, tokenizer = maxjax.load(minilm_directory(), mesh=_mesh(_settings()["axes"]))
+    call = lambda: maxjax.embed(model, tokenizer, SENTENCES, batch_size=1)
+    _dying(tell, Tokenizer, "pad", 2, call)
+
+
+SCENARIOS = (
+    together, refuse, die_generating, die_streaming, die_loading, die_saving, die_in_a_step,
+    die_embedding,
+)  # fmt: skip
