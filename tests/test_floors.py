@@ -98,7 +98,7 @@ text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
 engine: hub load embed session
-engine/plan: topology footprint
+engine/plan: topology options footprint meshes capacity
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
 engine/export: signature file write program

@@ -180,17 +180,14 @@ def weight_bytes(model: Any, batch: int | None = None) -> int:
     With ``batch``, the bytes that one step of so many rows reads: of an embedding table that is not
     the output head, one row for each; of experts, as many as can be chosen.
     """
-    config, total = model.config, 0
+    from ..engine.plan.footprint import Reading
+
+    reading, total = Reading.of(model.config), 0
     names = model.raw_state_dict()
     tied = not any(name.startswith("lm_head") for name in names)
-    experts, chosen = (getattr(config, n, 0) for n in ("num_experts", "num_experts_per_tok"))
     for name, weight in names.items():
-        nbytes = _on_devices(weight.value)
-        if batch is not None and ".experts." in name and experts:
-            nbytes = nbytes * min(experts, batch * chosen) // experts
-        elif batch is not None and "embed_tokens" in name and not tied:
-            nbytes = nbytes * min(config.vocab_size, batch) // config.vocab_size
-        total += nbytes
+        share = 1 if batch is None else reading.share(name, batch, tied)
+        total += int(_on_devices(weight.value) * share)
     return total
 
 

@@ -127,7 +127,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
 def _mesh(text: str) -> Any:
     import jax
 
-    from ..engine.plan.report import read_mesh
+    from ..engine.plan.options import read_mesh
     from ..graph.placement.mesh import make_mesh
 
     sizes = dict(read_mesh(text).shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import sys
@@ -143,15 +144,25 @@ def text(found: str) -> str:
 def mesh(found: str) -> str:
     """The type of the axes of a mesh, as in model=4,data=2."""
     import_jax()
-    from ..engine.plan.report import read_mesh
+    from ..engine.plan.options import read_mesh
 
     return _checked(found, read_mesh, r"^mesh: ")
+
+
+def topology(found: str) -> str:
+    """The type of a kind and number of devices, such as v5e:2x4 or h200:8."""
+    # XLA's compiler for GPUs says at length that there is no GPU.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import_jax()
+    from ..engine.plan.topology import Topology
+
+    return _checked(found, Topology.of, r"^topology ")
 
 
 def size(found: str) -> str:
     """The type of a size of memory, such as 80GB or 16GiB."""
     import_jax()
-    from ..engine.plan.report import parse_bytes
+    from ..engine.plan.options import parse_bytes
 
     return _checked(found, parse_bytes, r"^hbm=")
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterable
 
-from .options import dtype, float_type, mesh, positive, size
+from .options import dtype, float_type, mesh, positive, size, topology
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,21 +32,36 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hbm", type=size, metavar="SIZE", help="memory of a device, such as 80GB or 16GiB"
     )
+    parser.add_argument(
+        "--device", type=topology, metavar="KIND:N",
+        help="plan for v5e:2x4, v5p:2x2x2, h200:8, … and compare its meshes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compile", type=topology, metavar="KIND:N",
+        help="also compile the programs for it, without the hardware, and count their temporaries",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def plan(options: argparse.Namespace) -> Iterable[str]:
     """Shows the memory of weights and KV cache on each device, and whether they fit.
 
-    Only headers are read. The exit code is 1, with the result on stdout, if they do not fit.
+    Only headers are read. With ``--compile`` temporaries are counted as well. The exit code is 1,
+    with the result on stdout, if they do not fit.
     """
     if (options.batch is None) != (options.length is None):
         options.error("--batch and --length belong together: give both, or neither")
+    import jax
+
     from ..engine.plan.report import plan as plan_of
 
+    if not jax.config.jax_platforms:  # type: ignore[attr-defined]
+        # No device is needed, and JAX would look for those whose compilers are installed.
+        jax.config.update("jax_platforms", "cpu")
     found = plan_of(
         options.path, options.mesh, dtype=options.dtype, batch=options.batch,
         length=options.length, cache_dtype=options.cache_dtype, hbm=options.hbm,
+        device=options.device, compile=options.compile,
     )  # fmt: skip
     options.code = int(found.fits is False)
     return [json.dumps(found.as_dict(), indent=1)] if options.json else str(found).split("\n")

@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import CheckpointError, UnsupportedModelError, UserInputError
+from ..errors import (
+    CheckpointError,
+    MissingCompilerError,
+    UnsupportedModelError,
+    UserInputError,
+)
 
 # Errors that are not defects of maxjax: their message is enough.
 EXPECTED = (
     CheckpointError, UserInputError, UnsupportedModelError, OSError, MemoryError,
-    FloatingPointError,
+    FloatingPointError, MissingCompilerError,
 )  # fmt: skip
 
 

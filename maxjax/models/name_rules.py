@@ -172,16 +172,16 @@ def heads(config: Any) -> Heads:
         Heads(layers=2, heads=4, kv_heads=4, head_dim=8, value_dim=8, window=None)
     """
     settings = text_part(config)
-    found = {what: _count(settings, keys) for what, keys in KEYS.items()}
+    found = {what: count(settings, keys) for what, keys in KEYS.items()}
     h, k, d = found["heads"], found["kv_heads"], found["head_dim"]
     if k is None:
         k = 1 if settings.get("multi_query") is True else h
-    latent = [_count(settings, (key,)) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    latent = [count(settings, (key,)) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if all(latent):
         d = sum(n or 0 for n in latent)
     elif d is None and h and found["hidden"]:
         d = found["hidden"] // h
-    return Heads(found["layers"], h, k, d, _count(settings, ("v_head_dim",)) or d)
+    return Heads(found["layers"], h, k, d, count(settings, ("v_head_dim",)) or d)
 
 
 def text_part(config: Any) -> Mapping[str, Any]:
@@ -194,6 +194,6 @@ def text_part(config: Any) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else config
 
 
-def _count(settings: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+def count(settings: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     """The first of these settings that is a positive integer, or None: a file may hold anything."""
     return next((n for n in map(settings.get, keys) if type(n) is int and n > 0), None)

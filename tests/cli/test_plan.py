@@ -62,11 +62,44 @@ def test_a_model_that_maxjax_has(minilm):
         (("--dtype", "bf17"), "bf17"),
         (("--batch", "1"), "length"),
         (("--batch", "-1", "--length", "1"), "argument --batch: -1"),
+        (("--device", "v5e:8"), "v5e:2x4"),
+        (("--compile", "b200:8"), "argument --compile: 'b200:8': the kinds are v5e"),
     ],
 )
 def test_wrong_usage_is_2(llama, arguments, says):
     code, out, err = in_process("plan", llama, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 2) and says in err
+
+
+def test_the_meshes_of_a_device(llama):
+    found = json.loads(succeeds("plan", llama, "--device", "v5p:2x2x1", "--json"))
+    assert (found["device"], found["devices"], found["hbm"]) == ("v5p:2x2x1", 4, 95 << 30)
+    assert len(found["meshes"]) == 6 and found["meshes"][0]["mesh"] == found["mesh"]
+    out = succeeds("plan", llama, "--device", "v5p:2x2x1", "--mesh", "data=4")
+    assert (
+        out.startswith("mesh data=4 (4 devices) of v5p:2x2x1") and "meshes, the best first" in out
+    )
+    assert "2 devices" in fails("plan", llama, "--device", "h200:2", "--mesh", "data=4")
+
+
+@pytest.mark.slow
+def test_programs_are_compiled(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
+              "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    write_sparse(tmp_path, config, 1)
+    found = json.loads(succeeds("plan", tmp_path, "--compile", "cpu:2", "--json"))
+    assert [one["program"] for one in found["programs"]] == ["decode", "prefill"]
+    assert all(one["temporaries"] > 0 for one in found["programs"])
+
+
+def test_without_the_compiler(llama, monkeypatch):
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/nowhere/libtpu.so")
+    code, out, err = in_process("plan", llama, "--compile", "v5e:16x16")
+    assert (code, out) == (1, "") and err.startswith(
+        "maxjax: v5e:16x16 needs XLA's compiler for TPUs"
+    )
+    assert "unexpected" not in err and "pip install libtpu" in err
 
 
 def test_wrong_path(tmp_path):

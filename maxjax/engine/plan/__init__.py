@@ -1,5 +1,7 @@
 """``maxjax.plan``: memory and sharding of a model before anything is allocated.
 
-``footprint`` computes the bytes of weights and KV cache on each device; ``report`` has the public
-function and the table that it prints. Of a checkpoint only the headers are read.
+``footprint`` computes the bytes of weights and KV cache on each device; of a checkpoint only the
+headers are read. ``topology`` names devices that need not be there; ``meshes`` compares their meshes,
+``compiled`` compiles the programs of generation for them, and ``capacity`` finds the largest batch and context.
+``options`` reads the options, and ``report`` has the public function and the table that it prints.
 """

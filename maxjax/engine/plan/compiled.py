@@ -6,24 +6,32 @@ the model. No weight has a value: arguments are placeholders with the shardings 
 
 from __future__ import annotations
 
+import re
 import time
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...errors import UserInputError
+from ...graph.placement.mesh import make_mesh
 from ..generate.batch import bucket
 from ..generate.programs import SamplerArgs, State, decode, prefill
 from ..sampling.draw import Sampled
 from ..sampling.settings import GREEDY, Amounts
+from .footprint import Footprint
+from .meshes import Request
+from .topology import Topology
 
 CHUNK = 512
 """The tokens of a prompt that one run of ``prefill`` takes, as ``maxjax.generate`` has it by default."""
 
 
-class ProgramMemory(NamedTuple):
+@dataclass(frozen=True)
+class ProgramMemory:
     """The memory that a compiled program takes on each device.
 
     Attributes:
@@ -53,8 +61,8 @@ class ProgramMemory(NamedTuple):
         return self.arguments + self.temporaries + self.results
 
 
-def placeholder_of(model: Any, mesh: Mesh) -> Any:
-    """The same model without values, placed on a mesh; the given one is not changed.
+def placeholder_of(model: Any, mesh: Mesh, rules: Mapping[str, Any] | None = None) -> Any:
+    """The same model without values, placed on a mesh by its rules; the given one is not changed.
 
     Raises:
         UserInputError: the model is no decoder, or the mesh does not suit it.
@@ -63,7 +71,7 @@ def placeholder_of(model: Any, mesh: Mesh) -> Any:
         raise UserInputError(
             f"{type(model).__name__} is not a language model: it has no programs of generation to compile"
         )
-    return jax.eval_shape(lambda model: model, model).to(mesh)
+    return jax.eval_shape(lambda model: model, model).to(mesh, rules=rules)
 
 
 def abstract_state(
@@ -163,5 +171,73 @@ def compiled_memory(
         message = " ".join(str(error).split())
         if "RESOURCE_EXHAUSTED" not in message:
             raise
+        # Without the error's number, and the address of its description.
+        message = re.sub(
+            r"^(RESOURCE_EXHAUSTED: |E\d+: |\w+Oom: )+|\s*See https?://.*", "", message
+        )
         return ProgramMemory(program, refused=message[:300], seconds=time.perf_counter() - start)
     return memory_of(program, executable, time.perf_counter() - start)
+
+
+class Programs:
+    """The programs ``decode`` and ``prefill`` of a plan, compiled for a topology; none without one.
+
+    Args:
+        source: the model.
+        mesh: the mesh as sizes, or a real one.
+        request: the planned sizes.
+        rules: rules of sharding before the model's own, or None.
+        topology: the devices, or None.
+
+    Attributes:
+        found: the memory of each program.
+
+    Raises:
+        UserInputError: the model is no decoder that maxjax has, or the size of its cache is not known.
+        MissingCompilerError: the compiler is not installed.
+    """
+
+    def __init__(
+        self, source: Footprint, mesh: Any, request: Request, rules: Any, topology: Topology | None
+    ):
+        self.found: tuple[ProgramMemory, ...] = ()
+        self._options = request
+        if topology is None:
+            return
+        if source.model is None:
+            raise UserInputError(
+                "maxjax has no model for this checkpoint, so there are no programs to compile"
+            )
+        assert mesh is not None
+        types = getattr(mesh, "axis_types", None) or AxisType.Auto
+        self._mesh = make_mesh(devices=topology.devices(), axis_types=types, **dict(mesh.shape))
+        self._model = placeholder_of(source.model(self._mesh, request.dtype), self._mesh, rules)
+        if request.batch is None or request.length is None:
+            raise UserInputError("the size of the KV cache is not known: nothing can be compiled")
+        self.found = tuple(
+            self._measured(name, request.batch, request.length) for name in ("decode", "prefill")
+        )
+
+    def _measured(self, program: str, batch: int, length: int) -> ProgramMemory:
+        return compiled_memory(
+            program, self._model, self._mesh,
+            batch=batch, length=length, cache_dtype=self._options.cache_dtype,
+        )  # fmt: skip
+
+    @property
+    def refused(self) -> str:
+        """What the compiler says of a program that is too large; "" if it makes both."""
+        return next((one.refused for one in self.found if one.refused), "")
+
+    @property
+    def most(self) -> int | None:
+        """Bytes of temporaries of the program that needs most of them."""
+        return max((one.temporaries + one.results for one in self.found), default=None)
+
+    def temporaries(self, batch: int, length: int) -> int | None:
+        """The same for other sizes, by the program that needs most for the planned ones."""
+        if (batch, length) == (self._options.batch, self._options.length):
+            return None if self.refused else self.most
+        largest = max(self.found, key=lambda one: one.temporaries + one.results)
+        found = self._measured(largest.program, batch, length)
+        return None if found.refused else found.temporaries + found.results

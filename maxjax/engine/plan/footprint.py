@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from ...graph.placement.specs import (
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
 from ...graph.weights import GGUFWeights, Weights
-from ...models import PretrainedModel, build, config_beside, find_family, tensors
+from ...models import Decoder, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
 from ...models.config import read_object
 from ...models.decoder.config import DecoderConfig
@@ -85,6 +86,59 @@ class TensorGroup(NamedTuple):
         return -(-self.nbytes // self.parts) if self.parts else 0
 
 
+class Reading(NamedTuple):
+    """What a configuration says of the weights that one decoded token reads.
+
+    Attributes:
+        vocab_size: number of rows of the embedding table.
+        hidden_size: width of the activations between layers.
+        experts, chosen: number of experts of a layer, and of those that a token chooses; 0: none.
+        transposed: whether linear layers have weights ``[in, out]``.
+        max_length: largest number of tokens of a sequence, or None.
+    """
+
+    vocab_size: int = 0
+    hidden_size: int = 0
+    experts: int = 0
+    chosen: int = 0
+    transposed: bool = False
+    max_length: int | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> Reading:
+        """The Reading of a configuration: the content of ``config.json``, or a dataclass.
+
+        Example:
+            >>> Reading.of({"n_embd": 8, "vocab_size": 100, "model_type": "gpt2", "n_positions": 64})
+            Reading(vocab_size=100, hidden_size=8, experts=0, chosen=0, transposed=True, max_length=64)
+        """
+        settings = names.text_part(config)
+        number = lambda *keys: names.count(settings, keys) or 0
+        model_type = settings.get("model_type", getattr(config, "model_type", None))
+        return cls(
+            number("vocab_size"), number(*names.KEYS["hidden"]),
+            number("num_experts", "num_local_experts", "n_routed_experts"),
+            number("num_experts_per_tok"), model_type in names.TRANSPOSED,
+            number("max_position_embeddings", "n_positions") or None,
+        )  # fmt: skip
+
+    def share(self, name: str, batch: int, tied: bool) -> Fraction:
+        """The share of a weight that a step of ``batch`` rows reads.
+
+        Of an embedding table that is not the output head, one row for each; of experts, at most as
+        many as can be chosen.
+
+        Example:
+            >>> Reading(100, 8, experts=8, chosen=2).share("mlp.experts.0.up_proj.weight", 3, False)
+            Fraction(3, 4)
+        """
+        if ".experts." in name and self.experts:
+            return Fraction(min(self.experts, batch * self.chosen), self.experts)
+        if "embed_tokens" in name and not tied:
+            return Fraction(min(self.vocab_size, batch), max(self.vocab_size, 1))
+        return Fraction(1)
+
+
 @dataclass(frozen=True)
 class Footprint:
     """A model or checkpoint whose size can be computed for any mesh.
@@ -98,6 +152,9 @@ class Footprint:
         mesh: the mesh on which the model is now, or None.
         devices: the number of devices on which the model is now.
         notes: further remarks for the user.
+        reading: what the configuration says of the weights that a token reads.
+        model: a function of (mesh, dtype of floats or None) that returns the model as it would be
+            on the mesh, without values or with them; None if maxjax has no such model.
     """
 
     basis: str
@@ -107,6 +164,8 @@ class Footprint:
     mesh: Any = None
     devices: int = 1
     notes: tuple[str, ...] = ()
+    reading: Reading = Reading()
+    model: Callable[[Any, DType | None], Any] | None = None
 
 
 # --- Modules ----------------------------------------------------------------------------------
@@ -125,9 +184,17 @@ def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
             return _as_planned(module, on, rules, dtype)
         return [_as_placed(name, holder, dtype) for name, holder, _ in leaves]
 
+    def as_it_is(on: Any, dtype: DType | None) -> Any:
+        if dtype is not None:
+            raise UserInputError(
+                "a Module is compiled as it is: leave dtype out, or plan its checkpoint"
+            )
+        return module
+
     return Footprint(
         "where Module.to placed it" if mesh is not None else "the model's own rules",
         tensors_of, lambda: _attention_of(module), _is_encoder(module), mesh, devices,
+        reading=Reading.of(getattr(module, "config", None)), model=as_it_is,
     )  # fmt: skip
 
 
@@ -244,9 +311,14 @@ def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footpr
         made = model if dtype is None else make(dtype)
         return of_module(made, rules).tensors_of(mesh, None)
 
+    def as_loaded(mesh: Any, dtype: DType | None) -> Any:
+        made: Any = build(weights, config, dtype, stacked=False, tie=tied)
+        return made.stack_for(mesh) if isinstance(made, Decoder) else made
+
     return Footprint(
-        "the model's own rules", tensors_of, lambda: _attention_of(model), _is_encoder(model)
-    )
+        "the model's own rules", tensors_of, lambda: _attention_of(model), _is_encoder(model),
+        reading=Reading.of(getattr(model, "config", None)), model=as_loaded,
+    )  # fmt: skip
 
 
 def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) -> Footprint:
@@ -289,7 +361,7 @@ def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) ->
     )
     return Footprint(
         "rules by tensor names", tensors_of, lambda: _attention_from_config(config, "config.json"), encoder,
-        notes=note,
+        notes=note, reading=Reading.of(config),
     )  # fmt: skip
 
 

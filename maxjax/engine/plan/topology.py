@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
     Attributes:
         platform: its platform in JAX.
-        memory: bytes of memory of one device; a program can use a little less.
+        memory: bytes of memory of one device that a program can use.
         bandwidth: bytes per second that one device reads from its memory.
         link: bytes per second that one device sends to the others of its slice or host.
         parts: parts of JAX's ``device_kind`` by which such a device is known, in lower case.
@@ -44,13 +44,14 @@ class Kind(NamedTuple):
     host: int
 
 
-# Memory, bandwidth and links: Google's pages on TPU v5e, v5p and v6e; NVIDIA's data sheets of H100 SXM
-# and H200. The link is what a device sends over all its links together, in one direction. The
-# order counts: "TPU v5 lite" is a v5e, "TPU v5" a v5p.
+# Bandwidth and links: Google's pages on TPU v5e, v5p and v6e; NVIDIA's data sheets of H100 SXM and H200.
+# The link is what a device sends over all its links together, in one direction. Memory: of 16 and 32 GiB
+# of a TPU, XLA's compiler gives programs 15.75 and 31.25. The order counts: "TPU v5 lite" is a v5e, "TPU
+# v5" a v5p.
 KINDS = {
-    "v5e": Kind("tpu", 16 * _GIB, 819e9, 200e9, ("v5 lite", "v5e"), 2, 4),
+    "v5e": Kind("tpu", 63 * _GIB // 4, 819e9, 200e9, ("v5 lite", "v5e"), 2, 4),
     "v5p": Kind("tpu", 95 * _GIB, 2765e9, 600e9, ("v5",), 3, 4),
-    "v6e": Kind("tpu", 32 * _GIB, 1640e9, 448e9, ("v6 lite", "v6e"), 2, 4),
+    "v6e": Kind("tpu", 125 * _GIB // 4, 1640e9, 448e9, ("v6 lite", "v6e"), 2, 4),
     "h200": Kind("cuda", 141 * 10**9, 4800e9, 450e9, ("h200",), 1, 8),
     "h100": Kind("cuda", 80 * 10**9, 3350e9, 450e9, ("h100",), 1, 8),
 }
@@ -110,7 +111,7 @@ class Topology(NamedTuple):
             raise UserInputError(
                 f"topology {name!r}: the kinds are {known}, as in v5e:2x4 or h200:8"
             )
-        sizes = re.fullmatch(r"\d{1,6}(x\d{1,6})*", text if colon else "")
+        sizes = re.fullmatch(r"\d{1,6}(x\d{1,6})*", text if colon else "", re.ASCII)
         shape = tuple(map(int, text.split("x"))) if sizes else ()
         if len(shape) != kind.axes or 0 in shape:
             example = {1: "8", 2: "2x4", 3: "2x2x2"}[kind.axes]

@@ -1,0 +1,319 @@
+"""Meshes on which a model fits: the smallest that does, and the best of a number of devices.
+
+The best mesh is the one that decodes a token in the least time, as far as that can be computed from
+sizes: the bytes that a device reads, at the bandwidth of its kind, and what the devices send each
+other. It is an estimate to rank meshes by, no prediction of speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...graph.placement.specs import axis_of, batch_axes, names_in
+from ...models import name_rules as names
+from .footprint import Footprint, TensorGroup, cache_bytes
+from .topology import Kind
+
+_MAX_GROWTH = 4096
+# Seconds until a collective of a few bytes is done, beside those that its bytes take. An assumption, of
+# the order of what libraries report within a host and a slice.
+LATENCY = 10e-6
+_TABLES = ("embed_tokens", "word_embeddings", "wte", "lm_head")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The checked options of ``plan`` that sizes depend on."""
+
+    dtype: DType | None
+    batch: int | None
+    length: int | None
+    cache_dtype: DType | None
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A mesh on which the model fits, and the dtype of floats if another one is needed.
+
+    Attributes:
+        mesh: the size of each axis.
+        devices: the number of devices.
+        dtype: the name of the dtype, or None for the planned one.
+        bytes_per_device, cache_bytes_per_device: bytes of weights and of KV cache on each device.
+    """
+
+    mesh: dict[str, int]
+    devices: int
+    dtype: str | None
+    bytes_per_device: int
+    cache_bytes_per_device: int
+
+    def __str__(self) -> str:
+        dtype = f" with dtype={self.dtype}" if self.dtype else ""
+        total = self.bytes_per_device + self.cache_bytes_per_device
+        return f"{mesh_text(self.mesh, self.devices)}{dtype}: {bytes_text(total)} on each device"
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """A mesh of all devices of a topology, and what a token costs on it.
+
+    Attributes:
+        mesh: the size of each axis.
+        bytes_per_device, cache_bytes_per_device: bytes of weights and of KV cache on each device.
+        fits: whether weights and cache fit; None if the memory of a device is not known.
+        bytes_read: bytes that a device reads for one token of every row: weights and the cache.
+        collectives, bytes_sent: how often a device exchanges data with others for that, and how
+            many bytes it sends.
+        seconds: an estimate of the time that this takes, to rank meshes by; None if the bandwidth
+            is not known.
+        why: what speaks against the mesh, as text; "" if nothing does.
+    """
+
+    mesh: dict[str, int]
+    bytes_per_device: int
+    cache_bytes_per_device: int
+    fits: bool | None
+    bytes_read: int
+    collectives: int
+    bytes_sent: int
+    seconds: float | None
+    why: str
+
+    @property
+    def taken(self) -> int:
+        """Bytes of weights and cache on each device."""
+        return self.bytes_per_device + self.cache_bytes_per_device
+
+
+# --- the best of a number of devices --------------------------------------------------------------
+
+
+def ranked(
+    source: Footprint, count: int, kind: Kind, request: Request, hbm: int | None
+) -> list[MeshChoice]:
+    """The meshes of ``count`` devices over data, model, fsdp and expert, the best first.
+
+    Those on which the model fits come first, by the estimated time of a token; then the others, by
+    the bytes that a device would need.
+    """
+    axes = (
+        ("data", "fsdp", "expert", "model") if source.reading.experts else ("data", "fsdp", "model")
+    )
+    found = []
+    for sizes in _factors(count, axes):
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        try:
+            found.append(_choice(source, mesh, kind, request, hbm))
+        except UserInputError:  # a rule of the caller does not divide evenly
+            continue
+
+    def key(one: MeshChoice) -> Any:
+        rank = one.taken if one.fits is False else one.seconds or one.bytes_read
+        return (
+            one.fits is False,
+            rank,
+            len(one.mesh),
+            [-one.mesh.get(axis, 0) for axis in axes[::-1]],
+        )
+
+    return sorted(found, key=key)
+
+
+def _factors(count: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """Sizes of the axes whose product is ``count``; axes of size 1 are left out.
+
+    Example:
+        >>> [*_factors(4, ("data", "model"))]
+        [{'model': 4}, {'data': 2, 'model': 2}, {'data': 4}]
+    """
+    first, *rest = axes
+    if not rest:
+        yield {first: count}
+        return
+    for size in range(1, count + 1):
+        if count % size == 0:
+            for others in _factors(count // size, tuple(rest)):
+                sizes = {axis: n for axis, n in {first: size, **others}.items() if n > 1}
+                yield sizes or {axes[-1]: 1}
+
+
+def _choice(
+    source: Footprint, mesh: Any, kind: Kind, request: Request, hbm: int | None
+) -> MeshChoice:
+    groups = source.tensors_of(mesh, request.dtype)
+    cached, notes = cache_of(source, groups, mesh, request)
+    held = sum(len(one.names) * one.nbytes_per_device for one in groups)
+    read, collectives, sent = _traffic(source, groups, mesh, request.batch or 1)
+    read += cached
+    seconds = None
+    if kind.bandwidth:
+        seconds = read / kind.bandwidth + sent / kind.link + collectives * LATENCY
+    fits = None if hbm is None else held + cached <= hbm
+    why = [problem(held, cached, 0, hbm)] if fits is False and hbm is not None else []
+    fsdp = axis_of(mesh, "fsdp")
+    if fsdp is not None and mesh.shape[fsdp] > 1:
+        why.append(f"weights are gathered over fsdp={mesh.shape[fsdp]} for every token")
+    whole = [
+        one for one in groups
+        if one.parts == 1 and mesh.size > 1 and one.nbytes * len(one.names) > held // 100
+    ]  # fmt: skip
+    why += [f"{names.generic(one.names[0])} is replicated ({one.why})" for one in whole[:1]]
+    why += [note.removeprefix("the KV cache: ") for note in notes]
+    return MeshChoice(
+        dict(mesh.shape), held, cached, fits, read, collectives, sent, seconds,
+        "; ".join(dict.fromkeys(why)),
+    )  # fmt: skip
+
+
+def _traffic(
+    source: Footprint, groups: list[TensorGroup], mesh: Any, batch: int
+) -> tuple[int, int, int]:
+    """Of one token of every row, for a device: bytes of weights read, collectives, and bytes sent.
+
+    A linear layer whose inputs are split ends in an all-reduce; the experts of a layer share one. So does
+    a lookup in an embedding table of which each device has some rows. What fsdp splits is gathered
+    and then read whole.
+    """
+    reading = source.reading
+    rows = batch // math.prod(mesh.shape[axis] for axis in batch_axes(mesh, batch))
+    tied = not any("lm_head" in one.names[0] for one in groups)
+    fsdp = axis_of(mesh, "fsdp")
+    gathered = mesh.shape[fsdp] if fsdp is not None else 1
+    read, sent, collectives = 0, Fraction(0), Fraction(0)
+    for one in groups:
+        count, name = len(one.names), names.generic(one.names[0])
+        axes = [{*names_in(entry)} for entry in (*one.spec, *[None] * len(one.shape))]
+        nbytes = count * one.nbytes_per_device
+        if gathered > 1 and any(fsdp in axis for axis in axes):
+            collectives, sent = collectives + count, sent + nbytes * (gathered - 1)
+            nbytes *= gathered
+        read += int(nbytes * reading.share(name, rows, tied))
+        layer = name.rpartition(".")[0]
+        is_table = layer.endswith(_TABLES)
+        if len(one.shape) < 2 or (is_table and layer.endswith("lm_head")):
+            continue
+        by_rows = is_table or (reading.transposed and layer.endswith(names.TRANSPOSED_MAPS))
+        split = axes[0 if by_rows else len(one.shape) - 1] - {fsdp}
+        parts = math.prod(mesh.shape[axis] for axis in split)
+        if parts > 1:
+            # The sum over experts is taken before the sum over devices.
+            times = Fraction(
+                count, reading.experts if ".experts.*." in name and reading.experts else 1
+            )
+            width = one.logical_shape[-1 if by_rows else -2]
+            collectives += times
+            sent += (
+                times * rows * width * max(2, one.dtype.size_in_bits // 8) * 2 * (parts - 1) / parts
+            )
+    return read, math.ceil(collectives), int(sent)
+
+
+def problem(weights: int, cached: int, temporaries: int, hbm: int) -> str:
+    """Which part of a model is too large for a device, as text.
+
+    Example:
+        >>> problem(20 << 30, 1 << 30, 0, 16 << 30)
+        'the weights alone take 20.00 GiB of the 16.00 GiB of a device'
+        >>> problem(10 << 30, 4 << 30, 3 << 30, 16 << 30)
+        'weights of 10.00 GiB, a cache of 4.00 GiB and temporaries of 3.00 GiB take 17.00 GiB of the
+        16.00 GiB of a device'
+    """
+    parts = {"weights": weights, "cache": cached, "temporaries": temporaries}
+    room = f"of the {gib(hbm)} of a device"
+    for name, nbytes in parts.items():
+        if nbytes > hbm:
+            return f"the {name} alone take{'s' * (name == 'cache')} {gib(nbytes)} {room}"
+    words = [f"weights of {gib(weights)}"]
+    words += [f"a cache of {gib(cached)}"] if cached else []
+    words += [f"temporaries of {gib(temporaries)}"] if temporaries else []
+    text = f"{', '.join(words[:-1])} and {words[-1]}" if words[1:] else words[0]
+    return f"{text} take {gib(sum(parts.values()))} {room}"
+
+
+# --- the smallest ---------------------------------------------------------------------------------
+
+
+def cache_of(
+    source: Footprint, groups: list[TensorGroup], mesh: Any, request: Request
+) -> tuple[int, list[str]]:
+    """Bytes of the KV cache on a device, and notes."""
+    if request.batch is None or request.length is None:
+        return 0, []
+    if source.encoder:
+        return 0, ["an encoder has no KV cache"]
+    dtype = request.cache_dtype
+    if dtype is None:
+        sizes: dict[DType, int] = {DType.bfloat16: 0}
+        for one in groups:
+            if one.dtype.is_float() and one.dtype.size_in_bits >= 16:
+                sizes[one.dtype] = sizes.get(one.dtype, 0) + len(one.names) * one.nbytes
+        dtype = max(sizes, key=lambda dtype: sizes[dtype])
+    return cache_bytes(source.attention(), request.batch, request.length, dtype, mesh)
+
+
+def suggest(source: Footprint, mesh: Any, request: Request, hbm: int) -> Suggestion | None:
+    """The smallest mesh on which the model fits; the planned dtype is preferred on equal sizes."""
+    base = {} if mesh is None else dict(mesh.shape)
+    named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
+    narrow = dataclasses.replace(request, dtype=DType.bfloat16)
+    totals = [
+        (choice, sum(len(one.names) * one.nbytes for one in source.tensors_of(None, choice.dtype)))
+        for choice in (request, narrow)
+    ]
+    for doublings in range(_MAX_GROWTH.bit_length()):
+        for choice, nbytes in totals:
+            for over_fsdp in range(doublings + 1):
+                sizes = dict(base)
+                for kind, power in (("model", doublings - over_fsdp), ("fsdp", over_fsdp)):
+                    if power:
+                        sizes[named[kind]] = sizes.get(named[kind], 1) << power
+                devices = math.prod(sizes.values())
+                if nbytes > hbm * devices:
+                    continue  # it would not fit even if everything were sharded
+                taken = _attempt(source, sizes, choice)
+                if taken is not None and sum(taken) <= hbm:
+                    dtype = None if choice.dtype is request.dtype else "bfloat16"
+                    return Suggestion(sizes, devices, dtype, *taken)
+    return None
+
+
+def _attempt(source: Footprint, sizes: dict[str, int], request: Request) -> tuple[int, int] | None:
+    """Bytes of weights and of KV cache on a device of such a mesh; None if the mesh is invalid."""
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
+    try:
+        groups = source.tensors_of(mesh, request.dtype)
+    except UserInputError:  # a rule of the caller does not divide evenly
+        return None
+    taken = sum(len(one.names) * one.nbytes_per_device for one in groups)
+    return taken, cache_of(source, groups, mesh, request)[0]
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def mesh_text(mesh: dict[str, int], devices: int) -> str:
+    """A mesh, and the number of its devices."""
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    count = f"{devices:,} device" + "s" * (devices != 1)
+    return f"mesh {axes} ({count})" if mesh else count
+
+
+def bytes_text(n: int) -> str:
+    """A number of bytes, and the same in MiB or GiB."""
+    unit, size = ("GiB", 1 << 30) if n >= 1 << 30 else ("MiB", 1 << 20)
+    return f"{n:,} bytes ({n / size:,.2f} {unit})"
+
+
+def gib(n: int) -> str:
+    """A number of bytes in MiB or GiB."""
+    return f"{n / (1 << 30):,.2f} GiB" if n >= 1 << 30 else f"{n / (1 << 20):,.2f} MiB"

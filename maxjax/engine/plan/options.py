@@ -1,0 +1,98 @@
+"""The options of ``maxjax.plan`` as they may be written: meshes as sizes, memory as text, dtypes by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...graph.placement.mesh import AXES, axis_name
+from ...models.weights import named_dtype
+
+_UNITS = {"B": 1} | {
+    f"{prefix}{end}": base**power
+    for end, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGTP", 1)
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def read_mesh(mesh: Any, rules: Any = None) -> Any:
+    """Makes a mesh of an option; from sizes alone, one without devices.
+
+    Example:
+        >>> dict(read_mesh("model=8,data=2").shape)
+        {'model': 8, 'data': 2}
+    """
+    if mesh is None:
+        if rules is not None:
+            raise UserInputError("rules= need a mesh: plan(model, mesh, rules=...)")
+        return None
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return mesh
+    sizes = list(_axes(mesh) if isinstance(mesh, str) else _items(mesh))
+    text = ",".join(f"{name}={size}" for name, size in sizes)
+    found = {axis_name(name): size for name, size in sizes}
+    if not found or any(type(n) is not int or not 0 < n <= 2**31 for n in found.values()):
+        raise UserInputError(
+            f"mesh: '{text}': sizes must be positive integers, as in model=8,data=2"
+        )
+    if len(found) < len(sizes):
+        raise UserInputError(f"mesh: '{text}' names one axis twice")
+    unknown = [name for name in found if name not in AXES]
+    if unknown and rules is None:
+        raise UserInputError(f"mesh: there is no axis '{unknown[0]}': axes are {', '.join(AXES)}")
+    return AbstractMesh(tuple(found.values()), tuple(found))
+
+
+def _items(mesh: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(mesh, Mapping):
+        raise TypeError(
+            f"mesh must be a jax Mesh or a dict of axis sizes, not {type(mesh).__name__}"
+        )
+    return iter(mesh.items())
+
+
+def _axes(text: str) -> Iterator[tuple[str, int]]:
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,10})\s*", part, re.ASCII)
+        if match is None:
+            raise UserInputError(f"mesh: '{text}' is not of the form model=8,data=2")
+        yield match[1], int(match[2])
+
+
+def read_dtype(option: str, dtype: Any) -> DType | None:
+    if dtype is None:
+        return None
+    # PyTorch's tools call float16 "fp16".
+    name = re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype
+    found = named_dtype(option, name)
+    if not found.is_float() and option == "dtype":
+        raise UserInputError(f"dtype must be a float type, not {found.name}")
+    return found
+
+
+def parse_bytes(size: int | str | None) -> int | None:
+    """Parses a number of bytes with or without a unit.
+
+    Raises:
+        UserInputError: ``size`` is not a size, or not positive.
+
+    Example:
+        >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes(1024)
+        (80000000000, 1610612736, 1024)
+    """
+    if size is None:
+        return None
+    if type(size) is int and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    factor = units.get(match[2].lower() or "b") if match else None
+    if match and factor and (found := int(float(match[1]) * factor)) > 0:
+        return found
+    raise UserInputError(f"hbm={size!r} is not a size of memory: write it as 80GB or 16GiB")

@@ -1,0 +1,168 @@
+"""Compiled programs of a plan: they are those that generate runs, and their memory is counted."""
+
+import json
+
+import jax
+import pytest
+
+import maxjax
+from maxjax.engine.generate.batch import Batch
+from maxjax.engine.generate.programs import decode
+from maxjax.engine.plan import compiled
+from maxjax.engine.plan.compiled import abstract_state, compiled_memory, placeholder_of
+from maxjax.engine.plan.report import plan
+from maxjax.errors import UserInputError
+from maxjax.models import BertConfig, BertModel, Llama, LlamaConfig
+from scripts.bench_plan import write_sparse
+
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
+
+
+def llama(**options):
+    return Llama(LlamaConfig(**SIZES, num_layers=3, num_heads=4, num_kv_heads=2, **options))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return maxjax.init(llama(max_position_embeddings=256), jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2, "model": 4}], ids=str)
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_the_state_is_that_of_generate(sizes, cache_dtype):
+    mesh = maxjax.make_mesh(**sizes)
+    model = maxjax.init(llama(max_position_embeddings=256), jax.random.key(0)).to(mesh)
+    batch = Batch(model, [[1, 2], [3]], [64, 64], cache_dtype=cache_dtype)
+    placeholders = abstract_state(placeholder_of(model, mesh), mesh, 2, 64, cache_dtype)
+    assert jax.tree.structure(placeholders) == jax.tree.structure(batch.state)
+    for (path, real), one in zip(
+        jax.tree.leaves_with_path(batch.state), jax.tree.leaves(placeholders), strict=True
+    ):
+        assert (one.shape, one.dtype) == (real.shape, real.dtype), path
+        assert one.sharding.is_equivalent_to(real.sharding, real.ndim), path
+
+
+@pytest.mark.slow
+def test_the_memory_is_that_of_the_program_that_runs():
+    mesh = maxjax.make_mesh(model=2)
+    model = maxjax.init(llama(max_position_embeddings=256), jax.random.key(0)).to(mesh)
+    found = plan(model, mesh, batch=2, length=64, compile="cpu:8")
+    batch = Batch(model, [[1, 2], [3]], [64, 64])
+    real = decode.lower(
+        model, batch.state, batch._put(1), batch._sampler,
+        settings=batch._kind, shardings=batch._shardings,
+    ).compile().memory_analysis()  # fmt: skip
+    decoding, prefilling = found.programs
+    assert (decoding.program, prefilling.program) == ("decode", "prefill")
+    assert decoding.temporaries == real.temp_size_in_bytes
+    assert decoding.arguments == real.argument_size_in_bytes
+    held = found.bytes_per_device + found.cache_bytes_per_device
+    assert held <= decoding.arguments <= held + 1024
+    assert found.temporaries_per_device == max(
+        one.temporaries + one.results for one in found.programs
+    )
+    assert found.device == "cpu:8" and found.hbm is None and found.fits is None
+
+
+@pytest.mark.slow
+def test_temporaries_count(loaded):
+    options = {"batch": 2, "length": 64, "compile": "cpu:8"}
+    before = jax.tree.leaves(loaded)
+    found = plan(loaded, {"model": 2}, **options)
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(loaded), strict=True))
+    held = found.bytes_per_device + found.cache_bytes_per_device
+    total = held + found.temporaries_per_device
+    assert plan(loaded, {"model": 2}, hbm=total, **options).fits is True
+    small = plan(loaded, {"model": 2}, hbm=total - 1, **options)
+    assert small.fits is False and "temporaries" in small.why
+    other = small.suggestion
+    assert other.bytes_per_device + other.cache_bytes_per_device < held
+    text = str(found)
+    assert "bytes (" in text and "of temporaries, compiled in" in text
+    assert json.loads(json.dumps(found.as_dict()))["programs"][0]["program"] == "decode"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_compiled_as_load_would_hold_it(tmp_path, monkeypatch):
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 32,
+              "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+    write_sparse(tmp_path, config, 1)
+    asked = []
+    real = Llama.stack_for
+    monkeypatch.setattr(
+        Llama, "stack_for", lambda self, place: asked.append(place) or real(self, place)
+    )
+    found = plan(tmp_path, compile="cpu:2", batch=1, length=16)
+    assert asked == [maxjax.make_mesh(model=2)] and found.mesh == {"model": 2}
+    narrow = plan(tmp_path, compile="cpu:2", batch=1, length=16, dtype="float32")
+    assert narrow.programs[0].arguments > 1.8 * found.programs[0].arguments
+    assumed = plan(tmp_path, compile="cpu:2")
+    assert "one sequence of 128 tokens" in assumed.notes[-1]
+    assert assumed.cache_bytes_per_device == 8 * found.cache_bytes_per_device
+
+
+REFUSAL = """RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory
+required exceeds available HBM (15.75G). See https://openxla.org/xla/errors/error_1000 for more details."""
+
+
+def test_a_compiler_that_refuses(loaded, monkeypatch):
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(self.text)
+
+    Lowered.text = REFUSAL
+    monkeypatch.setattr(compiled, "lowered", lambda *_, **__: Lowered())
+    found = plan(loaded, {"model": 2}, batch=2, length=64, hbm="1GiB", compile="cpu:8")
+    assert found.fits is False and found.max_batch is None
+    said = "Ran out of memory on HBM, the total memory required exceeds available HBM (15.75G)."
+    assert found.why == f"the compiler says: {said}"
+    assert found.temporaries_per_device is None and said in str(found)
+    held = found.bytes_per_device + found.cache_bytes_per_device
+    other = found.suggestion
+    assert other.bytes_per_device + other.cache_bytes_per_device < held
+    Lowered.text = "INTERNAL: a defect"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a defect"):
+        plan(loaded, {"model": 2}, batch=2, length=64, compile="cpu:8")
+
+
+def test_what_does_not_fit_is_not_compiled(loaded, monkeypatch):
+    monkeypatch.setattr(compiled, "lowered", None)
+    found = plan(loaded, {"model": 2}, batch=2, length=64, hbm=1000, compile="cpu:8")
+    assert found.fits is False and found.programs == ()
+    assert "no program was compiled" in found.notes[-1]
+
+
+def test_what_cannot_be_compiled(loaded, tmp_path):
+    bert = BertModel(BertConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_layers=1,
+                                num_heads=4))  # fmt: skip
+    with pytest.raises(UserInputError, match="BertModel is not a language model"):
+        plan(bert, compile="cpu:2")
+    with pytest.raises(UserInputError, match="leave dtype out"):
+        plan(loaded, dtype="bf16", compile="cpu:2")
+    with pytest.raises(UserInputError, match="are not the same"):
+        plan(loaded, device="cpu:4", compile="cpu:2")
+    with pytest.raises(UserInputError, match=r"mesh model=8 \(8 devices\): cpu:2 has 2 devices"):
+        plan(loaded, {"model": 8}, compile="cpu:2")
+    with pytest.raises(UserInputError, match="there is no kind|the kinds are"):
+        plan(loaded, compile="b200:8")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    write_sparse(tmp_path, {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                            "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 8,
+                            "architectures": ["None"]}, 1)  # fmt: skip
+    with pytest.raises(UserInputError, match="no model for this checkpoint"):
+        plan(tmp_path, compile="cpu:2")
+
+
+def test_a_prefill_takes_no_more_tokens_than_the_context(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(compiled, "lowered", lambda *_, **options: seen.update(options) or stop())
+
+    def stop():
+        raise InterruptedError
+
+    for length, tokens in ((8192, 512), (100, 128)):
+        with pytest.raises(InterruptedError):
+            compiled_memory("prefill", None, None, batch=1, length=length)
+        assert seen["tokens"] == tokens
