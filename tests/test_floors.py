@@ -46,7 +46,7 @@ kernels: native explicit operation blocks int8_rows stack_slice product quant_ar
 kernels/gpu: __init__ triton attention
 kernels: blocked_attention
 kernels/decode: __init__ step blocks triton
-kernels: decode_attention attention
+kernels: decode_attention attention grouped block_matmul
 kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values
@@ -71,7 +71,7 @@ nn/norm: norms __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots cache __init__
 nn/attention: mask_config attention_with_rope __init__
-nn/moe: experts moe __init__
+nn/moe: algorithms experts moe __init__
 nn/transformer: transformer __init__
 nn: conv conv_transpose
 

@@ -168,12 +168,20 @@ def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:
 
 
 def linear_rules(
-    path: str, strategy: ShardingStrategy, over: Sequence[str] = TENSOR
+    path: str,
+    strategy: ShardingStrategy,
+    over: Sequence[str] = TENSOR,
+    whole: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The sharding rules that split the Linear at an attribute path by ``strategy``."""
+    """The sharding rules that split the Linear at an attribute path by ``strategy``.
+
+    Args:
+        over, whole: kinds of mesh axes, as of a ``Split``.
+    """
+    rule = Split(strategy, tuple(over), whole=tuple(whole))
     return {
-        f"{path}.weight": Split(strategy, tuple(over)),
-        f"{path}.bias": Split(bias_strategy(strategy), tuple(over)),
+        f"{path}.weight": rule,
+        f"{path}.bias": rule._replace(strategy=bias_strategy(strategy)),
     }
 
 

@@ -23,6 +23,7 @@ from ...errors import (
     UserInputError,
 )
 from ...graph.placement.specs import (
+    BATCH,
     Placed,
     axis_of,
     batch_axes,
@@ -415,7 +416,7 @@ def cache_bytes(
         (4896, [])
     """
     total, notes = 0, []
-    for kind in ("data", "fsdp"):
+    for kind in BATCH:
         axis = mesh and axis_of(mesh, kind)
         if axis and axis not in batch_axes(mesh, batch):
             notes.append(f"the KV cache: a batch of {batch} does not divide by {axis}="

@@ -21,6 +21,8 @@ from .mesh import AXES, axis_name
 from .strategy import ByModule, Segmented, ShardingStrategy, _Ranges
 
 TENSOR, EXPERTS = ("model",), ("expert", "model")
+# Kinds of axes that split a batch; along ``expert``, all but the experts is data-parallel.
+BATCH = ("data", "fsdp", "expert")
 
 
 class Split(NamedTuple):
@@ -320,7 +322,7 @@ def split_over(weight: Any, axis: int) -> tuple[str, ...]:
     return names_in(where.spec[axis])
 
 
-def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = ("data", "fsdp")) -> tuple[str, ...]:
+def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = BATCH) -> tuple[str, ...]:
     """The mesh axes that ``count`` rows of a batch are split over: those that divide them evenly.
 
     Example:

@@ -31,7 +31,8 @@ from ...nn.activation import activation
 from ...nn.layer import ExpertStack, Module
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.moe import SHARES
-from ...nn.moe.experts import ExpertWeights, inner_axes, mixture, mixture_on_mesh, one_by_one
+from ...nn.moe.algorithms import ExpertWeights, one_by_one
+from ...nn.moe.experts import Split, mixture, mixture_on_mesh, split_of
 from ..config import setting
 from ..gguf.layouts import Expert as ExpertLayout
 from ..gguf.names import Source
@@ -152,15 +153,16 @@ class SparseMLP(Module):
         self.experts: Any = ExpertStack(first, config.num_experts)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits every expert's inner features over the mesh axes ``expert`` and ``model`` together.
+        """Deals whole experts over the mesh axis ``expert``, and splits their inner features over ``model``.
 
-        All devices then have the same work whichever experts are chosen, and X need not divide.
+        If X does not divide, inner features are split over both axes together.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules = linear_rules("gate", ShardingStrategy.replicate(1))
+        whole = () if self._stacks is None else ("expert",)
         for i in self.experts._mx_children:  # one that stands for all, or each
             for name, strategy in zip(self.maps, (rows, rows, columns), strict=True):
-                rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS)
+                rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS, whole)
         return rules
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -174,13 +176,13 @@ class SparseMLP(Module):
     def _mixed(self, x: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])  # [N, E]
         chosen, shares = self.choose(tokens)
-        mesh, axes = self._split()
+        mesh, split = self._split()
         if mesh is None:
             y = mixture(tokens, chosen, shares, self._weights(), self.act)
-        elif axes is None:
+        elif split is None:
             y = one_by_one(tokens, chosen, shares, list(self.experts))
         else:
-            y = mixture_on_mesh(tokens, chosen, shares, self._weights(), self.act, mesh, axes)
+            y = mixture_on_mesh(tokens, chosen, shares, self._weights(), self.act, mesh, split)
         return y.astype(x.dtype).reshape(x.shape)
 
     def choose(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -208,23 +210,20 @@ class SparseMLP(Module):
             ExpertWeights(*(m.weight.stored.operand() for m in e.linears)) for e in self.experts
         ]
 
-    def _split(self) -> tuple[Any, tuple[str, ...] | None]:
-        """The experts' mesh (or None) and its axes that F is split over.
+    def _split(self) -> tuple[Any, Split | None]:
+        """The experts' mesh (or None) and how they are split over it.
 
-        The axes are None if the experts are split differently or quantised.
+        The latter is None if each is split in another way, or they are apart and quantised.
         """
         stacks = self._stacks
         weights = (
-            [[m.weight.stored for m in e.linears] for e in self.experts]
-            if stacks is None
-            else [stacks]
+            [[m.weight for m in e.linears] for e in self.experts] if stacks is None else [stacks]
         )
         mesh = mesh_of([w.sharding for expert in weights for w in expert])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
-        found = inner_axes(weights, mesh)
-        packed = any(w.encoding is not None for expert in weights for w in expert)
-        return mesh, None if packed or len(found) != 1 else found.pop()
+        packed = stacks is None and any(w.stored.encoding is not None for e in weights for w in e)
+        return mesh, None if packed else split_of(weights, mesh)
 
 
 class MoELayer(DecoderLayer):

@@ -1,17 +1,24 @@
 """Mixtures of experts: for each token, the weighted sum of the few feed-forward networks chosen for it.
 
-On a CPU tokens go through their experts in blocks of rows, each of which reads the weights of one
-expert in place, so one token costs exactly k experts. On accelerators there is one grouped matmul
-over tokens sorted by expert (``jax.lax.ragged_dot``).
+Which of the ways of ``algorithms.py`` a program contains is decided by the platform that it is
+compiled for and by the number of tokens:
 
-Sources: GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841) for blocks without dropped tokens.
+===============  ==============================  ====================================================
+platform         N k ≤ X choices                 more
+===============  ==============================  ====================================================
+CPU              blocks of one row               blocks of rows
+NVIDIA GPU       each choice, multiply and sum   blocks of rows in one Triton kernel
+TPU and others   each choice, a matmul           a grouped matmul
+===============  ==============================  ====================================================
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,54 +26,46 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ...dtype import DType, promote
 from ...graph.placement.arrays import on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, split_over
-from ...graph.weight.weight import Weight
-from ...kernels import QuantArray, matmul
-from ...kernels.stack_slice import slice_of
-from ..linear import gated
+from ...kernels import QuantArray, StackSlice
+from .algorithms import (
+    GPU_ROWS,
+    Experts,
+    ExpertWeights,
+    all_experts,
+    count_of,
+    few_choices,
+    in_blocks,
+    sorted_mixture,
+    stacked,
+)
 
-# Larger blocks are not faster, and have more unused rows.
-_MOST_ROWS = 64
+# The most rows that are sorted at a time where a device has the tokens of others: they are in
+# memory once for each expert that is chosen.
+_MOST_ROWS = 1 << 14
 
 
-class ExpertWeights(NamedTuple):
-    """The weights of one expert, as ``kernels.matmul`` takes them, or of all experts stacked.
-
-    Each is an array, a StackSlice, or a QuantArray of either.
+class _Options(NamedTuple):
+    """What is known of a mixture beside its arrays.
 
     Attributes:
-        gate, up: ``[F, E]``, or ``[X, F, E]``.
-        down: ``[E, F]``, or ``[X, E, F]``.
+        kind: name of the activation function.
+        some: whether some chosen numbers stand for no expert.
     """
 
-    gate: Any
-    up: Any
-    down: Any
-
-    def at(self, index: Any) -> ExpertWeights:
-        """One of the stacked experts, where it lies."""
-        return ExpertWeights(*(_at(w, index) for w in self))
-
-
-# All experts stacked, or each by itself.
-Experts = ExpertWeights | Sequence[ExpertWeights]
-
-
-def _at(w: Any, index: Any) -> Any:
-    if isinstance(w, QuantArray):
-        return QuantArray(slice_of(w.blocks, index), w.encoding)
-    return slice_of(w, index)
-
-
-def count_of(experts: Experts) -> int:
-    """X, the number of experts."""
-    return experts.gate.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
+    kind: str
+    some: bool = False
 
 
 def mixture(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts, kind: str
+    x: jax.Array,
+    chosen: jax.Array,
+    shares: jax.Array,
+    experts: Experts,
+    kind: str,
+    *,
+    some: bool = False,
 ) -> jax.Array:
     """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
 
@@ -77,230 +76,230 @@ def mixture(
         chosen, shares: indices of experts, and the factors of their results, ``[N, k]`` each.
         experts: weights of the X experts: stacked, or each by itself.
         kind: name of the activation function.
+        some: whether ``chosen`` may have numbers from X on, which stand for no expert.
 
     Returns:
         ``[N, E]``.
 
     Example:
-        >>> one = ExpertWeights(jnp.ones((3, 2)), jnp.ones((3, 2)), jnp.ones((2, 3)))
+        >>> all_of_them = ExpertWeights(jnp.ones((5, 3, 2)), jnp.ones((5, 3, 2)), jnp.ones((5, 2, 3)))
         >>> x, chosen, shares = jnp.ones((4, 2)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
-        >>> mixture(x, chosen, shares, [one] * 5, "relu")[0]
+        >>> mixture(x, chosen, shares, all_of_them, "relu")[0]
         Array([12., 12.], dtype=float32)
     """
     experts = experts if isinstance(experts, ExpertWeights) else list(experts)
-    run = partial(jax.lax.platform_dependent, x, chosen, shares, experts)
     # The size of a block depends on the number of tokens, which must be known.
     if not isinstance(x.shape[0], int) or not x.shape[0]:
-        return _sorted(kind, x, chosen, shares, experts)
-    return run(cpu=partial(_in_blocks, kind), default=partial(_sorted, kind))
-
-
-def mixture_on_mesh(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
-    kind: str, mesh: Any, axes: tuple[str, ...],
-) -> jax.Array:  # fmt: skip
-    """:func:`mixture` for experts whose F inner features are split over ``axes`` of a mesh.
-
-    Each device computes its part of every expert, so the load is balanced whatever is chosen
-    and however many experts there are; the parts are summed once.
-    """
-
-    stacked = _stacked(experts)
-
-    def local(x: Any, chosen: Any, shares: Any, stacked: Any) -> jax.Array:
-        y = sorted_mixture(x, chosen, shares, stacked, kind)
-        return jax.lax.psum(y, axes) if axes else y
-
-    rows = P(batch_axes(mesh, x.shape[0], ("data", "fsdp", "seq")))
-    inner = ExpertWeights(P(None, axes), P(None, axes), P(None, None, axes))
-    return on_mesh(local, mesh, (rows, rows, rows, inner), rows)(x, chosen, shares, stacked)
-
-
-def inner_axes(experts: Iterable[Sequence[Weight]], mesh: Any) -> set[tuple[str, ...]]:
-    """The sets of mesh axes that split the F inner features; one entry if all experts agree.
-
-    Args:
-        experts: Weights of the gate, up and down projections of each expert, or their stacks.
-        mesh: mesh that they are sharded over.
-    """
-    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
-    return {
-        tuple(name for name in split_over(weight, axis) if name != fsdp)
-        for weights in experts
-        for weight, axis in zip(weights, (0, 0, 1), strict=True)
-    }
-
-
-def sorted_mixture(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights, kind: str
-) -> jax.Array:
-    """:func:`mixture` for experts stacked in arrays: ``[N, E]`` → ``[N, E]`` in float32.
-
-    Args:
-        chosen, shares: ``[N, k]``.
-        experts: weights of all experts.
-        kind: name of the activation function.
-    """
-    count, k = chosen.shape
-    order = jnp.argsort(chosen.reshape(-1))  # [N k], stable
-    sizes = jnp.bincount(chosen.reshape(-1), length=count_of(experts)).astype(jnp.int32)
-    rows = x[order // k]  # [N k, E]
-    gate, up = (_ragged_matmul(rows, w, sizes) for w in experts[:2])  # [N k, F]
-    wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
-    h = gated(gate.astype(wide), up.astype(wide), kind, 0.0)
-    y = _ragged_matmul(h, experts.down, sizes)  # [N k, E]
-    # A gather restores the order of the tokens, so that every device sums in the same order.
-    y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
-    return jnp.sum(y * shares[..., None], axis=1)
-
-
-def _ragged_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """``x[rows of group i] @ w[i].T``: ``[M, in]`` and ``[X, out, in]`` → ``[M, out]``."""
-    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
-    dimensions = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-    y = jax.lax.ragged_dot_general(
-        x.astype(dtype), w.astype(dtype), sizes, dimensions,
-        preferred_element_type=jnp.float32 if dtype.itemsize < 4 else dtype,
-    )  # fmt: skip
-    return y.astype(dtype)
-
-
-def one_by_one(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[Callable[[Any], Any]]
-) -> jax.Array:
-    """As :func:`mixture`, for experts of any kind on any device: runs all experts on every token.
-
-    An expert has share 0 where it was not chosen.
-    """
-    total = jnp.zeros(x.shape, jnp.float32)
-    for i, expert in enumerate(experts):
-        share = jnp.sum(jnp.where(chosen == i, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
-        total = total + expert(x).astype(jnp.float32) * share.astype(jnp.float32)
-    return total
-
-
-def _sorted(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Any
-) -> jax.Array:
-    return sorted_mixture(x, chosen, shares, _stacked(experts), kind)
-
-
-def _stacked(experts: Experts) -> ExpertWeights:
-    """The experts stacked in arrays; quantised ones are dequantised."""
-    if isinstance(experts, ExpertWeights):
-        return ExpertWeights(*map(jnp.asarray, experts))
-    return ExpertWeights(
-        *(_stack([jnp.asarray(w) for w in each]) for each in zip(*experts, strict=True))
-    )
-
-
-def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
-    dtype = DType.of(arrays[0].dtype)
-    for other in arrays[1:]:
-        dtype = promote(dtype, DType.of(other.dtype))
-    return jnp.stack([array.astype(dtype.np) for array in arrays])
-
-
-# --- on a CPU -----------------------------------------------------------------------------------
+        return sorted_mixture(kind, x, chosen, shares, _dense(experts))
+    run: Any = _mixture
+    return run(_Options(kind, some), x, chosen, shares, experts)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _in_blocks(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Any
-) -> jax.Array:
-    (count, k), width = chosen.shape, x.shape[1]
-    total, owners, many = count * k, chosen.reshape(-1), count_of(experts)
-    size = _block_rows(total, many)
-    if size == 1:
-        y = _apply(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
-        y = y.reshape(count, k, width)
-    else:
-        blocks = min(total, (total + many * (size - 1)) // size)
-        order = jnp.argsort(owners)  # stable
-        sizes = jnp.bincount(owners, length=many).astype(jnp.int32)
-        before = jnp.cumsum(sizes) - sizes  # rows of the experts before each
-        ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
-        first = ends - -(-sizes // size)
-        numbers = jnp.arange(blocks, dtype=jnp.int32)
-        owner = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-        # Row i of block b. Rows after an expert's last hold an arbitrary token and are ignored.
-        mine = jnp.minimum(owner, many - 1)
-        start = before[mine] + (numbers - first[mine]) * size
-        places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-        rows = x[order[jnp.clip(places, 0, total - 1)] // k]  # [blocks, size, E]
-        y = _apply(kind, owner, rows, experts).reshape(blocks * size, width)
-        y = y[first[owners] * size + jnp.argsort(order) - before[owners]]
-        y = y.reshape(count, k, width)
-    return jnp.sum(y * shares[..., None].astype(jnp.float32), axis=1)
+def _mixture(options: _Options, *operands: Any) -> jax.Array:
+    return _batched(options)(*operands)
 
 
-@_in_blocks.defjvp
-def _(kind: str, primals: Any, tangents: Any) -> Any:
+@_mixture.defjvp
+def _(options: _Options, primals: Any, tangents: Any) -> Any:
     # The cotangent of selecting one expert would be as large as all experts, in every block.
-    return jax.jvp(partial(_one_by_one, kind), primals, tangents)
+    return jax.jvp(partial(_differentiable, options), primals, tangents)
 
 
-def _one_by_one(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Any
-) -> jax.Array:
-    if not isinstance(experts, ExpertWeights):
-        each = [lambda x, weights=weights: _expert(kind, x, weights) for weights in experts]
-        return one_by_one(x, chosen, shares, each)
-
-    def add(total: jax.Array, at: Any) -> Any:
-        number, weights = at
-        share = jnp.sum(jnp.where(chosen == number, shares, 0.0), axis=-1, keepdims=True)  # [N, 1]
-        return total + _expert(kind, x, weights) * share.astype(jnp.float32), None
-
-    # Scanned, so that gradients of the weights are written expert by expert.
-    each = jnp.arange(count_of(experts), dtype=chosen.dtype), ExpertWeights(*map(_array, experts))
-    return jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), each)[0]
+def _differentiable(options: _Options, *operands: Any) -> jax.Array:
+    return jax.lax.platform_dependent(
+        *operands,
+        cpu=partial(all_experts, options.kind),
+        default=lambda *a: sorted_mixture(options.kind, *a[:3], _dense(a[3])),
+    )
 
 
-def _array(w: Any) -> Any:
-    """The weights of all experts as an array, or a QuantArray of one."""
+def _dense(experts: Experts) -> ExpertWeights:
+    """The experts stacked in arrays, dequantised."""
+    return ExpertWeights(*map(jnp.asarray, stacked(experts)))
+
+
+@functools.cache
+def _batched(options: _Options) -> Any:
+    """The mixture with a rule for ``vmap``: a batch is more tokens."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*operands: Any) -> jax.Array:
+        return _by_platform(options, *operands)
+
+    @run.def_vmap
+    def _(size: int, batched: Sequence[Any], *operands: Any) -> tuple[jax.Array, bool]:
+        *tokens, experts = operands
+        if any(jax.tree.leaves(batched[3])):
+            return _one_after_the_other(run, batched, operands), True
+        tokens = [
+            a if is_batched else jnp.broadcast_to(a, (size, *a.shape))
+            for a, is_batched in zip(tokens, batched[:3], strict=True)
+        ]
+        count = tokens[0].shape[1]
+        y = run(*(a.reshape(size * count, *a.shape[2:]) for a in tokens), experts)
+        return y.reshape(size, count, *y.shape[1:]), True
+
+    return run
+
+
+def _one_after_the_other(run: Any, batched: Sequence[Any], operands: Sequence[Any]) -> jax.Array:
+    leaves, tree = jax.tree.flatten(operands)
+    flags = jax.tree.leaves(tuple(batched))
+
+    def one(mine: Sequence[Any]) -> jax.Array:
+        own = iter(mine)
+        given = [next(own) if flag else a for a, flag in zip(leaves, flags, strict=True)]
+        return run(*jax.tree.unflatten(tree, given))
+
+    return jax.lax.map(one, [a for a, flag in zip(leaves, flags, strict=True) if flag])
+
+
+def _by_platform(options: _Options, *operands: Any) -> jax.Array:
+    return jax.lax.platform_dependent(
+        *operands,
+        cpu=partial(in_blocks, options.kind),
+        cuda=partial(_on_gpu, options),
+        default=partial(_elsewhere, options),
+    )
+
+
+def _is_few(chosen: jax.Array, experts: ExpertWeights) -> bool:
+    """Whether the choices are fewer than the experts."""
+    return chosen.size <= count_of(experts)
+
+
+def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: Experts) -> jax.Array:
+    found, kind = stacked(experts), options.kind
+    if _is_few(chosen, found):
+        return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.some)
+    by_kernel = not found.is_packed
+    return in_blocks(kind, x, chosen, shares, found, rows=GPU_ROWS, by_kernel=by_kernel)
+
+
+def _elsewhere(options: _Options, x: Any, chosen: Any, shares: Any, experts: Experts) -> jax.Array:
+    found, kind = stacked(experts), options.kind
+    if _is_few(chosen, found):
+        return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.some)
+    if found.is_packed:  # one expert at a time is dequantised
+        return in_blocks(kind, x, chosen, shares, found, rows=GPU_ROWS)
+    return sorted_mixture(kind, x, chosen, shares, found)
+
+
+# --- on a mesh ----------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """How the experts lie on a mesh.
+
+    Attributes:
+        inner: mesh axes that split the F inner features of every expert.
+        whole: mesh axes over which whole experts are dealt, in order of their numbers.
+    """
+
+    inner: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+
+def mixture_on_mesh(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts, kind: str, mesh: Any,
+    split: Split,
+) -> jax.Array:  # fmt: skip
+    """:func:`mixture` for experts that are split over a mesh.
+
+    Each device computes its part of its experts. Where tokens are split over an axis that splits
+    experts too, devices along it first gather the tokens of all, and each keeps the sums of its own.
+    """
+    rows = batch_axes(mesh, x.shape[0], ("data", "fsdp", "expert", "seq"))
+    found = _on_devices(stacked(experts))
+
+    def local(x: Any, chosen: Any, shares: Any, experts: Any) -> jax.Array:
+        return local_mixture(x, chosen, shares, experts, kind, split, rows)
+
+    inner, whole = split.inner or None, split.whole or None
+    specs = [P(whole, inner), P(whole, inner), P(whole, None, inner)]
+    places = ExpertWeights(*(_spec(w, spec) for w, spec in zip(found, specs, strict=True)))
+    wanted = (P(rows), P(rows), P(rows), places)
+    return on_mesh(local, mesh, wanted, P(rows))(x, chosen, shares, found)
+
+
+def _on_devices(experts: ExpertWeights) -> ExpertWeights:
+    """The experts with arrays in place of the numbers of layers."""
+    return jax.tree.map(jnp.asarray, experts)
+
+
+def _spec(w: Any, spec: P) -> Any:
+    """The specs of the leaves of a stacked weight."""
     if isinstance(w, QuantArray):
-        return QuantArray(jnp.asarray(w.blocks), w.encoding)
-    return jnp.asarray(w)
+        return QuantArray.tree_unflatten(w.encoding, (_spec(w.blocks, spec),))
+    if isinstance(w, StackSlice):
+        where = P(*(None,) * len(w.indices), *spec)
+        return StackSlice(where, jax.tree.map(lambda _: P(), w.index))
+    return spec
 
 
-def _block_rows(rows: int, experts: int) -> int:
-    """The number of rows in a block: about twice the mean number of rows of an expert."""
-    return 1 if rows <= experts else min(_MOST_ROWS, 1 << (rows // experts).bit_length())
+def local_mixture(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights, kind: str,
+    split: Split, rows: tuple[str, ...],
+) -> jax.Array:  # fmt: skip
+    """One device's work in :func:`mixture_on_mesh`, inside ``shard_map``: of its tokens, the results.
+
+    Args:
+        experts: the device's part of the experts.
+        rows: mesh axes that the tokens are split over.
+    """
+    both = (*split.whole, *split.inner)
+    exchanged = tuple(name for name in rows if name in both)
+    summed = tuple(name for name in both if name not in exchanged)
+    sizes = [jax.lax.axis_size(name) for name in exchanged]
+    count, k = chosen.shape
+    most = max(1, _MOST_ROWS // (k * math.prod(sizes)))
+
+    def run(tokens: Any) -> jax.Array:
+        x, chosen, shares = tokens
+        if exchanged:
+            x, chosen, shares = (
+                jax.lax.all_gather(a, exchanged, tiled=True) for a in (x, chosen, shares)
+            )
+        if split.whole:
+            many = count_of(experts)
+            own = chosen - jax.lax.axis_index(split.whole).astype(chosen.dtype) * many
+            chosen = jnp.where((own >= 0) & (own < many), own, many)
+        y = mixture(x, chosen, shares, experts, kind, some=bool(split.whole))
+        if summed:
+            y = jax.lax.psum(y, summed)
+        if exchanged:
+            y = jax.lax.psum_scatter(y, exchanged, tiled=True)
+        return y
+
+    if count <= most:
+        return run((x, chosen, shares))
+    parts = -(-count // most)
+    size = -(-count // parts)
+
+    def divided(array: jax.Array) -> jax.Array:
+        padded = jnp.pad(array, ((0, parts * size - count), (0, 0)))  # their results are cut off
+        return padded.reshape(parts, size, -1)
+
+    y = jax.lax.map(run, tuple(map(divided, (x, chosen, shares))))
+    return y.reshape(parts * size, -1)[:count]
 
 
-def _apply(kind: str, owner: jax.Array, rows: jax.Array, experts: Any) -> jax.Array:
-    """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
-    if isinstance(experts, ExpertWeights):
-        many = count_of(experts)
+def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> Split | None:
+    """How experts lie on a mesh; None if they do not all lie alike.
 
-        def run(owner: jax.Array, rows: jax.Array) -> jax.Array:
-            return _expert(kind, rows, experts.at(jnp.minimum(owner, many - 1)))
-
-        def one(block: Any) -> jax.Array:
-            empty = jnp.zeros(rows.shape[1:], jnp.float32)
-            return jax.lax.cond(block[0] < many, run, lambda *_: empty, *block)
-
-        return jax.lax.map(one, (owner, rows))
-
-    def branch(weights: ExpertWeights) -> Any:
-        return lambda rows: _expert(kind, rows, weights)
-
-    def skip(rows: jax.Array) -> jax.Array:
-        y = _expert(kind, rows, experts[0])  # for its type; XLA removes it
-        return jnp.where(False, y, jnp.zeros_like(y))
-
-    branches = [*map(branch, experts), skip]
-    return jax.lax.map(lambda block: jax.lax.switch(block[0], branches, block[1]), (owner, rows))
-
-
-def _expert(kind: str, x: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """``[N, E]`` → ``[N, E]`` in float32."""
-    gate, up = matmul(x, [weights.gate, weights.up])
-    wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
-    h = gated(gate.astype(wide), up.astype(wide), kind, 0.0)
-    return matmul(h, weights.down).astype(jnp.float32)
+    Args:
+        experts: for each expert, or for all that are stacked, the holders of the gate, up and down
+            projections (Weights, or StackedWeights).
+        mesh: mesh that they are sharded over.
+    """
+    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
+    found = {
+        Split(
+            tuple(name for name in split_over(weight, axis) if name != fsdp),
+            getattr(weight.stored, "split", ()),
+        )
+        for weights in experts
+        for weight, axis in zip(weights, (0, 0, 1), strict=True)
+    }
+    return found.pop() if len(found) == 1 else None

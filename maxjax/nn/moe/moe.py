@@ -24,7 +24,8 @@ from ...kernels import explicit, matmul
 from ..layer import LayerList, Module
 from ..layer.definition import rebuild
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
-from .experts import ExpertWeights, inner_axes, mixture, one_by_one, sorted_mixture
+from .algorithms import ExpertWeights, one_by_one
+from .experts import Split, mixture, split_of
 
 # Functions from scores to shares: (all [..., X], the k highest) → shares [..., k].
 SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -231,12 +232,14 @@ class MoE(Module):
         definition, holders = self.gate._mx_definition()
         gate = [holder.stored.used() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
-        fused = shared and _are_plain(shared) and inner_axes(map(_weights, shared), mesh) == {axes}
+        fused = (
+            shared and _are_plain(shared) and split_of(map(_weights, shared), mesh) == Split(axes)
+        )
         weights = [unwrap(w) for e in shared if fused for w in _weights(e)]
 
         def local(gate: Any, x: Any, stacked: Any, weights: Any) -> jax.Array:
             chosen, shares = map(unwrap, rebuild(definition, gate)(x))
-            y = sorted_mixture(x, chosen, shares.astype(jnp.float32), stacked, self._activation)
+            y = mixture(x, chosen, shares.astype(jnp.float32), stacked, self._activation)
             if fused:
                 kind = shared[0].activation_function
                 h = gated(matmul(x, weights[0]), matmul(x, weights[1]), kind, 0.0)
@@ -258,8 +261,8 @@ class MoE(Module):
         mesh = mesh_of([w.sharding for e in self.experts for w in _weights(e)])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
-        found = inner_axes(map(_weights, self.experts), mesh)
-        return (mesh, found.pop()) if len(found) == 1 else (None, ())
+        found = split_of(map(_weights, self.experts), mesh)
+        return (None, ()) if found is None else (mesh, found.inner)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits every expert's inner features over the axes ``expert`` and ``model`` together.

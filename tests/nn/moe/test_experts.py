@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 
 from maxjax.kernels import QuantArray, StackSlice
-from maxjax.nn.moe import experts as module
-from maxjax.nn.moe.experts import ExpertWeights, mixture
+from maxjax.nn.moe import algorithms as module
+from maxjax.nn.moe.algorithms import ExpertWeights
+from maxjax.nn.moe.experts import mixture
 from maxjax.storage.blocks import encode
 
 E, F = 6, 10
+
+
+def sorted_apart(kind, x, chosen, shares, experts):
+    """The grouped matmul of experts that are apart."""
+    return module.sorted_mixture(kind, x, chosen, shares, module.stacked(experts))
 
 
 def experts_of(count, seed=0, e=E, f=F):
@@ -38,10 +44,10 @@ def in_float64(x, chosen, shares, experts):
     return out
 
 
-@pytest.mark.default("7-3-3-_in_blocks", "40-4-2-_sorted")
-@pytest.mark.fast("1-5-2-_in_blocks", "7-3-3-_one_by_one")
+@pytest.mark.default("7-3-3-in_blocks", "40-4-2-sorted_apart")
+@pytest.mark.fast("1-5-2-in_blocks", "7-3-3-all_experts")
 @pytest.mark.parametrize(
-    "run", [module._in_blocks, module._sorted, module._one_by_one], ids=lambda f: f.__name__
+    "run", [module.in_blocks, sorted_apart, module.all_experts], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize(("n", "count", "k"), [(1, 5, 2), (7, 3, 3), (40, 4, 2)])
 def test_three_ways_to_the_same_sum(run, n, count, k):
@@ -62,7 +68,7 @@ def test_blocks_of_every_size_and_experts_that_have_all_or_nothing(n):
 
 
 def test_rows_of_a_block():
-    assert [module._block_rows(rows, 8) for rows in (1, 8, 9, 16, 128, 10_000)] == [
+    assert [module.block_rows(rows, 8, 1, 64) for rows in (1, 8, 9, 16, 128, 10_000)] == [
         1,
         1,
         2,
@@ -100,7 +106,7 @@ def test_derivatives_are_those_of_all_experts_over_all_tokens(n):
     named = lambda kind, *given: mixture(*given, kind)
     found, expected, other = (
         jax.tree.leaves(jax.jit(jax.grad(loss(run), (0, 1, 2)))(x, shares, experts))
-        for run in (named, module._one_by_one, module._sorted)
+        for run in (named, module.all_experts, sorted_apart)
     )
     assert len(found) == 14
     for a, b, c in zip(found, expected, other, strict=True):
@@ -140,7 +146,7 @@ def test_weights_of_different_types():
     x, chosen, shares = tokens_of(5, 2, 1)
     half = [ExpertWeights(e.gate.astype(jnp.bfloat16), e.up, e.down) for e in experts_of(2)]
     expected = in_float64(x, chosen, shares, half)
-    for run in (module._in_blocks, module._sorted):
+    for run in (module.in_blocks, sorted_apart):
         found = jax.jit(run, static_argnums=0)("silu", x, chosen, shares, half)
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,339 @@
+"""Ways to compute a mixture of experts; ``experts.py`` chooses among them by platform and sizes.
+
+==================  ===============================================================================
+few choices         each choice multiplies by its own expert, where that lies among all
+blocks of rows      tokens sorted by expert, in blocks that each meet one expert, where it lies
+a grouped matmul    tokens sorted by expert, in one product (``jax.lax.ragged_dot``)
+one by one          every expert over all tokens: for derivatives on CPUs, and experts of any kind
+==================  ===============================================================================
+
+None drops a token, and no token depends on another. A chosen number that is not below X stands for no
+expert: its part is 0. On a mesh, that is an expert of another device.
+
+Sources: GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841) for blocks without dropped tokens.
+
+Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...dtype import DType, promote
+from ...kernels import QuantArray, StackSlice, matmul
+from ...kernels.block_matmul import block_matmul
+from ...kernels.grouped import grouped_matmul
+from ...kernels.operation import same_varying
+from ...kernels.stack_slice import slice_of
+from ..linear import gated
+
+# Larger blocks are not faster on a CPU, and have more unused rows.
+CPU_ROWS = (1, 64)
+# A Triton program takes 16 rows or more; with more than 128 it lacks registers.
+GPU_ROWS = (16, 128)
+# So many choices are written out; more are a loop, whose program is short.
+_WRITTEN_OUT = 8
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of one expert, as ``kernels.matmul`` takes them, or of all experts stacked.
+
+    Each is an array, a StackSlice, or a QuantArray of either.
+
+    Attributes:
+        gate, up: ``[F, E]``, or ``[X, F, E]``.
+        down: ``[E, F]``, or ``[X, E, F]``.
+    """
+
+    gate: Any
+    up: Any
+    down: Any
+
+    def at(self, index: Any) -> ExpertWeights:
+        """One of the stacked experts, where it lies."""
+        return ExpertWeights(*(_at(w, index) for w in self))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any is quantised."""
+        return any(isinstance(w, QuantArray) for w in self)
+
+
+# All experts stacked, or each by itself.
+Experts = ExpertWeights | Sequence[ExpertWeights]
+
+
+def _at(w: Any, index: Any) -> Any:
+    if isinstance(w, QuantArray):
+        return QuantArray(slice_of(w.blocks, index), w.encoding)
+    return slice_of(w, index)
+
+
+def count_of(experts: Experts) -> int:
+    """X, the number of experts."""
+    return experts.gate.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
+
+
+def stacked(experts: Experts) -> ExpertWeights:
+    """The experts as :class:`ExpertWeights`; those that are apart are copied into arrays.
+
+    Quantised ones that are apart are dequantised.
+    """
+    if isinstance(experts, ExpertWeights):
+        return experts
+    each = zip(*experts, strict=True)
+    return ExpertWeights(*(_stack([jnp.asarray(w) for w in weights]) for weights in each))
+
+
+def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
+    dtype = DType.of(arrays[0].dtype)
+    for other in arrays[1:]:
+        dtype = promote(dtype, DType.of(other.dtype))
+    return jnp.stack([array.astype(dtype.np) for array in arrays])
+
+
+def _gated(gate: jax.Array, up: jax.Array, kind: str) -> jax.Array:
+    wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
+    return gated(gate.astype(wide), up.astype(wide), kind, 0.0)
+
+
+def _expert(kind: str, x: jax.Array, weights: ExpertWeights) -> jax.Array:
+    """``[N, E]`` → ``[N, E]`` in float32."""
+    gate, up = matmul(x, [weights.gate, weights.up])
+    return matmul(_gated(gate, up, kind), weights.down).astype(jnp.float32)
+
+
+# --- few choices --------------------------------------------------------------------------------
+
+
+def few_choices(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights,
+    *, by_rows: bool, some: bool,
+) -> jax.Array:  # fmt: skip
+    """Each of the N k choices multiplies by its own expert: nothing is read but the chosen ones.
+
+    Args:
+        by_rows: whether to multiply and sum instead of calling a matmul. XLA for GPUs fuses that
+            with taking the expert out of the stack, which it otherwise copies; for TPUs it fuses
+            the matmul.
+        some: whether some chosen numbers may stand for no expert; these are not read.
+    """
+    count, k = chosen.shape
+    many, owners = count_of(experts), chosen.reshape(-1)
+    run = partial(_expert_by_rows if by_rows else _expert, kind)
+
+    def one(i: Any) -> jax.Array:
+        owner = owners[i]
+
+        def compute(row: jax.Array) -> jax.Array:
+            return run(row, experts.at(jnp.minimum(owner, many - 1)))
+
+        row = jax.lax.dynamic_slice_in_dim(x, i // k, 1)  # [1, E]
+        if not some:
+            return compute(row)[0]
+        return jax.lax.cond(owner < many, compute, partial(_nothing, compute), row)[0]
+
+    total = count * k
+    if total <= _WRITTEN_OUT:
+        y = jnp.stack([one(i) for i in range(total)])
+    else:
+        y = jax.lax.map(one, jnp.arange(total, dtype=jnp.int32))
+    return jnp.sum(y.reshape(count, k, -1) * shares[..., None].astype(jnp.float32), axis=1)
+
+
+def _nothing(compute: Callable[[Any], jax.Array], row: jax.Array) -> jax.Array:
+    """Zeros of the type of the result, inside ``shard_map`` too; XLA removes the rest."""
+    return jnp.where(False, compute(row), 0.0)
+
+
+def _expert_by_rows(kind: str, x: jax.Array, weights: ExpertWeights) -> jax.Array:
+    gate, up = (_row_product(x, w) for w in weights[:2])
+    return _row_product(_gated(gate, up, kind), weights.down).astype(jnp.float32)
+
+
+def _row_product(x: jax.Array, w: Any) -> jax.Array:
+    """``kernels.matmul`` of one row ``[1, in]`` as multiplication and sum."""
+    dtype = (
+        x.dtype if isinstance(w, QuantArray) else promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    )
+    wide = jnp.float32 if dtype.itemsize < 4 else dtype
+    matrix = jnp.asarray(w).astype(dtype).astype(wide)
+    return jnp.sum(matrix * x.astype(dtype).astype(wide), axis=-1)[None].astype(dtype)
+
+
+# --- many, sorted by expert ---------------------------------------------------------------------
+
+
+def sorted_mixture(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
+) -> jax.Array:
+    """One grouped matmul for each projection: ``[N, E]`` → ``[N, E]`` in float32."""
+    count, k = chosen.shape
+    owners, many = chosen.reshape(-1), count_of(experts)
+    order = jnp.argsort(owners)  # [N k], stable
+    rows = x[order // k]  # [N k, E]
+    gate, up = (_grouped(rows, w, owners, many) for w in experts[:2])  # [N k, F]
+    y = _grouped(_gated(gate, up, kind), experts.down, owners, many)  # [N k, E]
+    # A gather restores the order of the tokens, so that every device sums in the same order.
+    y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
+    return _weighed(y, chosen, shares, many)
+
+
+def _grouped(x: jax.Array, w: Any, owners: jax.Array, many: int) -> jax.Array:
+    """The products of sorted rows with the matrices of their experts, in a stack of layers too."""
+    # The experts of all layers are groups, most of which have no rows: no layer is copied out.
+    w, first = _all_layers(w)
+    # Numbers that stand for no expert are sorted last; they are in no group.
+    places = jnp.where(owners < many, owners + first, w.shape[0])
+    sizes = jnp.zeros(w.shape[0], jnp.int32).at[places].add(1, mode="drop")
+    return grouped_matmul(x, w, sizes)
+
+
+def _all_layers(w: Any) -> tuple[jax.Array, Any]:
+    """The stack ``[n, out, in]`` that holds all experts' matrices, and the number of the first."""
+    if not isinstance(w, StackSlice):
+        return jnp.asarray(w), 0
+    first = w.at(0)
+    return first.flat, first.place
+
+
+def _weighed(y: jax.Array, chosen: jax.Array, shares: jax.Array, many: int) -> jax.Array:
+    """``Σ share · y`` over the experts of each token: ``[N, k, E]`` → ``[N, E]``, in float32."""
+    y = jnp.where((chosen < many)[..., None], y, 0.0)
+    return jnp.sum(y * shares[..., None].astype(jnp.float32), axis=1)
+
+
+def in_blocks(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
+    *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False,
+) -> jax.Array:  # fmt: skip
+    """Blocks of rows, each of which meets one expert where it lies: ``[N, E]`` → ``[N, E]``.
+
+    Args:
+        rows: the least and the most rows of a block.
+        by_kernel: whether to run all blocks in one ``kernels.block_matmul``, not one after the other.
+    """
+    (count, k), width = chosen.shape, x.shape[1]
+    total, owners, many = count * k, chosen.reshape(-1), count_of(experts)
+    apply = _apply_kernel if by_kernel else _apply
+    size = block_rows(total, many, *rows)
+    if size == 1:
+        y = apply(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
+        y = y.reshape(count, k, width)
+    else:
+        blocks = min(total, (total + many * (size - 1)) // size)
+        order = jnp.argsort(owners)  # stable
+        sizes = jnp.bincount(owners, length=many).astype(jnp.int32)
+        before = jnp.cumsum(sizes) - sizes  # rows of the experts before each
+        ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
+        first = ends - -(-sizes // size)
+        numbers = jnp.arange(blocks, dtype=jnp.int32)
+        owner = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+        # Row i of block b. Rows after an expert's last hold an arbitrary token and are ignored.
+        mine = jnp.minimum(owner, many - 1)
+        start = before[mine] + (numbers - first[mine]) * size
+        places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+        found = x[order[jnp.clip(places, 0, total - 1)] // k]  # [blocks, size, E]
+        y = apply(kind, owner, found, experts).reshape(blocks * size, width)
+        y = y[first[owners] * size + jnp.argsort(order) - before[owners]]
+        y = y.reshape(count, k, width)
+    return _weighed(y.astype(jnp.float32), chosen, shares, many)
+
+
+def block_rows(rows: int, experts: int, least: int, most: int) -> int:
+    """The number of rows in a block: about twice the mean number of rows of an expert.
+
+    Example:
+        >>> [block_rows(rows, 8, 1, 64) for rows in (8, 9, 128, 10_000)]
+        [1, 2, 32, 64]
+    """
+    mean = 1 if rows <= experts else 1 << (rows // experts).bit_length()
+    return max(least, min(most, mean))
+
+
+def _apply(kind: str, owner: jax.Array, rows: jax.Array, experts: Experts) -> jax.Array:
+    """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
+    many = count_of(experts)
+    if isinstance(experts, ExpertWeights):
+        all_of_them = experts  # for the type checker
+
+        def one(block: Any) -> jax.Array:
+            def compute(rows: jax.Array) -> jax.Array:
+                return _expert(kind, rows, all_of_them.at(jnp.minimum(block[0], many - 1)))
+
+            return jax.lax.cond(block[0] < many, compute, partial(_nothing, compute), block[1])
+
+        return jax.lax.map(one, (owner, rows))
+
+    def branch(weights: ExpertWeights) -> Any:
+        return lambda rows: _expert(kind, rows, weights)
+
+    branches = [*map(branch, experts), partial(_nothing, branch(experts[0]))]
+    return jax.lax.map(lambda block: jax.lax.switch(block[0], branches, block[1]), (owner, rows))
+
+
+def _apply_kernel(kind: str, owner: jax.Array, rows: jax.Array, experts: Experts) -> jax.Array:
+    found, many = stacked(experts), count_of(experts)
+
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+        w, first = _all_layers(w)
+        places = jnp.where(owner < many, owner + first, -1)
+        return block_matmul(x.astype(dtype), w.astype(dtype), places)
+
+    gate, up = (product(rows, w) for w in found[:2])
+    return product(_gated(gate, up, kind), found.down)
+
+
+# --- one by one ---------------------------------------------------------------------------------
+
+
+def one_by_one(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[Callable[[Any], Any]]
+) -> jax.Array:
+    """As ``mixture``, for experts of any kind on any device: runs all experts on every token.
+
+    An expert has share 0 where it was not chosen.
+    """
+    total = jnp.zeros(x.shape, jnp.float32)
+    for i, expert in enumerate(experts):
+        total = total + expert(x).astype(jnp.float32) * _share(chosen, shares, i)
+    return total
+
+
+def all_experts(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
+) -> jax.Array:
+    """As :func:`one_by_one`, for the weights of experts."""
+    if not isinstance(experts, ExpertWeights):
+        each = [lambda x, weights=weights: _expert(kind, x, weights) for weights in experts]
+        return one_by_one(x, chosen, shares, each)
+    leaves, tree = jax.tree.flatten(ExpertWeights(*map(_array, experts)))
+    *operands, zeros = same_varying([x, chosen, shares, *leaves, jnp.zeros(x.shape, jnp.float32)])
+    x, chosen, shares, *leaves = operands
+
+    def add(total: jax.Array, at: Any) -> Any:
+        number, weights = at
+        return total + _expert(kind, x, weights) * _share(chosen, shares, number), None
+
+    # Scanned, so that gradients of the weights are written expert by expert.
+    numbers = jnp.arange(count_of(experts), dtype=chosen.dtype)
+    return jax.lax.scan(add, zeros, (numbers, jax.tree.unflatten(tree, leaves)))[0]
+
+
+def _share(chosen: jax.Array, shares: jax.Array, number: Any) -> jax.Array:
+    """The share of an expert for each token, ``[N, 1]``."""
+    found = jnp.sum(jnp.where(chosen == number, shares, 0.0), axis=-1, keepdims=True)
+    return found.astype(jnp.float32)
+
+
+def _array(w: Any) -> Any:
+    """The weights of all experts as an array, or a QuantArray of one."""
+    if isinstance(w, QuantArray):
+        return QuantArray(jnp.asarray(w.blocks), w.encoding)
+    return jnp.asarray(w)
