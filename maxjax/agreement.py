@@ -392,13 +392,13 @@ def environment() -> dict[str, str]:
     import jax
 
     if not _facts:
-        _facts.update({f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")})
         root = Path(__file__).parent
-        code = (
+        code = b"".join(
             file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes()
             for file in sorted(root.rglob("*.py"))
         )
-        _facts["code of maxjax"] = digest(b"".join(code))
+        versions = {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
+        _facts.update(versions, **{"code of maxjax": digest(code)})  # at once: for other threads
     settings = {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
     flags = {
         name: " ".join(_OWN_FLAGS.sub("", os.environ.get(name, "")).split()) for name in _FLAGS

@@ -7,6 +7,7 @@ where a peer dies; heartbeats of one second work too, but not on a machine that 
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -128,6 +129,7 @@ def workers(
         ({"heartbeat_timeout": -1}, "heartbeat_timeout is -1"),
         ({"heartbeat_timeout": 0.5}, "heartbeat_timeout is 0.5; it must be a whole number"),
         ({"shutdown_timeout": None}, "shutdown_timeout is None"),
+        ({"arrival_timeout": 0}, "arrival_timeout is 0; it must be a whole number, 1 or more"),
     ],
 )
 def test_wrong_arguments(arguments, says):
@@ -468,6 +470,32 @@ def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
             assert "lost" in told, worker.log()
             assert told["when"] - died < heartbeat, told
             assert f"process {processes - 1} " in told["lost"] or "another process" in told["lost"]
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path):
+    """The script of docs/distributed.md, in both processes as the page starts them."""
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    start = page.index("`ask.py`")
+    [script, *_] = re.findall(r"```python\n(.*?)```", page[start:], re.DOTALL)
+    [commands, *_] = re.findall(r"```sh\n(.*?)```", page[start:], re.DOTALL)
+    (tmp_path / "ask.py").write_text(script.replace("127.0.0.1:1234", f"127.0.0.1:{free_port()}"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = clean() | {"PYTHONPATH": str(ROOT), "PATH": path} | COMPILED_ALIKE
+    done = subprocess.run(
+        ["timeout", str(2 * START_SECONDS), "bash", "-ec", commands],
+        env=environment, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # Both write to one terminal, where their words may be mixed.
+    assert done.stdout.count("answer:") == done.stdout.count("5 + 6 = 11") == 2, done.stdout
+    stories = re.findall(r"Once upon a time[^.]*\.", done.stdout)
+    assert len(stories) == 2 and stories[0] == stories[1], done.stdout
+    model, tokenizer = maxjax.load(tmp_path / "saved")
+    assert (
+        maxjax.generate(model, tokenizer, "What is 5 + 6?", max_new_tokens=20).strip()
+        == "5 + 6 = 11"
+    )
 
 
 # --- the end of a peer --------------------------------------------------------------------
