@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 
 from . import explicit
-from .decode import triton as gpus
+from .gpu.triton import program_device, unavailable
 from .operation import Operation
 
 _LOG = logging.getLogger("maxjax")
@@ -134,8 +134,7 @@ def _program(owner: Any, x: Any, w: Any, y: Any, *, wide: int, deep: int) -> Non
 
 
 def _on_cuda(static: Any, x: jax.Array, w: jax.Array, owner: jax.Array) -> list[jax.Array]:
-    device = jax.sharding.get_abstract_mesh().abstract_device  # that of the program: see Operation
-    why = lacks(x, w) or gpus.unavailable(device)
+    why = lacks(x, w) or unavailable(program_device())
     if not why:
         return [kernel(x, w, owner)]
     _LOG.debug("maxjax: experts have no kernel for this on a GPU, jnp is used: %s", why)

@@ -110,7 +110,7 @@ def _differentiable(options: _Options, *operands: Any) -> jax.Array:
     return jax.lax.platform_dependent(
         *operands,
         cpu=partial(all_experts, options.kind),
-        default=lambda *a: sorted_mixture(options.kind, *a[:3], _dense(a[3])),
+        default=lambda x, c, s, experts: sorted_mixture(options.kind, x, c, s, _dense(experts)),
     )
 
 
