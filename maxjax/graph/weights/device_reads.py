@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from ...dtype import DType
 from ...errors import OutOfMemoryError
 from ...storage.boxes import Box, count, extents, whole, within
-from ...storage.files import aligned_empty
+from ...storage.files import ALIGNMENT, aligned_empty, run, run_jobs
 from ...storage.parts import Part
 from ..placement.arrays import default_device, out_of_memory, put
 from ..placement.device_major import DeviceMajor
@@ -25,6 +25,8 @@ from .weight_data import WeightData, cast_array
 
 # The most host memory for values that wait to be converted or sent to a device.
 STAGED_BYTES = 32 << 20
+# Values that are cast at a time: they stay in the cache of a core.
+_CAST_VALUES = 1 << 18
 
 
 def is_spread(sharding: Any) -> bool:
@@ -138,6 +140,7 @@ class Destination:
         order: other arrangement of each tensor's values, if any.
         convert: conversion of what is read of a source, by the source's number, after the casts of
             its data. It returns values of ``dtype`` unchanged. None casts them.
+        elementwise: whether ``convert`` does with each value what it does with an array of them.
         pieces: what is there already of the array, by the boxes that devices hold.
     """
 
@@ -151,6 +154,7 @@ class Destination:
     levels: int = 1
     order: Order | None = None
     convert: Callable[[int, np.ndarray], np.ndarray] | None = None
+    elementwise: bool = False
     pieces: dict[Box, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -169,15 +173,20 @@ class Destination:
             return 0
         return sum(self._nbytes(data, part) for _, part in self._parts(number))
 
-    def memory(self, number: int) -> dict[Box, np.ndarray]:
-        """Memory to read a source into: its place in a stack where the bytes fit as they are, or new."""
+    def memory(self, number: int, scratch: Scratch) -> dict[Box, np.ndarray]:
+        """Memory to read a source into: its place in a stack where the bytes fit as they are, or new.
+
+        What will be cast value by value is read into scratch memory.
+        """
         data, found = self.sources[number], {}
         if not isinstance(data, WeightData):
             return found
-        in_place = self._is_in_place(number)
+        in_place, is_cast = self._is_in_place(number), self._is_cast(number)
         for box, part in self._parts(number):
             if in_place:
                 found[part] = self._piece(box)[within(part, box)].reshape(-1).view(np.uint8)
+            elif is_cast:
+                found[part] = scratch.take(self._nbytes(data, part), self._new)
             else:
                 found[part] = self._new(self._nbytes(data, part))
         return found
@@ -190,8 +199,8 @@ class Destination:
 
     def store(self, number: int, memory: dict[Box, np.ndarray]) -> None:
         """Stores a source's values in the array, once the memory is filled; empties ``memory``."""
-        if self._is_in_place(number):
-            memory.clear()  # it is the stack's
+        if self._is_in_place(number) or self._is_cast(number):
+            memory.clear()  # it is the stack's, or was cast
             return
         values = self._values(number, memory)
         for (box, part), found in zip(self._parts(number), values, strict=True):
@@ -199,6 +208,16 @@ class Destination:
                 self.pieces[box] = found
             else:
                 self._piece(box)[within(part, box)] = found
+
+    def casts(self, number: int, memory: Mapping[Box, np.ndarray]) -> Iterator[Cast]:
+        """The casts, value by value, of what was read of a source into its place; threads may share them."""
+        if not self._is_cast(number):
+            return
+        for box, part in self._parts(number):
+            values = memory[part].view(self.sources[number].stored_dtype)
+            place = self._piece(box)[(*within(part, box), ...)].reshape(-1)
+            for i in range(0, len(values), _CAST_VALUES):
+                yield Cast(self, number, values[i : i + _CAST_VALUES], place[i : i + _CAST_VALUES])
 
     def array(self) -> Any:
         """The array, once all sources are stored; it takes the pieces' memory over."""
@@ -252,6 +271,14 @@ class Destination:
         """Whether a source is read straight into its place in a stack."""
         return self.axis is not None and self._is_direct(number)
 
+    def _is_cast(self, number: int) -> bool:
+        """Whether a source's values lie in the order of the array, and only their type changes."""
+        data = self.sources[number]
+        if not isinstance(data, WeightData) or data.decodes is not None or self.order is not None:
+            return False
+        by_value = self.convert is None or self.elementwise
+        return by_value and self.axis in (None, 0) and not self._is_direct(number)
+
     def _nbytes(self, data: WeightData, part: Box) -> int:
         return count(self._tensor_box(part)) * data.stored_dtype.itemsize
 
@@ -297,6 +324,39 @@ class Destination:
         return read if read.dtype == self.dtype else cast_array(read, DType.of(self.dtype))
 
 
+class Cast(NamedTuple):
+    """A cast of some values of a source into their place."""
+
+    destination: Destination
+    number: int
+    values: np.ndarray
+    place: np.ndarray
+
+    def run(self) -> None:
+        """Casts."""
+        source: Any = self.destination.sources[self.number]
+        self.place[...] = self.destination._converted(self.number, source.cast(self.values))
+
+
+class Scratch:
+    """Host memory that is used again for each batch: new memory costs more than to read into it."""
+
+    def __init__(self) -> None:
+        self._memory, self._used = np.empty(0, np.uint8), 0
+
+    def take(self, nbytes: int, new: Callable[[int], np.ndarray]) -> np.ndarray:
+        """Aligned memory until :meth:`clear`; ``new`` allocates what there is not yet."""
+        start = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if start + nbytes > len(self._memory):
+            self._memory, start = new(max(nbytes, STAGED_BYTES)), 0
+        self._used = start + nbytes
+        return self._memory[start : self._used]
+
+    def clear(self) -> None:
+        """Gives all memory free; nobody reads it any more."""
+        self._used = 0
+
+
 def read_destinations(wanted: Iterable[Destination]) -> Iterator[Any]:
     """The arrays, in turn. A few sources are read at a time; those that need no memory besides, all at once.
 
@@ -304,10 +364,14 @@ def read_destinations(wanted: Iterable[Destination]) -> Iterator[Any]:
         CheckpointError: a file cannot be read.
         OutOfMemoryError: the host or a device cannot hold an array.
     """
+    scratch = Scratch()
     for batch in _batches(wanted):
-        memories = [one.memory(number) for one, number in batch]
+        memories = [one.memory(number, scratch) for one, number in batch]
         pairs = list(zip(batch, memories, strict=True))
         _fill([read for (one, number), memory in pairs for read in one.reads(number, memory)])
+        casts = [cast for (one, number), memory in pairs for cast in one.casts(number, memory)]
+        run_jobs(run, casts, sum(cast.place.nbytes for cast in casts))
+        scratch.clear()
         for (one, number), memory in pairs:
             one.store(number, memory)
             if number == len(one.sources) - 1:

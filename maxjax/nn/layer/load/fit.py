@@ -23,6 +23,7 @@ from ....graph.weight.weight import Weight
 from ....graph.weights import WeightData, read_all
 from ....graph.weights.device_reads import Destination, Source, is_spread, read_destinations
 from ....graph.weights.given import dtype_of, host_or_jax, shape_of
+from ....graph.weights.weight_data import cast_array
 
 
 @dataclasses.dataclass
@@ -211,6 +212,7 @@ def destination(one: Fit, otherwise: Any = None) -> Destination:
         stored.leaf_sharding or otherwise,
         stored.layout,
         convert=lambda _, array: convert(one, array),
+        elementwise=True,
     )
 
 
@@ -221,13 +223,23 @@ def read_values(fits: Sequence[Fit]) -> list[Any]:
         ValueError: an integer does not fit the 32 bits that JAX runs in.
         CheckpointError: a file cannot be read.
     """
-    by_device = [is_spread(one.weight.sharding) and not is_on_device(one) for one in fits]
+    by_device = [
+        is_spread(one.weight.sharding) and not is_on_device(one) or _is_cast(one) for one in fits
+    ]
     both = list(zip(fits, by_device, strict=True))
     read = read_all([one.value for one, split in both if is_lazy(one) and not split])
     arrays = read_destinations(destination(one) for one, split in both if split)
     return [
         next(arrays) if split else _put(one, read.pop(id(one.value), None)) for one, split in both
     ]
+
+
+def _is_cast(one: Fit) -> bool:
+    """Whether bytes on disk become values of another type, which is done while they are read."""
+    data = source(one)
+    if not isinstance(data, WeightData):
+        return False
+    return data.decodes is None and data.stored_dtype != jax.dtypes.canonicalize_dtype(one.dtype.np)
 
 
 def convert(one: Fit, array: Any) -> Any:
@@ -248,6 +260,8 @@ def convert(one: Fit, array: Any) -> Any:
                 f"{target} (JAX runs in 32 bits unless jax_enable_x64 is set)"
             )
         return host.astype(target)
+    if isinstance(array, np.ndarray):
+        return cast_array(array, DType.of(target))
     return array.astype(target)
 
 
