@@ -50,7 +50,7 @@ kernels: decode_attention attention grouped block_matmul
 kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values
-graph/placement: strategy mesh device_major specs arrays stacking
+graph/placement: strategy mesh device_major specs arrays fsdp stacking
 graph: symbolic tensor_type operands rebinding operators value
 graph/weight: epoch running span stored transpose weight stacked __init__
 graph/weights: weight_data given cursor load __init__ device_reads gathering writing same

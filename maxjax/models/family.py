@@ -20,12 +20,12 @@ from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
 from ..nn.layer import ExpertStack, Module
-from ..nn.linear import Linear
+from ..nn.linear import ColumnParallelLinear, Linear
 from .config import ModelConfig
 from .gguf import hf_tensors
 
 # Layers that compute with quantised weights.
-_TAKES_BLOCKS = (Linear, Embedding)
+_TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding)
 
 
 @dataclass(frozen=True)

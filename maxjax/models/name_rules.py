@@ -32,8 +32,8 @@ TABLE = (
     ("out", "values", TENSOR, "gate_proj up_proj w1 w3 fc1 c_fc intermediate.dense lin1 wi wi_0"),
     ("out", "values", TENSOR, "wi_1 dense_h_to_4h kv_b_proj"),
     ("in", "values", TENSOR, "down_proj w2 fc2 c_proj output.dense lin2 dense_4h_to_h"),
-    ("table", "values", TENSOR, "embed_tokens word_embeddings wte tok_embeddings lm_head output"),
-    ("table", "values", TENSOR, "embed_in embed_out shared"),
+    ("table", "values", TENSOR, "embed_tokens word_embeddings wte tok_embeddings embed_in shared"),
+    ("head", "values", TENSOR, "lm_head output embed_out"),
 )  # fmt: skip
 # All experts of a layer as one tensor: it is split between experts, along its first axis.
 STACKED_EXPERTS = "experts.gate_up_proj* experts.down_proj*"
@@ -115,8 +115,9 @@ def _entries(counts: Heads, transposed: tuple[str, ...]) -> Iterator[tuple[str, 
         for layer in layers.split():
             is_transposed = layer in transposed
             weight, bias = _strategies(side, what, counts, is_transposed)
-            instead = ShardingStrategy.columnwise(1) if side == "table" else None
-            yield f"{layer}.weight", Split(weight, over, instead)
+            instead = ShardingStrategy.columnwise(1) if side in ("table", "head") else None
+            fsdp = 1 if side == "table" else None
+            yield f"{layer}.weight", Split(weight, over, instead, fsdp=fsdp)
             yield f"{layer}.bias", Split(bias, over)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
+from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import Split, parts
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
@@ -76,19 +77,28 @@ class Embedding(Module):
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
             raise TypeError(f"an Embedding takes integers as indices, not {rows.dtype}")
-        if rows.size == 1 and parts(self.weight, 0) > 1:
-            # Twice: on a GPU, XLA makes a slice of a lookup of one row, and of a slice of a split
-            # table a slice of the whole table, which it gathers.
-            found = embed(self.weight, jnp.stack([rows, rows]))[0]
+        if can_be_in_place(self.weight, rows) and rows.size <= int(self.weight.logical_shape[0]):
+            found = in_place(self._looked_up, self.weight, rows, features=1, whole=True)
         else:
-            found = embed(self.weight, rows)
+            found = self._looked_up(self.weight, rows)
         y = replicate_last_axis(found, self.weight)
         return TensorValue(y) if wraps(indices) else y
 
+    def _looked_up(self, table: Any, rows: jax.Array) -> jax.Array:
+        if parts(self.weight, 0) > 1 and rows.size == 1:
+            # Twice: on a GPU, XLA makes a slice of a lookup of one row, and of a slice of a split
+            # table a slice of the whole table, which it gathers.
+            return embed(table, jnp.stack([rows, rows]))[0]
+        return embed(table, rows)
+
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits rows (the vocabulary), or columns where the rows do not divide evenly."""
+        """Splits rows (the vocabulary), or columns where the rows do not divide evenly.
+
+        ``fsdp`` splits columns: each device looks its columns up for all devices, and the results
+        are exchanged, which are far smaller than the table.
+        """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"weight": Split(rows, fallback=columns)}
+        return {"weight": Split(rows, fallback=columns, fsdp=1)}
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import TENSOR, Split
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
@@ -95,10 +97,13 @@ class Linear(Module):
         if self.clip_weight is not None:
             array = jnp.asarray(self.weight.stored.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
-        y = matmul(x, weight)
+        y = self._product(x, weight)
         if self.bias is not None:
             y = add_bias(y, self.bias)
         return TensorValue(y) if wraps(x) else y
+
+    def _product(self, x: Any, weight: Any) -> Any:
+        return matmul(x, weight)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
@@ -198,6 +203,8 @@ def add_bias(y: jax.Array, bias: Any) -> jax.Array:
 class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split over the devices: the head of a language model.
 
+    For few tokens a weight that is split over ``fsdp`` is used where it lies, without gathering it.
+
     Args (in MAX's order):
         in_dim, out_dim: length of the last axis of the input and of the result.
         dtype: dtype of weight and bias.
@@ -230,6 +237,16 @@ class ColumnParallelLinear(Linear):
         """Splits rows, or columns where the rows do not divide evenly."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         return {"weight": Split(rows, fallback=columns), "bias": rows}
+
+    def _product(self, x: Any, weight: Any) -> Any:
+        x = jnp.asarray(unwrap(x))
+        if weight is not self.weight or x.ndim < 2 or not can_be_in_place(weight, x):
+            return matmul(x, weight)
+        rows, columns = map(int, weight.logical_shape)
+        # Four times: results may have twice the bytes of weights, and then half as much moves.
+        if 4 * math.prod(x.shape[:-1]) * (rows + columns) > rows * columns:
+            return matmul(x, weight)
+        return in_place(lambda operand, x: matmul(x, operand), weight, x, features=0, whole=False)
 
 
 class MLP(Module):

@@ -7,6 +7,7 @@ sample of the product, the slow one more, and `scripts/sharding_product.py` all 
 import contextlib
 import copy
 import functools
+import math
 import pickle
 import threading
 import warnings
@@ -613,17 +614,40 @@ def only_weights(model, found):
         pytest.param("layer-stack", at(fsdp=8), marks=slow),
         pytest.param("layer-stack", at(True, fsdp=8), marks=slow),
         pytest.param("bert", at(fsdp=8), marks=slow),
-        ("bert", at(True, fsdp=8)),  # known defect: rows of the table are looked up, then moved
-        ("vocabulary", at(True, fsdp=8)),  # known defect, the same
+        ("bert", at(True, fsdp=8)),
+        ("vocabulary", at(True, fsdp=8)),
+        pytest.param("vocabulary", at(fsdp=8), marks=slow),
     ],
     ids=repr,
 )
 def test_fsdp_gathers_weights_and_nothing_else(name, setting):
+    """But for lookups, which exchange indices and rows instead of gathering a table."""
     case = CASES[name]
     with setting.inside():
         model = fill(case.make()).to(setting.mesh)
         found = compiled(call, model, *batched(setting.mesh, case.inputs()))
-    assert found and only_weights(model, found), [(c.kind, c.shapes) for c in found]
+    lookups = {"bert": 2, "vocabulary": 1}.get(name, 0)  # of words and of positions
+    exchanged = [one for one in found if not of_weights(model, one)]
+    sizes = {sum(map(math.prod, one.shapes)) for one in exchanged}
+    assert (len(exchanged) > 0) == (lookups > 0) and max(sizes, default=0) <= B * T * E
+    gathered = [one for one in found if of_weights(model, one)]
+    assert gathered and only_weights(model, gathered), [(c.kind, c.shapes) for c in found]
+    tables = [tuple(map(int, w.shape)) for w in tables_of(model)]
+    shapes = [shape for one in gathered for shape in one.shapes]
+    # The table of "vocabulary" is its head as well, a product with many tokens.
+    assert sum(map(shapes.count, tables)) == (name == "vocabulary")
+
+
+def tables_of(model):
+    """The tables with more rows than tokens are looked up."""
+    layers = [layer for _, layer in model.named_modules() if isinstance(layer, nn.Embedding)]
+    return [layer.weight for layer in layers if layer.weight.shape[0] > T]
+
+
+def of_weights(model, one):
+    """Whether a collective gathers weights, or layers of a stack."""
+    there = weights_of(model)
+    return all(shape in there or shape[1:] in there for shape in one.shapes)
 
 
 @slow

@@ -105,7 +105,7 @@ def out_of_memory(
     )
 
 
-def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
+def as_used(array: Any, dims: Sequence[int] | None, sharding: Any, gathered: bool = True) -> Any:
     """A weight's array in the form that operations need: gathered, and in device memory.
 
     Inside ``shard_map`` an array is only the part of one device, so it is gathered. A weight that
@@ -114,6 +114,7 @@ def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
 
     Args:
         dims: sizes of the whole array, if they are known.
+        gathered: whether it is gathered over ``fsdp``.
     """
     if sharding.memory_kind not in (None, "device"):
         array = _on_device(array, sharding)
@@ -125,7 +126,7 @@ def as_used(array: Any, dims: Sequence[int] | None, sharding: Any) -> Any:
             if names is not None and array.shape[axis] != dims[axis]:
                 array = jax.lax.all_gather(array, names, axis=axis, tiled=True, to="invarying")
         return array
-    return _gathered(array, sharding, traced)
+    return _gathered(array, sharding, traced, "fsdp" if gathered else "")
 
 
 def is_usable_in_place(array: Any, dims: Sequence[int] | None, sharding: Any) -> bool:
@@ -146,14 +147,14 @@ def _on_device(array: Any, sharding: Any) -> Any:
     return jax.device_put(array, sharding.with_memory_kind("device"))
 
 
-def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
-    """The array with its sharding, except that it is gathered over ``fsdp``.
+def _gathered(array: Any, sharding: NamedSharding, traced: bool, over: str) -> Any:
+    """The array with its sharding, except that it is gathered over a kind of mesh axis.
 
     The first constraint is for gradients, which XLA could otherwise split in any way.
     """
-    mesh = _mesh_in_trace(sharding.mesh)
+    mesh = mesh_in_trace(sharding.mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    fsdp = axis_of(mesh, "fsdp")
+    fsdp = axis_of(mesh, over)
     if AxisType.Manual in types.values():
         return array
     if AxisType.Explicit in types.values() and explicit.mesh_of(array) is not None:
@@ -174,7 +175,7 @@ def _gathered(array: Any, sharding: NamedSharding, traced: bool) -> Any:
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(gathered)))
 
 
-def _mesh_in_trace(mesh: Any) -> Any:
+def mesh_in_trace(mesh: Any) -> Any:
     """The mesh of the code being traced, if it is this one: its axis types may differ there."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.axis_names == mesh.axis_names else mesh
@@ -213,7 +214,7 @@ def on_mesh(
     f: Callable[..., Any], mesh: Any, specs: Sequence[Any], out: Any, *, check_vma: bool = True
 ) -> Callable[..., Any]:
     """``jax.shard_map`` for arrays of any sharding on the mesh, or uncommitted ones."""
-    mesh = _mesh_in_trace(mesh)
+    mesh = mesh_in_trace(mesh)
     explicit = AxisType.Explicit in mesh.axis_types
     mapped = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=out, check_vma=check_vma)
     if not explicit:

@@ -31,11 +31,12 @@ class Split(NamedTuple):
     Attributes:
         strategy: how the weight is split; ``num_devices`` is ignored.
         over: kinds of axes; those that the mesh has are combined.
-        instead: alternative to try if the sizes do not divide evenly.
+        fallback: alternative to try if the sizes do not divide evenly.
         by_device: whether the layer supports rows in device-major order
             (:class:`DeviceMajor`); the strategy is then ``segmented`` on axis 0.
         whole: kinds of axes over which the weights of a stack are dealt instead, each whole, if
             their number divides evenly; ``strategy`` then splits over the rest of ``over``.
+        fsdp: axis that is split over ``fsdp`` if it can be; otherwise the largest that can.
     """
 
     strategy: ShardingStrategy
@@ -43,6 +44,7 @@ class Split(NamedTuple):
     fallback: ShardingStrategy | None = None
     by_device: bool = False
     whole: tuple[str, ...] = ()
+    fsdp: int | None = None
 
 
 class Placed(NamedTuple):
@@ -135,7 +137,8 @@ def place(
         reasons.append(_split_tensor(name, shape, counts, split, mesh, entries))
     fsdp = axis_of(mesh, "fsdp")
     if fsdp is not None and mesh.shape[fsdp] > 1:
-        reasons.append(_split_fsdp(shape, counts, fsdp, mesh.shape[fsdp], entries))
+        first = split.fsdp if isinstance(split, Split) else None
+        reasons.append(_split_fsdp(shape, counts, fsdp, mesh.shape[fsdp], entries, first))
     if split is None and not any(reasons):
         reasons.append("no strategy")
     why = "; ".join(reason for reason in reasons if reason)
@@ -232,15 +235,20 @@ def _divided(
 
 
 def _split_fsdp(
-    shape: Sequence[int], counts: Sequence[int], fsdp: str, n: int, entries: list[tuple[str, ...]]
+    shape: Sequence[int],
+    counts: Sequence[int],
+    fsdp: str,
+    n: int,
+    entries: list[tuple[str, ...]],
+    first: int | None,
 ) -> str:
-    """Enters the largest remaining axis; vectors are replicated, as a gather would cost more."""
+    """Enters the axis ``first`` or the largest left; vectors are replicated, as a gather would cost more."""
     if len(shape) < 2:
         return ""
     free = [axis for axis in range(len(shape)) if not entries[axis] and counts[axis] % n == 0]
     if not free:
         return f"no axis left that divides by {fsdp}={n}"
-    axis = max(free, key=lambda axis: shape[axis])
+    axis = first if first in free else max(free, key=lambda axis: shape[axis])
     entries[axis] = (fsdp,)
     return f"axis {axis} over {fsdp}={n}"
 

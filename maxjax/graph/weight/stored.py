@@ -241,17 +241,21 @@ class StoredWeight:
             leaf = self.read()
         return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
-    def used(self) -> Any:
+    def used(self, gathered: bool = True) -> Any:
         """The stored array in a form that operations can use; see ``placement/arrays.py``."""
         array = self.array()
         if self.weight._sharding is None:
             return array
-        return as_used(array, self.leaf_dims, self.leaf_sharding)
+        return as_used(array, self.leaf_dims, self.leaf_sharding, gathered)
 
-    def operand(self) -> Any:
-        """The operand for ``kernels.matmul``: quantised weights and slices of stacks stay as they are."""
+    def operand(self, gathered: bool = True) -> Any:
+        """The operand for ``kernels.matmul``: quantised weights and slices of stacks stay as they are.
+
+        Args:
+            gathered: whether a weight that is split over ``fsdp`` is gathered.
+        """
         packing = self.packing
-        operand = self._unprepared_operand()
+        operand = self._unprepared_operand() if gathered else self.logical(self.used(False))
         return operand if packing is None else QuantArray(operand, packing.value)
 
     def _unprepared_operand(self) -> Any:

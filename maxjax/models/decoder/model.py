@@ -29,7 +29,7 @@ from ...kernels import explicit
 from ...nn.embedding import Embedding
 from ...nn.kv_cache.cache import KVCache
 from ...nn.layer import LayerList, LayerStack, Module
-from ...nn.linear import Linear
+from ...nn.linear import ColumnParallelLinear
 from ..family import Family, PretrainedModel
 from .attention import Cached, DecoderAttention, Step
 from .block import DecoderLayer, norm
@@ -128,7 +128,9 @@ class Decoder(PretrainedModel):
         kind = DType.of(dtype)
         self.config, self.dtype = config, kind
         self.model = self.model_class(config, kind, self.layer_class)
-        self.lm_head: Any = Linear(config.hidden_size, config.vocab_size, kind, DeviceRef.CPU())
+        self.lm_head: Any = ColumnParallelLinear(
+            config.hidden_size, config.vocab_size, kind, [DeviceRef.CPU()]
+        )
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
         if stacked:
