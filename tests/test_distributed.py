@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "tests" / "distributed_worker.py"
 START_SECONDS = 120  # to import JAX twice on a loaded machine
 HEARTBEAT = 4
+PATIENT = 20  # where nobody dies, however loaded the machine is
 BOUND = 5  # what the documentation promises beyond the timeout
 LOADED = 10  # what a loaded machine may add
 GLOO = "UNKNOWN: Gloo AllGather failed: [x/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
@@ -361,7 +362,7 @@ def _settle(directory: Path, local: int, axes: dict[str, int], **more: object) -
 
 def _same(directory: Path, processes: int, local: int, axes: dict[str, int], everything: bool):
     _settle(directory, local, axes, all=everything)
-    with workers("together", directory, processes) as all_of_them:
+    with workers("together", directory, processes, PATIENT) as all_of_them:
         alone = {"answers": calls.answers(axes, everything)}
         alone["files"] = calls.files(axes, directory / "alone", everything)
         for worker in all_of_them:
@@ -413,7 +414,7 @@ def test_several_processes_answer_as_one(tmp_path, processes, local, axes):
 @pytest.mark.slow
 def test_what_differs_or_fails_is_told_to_all(tmp_path):
     _settle(tmp_path, 2, {"model": 4})
-    with workers("refuse", tmp_path) as both:
+    with workers("refuse", tmp_path, heartbeat=PATIENT) as both:
         for worker in both:
             assert worker.process.wait(START_SECONDS) == 0, worker.log()
         here, there = (worker.told() for worker in both)
@@ -443,7 +444,7 @@ def test_what_differs_or_fails_is_told_to_all(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.default("die_generating-2", "die_loading-2", "die_saving-2")
+@pytest.mark.default("die_generating-2")
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(
     "scenario",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ def model_facts(model: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path)
         weights.append([name, list(leaf.shape), str(leaf.dtype), str(spec)])
     settings = f"{type(model).__name__} {getattr(model, 'config', None)}"
+    # A function's address is another one in each process.
+    settings = re.sub(r" at 0x[0-9a-f]+", "", settings)
     return {"model": settings, "weights": weights, "mesh": list(meshes.values())}
 
 
