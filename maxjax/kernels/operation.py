@@ -112,7 +112,7 @@ class Operation:
 
     def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
         """The results; arrays on an Explicit mesh come through ``explicit.automatic`` only."""
-        return self.primitive.bind(*_same_varying(operands), static=static)
+        return self.primitive.bind(*same_varying(operands), static=static)
 
     # -- eager code, derivatives, batches
 
@@ -249,7 +249,7 @@ def _device_count(ctx: Any) -> int:
     return where.num_devices if isinstance(where, mlir.ShardingContext) else 1
 
 
-def _same_varying(operands: Sequence[Any]) -> list[Any]:
+def same_varying(operands: Sequence[Any]) -> list[Any]:
     """The operands, cast inside ``shard_map`` to vary over the same axes, as a primitive requires."""
     varying = [_varying(jax.typeof(a)) for a in operands]
     every = frozenset().union(*varying)

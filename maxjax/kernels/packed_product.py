@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import product
 from .blocks import decode, decoder_of
 from .gpu import packed_product as triton
 from .gpu.triton import program_device, unavailable
-from .operation import Operation
+from .operation import Operation, same_varying
 
 _LOG = logging.getLogger("maxjax")
 
@@ -71,26 +72,26 @@ def in_chunks(static: Packed, x: Any, blocks: Any, layer: Any, devices: int = 1)
         devices: number of devices between which XLA may divide the operands.
     """
     depth, rows = x.shape[-1], blocks.shape[-2]
-    if rows % devices or jnp.issubdtype(x.dtype, jnp.integer):
+    if rows % devices or not jnp.issubdtype(x.dtype, jnp.floating):
         return definition(static, x, blocks, layer)
     # Each chunk has rows of each device's part, so that slices do not cross devices.
+    parts = (devices,) if devices > 1 else ()
     own = rows // devices
     chunk = min(own, max(8, MOST_WEIGHTS // max(depth, 1) // 128 * 128))
-    stack = (blocks if blocks.ndim == 3 else blocks[None]).reshape(
-        -1, devices, own, blocks.shape[-1]
-    )
-    number = layer if blocks.ndim == 3 else jnp.zeros((), layer.dtype)
+    stack = blocks if blocks.ndim == 3 else blocks[None]
+    stack = stack.reshape(-1, *parts, own, blocks.shape[-1])
+    number = layer if blocks.ndim == 3 else jnp.zeros_like(layer)
     zero = jnp.zeros_like(number)
 
     def part(start: Any) -> Any:
-        some = jax.lax.dynamic_slice(
-            stack, (number, zero, start, zero), (1, devices, chunk, stack.shape[3])
-        )
-        # The slice is what it is stored as: XLA would store the whole stack as the product wants it.
-        some = jax.lax.optimization_barrier(some[0])
-        weights = decode(static.encoding, some).astype(x.dtype)  # [devices, chunk, in]
+        size = (1, *parts, chunk, stack.shape[-1])
+        some = jax.lax.dynamic_slice(stack, (number, *[zero] * len(parts), start, zero), size)
+        # XLA for TPUs would first copy the stack into an order of axes that suits the product.
+        some = with_layout_constraint(some, Layout(tuple(range(some.ndim))))
+        weights = decode(static.encoding, some[0]).astype(x.dtype)  # [devices, chunk, in]
+        contraction = (((x.ndim - 1,), (weights.ndim - 1,)), ((), ()))
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        y = jnp.einsum("...k,dck->...dc", x, weights, preferred_element_type=wide)
+        y = jax.lax.dot_general(x, weights, contraction, preferred_element_type=wide)
         return y.astype(static.dtype)
 
     if chunk == own:
@@ -101,8 +102,8 @@ def in_chunks(static: Packed, x: Any, blocks: Any, layer: Any, devices: int = 1)
         start = jnp.minimum(i * chunk, own - chunk).astype(zero.dtype)
         return jax.lax.dynamic_update_slice_in_dim(y, part(start), start, y.ndim - 1)
 
-    # Made of x, so that it varies over the mesh axes that x varies over.
-    y = jnp.broadcast_to(x[..., :1, None] * 0, (*x.shape[:-1], devices, own)).astype(static.dtype)
+    empty = jnp.zeros((*x.shape[:-1], *parts, own), static.dtype)
+    y, *_ = same_varying((empty, x, stack))
     y = jax.lax.fori_loop(0, -(-own // chunk), step, y)
     return [y.reshape(*x.shape[:-1], rows)]
 
