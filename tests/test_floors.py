@@ -42,9 +42,9 @@ storage/safetensors: writer
 
 # 2 kernels: arithmetic on values
 kernels/cpu: build
-kernels: native explicit operation blocks int8_rows stack_slice product quant_array matmul embed
-kernels/gpu: __init__ triton attention
-kernels: blocked_attention
+kernels: native explicit operation blocks int8_rows stack_slice product
+kernels/gpu: __init__ triton attention packed_product
+kernels: packed_product quant_array matmul embed blocked_attention
 kernels/decode: __init__ step blocks triton
 kernels: decode_attention attention grouped block_matmul
 kernels: __init__

@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from ..dtype import DType, promote
 from . import explicit
-from .blocks import decode
+from .packed_product import packed_product
 from .product import FLOATS, definition, products
 from .quant_array import QuantArray
 from .stack_slice import StackSlice
@@ -115,16 +115,18 @@ def _eager_products(dtypes: tuple[Any, ...]) -> Any:
 def _quant(x: jax.Array, w: QuantArray) -> jax.Array:
     """The matmul with quantised weights, in the dtype of ``x`` if that is a float."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
-    blocks, encoding = to_jax(w.blocks), w.encoding
+    stacked = isinstance(w.blocks, StackSlice)
+    blocks = to_jax(w.blocks.stack if stacked else w.blocks)
+    layer = jnp.asarray(w.blocks.place, jnp.int32) if stacked else _FIRST
 
-    def run(x: Any, blocks: Any) -> list[jax.Array]:
-        return definition(x, [decode(encoding, blocks)], [dtype])
+    def run(x: Any, blocks: Any, layer: Any) -> list[jax.Array]:
+        return [packed_product(x, blocks, layer, w.encoding, dtype)]
 
     mesh = explicit.mesh_of(x, blocks)
     if mesh is None:
-        return run(x, blocks)[0]
+        return run(x, blocks, layer)[0]
     wanted = [[*explicit.entries(x)[:-1], explicit.entries(blocks)[-2]]]
-    return explicit.automatic(run, mesh, wanted)(x, blocks)[0]
+    return explicit.automatic(run, mesh, wanted)(x, blocks, layer)[0]
 
 
 def _has_kernel(x: Any, w: Any) -> bool:

@@ -53,6 +53,8 @@ class Operation:
         summand: ``(static)`` → the static arguments of the kernel if its results will be summed.
         forms: by platform, ``(static, devices, *operands)`` → results, in jnp, for platforms without a
             kernel where the definition is not the best; XLA divides it between so many devices.
+        lengths: ``(static, shapes of the operands)`` → for each axis of each operand the number that its
+            parts must divide, if an axis may be divided at some places only.
 
     Static arguments must be hashable. ``product.py`` has an example.
     """
@@ -68,12 +70,13 @@ class Operation:
         batch: Callable[..., Any],
         summand: Callable[[Any], Any] = lambda static: static,
         forms: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        lengths: Callable[..., Any] = lambda static, shapes: shapes,
     ):
         self.definition, self.kernels, self.forms = definition, kernels, forms
         self.rule, self.shardings, self.summand, self.batch = rule, shardings, summand, batch
         self._jitted = functools.cache(self._jit)
         self._partitioned = functools.cache(self._custom_partitioning)
-        self._name, self._types = name, types
+        self._name, self._types, self._lengths = name, types, lengths
 
     @functools.cached_property
     def primitive(self) -> Any:
@@ -177,15 +180,20 @@ class Operation:
         call = custom_partitioning(lambda *operands: tuple(run(*operands, static=static)))
         call.def_partition(
             partition=functools.partial(self._partition, run, static),
-            infer_sharding_from_operands=lambda mesh, args, _: self._named_shardings(mesh, args)[1],
+            infer_sharding_from_operands=lambda mesh, args, _: self._named_shardings(
+                static, mesh, args
+            )[1],
             sharding_rule=self.rule(ranks),
             # Some have no PartitionSpec: XLA may split a result over half of a mesh axis.
             decode_shardings=False,
         )
         return call
 
-    def _named_shardings(self, mesh: Any, args: Sequence[Any]) -> Any:
-        specs = [explicit.entries_of(a.sharding, mesh, a.shape) for a in args]
+    def _named_shardings(self, static: Any, mesh: Any, args: Sequence[Any]) -> Any:
+        lengths = self._lengths(static, [a.shape for a in args])
+        specs = [
+            explicit.entries_of(a.sharding, mesh, n) for a, n in zip(args, lengths, strict=True)
+        ]
         operands, results, summed = self.shardings(specs)
         named = lambda entries: NamedSharding(mesh, explicit.spec(entries))
         return tuple(map(named, operands)), tuple(map(named, results)), summed
@@ -193,7 +201,7 @@ class Operation:
     def _partition(
         self, run: Any, static: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]
     ) -> Any:
-        operands, outputs, summed = self._named_shardings(mesh, args)
+        operands, outputs, summed = self._named_shardings(static, mesh, args)
         dtypes = [r.dtype for r in results]
 
         def part(*arrays: Any) -> Any:

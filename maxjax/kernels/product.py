@@ -128,7 +128,7 @@ def _rule(ranks: Sequence[int]) -> Any:
     return SdyShardingRule(operands, results)
 
 
-def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+def shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     """Mesh axes go to the tokens first, then to the weights.
 
     A weight that is also split over a mesh axis of the tokens is gathered along it, as in fully
@@ -154,7 +154,7 @@ def _without(entries: Sequence[explicit.Entry]) -> Callable[[explicit.Entry], ex
 
 
 _OPERATION = Operation(
-    "maxjax_matmul", _types, _in_jnp, {"cpu": _kernel}, _rule, _shardings, _batch,
+    "maxjax_matmul", _types, _in_jnp, {"cpu": _kernel}, _rule, shardings, _batch,
     # Summed in float32, as on one device.
     summand=lambda dtypes: (np.dtype("float32"),) * len(dtypes),
     forms={"cuda": _on_gpu, "rocm": _on_gpu},
