@@ -98,7 +98,7 @@ def kernel(
     if blocks.ndim == 2:
         blocks, layer = blocks[None], jnp.zeros_like(layer)
     tokens = x.reshape(-1, x.shape[-1])
-    size = tiles(encoding, *tokens.shape, blocks.shape[1])
+    size = tiles(encoding, tokens.shape[0], tokens.shape[1], blocks.shape[1])
     call = _call(encoding, np.dtype(dtype), size, interpret)
     return call(layer.reshape(1), tokens, blocks).reshape(*x.shape[:-1], blocks.shape[1])
 
