@@ -27,4 +27,4 @@ if [ "$(cat .compilers/.done 2>/dev/null)" != "$wanted" ]; then
 fi
 
 if [ $# = 0 ]; then set -- --check scripts/aot.txt; fi
-exec .compilers/bin/python scripts/aot.py "$@" 2> >(grep -v "cuInit\|^WARNING: All log messages" >&2)
+exec .compilers/bin/python scripts/aot.py "$@" 2> >(grep --line-buffered -v "cuInit\|^WARNING: All log messages" >&2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ...graph.placement.specs import axis_of
+from ...graph.placement.specs import BATCH, axis_of
 from .footprint import Footprint, TensorGroup
 from .meshes import Request, cache_of
 
@@ -49,7 +49,7 @@ def largest(
     batch, length = request.batch, request.length
     cached = lambda b, s: cache_of(source, groups, mesh, replace(request, batch=b, length=s))[0]
     step = 1 if mesh is None else math.prod(
-        mesh.shape[axis] for kind in ("data", "fsdp") if (axis := axis_of(mesh, kind))
+        mesh.shape[axis] for kind in BATCH if (axis := axis_of(mesh, kind))
     )  # fmt: skip
     first = None if temporaries is None else temporaries(batch, length)
     of_rows = _most(lambda n: cached(n * step, length), room, _MAX_BATCH // step)

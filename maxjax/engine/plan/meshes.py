@@ -181,40 +181,50 @@ def _traffic(
     """Of one token of every row, for a device: bytes of weights read, collectives, and bytes sent.
 
     A linear layer whose inputs are split ends in an all-reduce; the experts of a layer share one. So does
-    a lookup in an embedding table of which each device has some rows. What fsdp splits is gathered
-    and then read whole.
+    a lookup in an embedding table of which each device has some rows. Where devices hold whole
+    experts, the rows of all of them are gathered before and their sums are scattered after. What fsdp splits
+    is gathered and then read whole, except tables, of which each device uses its part for all rows.
     """
     reading = source.reading
     rows = batch // math.prod(mesh.shape[axis] for axis in batch_axes(mesh, batch))
     tied = not any("lm_head" in one.names[0] for one in groups)
     fsdp = axis_of(mesh, "fsdp")
-    gathered = mesh.shape[fsdp] if fsdp is not None else 1
+    shards = mesh.shape[fsdp] if fsdp is not None else 1
     read, sent, collectives = 0, Fraction(0), Fraction(0)
     for one in groups:
         count, name = len(one.names), names.generic(one.names[0])
         axes = [{*names_in(entry)} for entry in (*one.spec, *[None] * len(one.shape))]
-        nbytes = count * one.nbytes_per_device
-        if gathered > 1 and any(fsdp in axis for axis in axes):
-            collectives, sent = collectives + count, sent + nbytes * (gathered - 1)
-            nbytes *= gathered
-        read += int(nbytes * reading.share(name, rows, tied))
-        layer = name.rpartition(".")[0]
-        is_table = layer.endswith(_TABLES)
-        if len(one.shape) < 2 or (is_table and layer.endswith("lm_head")):
+        parts = lambda split: math.prod(mesh.shape[axis] for axis in split)
+        layer, nbytes, here = name.rpartition(".")[0], count * one.nbytes_per_device, rows
+        is_table, is_head = layer.endswith(_TABLES), layer.endswith("lm_head")
+        itemsize = max(2, one.dtype.size_in_bits // 8)
+        if shards > 1 and any(fsdp in axis for axis in axes):
+            if is_table:
+                here = rows * shards
+                width = Fraction(4 * one.shape[0], parts(axes[0])) if is_head else 0
+                states = itemsize * one.logical_shape[-1]
+                collectives += 2 if is_head else 1
+                sent += rows * (shards - 1) * (states + width / shards)
+            else:
+                collectives, sent = collectives + count, sent + nbytes * (shards - 1)
+                nbytes *= shards
+        times = Fraction(count)
+        if ".experts.*." in name and reading.experts:
+            times /= reading.experts
+            over = max(1, one.parts // parts(set().union(*axes)))
+            here = rows * over
+        read += int(nbytes * reading.share(name, here, tied))
+        if len(one.shape) < 2 or is_head:
             continue
         by_rows = is_table or (reading.transposed and layer.endswith(names.TRANSPOSED_MAPS))
-        split = axes[0 if by_rows else len(one.shape) - 1] - {fsdp}
-        parts = math.prod(mesh.shape[axis] for axis in split)
-        if parts > 1:
-            # The sum over experts is taken before the sum over devices.
-            times = Fraction(
-                count, reading.experts if ".experts.*." in name and reading.experts else 1
-            )
-            width = one.logical_shape[-1 if by_rows else -2]
+        split = parts(axes[0 if by_rows else len(one.shape) - 1] - {fsdp})
+        width = one.logical_shape[-1 if by_rows else -2]
+        if split > 1:
             collectives += times
-            sent += (
-                times * rows * width * max(2, one.dtype.size_in_bits // 8) * 2 * (parts - 1) / parts
-            )
+            sent += times * here * width * itemsize * 2 * Fraction(split - 1, split)
+        if here > rows and layer.endswith(("down_proj", "w2")):
+            collectives += 2 * times
+            sent += times * 2 * rows * (here // rows - 1) * width * itemsize
     return read, math.ceil(collectives), int(sent)
 
 

@@ -81,7 +81,9 @@ def test_what_fsdp_splits_is_gathered_and_read_whole():
     found = plan(llama(), device="v5e:2x4", batch=8, length=64)
     gathered, whole = choice(found, fsdp=8), choice(found, data=8)
     assert gathered.bytes_per_device < whole.bytes_per_device
-    assert gathered.bytes_read == whole.bytes_read
+    # But for the two tables: a device reads its part of the head, and of a row of the embedding.
+    table = 128 * 64 * 2
+    assert gathered.bytes_read == whole.bytes_read - table * 7 // 8
     assert "gathered over fsdp=8 for every token" in gathered.why
     assert gathered.bytes_sent > 0 == whole.bytes_sent == whole.collectives
 
@@ -97,19 +99,20 @@ def test_of_experts_those_are_read_that_can_be_chosen():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "sizes"),
-    [(llama, {"model": 4}), (llama, {"data": 2, "model": 2}), (llama, {"data": 4}),
-     (mixtral, {"expert": 2, "model": 2}), (lambda: llama(tie_word_embeddings=True), {"model": 2})],
+    [(llama, {"model": 4}), (llama, {"data": 2, "model": 2}), (llama, {"data": 4}), (llama, {"fsdp": 4}),
+     (mixtral, {"expert": 2, "model": 2}), (mixtral, {"expert": 4}), (mixtral, {"model": 2}),
+     (lambda: llama(tie_word_embeddings=True), {"model": 2})],
 )  # fmt: skip
 def test_the_collectives_are_those_of_the_compiled_program(make, sizes):
     mesh = maxjax.make_mesh(**sizes)
     model = placeholder_of(make(), mesh)
     text = lowered("decode", model, mesh, batch=4, capacity=64).compile().as_text()
-    rows = 4 // sizes.get("data", 1)
-    # Those of activations: the choice of a token sends a few bytes more.
-    found = [one for one in hlo.collectives(hlo.parse(text)) if one.bytes >= rows * 64 * 2]
+    # Those of activations and weights, in float32 on CPUs: token ids and their choice send a few bytes.
+    found = [
+        one for one in hlo.collectives(hlo.parse(text)) if one.dtype == "f32" and one.bytes >= 256
+    ]
     topology = f"cpu:{mesh.size}"
     planned = choice(plan(make(), device=topology, batch=4, length=64), **sizes)
-    assert {one.what for one in found} <= {"all-reduce"}
     assert sum(one.times for one in found) == planned.collectives
 
 
