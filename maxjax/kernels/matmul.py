@@ -45,7 +45,7 @@ def matmul(x: Any, w: Any) -> Any:
 
     On a CPU a C++ kernel computes it if the types are float32, float16 or bfloat16. For other
     types, in exported programs and under differentiation ``jax.lax.dot_general`` does. A
-    QuantArray is dequantised first.
+    QuantArray is dequantised first; on accelerators in registers or chunks (``packed_product.py``).
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,7 +1,8 @@
 """The matmul of activations with a weight in ggml's blocks as a JAX primitive.
 
-No platform but the CPU dequantises a whole weight for it: that would be a matrix in float32 or in the
-dtype of the activations, written and read again for every product.
+Only CPUs dequantise a whole weight for it: that is a matrix in float32 or in the dtype of the
+activations, written and read again for every product. GPUs have kernels in Triton; elsewhere some rows
+are dequantised at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import product
 from .blocks import decode, decoder_of
@@ -57,10 +57,12 @@ def packed_product(
 def definition(static: Packed, x: Any, blocks: Any, layer: Any) -> list[jax.Array]:
     """The product in jnp, which defines it: the whole weight is dequantised."""
     if blocks.ndim == 3:
-        blocks = jax.lax.dynamic_index_in_dim(
-            blocks, layer, keepdims=False, allow_negative_indices=False
-        )
+        blocks = _layer_of(blocks, layer)
     return product.definition(x, [decode(static.encoding, blocks)], [static.dtype])
+
+
+def _layer_of(stack: jax.Array, layer: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False, allow_negative_indices=False)
 
 
 def in_chunks(static: Packed, x: Any, blocks: Any, layer: Any, devices: int = 1) -> list[jax.Array]:
@@ -78,32 +80,29 @@ def in_chunks(static: Packed, x: Any, blocks: Any, layer: Any, devices: int = 1)
     parts = (devices,) if devices > 1 else ()
     own = rows // devices
     chunk = min(own, max(8, MOST_WEIGHTS // max(depth, 1) // 128 * 128))
-    stack = blocks if blocks.ndim == 3 else blocks[None]
-    stack = stack.reshape(-1, *parts, own, blocks.shape[-1])
-    number = layer if blocks.ndim == 3 else jnp.zeros_like(layer)
-    zero = jnp.zeros_like(number)
+    if blocks.ndim == 3:
+        # XLA for TPUs would lay out the whole stack anew for the loop below; a layer's blocks are few.
+        blocks = jax.lax.optimization_barrier(_layer_of(blocks, layer))
+    matrix = blocks.reshape(*parts, own, blocks.shape[-1])
 
     def part(start: Any) -> Any:
-        size = (1, *parts, chunk, stack.shape[-1])
-        some = jax.lax.dynamic_slice(stack, (number, *[zero] * len(parts), start, zero), size)
-        # XLA for TPUs would first copy the stack into an order of axes that suits the product.
-        some = with_layout_constraint(some, Layout(tuple(range(some.ndim))))
-        weights = decode(static.encoding, some[0]).astype(x.dtype)  # [devices, chunk, in]
+        some = jax.lax.dynamic_slice_in_dim(matrix, start, chunk, matrix.ndim - 2)
+        weights = decode(static.encoding, some).astype(x.dtype)  # [devices, chunk, in]
         contraction = (((x.ndim - 1,), (weights.ndim - 1,)), ((), ()))
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
         y = jax.lax.dot_general(x, weights, contraction, preferred_element_type=wide)
         return y.astype(static.dtype)
 
     if chunk == own:
-        return [part(zero).reshape(*x.shape[:-1], rows)]
+        return [part(0).reshape(*x.shape[:-1], rows)]
 
     def step(i: Any, y: Any) -> Any:
         # Where the last chunk would end outside, it begins earlier; its first rows are computed again.
-        start = jnp.minimum(i * chunk, own - chunk).astype(zero.dtype)
+        start = jnp.minimum(i * chunk, own - chunk)
         return jax.lax.dynamic_update_slice_in_dim(y, part(start), start, y.ndim - 1)
 
     empty = jnp.zeros((*x.shape[:-1], *parts, own), static.dtype)
-    y, *_ = same_varying((empty, x, stack))
+    y, *_ = same_varying((empty, x, blocks))
     y = jax.lax.fori_loop(0, -(-own // chunk), step, y)
     return [y.reshape(*x.shape[:-1], rows)]
 

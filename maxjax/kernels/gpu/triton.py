@@ -85,7 +85,7 @@ def too_many(array: Any) -> str:
     # It computes addresses in 32 bits, with a sign, in arrays of at most 4 GiB.
     size = math.prod(array.shape)
     if size > 1 << 31 and size * array.dtype.itemsize <= 1 << 32:
-        return f"the cache has {size:,} numbers of 8 bits on one device, between 2 and 4 GiB"
+        return f"an array has {size:,} numbers of 8 bits on one device, between 2 and 4 GiB"
     return ""
 
 

@@ -1,0 +1,90 @@
+"""Products with weights in blocks as GPUs and TPUs compute them, on a CPU, against NumPy in float64."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.kernels import QuantArray, embed, matmul, packed_product
+from maxjax.kernels.blocks import DECODERS
+from maxjax.kernels.gpu import packed_product as gpu
+from maxjax.kernels.packed_product import Packed, in_chunks
+from tests.kernels.test_packed import blocks, close, reference
+
+# Rows and columns: a row that is one block of each encoding, and sizes that divide by nothing.
+SIZES = [(24, 256), (7, 768), (65, 2304)]
+UNITS = {"float32": 2.0**-20, "bfloat16": 2.0**-7, "float16": 2.0**-9}
+needs_triton = pytest.mark.skipif(
+    jax.__version__ >= "0.11", reason="it lowers Triton only for devices it knows"
+)
+
+
+def operands(name, size, tokens, dtype):
+    """Activations, a stack of two weights, and the second of them in float64."""
+    raw = np.stack([blocks(name, *size, seed) for seed in range(2)])
+    x = np.random.default_rng(1).standard_normal((tokens, size[1]))
+    return jnp.asarray(x, dtype), jnp.asarray(raw), reference(name, raw[1]).astype(np.float64)
+
+
+@pytest.mark.fast("bfloat16-1-size0-Q4_K", "bfloat16-37-size0-Q8_0")
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("tokens", [1, 3, 37])
+@pytest.mark.parametrize("dtype", UNITS)
+def test_the_kernel(name, size, tokens, dtype):
+    x, stack, exact = operands(name, size, tokens, dtype)
+    if gpu.lacks(name, x.dtype, x, stack):
+        assert dtype == "float32" and tokens > gpu.FEW
+        return
+    got = gpu.kernel(name, x.dtype, x, stack, jnp.int32(1), interpret=True)
+    assert got.dtype == dtype and got.shape == (tokens, size[0])
+    close(got, x, exact, unit=UNITS[dtype])
+    alone = gpu.kernel(name, x.dtype, x, stack[1], jnp.int32(0), interpret=True)
+    np.testing.assert_array_equal(got, alone)
+
+
+@pytest.mark.fast("8-size1-Q4_K")
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("size", [(24, 256), (200, 256), (65, 768)])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_chunks(name, size, devices, monkeypatch):
+    monkeypatch.setattr(packed_product, "MOST_WEIGHTS", 2048)
+    for dtype in UNITS:
+        x, stack, exact = operands(name, size, 5, dtype)
+        got = in_chunks(Packed(name, x.dtype), x, stack, jnp.int32(1), devices)[0]
+        assert got.dtype == dtype and got.shape == (5, size[0])
+        close(got, x, exact, unit=UNITS[dtype])
+
+
+def lowered(platform, f, *given):
+    return jax.jit(f).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+
+
+def largest_float(text):
+    """The number of elements of the largest float array of a program."""
+    shapes = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|f16)>", text)
+    return max(np.prod([int(n) for n in shape.split("x")]) for shape in shapes)
+
+
+@needs_triton
+@pytest.mark.parametrize("platform", ["cuda", "tpu", "rocm"])
+def test_no_program_has_a_dense_matrix(platform):
+    n = 4096
+    for name, tokens in (("Q4_K", 1), ("Q8_0", 64)):
+        d = DECODERS[name]
+        w = jax.ShapeDtypeStruct((n, n // d.elements * d.nbytes), jnp.uint8)
+        x = jax.ShapeDtypeStruct((tokens, n), jnp.bfloat16)
+        run = lambda x, w, name=name: matmul(x, QuantArray(w, name))
+        text = lowered(platform, run, x, w)
+        assert ("xla.gpu.triton" in text) == (platform == "cuda")
+        assert largest_float(text) <= packed_product.MOST_WEIGHTS < n * n
+        assert largest_float(lowered("cpu", run, x, w)) == n * n
+
+
+def test_lookups_have_no_dense_table():
+    table = jax.ShapeDtypeStruct((32000, 144), jnp.uint8)
+    ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+    text = lowered("cuda", lambda w, ids: embed(QuantArray(w, "Q4_K"), ids), table, ids)
+    assert largest_float(text) == 3 * 256
