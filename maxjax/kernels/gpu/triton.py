@@ -55,7 +55,13 @@ def _tried(device: Any) -> str:
             y[...] = x[...]
 
         array = jax.ShapeDtypeStruct((16,), jnp.float32)
-        call = pl.pallas_call(copy, out_shape=array, compiler_params=triton.CompilerParams())
+
+        def call(x: Any) -> Any:
+            # The first question may come from inside a shard_map, which asks for the type.
+            kind = jax.typeof(x).manual_axis_type
+            out = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind)
+            return pl.pallas_call(copy, out_shape=out, compiler_params=triton.CompilerParams())(x)
+
         with jax.sharding.use_abstract_mesh(
             jax.sharding.AbstractMesh((), (), abstract_device=device)
         ):

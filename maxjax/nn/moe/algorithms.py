@@ -2,6 +2,7 @@
 
 ==================  ===============================================================================
 few choices         each choice multiplies by its own expert, where that lies among all
+all at once         every expert over all tokens, in one matmul for each projection
 blocks of rows      tokens sorted by expert, in blocks that each meet one expert, where it lies
 a grouped matmul    tokens sorted by expert, in one product (``jax.lax.ragged_dot``)
 one by one          every expert over all tokens: for derivatives on CPUs, and experts of any kind
@@ -164,6 +165,37 @@ def _row_product(x: jax.Array, w: Any) -> jax.Array:
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
     matrix = jnp.asarray(w).astype(dtype).astype(wide)
     return jnp.sum(matrix * x.astype(dtype).astype(wide), axis=-1)[None].astype(dtype)
+
+
+def all_at_once(
+    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
+) -> jax.Array:
+    """All experts over all tokens, each projection in one matmul that reads the weights once.
+
+    With so few tokens that reading the weights takes longer than multiplying, the products with
+    experts that a token did not choose cost nothing.
+    """
+    numbers = jnp.arange(count_of(experts), dtype=chosen.dtype)
+    mine = jnp.where(
+        chosen[..., None] == numbers[None, None], shares[..., None].astype(jnp.float32), 0.0
+    )
+    share = jnp.sum(mine, axis=1)[..., None]  # [N, X, 1]; 0 where it was not chosen
+    gate, up = (_product(x, w, (1,), (2,)) for w in experts[:2])  # [N, X, F]
+    y = _product(_gated(gate, up, kind), experts.down, (2,), (2,), batch=True)  # [X, N, E]
+    y = jnp.moveaxis(y, 0, 1).astype(jnp.float32)
+    return jnp.sum(jnp.where(share != 0, y * share, 0.0), axis=1)
+
+
+def _product(x: jax.Array, w: Any, own: Any, others: Any, batch: bool = False) -> jax.Array:
+    """The contraction of an axis of ``x`` with one of ``w``; as a batch over experts or not."""
+    w = jnp.asarray(w)
+    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    wide = jnp.float32 if dtype.itemsize < 4 else None
+    dimensions = ((own, others), ((1,), (0,)) if batch else ((), ()))
+    y = jax.lax.dot_general(
+        x.astype(dtype), w.astype(dtype), dimensions, preferred_element_type=wide
+    )
+    return y.astype(dtype)
 
 
 # --- many, sorted by expert ---------------------------------------------------------------------

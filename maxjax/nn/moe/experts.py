@@ -3,13 +3,16 @@
 Which of the ways of ``algorithms.py`` a program contains is decided by the platform that it is
 compiled for and by the number of tokens:
 
-===============  ==============================  ====================================================
+===============  ==============================  ================================================
 platform         N k ≤ X choices                 more
-===============  ==============================  ====================================================
+===============  ==============================  ================================================
 CPU              blocks of one row               blocks of rows
 NVIDIA GPU       each choice, multiply and sum   blocks of rows in one Triton kernel
-TPU and others   each choice, a matmul           a grouped matmul
-===============  ==============================  ====================================================
+TPU and others   each choice, a matmul           up to 128 tokens all experts at once, then a
+                                                 grouped matmul
+===============  ==============================  ================================================
+
+Quantised experts are dequantised one at a time: in each choice, or in blocks of rows.
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
@@ -33,6 +36,7 @@ from .algorithms import (
     GPU_ROWS,
     Experts,
     ExpertWeights,
+    all_at_once,
     all_experts,
     count_of,
     few_choices,
@@ -41,6 +45,9 @@ from .algorithms import (
     stacked,
 )
 
+# With more tokens, multiplying takes a TPU longer than reading the weights; and the width that its
+# registers have: of axes that it does not divide, the grouped matmul copies the whole stack.
+_AT_ONCE, _LANES = 128, 128
 # The most rows that are sorted at a time where a device has the tokens of others: they are in
 # memory once for each expert that is chosen.
 _MOST_ROWS = 1 << 14
@@ -181,7 +188,9 @@ def _elsewhere(options: _Options, x: Any, chosen: Any, shares: Any, experts: Exp
     found, kind = stacked(experts), options.kind
     if _is_few(chosen, found):
         return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.some)
-    if found.is_packed:  # one expert at a time is dequantised
+    if not found.is_packed and x.shape[0] <= _AT_ONCE:
+        return all_at_once(kind, x, chosen, shares, found)
+    if found.is_packed or any(w.shape[-1] % _LANES for w in found):
         return in_blocks(kind, x, chosen, shares, found, rows=GPU_ROWS)
     return sorted_mixture(kind, x, chosen, shares, found)
 
@@ -266,11 +275,7 @@ def local_mixture(
             own = chosen - jax.lax.axis_index(split.whole).astype(chosen.dtype) * many
             chosen = jnp.where((own >= 0) & (own < many), own, many)
         y = mixture(x, chosen, shares, experts, kind, some=bool(split.whole))
-        if summed:
-            y = jax.lax.psum(y, summed)
-        if exchanged:
-            y = jax.lax.psum_scatter(y, exchanged, tiled=True)
-        return y
+        return _sums(y, x.dtype, summed, exchanged)
 
     if count <= most:
         return run((x, chosen, shares))
@@ -283,6 +288,22 @@ def local_mixture(
 
     y = jax.lax.map(run, tuple(map(divided, (x, chosen, shares))))
     return y.reshape(parts * size, -1)[:count]
+
+
+def _sums(
+    y: jax.Array, dtype: Any, summed: tuple[str, ...], exchanged: tuple[str, ...]
+) -> jax.Array:
+    """The sums over devices, of which each keeps its own tokens' along the axes ``exchanged``.
+
+    Accelerators send numbers of the type of the activations, CPUs float32.
+    """
+
+    def run(y: jax.Array) -> jax.Array:
+        y = jax.lax.psum_scatter(y, exchanged, tiled=True) if exchanged else y
+        return jax.lax.psum(y, summed) if summed else y
+
+    narrow = lambda y: run(y.astype(dtype)).astype(jnp.float32)
+    return jax.lax.platform_dependent(y, cpu=run, default=narrow)
 
 
 def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> Split | None:

@@ -1,4 +1,4 @@
-"""The sum over chosen experts: in blocks, sorted and one by one, against a loop in float64."""
+"""The sum over chosen experts, in every way of computing it, against a loop in float64."""
 
 import functools
 
@@ -54,6 +54,69 @@ def test_three_ways_to_the_same_sum(run, n, count, k):
     given, experts = tokens_of(n, count, k), experts_of(count)
     found = jax.jit(functools.partial(run, "silu"))(*given, experts)
     np.testing.assert_allclose(found, in_float64(*given, experts), rtol=1e-4, atol=1e-4)
+
+
+# Every way to compute a mixture of experts that are stacked.
+WAYS = {
+    "blocks": module.in_blocks,
+    "blocks for a kernel": functools.partial(module.in_blocks, rows=(16, 128), by_kernel=True),
+    "grouped": module.sorted_mixture,
+    "at once": module.all_at_once,
+    "each": functools.partial(module.few_choices, by_rows=False, some=True),
+    "each by rows": functools.partial(module.few_choices, by_rows=True, some=True),
+    "one by one": module.all_experts,
+}
+
+
+def together(experts):
+    return ExpertWeights(*(np.stack(weights) for weights in zip(*experts, strict=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.default("grouped-3", "each by rows-9")
+@pytest.mark.parametrize("n", [3, 9])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
+    x, chosen, shares = tokens_of(n, 6, 2)
+    experts = experts_of(6)
+    own = together(experts[:4])  # numbers 4 and 5 stand for none of them
+    expected = in_float64(x, chosen, np.where(chosen < 4, shares, 0), experts)
+    layers = ExpertWeights(*(np.stack([w * np.nan, w, w * np.nan]) for w in own))
+
+    def in_a_stack(x, chosen, shares, layers, i):
+        sliced = ExpertWeights(*(StackSlice(w, i) for w in layers))
+        return WAYS[way]("silu", x, chosen, shares, sliced)
+
+    found = jax.jit(functools.partial(WAYS[way], "silu"))(x, chosen, shares, own)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    if way != "grouped":  # on CPUs XLA multiplies by the matrices of all groups
+        found = jax.jit(in_a_stack)(x, chosen, shares, layers, 1)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    layers = ExpertWeights(*(np.stack([w * 2, w, w * 3]) for w in own))
+    found = jax.jit(in_a_stack)(x, chosen, shares, layers, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def program(platform, n, dtype=jnp.bfloat16, count=8, e=128, f=256):
+    """The program of a mixture for a platform that is not here."""
+    shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)
+    experts = ExpertWeights(shape(count, f, e), shape(count, f, e), shape(count, e, f))
+    given = shape(n, e), shape(n, 2, dtype=jnp.int32), shape(n, 2, dtype=jnp.float32)
+    run = jax.jit(functools.partial(mixture, kind="silu")).trace(*given, experts)
+    return run.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.slow
+def test_which_way_a_program_contains():
+    for platform in ("cuda", "tpu"):
+        text = program(platform, 4)  # 8 choices of 8 experts, written out
+        assert "while" not in text and "maxjax_block" not in text and "ragged" not in text
+        assert "tensor<1x256x128xbf16>" in text and "gather" not in text.replace("all_gather", "")
+    assert "while" in program("tpu", 20, count=64)
+    assert "maxjax_block_matmul" in program("cuda", 5)
+    assert "ragged" not in program("tpu", 128) and "while" not in program("tpu", 128)
+    assert "ragged" in program("tpu", 129)
+    assert "ragged" not in program("tpu", 129, f=192)
 
 
 @pytest.mark.default("2", "33", "300")
@@ -125,6 +188,36 @@ def test_vmap():
     for i in range(2):
         expected = in_float64(*(a[i] for a in given), experts)
         np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [True, False])
+def test_vmap_of_a_jitted_function_and_of_its_gradient(stacked):
+    given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(9, 4, 2)], experts_of(4)
+    kept = together(experts) if stacked else experts
+    run = lambda *a: mixture(*a, "silu")
+    loss = jax.grad(lambda *a: jnp.sum(jnp.sin(run(*a))), (0, 2, 3))
+    for f in (run, loss):
+        found = jax.jit(jax.vmap(jax.jit(f), (0, 0, 0, None)))(*given, kept)
+        each = [f(*(a[i] for a in given), kept) for i in range(2)]
+        expected = jax.tree.map(lambda *a: np.stack(a), *each)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected
+        )
+
+
+@pytest.mark.slow
+def test_vmap_over_experts_and_in_vmap():
+    given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(3, 4, 2)], together(experts_of(4))
+    two = ExpertWeights(*(np.stack([w, w * 2]) for w in experts))
+    run = lambda *a: mixture(*a, "silu")
+    found = jax.jit(jax.vmap(run))(*given, two)
+    for i in range(2):
+        expected = run(*(a[i] for a in given), ExpertWeights(*(w[i] for w in two)))
+        np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
+    inner = jax.vmap(run, (0, 0, 0, None))
+    again = jax.vmap(inner, (0, 0, 0, None))(*(a[None] for a in given), experts)
+    np.testing.assert_allclose(again[0], inner(*given, experts), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
