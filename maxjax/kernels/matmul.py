@@ -115,9 +115,10 @@ def _eager_products(dtypes: tuple[Any, ...]) -> Any:
 def _quant(x: jax.Array, w: QuantArray) -> jax.Array:
     """The matmul with quantised weights, in the dtype of ``x`` if that is a float."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
-    stacked = isinstance(w.blocks, StackSlice)
-    blocks = to_jax(w.blocks.stack if stacked else w.blocks)
-    layer = jnp.asarray(w.blocks.place, jnp.int32) if stacked else _FIRST
+    held = _flattened(w.blocks)
+    stacked = isinstance(held, StackSlice)
+    blocks = to_jax(held.stack if stacked else held)
+    layer = jnp.asarray(held.place, jnp.int32) if stacked else _FIRST
 
     def run(x: Any, blocks: Any, layer: Any) -> list[jax.Array]:
         return [packed_product(x, blocks, layer, w.encoding, dtype)]

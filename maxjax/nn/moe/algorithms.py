@@ -55,9 +55,14 @@ class ExpertWeights(NamedTuple):
     up: Any
     down: Any
 
-    def at(self, index: Any) -> ExpertWeights:
-        """One of the stacked experts, where it lies."""
-        return ExpertWeights(*(_at(w, index) for w in self))
+    def at(self, index: Any, taken: bool = False) -> ExpertWeights:
+        """One of the stacked experts, where it lies.
+
+        Args:
+            taken: whether a quantised one is copied out, for platforms that would otherwise copy
+                the stack into an order of axes that suits its product.
+        """
+        return ExpertWeights(*(_at(w, index, taken) for w in self))
 
     @property
     def is_packed(self) -> bool:
@@ -69,9 +74,10 @@ class ExpertWeights(NamedTuple):
 Experts = ExpertWeights | Sequence[ExpertWeights]
 
 
-def _at(w: Any, index: Any) -> Any:
+def _at(w: Any, index: Any, taken: bool) -> Any:
     if isinstance(w, QuantArray):
-        return QuantArray(slice_of(w.blocks, index), w.encoding)
+        blocks = slice_of(w.blocks, index)
+        return QuantArray(blocks.__jax_array__() if taken else blocks, w.encoding)
     return slice_of(w, index)
 
 
@@ -132,7 +138,7 @@ def few_choices(
         owner = owners[i]
 
         def compute(row: jax.Array) -> jax.Array:
-            return run(row, experts.at(jnp.minimum(owner, many - 1)))
+            return run(row, experts.at(jnp.minimum(owner, many - 1), not by_rows))
 
         row = jax.lax.dynamic_slice_in_dim(x, i // k, 1)  # [1, E]
         if not some:
@@ -158,10 +164,10 @@ def _expert_by_rows(kind: str, x: jax.Array, weights: ExpertWeights) -> jax.Arra
 
 
 def _row_product(x: jax.Array, w: Any) -> jax.Array:
-    """``kernels.matmul`` of one row ``[1, in]`` as multiplication and sum."""
-    dtype = (
-        x.dtype if isinstance(w, QuantArray) else promote(DType.of(x.dtype), DType.of(w.dtype)).np
-    )
+    """``kernels.matmul`` of one row ``[1, in]`` as multiplication and sum, if it is not quantised."""
+    if isinstance(w, QuantArray):  # whose kernel takes it out of a stack
+        return matmul(x, w)
+    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
     matrix = jnp.asarray(w).astype(dtype).astype(wide)
     return jnp.sum(matrix * x.astype(dtype).astype(wide), axis=-1)[None].astype(dtype)
@@ -242,17 +248,18 @@ def _weighed(y: jax.Array, chosen: jax.Array, shares: jax.Array, many: int) -> j
 
 def in_blocks(
     kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
-    *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False,
+    *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False, taken: bool = True,
 ) -> jax.Array:  # fmt: skip
     """Blocks of rows, each of which meets one expert where it lies: ``[N, E]`` → ``[N, E]``.
 
     Args:
         rows: the least and the most rows of a block.
         by_kernel: whether to run all blocks in one ``kernels.block_matmul``, not one after the other.
+        taken: as of ``ExpertWeights.at``.
     """
     (count, k), width = chosen.shape, x.shape[1]
     total, owners, many = count * k, chosen.reshape(-1), count_of(experts)
-    apply = _apply_kernel if by_kernel else _apply
+    apply = _apply_kernel if by_kernel else partial(_apply, taken=taken)
     size = block_rows(total, many, *rows)
     if size == 1:
         y = apply(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
@@ -288,7 +295,9 @@ def block_rows(rows: int, experts: int, least: int, most: int) -> int:
     return max(least, min(most, mean))
 
 
-def _apply(kind: str, owner: jax.Array, rows: jax.Array, experts: Experts) -> jax.Array:
+def _apply(
+    kind: str, owner: jax.Array, rows: jax.Array, experts: Experts, taken: bool = True
+) -> jax.Array:
     """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
     many = count_of(experts)
     if isinstance(experts, ExpertWeights):
@@ -296,7 +305,7 @@ def _apply(kind: str, owner: jax.Array, rows: jax.Array, experts: Experts) -> ja
 
         def one(block: Any) -> jax.Array:
             def compute(rows: jax.Array) -> jax.Array:
-                return _expert(kind, rows, all_of_them.at(jnp.minimum(block[0], many - 1)))
+                return _expert(kind, rows, all_of_them.at(jnp.minimum(block[0], many - 1), taken))
 
             return jax.lax.cond(block[0] < many, compute, partial(_nothing, compute), block[1])
 

@@ -12,7 +12,7 @@ TPU and others   each choice, a matmul           up to 128 tokens all experts at
                                                  grouped matmul
 ===============  ==============================  ================================================
 
-Quantised experts are dequantised one at a time: in each choice, or in blocks of rows.
+Quantised experts are multiplied by their kernel: in each choice, or in blocks of rows.
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
@@ -181,7 +181,9 @@ def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: Expert
     if _is_few(chosen, found):
         return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.some)
     by_kernel = not found.is_packed
-    return in_blocks(kind, x, chosen, shares, found, rows=GPU_ROWS, by_kernel=by_kernel)
+    return in_blocks(
+        kind, x, chosen, shares, found, rows=GPU_ROWS, by_kernel=by_kernel, taken=False
+    )
 
 
 def _elsewhere(options: _Options, x: Any, chosen: Any, shares: Any, experts: Experts) -> jax.Array:
