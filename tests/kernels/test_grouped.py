@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxjax.kernels.block_matmul import block_matmul, kernel, lacks
+from maxjax.kernels.gpu import triton
 from maxjax.kernels.grouped import grouped_matmul
 
 SIZES = np.array([3, 0, 4], np.int32)
@@ -118,3 +119,21 @@ def test_programs_for_nvidia_gpus_contain_the_kernel():
     others = [a.astype(jnp.float32) for a in (x, w)]
     text = jax.jit(block_matmul).trace(*others, owner).lower(lowering_platforms=("cuda",)).as_text()
     assert "maxjax_block_matmul" not in text and "while" in text
+
+
+def test_the_first_question_for_a_kernel_may_come_from_a_shard_map():
+    x, w, owner = blocks()
+    mesh = jax.make_mesh(
+        (2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    P = jax.sharding.PartitionSpec
+    run = jax.shard_map(
+        block_matmul,
+        mesh=mesh,
+        in_specs=(P(), P(None, "model"), P()),
+        out_specs=P(None, None, "model"),
+    )
+    w = jnp.concatenate([w, w], 1)[:, :64]
+    triton._tried.cache_clear()
+    text = jax.jit(run).trace(x, w, owner).lower(lowering_platforms=("cuda",)).as_text()
+    assert "maxjax_block_matmul" in text
