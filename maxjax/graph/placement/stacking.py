@@ -76,8 +76,8 @@ def with_leading(sharding: Any, levels: int, split: tuple[str, ...] = ()) -> Any
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("expert", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         >>> one = NamedSharding(mesh, PartitionSpec("model"))
-        >>> with_leading(one, 2, ("expert",)).spec
-        PartitionSpec(None, 'expert', 'model')
+        >>> tuple(with_leading(one, 2, ("expert",)).spec)
+        (None, 'expert', 'model')
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
