@@ -89,13 +89,13 @@ class StackSlice:
             return self.stack
         return self.stack.reshape(math.prod(sizes[:depth]), *sizes[depth:])
 
-    def at(self, index: Any) -> StackSlice:
+    def inner(self, index: Any) -> StackSlice:
         """A slice of this slice, without a copy.
 
         Example:
             >>> import jax.numpy as jnp
             >>> w = StackSlice(jnp.arange(12.0).reshape(3, 2, 2), 1)
-            >>> print(jnp.asarray(w.at(0)))
+            >>> print(jnp.asarray(w.inner(0)))
             [4. 5.]
         """
         return StackSlice(self.stack, (*self.indices, index))
@@ -184,7 +184,7 @@ def _from_start(index: int, count: int) -> int:
 
 def slice_of(leaf: Any, index: Any) -> StackSlice:
     """``leaf[index]`` as a StackSlice of the array that ``leaf`` is, or is a StackSlice of."""
-    return leaf.at(index) if type(leaf) is StackSlice else StackSlice(leaf, index)
+    return leaf.inner(index) if type(leaf) is StackSlice else StackSlice(leaf, index)
 
 
 def stack_of(leaf: Any) -> Any:

@@ -344,17 +344,17 @@ class Scratch:
     def __init__(self) -> None:
         self._memory, self._used = np.empty(0, np.uint8), 0
 
+    def begin(self, nbytes: int) -> None:
+        """Frees all memory, which nobody reads any more; ``nbytes`` will be taken next."""
+        self._used, self._wanted = 0, nbytes
+
     def take(self, nbytes: int, new: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Aligned memory until :meth:`clear`; ``new`` allocates what there is not yet."""
+        """Aligned memory; ``new`` allocates what there is not yet."""
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         if start + nbytes > len(self._memory):
-            self._memory, start = new(max(nbytes, STAGED_BYTES)), 0
+            self._memory, start = new(max(nbytes, self._wanted)), 0
         self._used = start + nbytes
         return self._memory[start : self._used]
-
-    def clear(self) -> None:
-        """Gives all memory free; nobody reads it any more."""
-        self._used = 0
 
 
 def read_destinations(wanted: Iterable[Destination]) -> Iterator[Any]:
@@ -366,12 +366,12 @@ def read_destinations(wanted: Iterable[Destination]) -> Iterator[Any]:
     """
     scratch = Scratch()
     for batch in _batches(wanted):
+        scratch.begin(sum(one.staged(number) for one, number in batch))
         memories = [one.memory(number, scratch) for one, number in batch]
         pairs = list(zip(batch, memories, strict=True))
         _fill([read for (one, number), memory in pairs for read in one.reads(number, memory)])
         casts = [cast for (one, number), memory in pairs for cast in one.casts(number, memory)]
         run_jobs(run, casts, sum(cast.place.nbytes for cast in casts))
-        scratch.clear()
         for (one, number), memory in pairs:
             one.store(number, memory)
             if number == len(one.sources) - 1:

@@ -236,7 +236,7 @@ def _all_layers(w: Any) -> tuple[jax.Array, Any]:
     """The stack ``[n, out, in]`` that holds all experts' matrices, and the number of the first."""
     if not isinstance(w, StackSlice):
         return jnp.asarray(w), 0
-    first = w.at(0)
+    first = w.inner(0)
     return first.flat, first.place
 
 

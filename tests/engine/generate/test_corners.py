@@ -178,7 +178,9 @@ def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, close
     pieces = maxjax.stream(*loaded, "hello", max_new_tokens=20, eos_ids=())
     for _ in range(read):
         next(pieces)
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._batch.state.cache)]
+    batch = pieces._pieces.gi_frame.f_locals["batch"]
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(batch.state.cache)]
+    del batch
     if closed:
         pieces.close()
     else:

@@ -367,7 +367,9 @@ def test_interrupted(model, expected, monkeypatch, streamed):
 def test_a_stream_that_is_left(model):
     pieces = maxjax.stream(model, characters(), PROMPTS[0], max_new_tokens=64)
     first = [next(pieces) for _ in range(20)]  # several come of a dispatch by then
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(pieces._batch.state.cache)]
+    batch = pieces._pieces.gi_frame.f_locals["batch"]
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(batch.state.cache)]
+    del batch
     pieces.close()
     gc.collect()
     assert not any(ref() is not None for ref in refs)

@@ -95,7 +95,10 @@ def test_no_device_gets_more_than_its_own(tmp_path, monkeypatch, stacked, cast):
         layers.load_state_dict(weights, cast=cast)
     piece = 64 * 32 * 4 // 8 * (3 if stacked else 1)
     assert sent == [(piece, 1)] * (24 if stacked else 72)
-    assert max(asked) == (piece // 2 if cast and not stacked else piece)
+    # What is cast is read into memory that is used again, and cast into that of its device.
+    *others, largest = sorted(asked)
+    assert (others[-1] if cast else largest) == piece and largest <= pieces.STAGED_BYTES
+    assert not cast or largest == 3 * 3 * 64 * 32 * 2
     for name, value in layers.state_dict().items():
         np.testing.assert_array_equal(value, values[name].astype(np.float32))
 
@@ -108,8 +111,8 @@ def test_what_is_converted_takes_little_room_on_its_way(tmp_path, monkeypatch, s
     held, most = [0], [0]
     memory, store = Destination.memory, Destination.store
 
-    def counted(one, number):
-        found = memory(one, number)
+    def counted(one, number, scratch):
+        found = memory(one, number, scratch)
         held[0] += sum(map(len, found.values()))
         most[0] = max(most[0], held[0])
         return found
