@@ -51,8 +51,10 @@ from maxjax.kernels import decode_attention, matmul, native, product
 
 attention_module = sys.modules["maxjax.kernels.decode_attention"]
 
-CACHES = {"F32": "float16", "F16": "float16", "BF16": "bfloat16"}  # llama.cpp's is float16
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PACKED = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+# llama.cpp's is float16
+CACHES = {"F32": "float16", "F16": "float16", "BF16": "bfloat16"} | dict.fromkeys(PACKED, "float16")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,20 @@ ROWS = [
     *(Row(size, kind, 1, 0, n, wanted=">= 1.0")
       for size in ("135m", "1b") for kind in ("BF16", "F32") for n in (128, 512)),
 ]  # fmt: skip
-QUICK = [Row("tiny", "BF16", 2, 64), Row("tiny", "F32", 1, 0, 64)]
+# Of quantised weights: the wanted ratio, and the wanted part of the bandwidth.
+_WANTED = {
+    ("135m", "Q8_0"): (1.1, 60), ("135m", "Q4_0"): (1.1, 60), ("1b", "Q8_0"): (1.1, 80),
+    ("1b", "Q4_K"): (1.1, 65), ("1b", "Q6_K"): (1.1, 70), ("1b", "Q5_K"): (1.0, 60),
+    ("1b", "MXFP4"): (1.0, 60),
+}  # fmt: skip
+ROWS += [
+    *(Row(size, kind, 1, 128, wanted=f">= {ratio}, {part} %")
+      for (size, kind), (ratio, part) in _WANTED.items()),
+    Row("1b", "Q4_K", 1, 2048, wanted=">= 1.2"),
+    *(Row("1b", kind, 8, 128, wanted=">= 1.1") for kind in ("Q4_K", "Q8_0")),
+    *(Row(size, kind, 1, 0, n, wanted=">= 1.0") for (size, kind) in _WANTED for n in (128, 512)),
+]  # fmt: skip
+QUICK = [Row("tiny", "BF16", 2, 64), Row("tiny", "F32", 1, 0, 64), Row("tiny", "Q4_K", 1, 64)]
 
 
 class Ours:
@@ -183,6 +198,7 @@ def measure(row: Row, folder: Path, pairs: int, bandwidth: Any) -> str:
     if row.prompt >= 512 or (row.prompt and row.size == "1b"):
         count = 1
     ratios, part, mine, its, probes = [], [], [], [], []
+    their_part = []
     for i in range(pairs):
         order = [ours, theirs] if i % 2 else [theirs, ours]
         found: dict[Any, float] = {}
@@ -198,6 +214,7 @@ def measure(row: Row, folder: Path, pairs: int, bandwidth: Any) -> str:
         if theirs is not None:
             its.append(found[theirs])
             ratios.append(found[theirs] / found[ours])
+            their_part.append(ours.bytes_read() / found[theirs] / probes[-1])
     if theirs is not None:
         theirs.peer.close()
     tokens = row.batch * (row.prompt or 1)
@@ -206,14 +223,24 @@ def measure(row: Row, folder: Path, pairs: int, bandwidth: Any) -> str:
         line += f"  {statistics.median(part):4.0%} of {statistics.median(probes) / 1e9:4.1f} GB/s"
     if ratios:
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        line += f"  llama.cpp {statistics.median(its) * 1e3:8.2f} ms  ratio {middle:.2f} [{low:.2f}, {high:.2f}]"
+        line += f"  llama.cpp {statistics.median(its) * 1e3:8.2f} ms"
+        line += "" if row.prompt else f" {statistics.median(their_part):4.0%}"
+        line += f"  ratio {middle:.2f} [{low:.2f}, {high:.2f}]"
     return line + (f"  wanted {row.wanted}" if row.wanted else "")
 
 
 def files(folder: Path, size: str, kind: str) -> tuple[Path, Path]:
-    """The Hugging Face directory and the GGUF file, written when they are not there."""
+    """What maxjax loads, and the GGUF file, written when they are not there.
+
+    maxjax loads a Hugging Face directory of floats, and the GGUF file of quantised weights.
+    """
     place = folder / f"{size}-{kind}"
     directory, gguf = place / "hf", place / "model.gguf"
+    if kind in PACKED:
+        if not gguf.exists():
+            place.mkdir(parents=True, exist_ok=True)
+            maxjax.convert(files(folder, size, "F16")[1], gguf, quantize=kind)
+        return gguf, gguf
     if not gguf.exists():
         place.mkdir(parents=True, exist_ok=True)
         random_llama.write_hf(directory, random_llama.SIZES[size], kind)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .gpu.triton import program_device, unavailable
@@ -144,7 +144,7 @@ def _on_cuda(static: Any, x: jax.Array, w: jax.Array, owner: jax.Array) -> list[
 def _rule(ranks: Sequence[int]) -> Any:
     """Blocks may be split, and the rows of the matrices."""
     x, w = ArrayMapping("b", "r", "k"), ArrayMapping("n", "o", "k")
-    return SdyShardingRule((x, w, ArrayMapping("b")), (ArrayMapping("b", "r", "o"),))
+    return (x, w, ArrayMapping("b")), (ArrayMapping("b", "r", "o"),)
 
 
 def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:

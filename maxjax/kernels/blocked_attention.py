@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .gpu import attention as gpu_attention
@@ -415,7 +415,7 @@ def _rule(ranks: Sequence[int]) -> Any:
     at = ArrayMapping("n", *["b"][: ranks[4] - 2], "c")
     keys = ArrayMapping(*["b"][: ranks[5] - 1], "s")
     operands = (q, cache, cache, ArrayMapping(), at, keys, *(scales,) * (len(ranks) - 6))
-    return SdyShardingRule(operands, (q, ArrayMapping(*q[:-1])))
+    return operands, (q, ArrayMapping(*q[:-1]))
 
 
 def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .decode import triton
@@ -259,7 +259,7 @@ def _rule(ranks: Sequence[int]) -> Any:
     angles = ArrayMapping(b, "p")
     scales = (ArrayMapping(*cache[:-1]),) * (len(ranks) - _SCALES)
     operands = (q, kv, kv, cache, cache, ArrayMapping(), ArrayMapping(b), angles, angles, *scales)
-    return SdyShardingRule(operands, (q, cache, cache, *scales))
+    return operands, (q, cache, cache, *scales)
 
 
 def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:

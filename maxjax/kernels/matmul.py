@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from ..dtype import DType, promote
 from . import explicit
-from .packed_product import packed_product
+from .packed_product import packed_products
 from .product import FLOATS, definition, products
 from .quant_array import QuantArray
 from .stack_slice import StackSlice
@@ -44,8 +44,8 @@ def matmul(x: Any, w: Any) -> Any:
         ValueError: a weight is not a matrix, or its last axis is not as long as ``x``'s.
 
     On a CPU a C++ kernel computes it if the types are float32, float16 or bfloat16. For other
-    types, in exported programs and under differentiation ``jax.lax.dot_general`` does. A
-    QuantArray is dequantised first; on accelerators in registers or chunks (``packed_product.py``).
+    types, in exported programs and under differentiation ``jax.lax.dot_general`` does. Blocks of a
+    QuantArray are dequantised in registers or chunks (``packed_product.py``).
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,7 +69,7 @@ def matmul(x: Any, w: Any) -> Any:
 
 def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if any(isinstance(w, QuantArray) for w in weights):
-        return [_quant(x, w) if isinstance(w, QuantArray) else _matmul(x, [w])[0] for w in weights]
+        return _in_groups(x, weights)
     dtypes = [_common_dtype(x, w) for w in weights]
     if not all(_has_kernel(x, w) for w in weights):
         return definition(x, [to_jax(w) for w in weights], dtypes)
@@ -112,22 +112,39 @@ def _eager_products(dtypes: tuple[Any, ...]) -> Any:
     return jax.jit(matmul)
 
 
-def _quant(x: jax.Array, w: QuantArray) -> jax.Array:
-    """The matmul with quantised weights, in the dtype of ``x`` if that is a float."""
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
-    held = _flattened(w.blocks)
-    stacked = isinstance(held, StackSlice)
-    blocks = to_jax(held.stack if stacked else held)
-    layer = jnp.asarray(held.place, jnp.int32) if stacked else _FIRST
+def _in_groups(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    """The matmuls with weights of which some are quantised: one operation for all of a kind."""
+    kinds = [w.activations if isinstance(w, QuantArray) else "" for w in weights]
+    results: list[Any] = [None] * len(weights)
+    for kind in dict.fromkeys(kinds):
+        places = [i for i, own in enumerate(kinds) if own == kind]
+        chosen = [weights[i] for i in places]
+        found = _quantised(x, chosen, kind) if kind else _matmul(x, chosen)
+        for i, result in zip(places, found, strict=True):
+            results[i] = result
+    return results
 
-    def run(x: Any, blocks: Any, layer: Any) -> list[jax.Array]:
-        return [packed_product(x, blocks, layer, w.encoding, dtype)]
 
-    mesh = explicit.mesh_of(x, blocks)
+def _quantised(x: jax.Array, weights: Sequence[QuantArray], activations: str) -> list[jax.Array]:
+    """The matmuls with quantised weights, in the dtype of ``x`` if that is a float."""
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else weights[0].dtype
+    encodings = [w.encoding for w in weights]
+    held = [_flattened(w.blocks) for w in weights]
+    stacks = [to_jax(h.stack if isinstance(h, StackSlice) else h) for h in held]
+    layers = [
+        jnp.asarray(h.place, jnp.int32) if isinstance(h, StackSlice) else _FIRST for h in held
+    ]
+
+    def run(x: Any, *operands: Any) -> list[jax.Array]:
+        blocks, layers = operands[: len(encodings)], operands[len(encodings) :]
+        return packed_products(x, blocks, layers, encodings, [dtype] * len(encodings), activations)
+
+    mesh = explicit.mesh_of(x, *stacks)
     if mesh is None:
-        return run(x, blocks, layer)[0]
-    wanted = [[*explicit.entries(x)[:-1], explicit.entries(blocks)[-2]]]
-    return explicit.automatic(run, mesh, wanted)(x, blocks, layer)[0]
+        return run(x, *stacks, *layers)
+    tokens = explicit.entries(x)[:-1]
+    wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
+    return explicit.automatic(run, mesh, wanted)(x, *stacks, *layers)
 
 
 def _has_kernel(x: Any, w: Any) -> bool:

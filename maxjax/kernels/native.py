@@ -22,7 +22,7 @@ from ..native_library import library_path as path
 
 _LOG = logging.getLogger("maxjax")
 
-TARGETS = ("maxjax_matmul", "maxjax_decode_attention")
+TARGETS = ("maxjax_matmul", "maxjax_packed_matmul", "maxjax_decode_attention")
 
 
 @functools.cache
@@ -70,7 +70,8 @@ def levels() -> list[str]:
     """The instruction sets that were compiled and that this processor supports, the best first.
 
     Example:
-        >>> set(levels()) <= {"avx512bf16", "avx512", "avx2", "neon", "portable"}
+        >>> known = "avx512bf16 avx512vnni avx512 avxvnni avx2 neondot neon portable".split()
+        >>> set(levels()) <= set(known)
         True
     """
     found, _ = _open()

@@ -16,13 +16,19 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractDevice, Mesh, NamedSharding
 
@@ -45,12 +51,14 @@ class Operation:
         definition: ``(static, *operands)`` → results, in jnp.
         kernels: by platform ("cpu", "cuda", ...), ``(static, *operands)`` → results, for one device's
             part. Those of "cpu" use the library of ``native``.
-        rule: ``(ranks of the operands)`` → a SdyShardingRule, which axes are split alike.
+        rule: ``(ranks of the operands)`` → the ArrayMappings of the operands and those of the results,
+            which axes are split alike.
         shardings: ``(entries of the operands)`` → entries of the operands and of the results,
             consistent with each other, and the mesh axes over which results are to be summed.
         batch: ``(static, operands, dims, bind)`` → results with the batch axis first, or None to
             use the definition.
-        summand: ``(static)`` → the static arguments of the kernel if its results will be summed.
+        summand: ``(static, platform)`` → the static arguments of a platform's kernel if its results
+            will be summed.
         forms: by platform, ``(static, devices, *operands)`` → results, in jnp, for platforms without a
             kernel where the definition is not the best; XLA divides it between so many devices.
         lengths: ``(static, shapes of the operands)`` → for each axis of each operand the number that its
@@ -68,7 +76,7 @@ class Operation:
         rule: Callable[..., Any],
         shardings: Callable[..., Any],
         batch: Callable[..., Any],
-        summand: Callable[[Any], Any] = lambda static: static,
+        summand: Callable[[Any, str], Any] = lambda static, _: static,
         forms: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         lengths: Callable[..., Any] = lambda static, shapes: shapes,
     ):
@@ -163,7 +171,11 @@ class Operation:
         if exported or empty or absent or not _devices_known(ctx):
             return self._lower_definition(ctx, *operands, static=static)
         call = self._partitioned(platform, static, tuple(len(a.shape) for a in ctx.avals_in))
-        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+        # JAX's compilation cache compares neither the partitioner nor what it closes over: without
+        # this number a program with other static arguments would have the same key.
+        key = np.uint32(zlib.crc32(repr((self._name, platform, static)).encode()))
+        keyed = functools.partial(call, key)
+        return mlir.lower_fun(keyed, multiple_results=True)(ctx, *operands)
 
     def _lower_part(self, ctx: Any, *operands: Any, static: Any, platform: str) -> Any:
         # A part belongs to no mesh any more: where the mesh of the program is set, JAX would add
@@ -177,37 +189,40 @@ class Operation:
 
     def _custom_partitioning(self, platform: str, static: Any, ranks: tuple[int, ...]) -> Any:
         run = functools.partial(self._part.bind, platform=platform)
-        call = custom_partitioning(lambda *operands: tuple(run(*operands, static=static)))
+        call = custom_partitioning(lambda _, *operands: tuple(run(*operands, static=static)))
+        operands, results = self.rule(ranks)
         call.def_partition(
-            partition=functools.partial(self._partition, run, static),
+            partition=functools.partial(self._partition, platform, static),
             infer_sharding_from_operands=lambda mesh, args, _: self._named_shardings(
                 static, mesh, args
             )[1],
-            sharding_rule=self.rule(ranks),
+            sharding_rule=SdyShardingRule((ArrayMapping(), *operands), results),
             # Some have no PartitionSpec: XLA may split a result over half of a mesh axis.
             decode_shardings=False,
         )
         return call
 
     def _named_shardings(self, static: Any, mesh: Any, args: Sequence[Any]) -> Any:
+        args = args[1:]  # after the key
         lengths = self._lengths(static, [a.shape for a in args])
         specs = [
             explicit.entries_of(a.sharding, mesh, n) for a, n in zip(args, lengths, strict=True)
         ]
         operands, results, summed = self.shardings(specs)
         named = lambda entries: NamedSharding(mesh, explicit.spec(entries))
-        return tuple(map(named, operands)), tuple(map(named, results)), summed
+        return tuple(map(named, [[], *operands])), tuple(map(named, results)), summed
 
     def _partition(
-        self, run: Any, static: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]
+        self, platform: str, static: Any, mesh: Any, args: Sequence[Any], results: Sequence[Any]
     ) -> Any:
+        run = functools.partial(self._part.bind, platform=platform)
         operands, outputs, summed = self._named_shardings(static, mesh, args)
         dtypes = [r.dtype for r in results]
 
-        def part(*arrays: Any) -> Any:
+        def part(_: Any, *arrays: Any) -> Any:
             if not summed:
                 return tuple(run(*arrays, static=static))
-            sums = jax.lax.psum(tuple(run(*arrays, static=self.summand(static))), summed)
+            sums = jax.lax.psum(tuple(run(*arrays, static=self.summand(static, platform))), summed)
             return tuple(y.astype(dtype) for y, dtype in zip(sums, dtypes, strict=True))
 
         return mesh, part, outputs, operands

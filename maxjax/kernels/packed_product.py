@@ -1,8 +1,8 @@
-"""The matmul of activations with a weight in ggml's blocks as a JAX primitive.
+"""The matmul of activations with weights in ggml's blocks as a JAX primitive.
 
-Only CPUs dequantise a whole weight for it: that is a matrix in float32 or in the dtype of the
-activations, written and read again for every product. GPUs have kernels in Triton; elsewhere some rows
-are dequantised at a time.
+CPUs have kernels in C++ (``cpu/packed.h``), with activations quantised to int8 or as floats; GPUs
+have kernels in Triton; elsewhere some rows are dequantised at a time. The definition, which exported
+programs and derivatives use, dequantises the whole weight and keeps the activations as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 
 from . import product
 from .blocks import decode, decoder_of
@@ -27,55 +26,97 @@ _LOG = logging.getLogger("maxjax")
 # Weights that are dequantised at a time where there is no kernel.
 MOST_WEIGHTS = 1 << 20
 
+# The formats of the C++ kernels, in the order of ``Format`` in cpu/kernels.h.
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+
+# How the kernels for CPUs take activations: rounded to int8 in groups of 32, or as they are.
+ACTIVATIONS = ("int8", "float")
+
 
 class Packed(NamedTuple):
-    """Static arguments of the primitive: the encoding of the weights, and the dtype of the result."""
+    """Static arguments of the primitive.
 
-    encoding: str
-    dtype: np.dtype
+    Attributes:
+        encodings: the encoding of each weight.
+        dtypes: the dtype of each result.
+        is_int8: whether kernels for CPUs quantise the activations.
+    """
+
+    encodings: tuple[str, ...]
+    dtypes: tuple[np.dtype, ...]
+    is_int8: bool = False
 
 
-def packed_product(
-    x: jax.Array, blocks: jax.Array, layer: Any, encoding: str, dtype: np.dtype
-) -> jax.Array:
-    """``x @ w.T`` for a weight in blocks.
+def packed_products(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    layers: Sequence[Any],
+    encodings: Sequence[str],
+    dtypes: Sequence[Any],
+    activations: str = "float",
+) -> list[jax.Array]:
+    """``x @ w.T`` for each weight in blocks.
 
     Args:
         x: activations ``[..., in]``.
-        blocks: the blocks, uint8 ``[out, in / elements * bytes]``, or a stack ``[n, out, ...]`` of such.
-        layer: index of the weight in the stack, an int32 scalar; it is ignored without a stack.
-        encoding: name of the encoding, as for ``blocks.decode``.
-        dtype: dtype of the result, a float; weights are rounded to it as well.
+        weights: for each weight its blocks, uint8 ``[out, in / elements * bytes]``, or a stack
+            ``[n, out, ...]`` of such.
+        layers: for each weight its index in the stack, an int32 scalar; it is ignored without a stack.
+        encodings: names of the encodings, as for ``blocks.decode``.
+        dtypes: dtypes of the results, floats; weights are rounded to them as well where they are
+            dequantised.
+        activations: "int8" if kernels for CPUs may quantise the activations, otherwise "float".
 
     Returns:
-        ``[..., out]``, summed in float32.
+        ``[..., out]`` each, summed in float32.
     """
-    static = Packed(encoding, np.dtype(dtype))
-    return _OPERATION([x, blocks, layer], static)[0]
+    names = tuple(np.dtype(dtype) for dtype in dtypes)
+    static = Packed(tuple(encodings), names, activations == "int8")
+    return _OPERATION([x, *weights, *layers], static)
 
 
-def definition(static: Packed, x: Any, blocks: Any, layer: Any) -> list[jax.Array]:
-    """The product in jnp, which defines it: the whole weight is dequantised."""
+def _each(static: Packed, operands: Sequence[Any], run: Any) -> list[jax.Array]:
+    """run(encoding, dtype, x, blocks, layer) for each weight."""
+    x, weights, layers = product.split(operands)
+    each = zip(static.encodings, static.dtypes, weights, layers, strict=True)
+    return [run(encoding, dtype, x, blocks, layer) for encoding, dtype, blocks, layer in each]
+
+
+def definition(static: Packed, *operands: Any) -> list[jax.Array]:
+    """The products in jnp, which define them: whole weights are dequantised."""
+    return _each(static, operands, _dequantised)
+
+
+def _dequantised(encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any) -> jax.Array:
     if blocks.ndim == 3:
         blocks = _layer_of(blocks, layer)
-    return product.definition(x, [decode(static.encoding, blocks)], [static.dtype])
+    return product.definition(x, [decode(encoding, blocks)], [dtype])[0]
 
 
 def _layer_of(stack: jax.Array, layer: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False, allow_negative_indices=False)
 
 
-def in_chunks(static: Packed, x: Any, blocks: Any, layer: Any, devices: int = 1) -> list[jax.Array]:
-    """The product in jnp, with at most ``MOST_WEIGHTS`` weights of a device dequantised at a time.
+def in_chunks(static: Packed, *operands: Any, devices: int = 1) -> list[jax.Array]:
+    """The products in jnp, with at most ``MOST_WEIGHTS`` weights of a device dequantised at a time.
 
     Args:
-        static: encoding and dtype.
-        x, blocks, layer: as those of :func:`definition`.
+        static, operands: as those of :func:`definition`.
         devices: number of devices between which XLA may divide the operands.
     """
+
+    def run(encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any) -> jax.Array:
+        return _in_chunks(encoding, dtype, x, blocks, layer, devices)
+
+    return _each(static, operands, run)
+
+
+def _in_chunks(
+    encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any, devices: int
+) -> jax.Array:
     depth, rows = x.shape[-1], blocks.shape[-2]
     if rows % devices or not jnp.issubdtype(x.dtype, jnp.floating):
-        return definition(static, x, blocks, layer)
+        return _dequantised(encoding, dtype, x, blocks, layer)
     # Each chunk has rows of each device's part, so that slices do not cross devices.
     parts = (devices,) if devices > 1 else ()
     own = rows // devices
@@ -87,71 +128,89 @@ def in_chunks(static: Packed, x: Any, blocks: Any, layer: Any, devices: int = 1)
 
     def part(start: Any) -> Any:
         some = jax.lax.dynamic_slice_in_dim(matrix, start, chunk, matrix.ndim - 2)
-        weights = decode(static.encoding, some).astype(x.dtype)  # [devices, chunk, in]
+        weights = decode(encoding, some).astype(x.dtype)  # [devices, chunk, in]
         contraction = (((x.ndim - 1,), (weights.ndim - 1,)), ((), ()))
         wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
         y = jax.lax.dot_general(x, weights, contraction, preferred_element_type=wide)
-        return y.astype(static.dtype)
+        return y.astype(dtype)
 
     if chunk == own:
-        return [part(0).reshape(*x.shape[:-1], rows)]
+        return part(0).reshape(*x.shape[:-1], rows)
 
     def step(i: Any, y: Any) -> Any:
         # Where the last chunk would end outside, it begins earlier; its first rows are computed again.
         start = jnp.minimum(i * chunk, own - chunk)
         return jax.lax.dynamic_update_slice_in_dim(y, part(start), start, y.ndim - 1)
 
-    empty = jnp.zeros((*x.shape[:-1], *parts, own), static.dtype)
+    empty = jnp.zeros((*x.shape[:-1], *parts, own), dtype)
     y, *_ = same_varying((empty, x, blocks))
     y = jax.lax.fori_loop(0, -(-own // chunk), step, y)
-    return [y.reshape(*x.shape[:-1], rows)]
+    return y.reshape(*x.shape[:-1], rows)
 
 
 # -- as a JAX primitive
 
 
-def _types(static: Packed, x: Any, blocks: Any, layer: Any) -> list[Any]:
-    shape = (*x.shape[:-1], blocks.shape[-2])
-    return [x.update(shape=shape, dtype=static.dtype, weak_type=False)]
+def _types(static: Packed, *avals: Any) -> list[Any]:
+    return product.types(static.dtypes, *avals)
 
 
-def _on_cuda(static: Packed, x: Any, blocks: Any, layer: Any) -> list[jax.Array]:
-    why = triton.lacks(static.encoding, static.dtype, x, blocks) or unavailable(program_device())
-    if not why:
-        return [triton.kernel(static.encoding, static.dtype, x, blocks, layer)]
-    _LOG.debug("maxjax: a packed product has no kernel for this on a GPU, jnp is used: %s", why)
-    return in_chunks(static, x, blocks, layer)
+def _on_cpu(static: Packed, *operands: Any) -> Any:
+    x, weights, _ = product.split(operands)
+    if x.dtype not in product.FLOATS or any(d not in product.FLOATS for d in static.dtypes):
+        return definition(static, *operands)
+    results = [
+        jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[-2]), dtype)
+        for w, dtype in zip(weights, static.dtypes, strict=True)
+    ]
+    formats = np.array([FORMATS.index(name) for name in static.encodings], np.int64)
+    call = jax.ffi.ffi_call("maxjax_packed_matmul", results)
+    return call(*operands, formats=formats, is_int8=static.is_int8)
 
 
-def _on_tpu(static: Packed, devices: int, x: Any, blocks: Any, layer: Any) -> list[jax.Array]:
-    return in_chunks(static, x, blocks, layer, devices)
+def _on_cuda(static: Packed, *operands: Any) -> list[jax.Array]:
+    def run(encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any) -> jax.Array:
+        why = triton.lacks(encoding, dtype, x, blocks) or unavailable(program_device())
+        if not why:
+            return triton.kernel(encoding, dtype, x, blocks, layer)
+        _LOG.debug("maxjax: a packed product has no kernel for this on a GPU, jnp is used: %s", why)
+        return _in_chunks(encoding, dtype, x, blocks, layer, 1)
+
+    return _each(static, operands, run)
 
 
-def _batch(static: Packed, operands: Sequence[Any], dims: Sequence[Any], bind: Any) -> Any:
-    """A batch of activations is more rows; a batch of weights is left to the definition."""
-    if any(d is not None for d in dims[1:]):
-        return None
-    return bind(jnp.moveaxis(operands[0], dims[0], 0), *operands[1:])
+def _on_tpu(static: Packed, devices: int, *operands: Any) -> list[jax.Array]:
+    return in_chunks(static, *operands, devices=devices)
 
 
 def _rule(ranks: Sequence[int]) -> Any:
-    tokens = [f"t{i}" for i in range(ranks[0] - 1)]
-    blocks = ArrayMapping(*["l"][: ranks[1] - 2], "o", "b")
-    operands = (ArrayMapping(*tokens, "k"), blocks, ArrayMapping())
-    return SdyShardingRule(operands, (ArrayMapping(*tokens, "o"),))
+    return product.rule(ranks, same_depth=False)
 
 
 def _lengths(static: Packed, shapes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """The axes that are summed over are divided between blocks."""
-    (*tokens, depth), (*rows, nbytes), layer = shapes
-    decoder = decoder_of(static.encoding)
-    return [[*tokens, depth // decoder.elements], [*rows, nbytes // decoder.nbytes], layer]
+    x, weights, layers = product.split(shapes)
+    decoders = [decoder_of(encoding) for encoding in static.encodings]
+    # With blocks of several sizes, between the largest ones.
+    largest = max(decoder.elements for decoder in decoders)
+    blocks = [
+        [*rows, nbytes // decoder.nbytes // (largest // decoder.elements)]
+        for (*rows, nbytes), decoder in zip(weights, decoders, strict=True)
+    ]
+    return [[*x[:-1], x[-1] // largest], *blocks, *layers]
+
+
+def _summand(static: Packed, platform: str) -> Packed:
+    """On CPUs devices add up sums in float32, on GPUs in the dtype of the result, as for other products."""
+    if platform != "cpu":
+        return static
+    return static._replace(dtypes=(np.dtype("float32"),) * len(static.dtypes))
 
 
 _OPERATION = Operation(
     "maxjax_packed_matmul", _types, definition,
-    {"cuda": _on_cuda, "rocm": in_chunks}, _rule, product.shardings, _batch,
-    # GPUs add up sums in the dtype of the result, as those of other products.
+    {"cpu": _on_cpu, "cuda": _on_cuda, "rocm": in_chunks}, _rule, product.shardings, product.batch,
+    summand=_summand,
     lengths=_lengths,
     # XLA for TPUs has no custom partitioning.
     forms={"tpu": _on_tpu},

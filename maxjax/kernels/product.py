@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .operation import Operation
@@ -68,14 +68,14 @@ def products(
     return _OPERATION([x, *weights, *layers], tuple(dtypes))
 
 
-def _split(operands: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """x, the weights, and their layer indices."""
+def split(operands: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
+    """What belongs to x, to the weights, and to their layer indices, of operands or their shapes."""
     x, *rest = operands
     return x, rest[: len(rest) // 2], rest[len(rest) // 2 :]
 
 
 def _in_jnp(dtypes: Any, *operands: Any, narrow_sums: bool = False) -> list[jax.Array]:
-    x, weights, layers = _split(operands)
+    x, weights, layers = split(operands)
     arrays = [
         w
         if w.ndim == 2
@@ -92,8 +92,9 @@ def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
     return _in_jnp(dtypes, *operands, narrow_sums=devices > 1)
 
 
-def _types(dtypes: Any, *avals: Any) -> list[Any]:
-    x, weights, _ = _split(avals)
+def types(dtypes: Any, *avals: Any) -> list[Any]:
+    """The avals of the results."""
+    x, weights, _ = split(avals)
     return [
         x.update(shape=(*x.shape[:-1], w.shape[-2]), dtype=dtype, weak_type=False)
         for w, dtype in zip(weights, dtypes, strict=True)
@@ -101,7 +102,7 @@ def _types(dtypes: Any, *avals: Any) -> list[Any]:
 
 
 def _kernel(dtypes: Any, *operands: Any) -> Any:
-    x, weights, _ = _split(operands)
+    x, weights, _ = split(operands)
     results = [
         jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[-2]), dtype)
         for w, dtype in zip(weights, dtypes, strict=True)
@@ -109,23 +110,30 @@ def _kernel(dtypes: Any, *operands: Any) -> Any:
     return jax.ffi.ffi_call("maxjax_matmul", results)(*operands)
 
 
-def _batch(dtypes: Any, operands: Sequence[Any], dims: Sequence[Any], bind: Any) -> Any:
+def batch(dtypes: Any, operands: Sequence[Any], dims: Sequence[Any], bind: Any) -> Any:
     """A batch of activations is more rows; a batch of weights is left to the definition."""
     if any(d is not None for d in dims[1:]):
         return None
     return bind(jnp.moveaxis(operands[0], dims[0], 0), *operands[1:])
 
 
-def _rule(ranks: Sequence[int]) -> Any:
+def rule(ranks: Sequence[int], same_depth: bool = True) -> Any:
+    """Which axes of the operands and results are split alike.
+
+    Args:
+        ranks: ranks of the operands.
+        same_depth: whether the last axes of activations and weights have one length.
+    """
     rank, *others = ranks
     count = len(others) // 2
     tokens = [f"t{i}" for i in range(rank - 1)]
     weights = [
-        ArrayMapping(*([f"l{i}"] if others[i] == 3 else []), f"o{i}", "k") for i in range(count)
+        ArrayMapping(*[f"l{i}"][: others[i] - 2], f"o{i}", "k" if same_depth else f"b{i}")
+        for i in range(count)
     ]
     results = tuple(ArrayMapping(*tokens, f"o{i}") for i in range(count))
     operands = (ArrayMapping(*tokens, "k"), *weights, *[ArrayMapping()] * count)
-    return SdyShardingRule(operands, results)
+    return operands, results
 
 
 def shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
@@ -136,7 +144,7 @@ def shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     is split over a further mesh axis along which a weight is replicated, the weight's last axis
     is split over it too, which needs no communication.
     """
-    (*tokens, own_depth), weights, layers = _split(specs)
+    (*tokens, own_depth), weights, layers = split(specs)
     free = _without(tokens)
     depth = next((entry for entry in (free(spec[-1]) for spec in weights) if entry), ())
     rows = [_without([depth])(free(spec[-2])) for spec in weights]
@@ -154,8 +162,8 @@ def _without(entries: Sequence[explicit.Entry]) -> Callable[[explicit.Entry], ex
 
 
 _OPERATION = Operation(
-    "maxjax_matmul", _types, _in_jnp, {"cpu": _kernel}, _rule, shardings, _batch,
+    "maxjax_matmul", types, _in_jnp, {"cpu": _kernel}, rule, shardings, batch,
     # Summed in float32, as on one device.
-    summand=lambda dtypes: (np.dtype("float32"),) * len(dtypes),
+    summand=lambda dtypes, _: (np.dtype("float32"),) * len(dtypes),
     forms={"cuda": _on_gpu, "rocm": _on_gpu},
 )  # fmt: skip

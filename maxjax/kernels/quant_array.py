@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .blocks import decode, decoder_of
+from .packed_product import ACTIVATIONS
 from .stack_slice import StackSlice
 
 
@@ -22,6 +23,8 @@ class QuantArray:
         blocks: uint8 ``[..., n * bytes of a block]``, an array or a StackSlice; the last axis
             holds n complete blocks.
         encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or "MXFP4".
+        activations: "int8" if kernels for CPUs may quantise the activations that it is multiplied
+            with, which is faster; "float" if not.
 
     Attributes:
         shape: shape of the weights.
@@ -29,6 +32,7 @@ class QuantArray:
 
     Raises:
         NotImplementedError: the encoding is none of these.
+        ValueError: ``activations`` is neither "int8" nor "float".
 
     It is a pytree with the leaf ``blocks``. jnp functions accept it and dequantise it to a float32
     array; gradients with respect to it are not supported.
@@ -44,13 +48,17 @@ class QuantArray:
         (2, 3)
     """
 
-    __slots__ = ("blocks", "encoding")
+    __slots__ = ("blocks", "encoding", "activations")
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, blocks: Any, encoding: str):
+    def __init__(self, blocks: Any, encoding: str, activations: str = "float"):
         decoder_of(encoding)
-        self.blocks, self.encoding = blocks, encoding
+        if activations not in ACTIVATIONS:
+            raise ValueError(
+                f"activations are {' or '.join(map(repr, ACTIVATIONS))}, not {activations!r}"
+            )
+        self.blocks, self.encoding, self.activations = blocks, encoding, activations
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -75,11 +83,16 @@ class QuantArray:
     def __repr__(self) -> str:
         return f"QuantArray({self.encoding}, {list(self.shape)})"
 
+    def around(self, blocks: Any) -> QuantArray:
+        """A QuantArray like this one with other blocks, which are not checked."""
+        return self.tree_unflatten((self.encoding, self.activations), (blocks,))
+
     def tree_flatten_with_keys(self) -> Any:
-        return ((jax.tree_util.GetAttrKey("blocks"), self.blocks),), self.encoding
+        key = jax.tree_util.GetAttrKey("blocks")
+        return ((key, self.blocks),), (self.encoding, self.activations)
 
     @classmethod
-    def tree_unflatten(cls, encoding: str, children: Any) -> QuantArray:
+    def tree_unflatten(cls, static: tuple[str, str], children: Any) -> QuantArray:
         new = object.__new__(cls)  # unchecked: a transformation may put any object into the leaf
-        (new.blocks,), new.encoding = children, encoding
+        (new.blocks,), (new.encoding, new.activations) = children, static
         return new

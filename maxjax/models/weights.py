@@ -1,4 +1,4 @@
-"""The dtypes of any model's weights, and whether they are loaded."""
+"""What holds for the weights of any model: their dtypes, and whether they are loaded."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ def model_facts(model: Any) -> dict[str, Any]:
     # A function's address is another one in each process.
     settings = re.sub(r" at 0x[0-9a-f]+", "", settings)
     return {"model": settings, "weights": weights, "mesh": list(meshes.values())}
+
+
+def set_activations(model: Any, kind: str) -> None:
+    """Decides how kernels for CPUs take what a model's quantised weights are multiplied with.
+
+    Args:
+        model: a Module.
+        kind: "int8" to round activations to 8 bits in groups of 32 numbers, "float" to keep them.
+    """
+    for holder in model._mx_definition()[1]:
+        if holder.stored.packing is not None:
+            holder.stored.activations = kind
 
 
 def named_dtype(option: str, dtype: Any) -> DType:

@@ -21,16 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...dtype import DType
-from ...kernels import QuantArray, StackSlice
+from ...kernels import StackSlice
 from ...kernels.stack_slice import slice_of
 from ..placement.arrays import as_used, is_usable_in_place, put, relaid
 from ..placement.device_major import DeviceMajor
 from ..placement.stacking import stack, unstack, with_leading
-from ..quantization import QuantizationEncoding
 from ..shape import Shape
 from .epoch import structure_changed, values_changed
 from .span import Span
-from .stored import around, standing_for
+from .stored import around, is_value, operand_of, standing_for
 from .weight import Weight
 
 
@@ -57,6 +56,9 @@ class StackedWeight:
     sharding = property(attrgetter("template.stored.sharding"))
     layout = property(attrgetter("template.stored.layout"))
     why = property(attrgetter("template.stored.why"))
+    activations = property(
+        attrgetter("template.activations"), lambda s, a: s._set_all(_activations=a)
+    )
 
     def __init__(self, template: Weight, *spans: Span):
         self._template, self.spans = around(template, None, None), spans
@@ -96,7 +98,7 @@ class StackedWeight:
         inner = holders[0].count
         for i, holder in enumerate(holders):
             leaves = ((j, holder.leaf_of(j)) for j in range(inner))
-            found = {i * inner + j: jnp.asarray(leaf) for j, leaf in leaves if _is_value(leaf)}
+            found = {i * inner + j: jnp.asarray(leaf) for j, leaf in leaves if is_value(leaf)}
             self._parts.update(found)
 
     def adopt(self, holders: Sequence[Any]) -> None:
@@ -279,7 +281,7 @@ class StackedWeight:
     @property
     def is_whole(self) -> bool:
         """Whether every Weight has a value."""
-        return _is_value(self.leaf)
+        return is_value(self.leaf)
 
     def leaf_of(self, index: int) -> Any:
         """The leaf of one of the Weights."""
@@ -307,7 +309,7 @@ class StackedWeight:
             home.put_many({start + i: leaf for i, leaf in leaves.items()})
             return
         with _LOCK:
-            empty = any(not _is_value(v) for v in leaves.values())
+            empty = any(not is_value(v) for v in leaves.values())
             if self.is_whole and not empty:
                 places = np.unravel_index(np.array(list(leaves), np.int32), self.lead)
                 new = jnp.stack([jnp.asarray(leaf) for leaf in leaves.values()])
@@ -319,7 +321,7 @@ class StackedWeight:
             try:
                 self._unjoin()
                 for index, leaf in leaves.items():
-                    if _is_value(leaf):
+                    if is_value(leaf):
                         self._parts[index] = leaf
                     else:
                         self._parts.pop(index, None)
@@ -382,8 +384,7 @@ class StackedWeight:
         in_place = type(leaf) is StackSlice and self.layout is None and standing_for(self) is None
         if in_place and self.sharding is not None and dims is not None:
             in_place = is_usable_in_place(leaf, (*self.lead, *dims), self.leaf_sharding)
-        found = leaf if in_place else self.used()
-        return found if self.packing is None else QuantArray(found, self.packing.value)
+        return operand_of(self, leaf if in_place else self.used())
 
     def moved(
         self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
@@ -423,17 +424,18 @@ class StackedWeight:
         for view in list(self._views.values()):
             view._sharding, view._layout = sharding, layout
 
-    def redeclare(
-        self, dtype: DType, dims: Sequence[int], encoding: QuantizationEncoding | None
-    ) -> None:
+    def redeclare(self, dtype: DType, dims: Sequence[int], encoding: Any) -> None:
         """Sets dtype, shape and encoding of all Weights, and drops their values."""
         self.refuse_in_stack("another shape or dtype")
-        kinds = {"_dtype": dtype, "_dims": tuple(Shape(dims)), "_quantization_encoding": encoding}
-        template = around(self.template, None, None)
-        for weight in (template, *self._views.values()):
-            vars(weight).update(kinds)
-        self._template, self._parts = template, {}
-        self._own = self.blank()
+        self._set_all(_dtype=dtype, _dims=tuple(Shape(dims)), _quantization_encoding=encoding)
+        self._parts, self._own = {}, self.blank()
+
+    def _set_all(self, **what: Any) -> None:
+        self._template = around(self.template, None, None)
+        for weight in (self._template, *self._views.values()):
+            vars(weight).update(what)
+        for part in list(self._inner.values()):
+            part._set_all(**what)
         structure_changed()
 
     # -- as the holder of a Module's leaf
@@ -490,11 +492,3 @@ class StackedWeight:
 
     def __repr__(self) -> str:
         return f"StackedWeight({self.count} x {self.template!r})"
-
-
-def _is_value(leaf: Any) -> bool:
-    return leaf is not None and type(leaf) is not jax.ShapeDtypeStruct
-
-
-# One lock for all stacks: the guarded sections are short.
-_LOCK = threading.RLock()

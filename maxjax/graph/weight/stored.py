@@ -49,6 +49,20 @@ def standing_for(weight: Any) -> Any:
     return None if isinstance(stack_of(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
 
 
+def operand_of(stored: Any, found: Any) -> Any:
+    """The operand for ``kernels.matmul`` from the array of a Weight or StackedWeight."""
+    packing = stored.packing
+    return found if packing is None else QuantArray(found, packing.value, stored.activations)
+
+
+def is_value(leaf: Any) -> bool:
+    return leaf is not None and type(leaf) is not jax.ShapeDtypeStruct
+
+
+# One lock for all stacks: the guarded sections are short.
+_LOCK = threading.RLock()
+
+
 class StoredWeight:
     """The stored data of a Weight: a view of the Weight, created on demand.
 
@@ -112,7 +126,7 @@ class StoredWeight:
         dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in w._dims)
         return (
             w._plain[0], w._local_name, w._dtype, dims, w._device, w._quantization_encoding, w._align,
-            w._sharding_strategy, w._sharding, w._layout, w._flags, w.shard_idx,
+            w._sharding_strategy, w._sharding, w._layout, w._flags, w.shard_idx, w._activations,
         )  # fmt: skip
 
     def declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
@@ -168,6 +182,17 @@ class StoredWeight:
     def block(self) -> int:
         """The number of values along the last axis that must not be separated."""
         return 1 if self.packing is None else self.packing.elements_per_block
+
+    @property
+    def activations(self) -> str:
+        """How kernels for CPUs take what a quantised weight is multiplied with: "int8" or "float"."""
+        return self.weight._activations
+
+    @activations.setter
+    def activations(self, kind: str) -> None:
+        self.refuse_in_stack("activations")
+        self.weight._activations = kind
+        structure_changed()
 
     # -- the leaf
 
@@ -254,9 +279,9 @@ class StoredWeight:
         Args:
             gathered: whether a weight that is split over ``fsdp`` is gathered.
         """
-        packing = self.packing
-        operand = self._unprepared_operand() if gathered else self.logical(self.used(False))
-        return operand if packing is None else QuantArray(operand, packing.value)
+        return operand_of(
+            self, self._unprepared_operand() if gathered else self.logical(self.used(False))
+        )
 
     def _unprepared_operand(self) -> Any:
         """The array; a layer of a stack stays a slice if it needs no preparation."""

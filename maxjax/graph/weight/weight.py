@@ -71,6 +71,7 @@ class Weight(TensorValue):
     _dtype: DType
     _dims: tuple[Any, ...]
     _own: Any
+    _activations: str = "float"
 
     @property
     def _wraps(self) -> bool:  # type: ignore[override]
@@ -228,6 +229,11 @@ class Weight(TensorValue):
         self.stored.refuse_in_stack("an encoding")
         self._quantization_encoding = encoding
         structure_changed()
+
+    @property
+    def activations(self) -> str:
+        """How kernels for CPUs take what a quantised weight is multiplied with: "int8" or "float"."""
+        return self._activations
 
     @property
     def align(self) -> int | None:

@@ -32,23 +32,28 @@ _CLMUL = ["-msse4.1", "-mpclmul"]
 SOURCES: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "handlers.cc": [],
+        "packed_handler.cc": [],
         "level_portable.cc": [],
         "level_avx2.cc": _AVX2,
+        "level_avxvnni.cc": [*_AVX2, "-mavxvnni"],
         "level_avx512.cc": _AVX512,
-        "level_avx512bf16.cc": [*_AVX512, "-mavx512bf16"],
+        "level_avx512vnni.cc": [*_AVX512, "-mavx512vnni"],
+        "level_avx512bf16.cc": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
         "crc.cc": [],
         "level_crc_clmul.cc": _CLMUL,
         "level_crc_wide.cc": [*_AVX512, *_CLMUL, "-mvpclmulqdq"],
     },
     "aarch64": {
         "handlers.cc": [],
+        "packed_handler.cc": [],
         "level_portable.cc": [],
         "level_neon.cc": [],
+        "level_neondot.cc": ["-march=armv8.2-a+dotprod"],
         "crc.cc": [],
         "level_crc_arm.cc": [],
     },
 }
-_OTHER = {"handlers.cc": [], "level_portable.cc": [], "crc.cc": []}
+_OTHER = {"handlers.cc": [], "packed_handler.cc": [], "level_portable.cc": [], "crc.cc": []}
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 # Levels must not share inline functions (hidden visibility, no exceptions): the linker keeps any

@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace maxjax {
@@ -22,8 +24,13 @@ inline Cpu this_cpu() {
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return {};
   const bool avx2 = ymm && fma && f16c && has(b, 5);
   const bool avx512 = avx2 && zmm && has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31);
+  const bool wide_vnni = avx512 && has(c, 11);
   const bool more = a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d);
-  return {avx2, avx512, avx512 && more && has(a, 5)};
+  return {avx2, avx512, avx512 && more && has(a, 5), wide_vnni, avx2 && more && has(a, 4), false};
+#elif defined(__aarch64__) && defined(__linux__)
+  return {false, false, false, false, false, (getauxval(AT_HWCAP) >> 20 & 1) != 0};  // HWCAP_ASIMDDP
+#elif defined(__aarch64__) && defined(__APPLE__)
+  return {false, false, false, false, false, true};
 #else
   return {};
 #endif

@@ -5,30 +5,25 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <string>
 #include <vector>
 
 #include "cpu.h"
-#include "kernels.h"
-#include "parallel.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "handlers.h"
 
 namespace maxjax {
 
 extern const Level level_portable;
 #if defined(__x86_64__)
-extern const Level level_avx2, level_avx512, level_avx512bf16;
+extern const Level level_avx2, level_avxvnni, level_avx512, level_avx512vnni, level_avx512bf16;
 #elif defined(__aarch64__)
-extern const Level level_neon;
+extern const Level level_neon, level_neondot;
 #endif
 
 const Level* const levels[] = {
 #if defined(__x86_64__)
-    &level_avx512bf16, &level_avx512, &level_avx2,
+    &level_avx512bf16, &level_avx512vnni, &level_avx512, &level_avxvnni, &level_avx2,
 #elif defined(__aarch64__)
-    &level_neon,
+    &level_neondot, &level_neon,
 #endif
     &level_portable, nullptr};
 
@@ -39,7 +34,8 @@ namespace {
 bool is_supported(const Level& level) {
   const Cpu cpu = this_cpu();
   return (cpu.avx2 || !level.needs.avx2) && (cpu.avx512 || !level.needs.avx512) &&
-         (cpu.bf16 || !level.needs.bf16);
+         (cpu.bf16 || !level.needs.bf16) && (cpu.vnni || !level.needs.vnni) &&
+         (cpu.avx_vnni || !level.needs.avx_vnni) && (cpu.neon_dot || !level.needs.neon_dot);
 }
 
 const Level* best() {
@@ -52,54 +48,13 @@ std::atomic<const Level*>& active() {
   return level;
 }
 
-bool type_of(ffi::DataType data_type, Type* type) {
-  switch (data_type) {
-    case ffi::F32:
-      *type = Type::f32;
-      return true;
-    case ffi::F16:
-      *type = Type::f16;
-      return true;
-    case ffi::BF16:
-      *type = Type::bf16;
-      return true;
-    default:
-      return false;
-  }
-}
+}  // namespace
 
-ffi::Error wrong(const char* what) { return ffi::Error::InvalidArgument(std::string("maxjax: ") + what); }
+const Level& active_level() { return *active().load(std::memory_order_relaxed); }
 
-// Memory that a thread keeps between calls, as allocating it can take longer than a matmul.
-template <int>
-char* scratch(int64_t bytes) {
-  static thread_local std::vector<char> memory;
-  constexpr int64_t kAlign = 64, kKept = 1 << 22;
-  const int64_t there = memory.size(), wanted = bytes + kAlign;
-  // The memory for a long prompt is released in the decode steps after it.
-  if (there < wanted || (there > kKept && there / 8 > wanted)) {
-    memory.clear();
-    memory.shrink_to_fit();
-    memory.resize(wanted);
-  }
-  char* p = memory.data();
-  return p + (kAlign - reinterpret_cast<uintptr_t>(p) % kAlign) % kAlign;
-}
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+namespace {
 
 // --- matmul ------------------------------------------------------------------------------------
-
-// The smallest amount of work, in bytes, that is worth passing to another thread.
-constexpr int64_t kChunkBytes = 1 << 15;
-
-struct Weights {
-  const char* data;  // [rows, depth]
-  int64_t rows;
-  void* y;
-  Type y_type;
-};
 
 Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, Type x_type,
                      int64_t tokens, int64_t depth, Type w_type) {
@@ -129,61 +84,29 @@ Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, T
 ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
   const int64_t count = results.size();
   if (count < 1 || int64_t(args.size()) != 1 + 2 * count) return wrong("as many weights as results");
-  const auto x = args.get<ffi::AnyBuffer>(0);
-  Type x_type, w_type{};
-  if (x.has_error() || !type_of(x->element_type(), &x_type)) return wrong("activations are floats");
-  if (x->dimensions().size() < 1) return wrong("activations have an axis");
-  const int64_t depth = x->dimensions().back();
-  int64_t tokens = 1;
-  for (size_t i = 0; i + 1 < x->dimensions().size(); i++) tokens *= x->dimensions()[i];
-  std::vector<Weights> weights;
+  const auto operand = args.get<ffi::AnyBuffer>(0);
+  Tokens x;
+  if (operand.has_error() || !tokens_of(*operand, &x)) return wrong("activations are floats [..., in]");
+  std::vector<Weights> weights(count);
+  Type w_type{};
   int64_t rows = 0;
   for (int64_t i = 0; i < count; i++) {
     const auto w = args.get<ffi::AnyBuffer>(1 + i);
-    const auto layer = args.get<ffi::AnyBuffer>(1 + count + i);
-    auto y = results.get<ffi::AnyBuffer>(i);
-    Type type, y_type;
-    if (w.has_error() || layer.has_error() || y.has_error()) return wrong("buffers of a product");
-    const auto dims = w->dimensions();
-    if (!type_of(w->element_type(), &type) || (i && type != w_type)) return wrong("one type of weights");
-    if (dims.size() < 2 || dims.size() > 3 || dims.back() != depth) return wrong("weights [out, in]");
-    if (layer->element_type() != ffi::S32 || layer->element_count() != 1) return wrong("number of a layer");
-    const int64_t out = dims[dims.size() - 2];
-    if (!type_of((*y)->element_type(), &y_type) || int64_t((*y)->element_count()) != tokens * out)
-      return wrong("results of a product");
+    Type type;
+    if (w.has_error() || !type_of(w->element_type(), &type) || (i && type != w_type))
+      return wrong("one type of weights");
+    if (w->dimensions().size() < 1 || w->dimensions().back() != x.depth ||
+        !weights_of(args, results, i, count, x.count, x.depth * size_of(type), &weights[i]))
+      return wrong("weights [out, in], or results of a product");
     w_type = type;
-    const char* data = static_cast<const char*>(w->untyped_data());
-    if (dims.size() == 3 && dims[0] > 0) {
-      const int64_t n = *static_cast<const int32_t*>(layer->untyped_data());
-      data += most(0, least(n, dims[0] - 1)) * out * depth * size_of(type);
-    }
-    weights.push_back({data, out, (*y)->untyped_data(), y_type});
-    rows += out;
+    rows += weights[i].rows;
   }
-  if (rows == 0 || tokens == 0) return ffi::Error::Success();
+  if (rows == 0 || x.count == 0) return ffi::Error::Success();
 
-  const Level& level = *active().load(std::memory_order_relaxed);
-  const Activations activations =
-      prepared(pool, level, static_cast<const char*>(x->untyped_data()), x_type, tokens, depth, w_type);
-  // Rows of weights in a chunk, enough to be worth passing to another thread: long streams for few
-  // tokens, a block that stays in the cache for many. Each thread gets more than one chunk, as some
-  // threads start late.
-  const int64_t threads = most(1, pool.num_threads());
-  const bool is_few = tokens <= kFew;
-  const int64_t least_rows = is_few ? kChunkBytes / most(1, depth * size_of(w_type)) : 16;
-  const int64_t wanted = is_few ? rows / (2 * threads) : least(64, rows / (4 * threads));
-  const int64_t chunk = most(16, most(least_rows, wanted) / 16 * 16);
-  struct Chunk {
-    const Weights* weights;
-    int64_t begin, end;
-  };
-  std::vector<Chunk> chunks;
-  for (const Weights& w : weights)
-    for (int64_t o = 0; o < w.rows; o += chunk) chunks.push_back({&w, o, least(o + chunk, w.rows)});
-  parallel(pool, chunks.size(), threads, [&](int64_t i) {
-    const Chunk& c = chunks[i];
-    level.product({activations, tokens, c.weights->data, w_type, depth, c.weights->y, c.weights->y_type,
-                   c.weights->rows, c.begin, c.end});
+  const Level& level = active_level();
+  const Activations activations = prepared(pool, level, x.data, x.type, x.count, x.depth, w_type);
+  parallel_rows(pool, weights, x.count, 16, 64, [&](const Weights& w, int64_t begin, int64_t end) {
+    level.product({activations, x.count, w.data, w_type, x.depth, w.y, w.y_type, w.rows, begin, end});
   });
   return ffi::Error::Success();
 }
@@ -321,7 +244,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   if (keys_out->untyped_data() != keys.untyped_data() || values_out->untyped_data() != values.untyped_data())
     return ffi::Error::Internal("maxjax: the cache was copied, not updated in place");
   if (q.element_count() == 0) return ffi::Error::Success();
-  const Level& level = *active().load(std::memory_order_relaxed);
+  const Level& level = active_level();
   const int64_t item = is_int8 ? 1 : size_of(cache_type), group = heads / kv_heads, stride = padded(depth);
   const int64_t rows = batch * kv_heads * slots;  // of one layer
   const int64_t before = most(0, least(layer.typed_data()[0], layers - 1)) * rows;

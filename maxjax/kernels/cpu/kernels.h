@@ -30,6 +30,44 @@ struct Rows {
   int64_t begin, end;
 };
 
+// ggml's blocks of quantised weights; kernels/packed_product.py has the same order.
+enum class Format : int { q4_0, q8_0, q4_k, q5_k, q6_k, mxfp4 };
+constexpr int kFormats = 6;
+
+// Number of weights in a block, and its bytes.
+struct Block {
+  int64_t elements, bytes;
+};
+constexpr Block kBlocks[kFormats] = {{32, 18}, {32, 34}, {256, 144}, {256, 176}, {256, 210}, {32, 17}};
+
+// Activations quantised to int8 in groups of 32: x = codes * scale. Rows are padded with zeros to
+// `stride` elements, a multiple of 256.
+struct Int8 {
+  const int8_t* codes;    // [tokens, stride]
+  const float* scales;    // [tokens, stride / 32]
+  const float* sums;      // [tokens, stride / 32], of 32 elements each
+  const float* half_sums; // [tokens, stride / 16], of 16
+  int64_t stride;
+};
+
+// The product as of Rows, with weights in blocks.
+struct PackedRows {
+  Format format;
+  const uint8_t* w;  // [*, depth / elements of a block * bytes of a block]
+  int64_t depth;
+  bool is_int8;
+  Int8 x;               // if is_int8,
+  const float* floats;  // otherwise [tokens, stride], padded with zeros
+  int64_t stride;
+  int64_t tokens;
+  void* y;  // [tokens, y_stride]
+  Type y_type;
+  int64_t y_stride;
+  int64_t begin, end;
+  char* scratch;  // kPackedScratch bytes, if floats
+};
+constexpr int64_t kPackedScratch = 64 * 1024 * 4;
+
 // One KV head and the query heads that share it, over a part of the cache.
 // With s[g][p] = cap(q[g] . keys[p]):
 //   top[g] = max over p of s[g][p],  sum[g] = sum over p of exp(s[g][p] - top[g]),
@@ -52,11 +90,14 @@ struct Attend {
   float* out;  // [queries, q_stride], in the order of the cache's type
 };
 
-// The instruction sets that a level needs on an x86 processor.
+// The instruction sets that a level needs.
 struct Cpu {
   bool avx2;    // with FMA and F16C
   bool avx512;  // F, BW, DQ and VL
   bool bf16;    // AVX-512 BF16
+  bool vnni;    // AVX-512 VNNI
+  bool avx_vnni;
+  bool neon_dot;  // dot products of bytes
 };
 
 struct Level {
@@ -73,6 +114,9 @@ struct Level {
   void (*narrow_row)(const float* x, Type w_type, int64_t depth, void* y, Type y_type);
   void (*product)(const Rows& rows);
   void (*attend)(const Attend& part);
+  void (*packed_product)(const PackedRows& rows);
+  // Quantises a row of floats, padded with zeros to a multiple of 256, for `packed_product`.
+  void (*quantise)(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums);
 };
 
 // Up to this number of tokens each row of weights is read once and used for all tokens.

@@ -1,6 +1,6 @@
 // x86 with AVX2, FMA and F16C.
-#include "vector_avx2.h"
+#include "codes_avx2.h"
 #include "rows.h"
 #include "level.h"
 
-MAXJAX_DEFINE_LEVEL(avx2, {true, false, false})
+MAXJAX_DEFINE_LEVEL(avx2, {true, false, false, false, false, false})

@@ -1,5 +1,5 @@
 // NEON, which every 64-bit ARM processor has.
-#include "vector_neon.h"
+#include "codes_neon.h"
 #include "rows.h"
 #include "level.h"
 

@@ -1,5 +1,5 @@
 // The level for any processor.
-#include "vector_portable.h"
+#include "codes_portable.h"
 #include "rows.h"
 #include "level.h"
 

@@ -77,7 +77,7 @@ Experts = ExpertWeights | Sequence[ExpertWeights]
 def _at(w: Any, index: Any, taken: bool) -> Any:
     if isinstance(w, QuantArray):
         blocks = slice_of(w.blocks, index)
-        return QuantArray(blocks.__jax_array__() if taken else blocks, w.encoding)
+        return w.around(blocks.__jax_array__() if taken else blocks)
     return slice_of(w, index)
 
 
@@ -376,5 +376,5 @@ def _share(chosen: jax.Array, shares: jax.Array, number: Any) -> jax.Array:
 def _array(w: Any) -> Any:
     """The weights of all experts as an array, or a QuantArray of one."""
     if isinstance(w, QuantArray):
-        return QuantArray(jnp.asarray(w.blocks), w.encoding)
+        return w.around(jnp.asarray(w.blocks))
     return jnp.asarray(w)

@@ -242,7 +242,7 @@ def _on_devices(experts: ExpertWeights) -> ExpertWeights:
 def _spec(w: Any, spec: P) -> Any:
     """The specs of the leaves of a stacked weight."""
     if isinstance(w, QuantArray):
-        return QuantArray.tree_unflatten(w.encoding, (_spec(w.blocks, spec),))
+        return w.around(_spec(w.blocks, spec))
     if isinstance(w, StackSlice):
         where = P(*(None,) * len(w.indices), *spec)
         return StackSlice(where, jax.tree.map(lambda _: P(), w.index))

@@ -1,0 +1,484 @@
+// The matmul with weights in ggml's blocks, written with a level's own codes and vectors.
+//
+// Each format unpacks a unit of 256 weights into codes (unsigned numbers of up to eight bits) in the
+// order of the weights, one factor and one offset for each group of 16 or 32 of them:
+//   w = factor * code + offset, or w = factor * (code - zero) for the formats without offsets.
+// The layouts are those of ggml-common.h of https://github.com/ggml-org/llama.cpp.
+#pragma once
+#include "kernels.h"
+#include "product.h"
+
+namespace {
+
+using maxjax::Format;
+using maxjax::Int8;
+using maxjax::PackedRows;
+
+constexpr int64_t kUnit = 256, kGroups = kUnit / 32;
+
+// --- formats: unit of 256 weights, in one block or in eight ---------------------------------------
+
+// Eight blocks of 32: a float16 and 32 signed bytes.
+struct Q8_0 {
+  static constexpr Format kFormat = Format::q8_0;
+  static constexpr int kGroup = 32, kZero = kWideZero;
+  static constexpr bool kWide = true, kOffsets = false;
+  template <int I>
+  static Codes codes(const uint8_t* p) {
+    return signed_bytes(p + 2 * I * 34 + 2, p + (2 * I + 1) * 34 + 2);
+  }
+  static void factors(const uint8_t* p, eight* s, eight*) { s[0] = halves8(p, 34); }
+};
+
+// Eight blocks of 32: a float16; 16 bytes, weight i low in byte i, weight 16 + i high.
+struct Q4_0 {
+  static constexpr Format kFormat = Format::q4_0;
+  static constexpr int kGroup = 32, kZero = 8;
+  static constexpr bool kWide = false, kOffsets = false;
+  template <int I>
+  static Codes codes(const uint8_t* p) {
+    return nibbles(p + 2 * I * 18 + 2, p + (2 * I + 1) * 18 + 2);
+  }
+  static void factors(const uint8_t* p, eight* s, eight*) { s[0] = halves8(p, 18); }
+};
+
+// Eight blocks of 32: an exponent; 16 bytes as in Q4_0 with numbers of E2M1, doubled, and 12 more.
+struct Mxfp4 {
+  static constexpr Format kFormat = Format::mxfp4;
+  static constexpr int kGroup = 32, kZero = 12;
+  static constexpr bool kWide = false, kOffsets = false;
+  template <int I>
+  static Codes codes(const uint8_t* p) {
+    alignas(16) static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return looked_up(nibbles(p + 2 * I * 17 + 1, p + (2 * I + 1) * 17 + 1), table);
+  }
+  static void factors(const uint8_t* p, eight* s, eight*) { s[0] = powers8(p, 17); }
+};
+
+// The scales and minima of Q4_K and Q5_K: d, dmin float16; 8 + 8 numbers of six bits in 12 bytes,
+// see kernels/blocks.py.
+inline void affine(const uint8_t* p, eight* s, eight* o) {
+  uint32_t a, b, c;
+  memcpy(&a, p + 4, 4);
+  memcpy(&b, p + 8, 4);
+  memcpy(&c, p + 12, 4);
+  constexpr uint32_t kSix = 0x3f3f3f3f, kFour = 0x0f0f0f0f, kTop = 0x30303030;
+  const uint64_t scales = uint64_t((c & kFour) | (a >> 2 & kTop)) << 32 | (a & kSix);
+  const uint64_t minima = uint64_t((c >> 4 & kFour) | (b >> 2 & kTop)) << 32 | (b & kSix);
+  s[0] = mul8(of_word8(scales), all8(half_at(p)));
+  o[0] = mul8(of_word8(minima), all8(-half_at(p + 2)));
+}
+
+struct Q4_K {
+  static constexpr Format kFormat = Format::q4_k;
+  static constexpr int kGroup = 32, kZero = 0;
+  static constexpr bool kWide = false, kOffsets = true;
+  template <int I>
+  static Codes codes(const uint8_t* p) {
+    return nibbles(p + 16 + 32 * I);
+  }
+  static void factors(const uint8_t* p, eight* s, eight* o) { affine(p, s, o); }
+};
+
+struct Q5_K {
+  static constexpr Format kFormat = Format::q5_k;
+  static constexpr int kGroup = 32, kZero = 0;
+  static constexpr bool kWide = false, kOffsets = true;
+  template <int I>
+  static Codes codes(const uint8_t* p) {
+    return with_fifth_bit<2 * I>(nibbles(p + 48 + 32 * I), p + 16);
+  }
+  static void factors(const uint8_t* p, eight* s, eight* o) { affine(p, s, o); }
+};
+
+// 128 bytes of low nibbles, 64 bytes of high pairs, 16 scales of int8, d float16.
+struct Q6_K {
+  static constexpr Format kFormat = Format::q6_k;
+  static constexpr int kGroup = 16, kZero = 32;
+  static constexpr bool kWide = false, kOffsets = false;
+  template <int I>
+  static Codes codes(const uint8_t* p) {
+    return six_bits<I % 2>(p + I / 2 * 64, p + 128 + I / 2 * 32);
+  }
+  static void factors(const uint8_t* p, eight* s, eight*) {
+    const eight d = all8(half_at(p + 208));
+    s[0] = mul8(of_signed_bytes8(p + 192), d);
+    s[1] = mul8(of_signed_bytes8(p + 200), d);
+  }
+};
+
+// Bytes of a unit, and of a row.
+template <class F>
+constexpr int64_t unit_bytes() {
+  return kUnit / maxjax::kBlocks[int(F::kFormat)].elements * maxjax::kBlocks[int(F::kFormat)].bytes;
+}
+template <class F>
+int64_t row_bytes(int64_t depth) {
+  return depth / maxjax::kBlocks[int(F::kFormat)].elements * maxjax::kBlocks[int(F::kFormat)].bytes;
+}
+
+// The rest of a row after its whole units, followed by zeros.
+template <class F>
+struct Rest {
+  uint8_t bytes[unit_bytes<F>()];
+  Rest(const uint8_t* p, int64_t depth) {
+    const int64_t there = row_bytes<F>(depth);
+    memcpy(bytes, p, there);
+    memset(bytes + there, 0, sizeof bytes - there);
+  }
+};
+
+// --- one token: int8 activations ------------------------------------------------------------------
+
+// Sums of one row of weights: of scaled dot products, and of offsets.
+struct Total {
+  vec a, b;
+  eight rest;
+};
+
+// Adds a unit, or its first `chunks` of 64 weights.
+template <class F>
+inline __attribute__((always_inline)) void add_unit(const uint8_t* p, const Int8& x, int64_t unit,
+                                                    Total& sum, int chunks = 4) {
+  constexpr int kParts = 32 / F::kGroup;
+  const int8_t* codes = x.codes + unit * kUnit;
+  eight s[kParts], o[kParts], f[kParts];
+  F::factors(p, s, o);
+  const eight scales = load8(x.scales + unit * kGroups);
+  if (kParts == 1) {
+    f[0] = mul8(s[0], scales);
+    sum.rest = fma8(F::kOffsets ? o[0] : s[0], load8(x.sums + unit * kGroups), sum.rest);
+  } else {
+    const float* sums = x.half_sums + unit * kUnit / 16;
+    f[0] = mul8(s[0], doubled_low(scales));
+    f[kParts - 1] = mul8(s[kParts - 1], doubled_high(scales));
+    sum.rest = fma8(s[0], load8(sums), sum.rest);
+    sum.rest = fma8(s[kParts - 1], load8(sums + 8), sum.rest);
+  }
+  sum.a = scaled<F::kGroup, 0>(sum.a, dot<F::kWide>(F::template codes<0>(p), codes), f);
+  if (chunks > 1) sum.b = scaled<F::kGroup, 1>(sum.b, dot<F::kWide>(F::template codes<1>(p), codes + 64), f);
+  if (chunks > 2) sum.a = scaled<F::kGroup, 2>(sum.a, dot<F::kWide>(F::template codes<2>(p), codes + 128), f);
+  if (chunks > 3) sum.b = scaled<F::kGroup, 3>(sum.b, dot<F::kWide>(F::template codes<3>(p), codes + 192), f);
+}
+
+template <class F>
+inline double total(const Total& sum) {
+  const float of_offsets = F::kOffsets || F::kZero ? sum8(sum.rest) : 0;
+  return double(::sum(add(sum.a, sum.b))) + (F::kOffsets ? 1 : -F::kZero) * double(of_offsets);
+}
+
+// R rows of weights, `apart` bytes from each other, are read at a time.
+template <class F, int R>
+void rows_of_one(const uint8_t* p, int64_t apart, const Int8& x, int64_t depth, double* out) {
+  Total sums[R];
+  #pragma GCC unroll 4
+  for (int r = 0; r < R; r++) sums[r] = {zero(), zero(), zero8()};
+  const int64_t units = depth / kUnit, rest = depth % kUnit;
+  for (int64_t u = 0; u < units; u++, p += unit_bytes<F>())
+    #pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const uint8_t* row = p + r * apart;
+      for (int64_t line = 0; line < unit_bytes<F>(); line += 64) __builtin_prefetch(row + kStreamAhead + line, 0, 3);
+      add_unit<F>(row, x, u, sums[r]);
+    }
+  if (rest)
+    #pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const Rest<F> row(p + r * apart, rest);
+      add_unit<F>(row.bytes, x, units, sums[r], int((rest + 63) / 64));
+    }
+  #pragma GCC unroll 4
+  for (int r = 0; r < R; r++) out[r] = total<F>(sums[r]);
+}
+
+// Writes y at position `at`.
+inline void put_one(double value, const PackedRows& rows, int64_t at) {
+  switch (rows.y_type) {
+    case Type::f32:
+      static_cast<float*>(rows.y)[at] = float(value);
+      return;
+    case Type::f16:
+      return narrow(float(value), static_cast<f16*>(rows.y) + at);
+    case Type::bf16:
+      return narrow(float(value), static_cast<bf16*>(rows.y) + at);
+  }
+}
+
+template <class F>
+void one_token(const PackedRows& rows, int64_t token) {
+  const int64_t bytes = row_bytes<F>(rows.depth), at = token * rows.y_stride;
+  const Int8& all = rows.x;
+  const Int8 x = {all.codes + token * all.stride, all.scales + token * all.stride / 32,
+                  all.sums + token * all.stride / 32, all.half_sums + token * all.stride / 16, all.stride};
+  // Two distant rows at a time, as in the product of floats.
+  const int64_t count = rows.end - rows.begin, pairs = count / 2, apart = count - pairs;
+  for (int64_t o = rows.begin; o < rows.begin + apart; o++) {
+    double sums[2];
+    if (o - rows.begin < pairs) {
+      rows_of_one<F, 2>(rows.w + o * bytes, apart * bytes, x, rows.depth, sums);
+      put_one(sums[1], rows, at + o + apart);
+    } else {
+      rows_of_one<F, 1>(rows.w + o * bytes, 0, x, rows.depth, sums);
+    }
+    put_one(sums[0], rows, at + o);
+  }
+}
+
+// --- several tokens: int8 activations -------------------------------------------------------------
+
+constexpr int kPanel = kPanelVectors * kLanes;  // rows
+constexpr int64_t kPanelBatch = 128;            // tokens for which a unit is unpacked once
+
+// One unit of kPanel rows: codes with four of each row side by side, and factors and offsets.
+template <class F>
+struct Panel {
+  alignas(64) int32_t codes[kUnit / 4][kPanel];
+  alignas(64) float factors[kUnit / F::kGroup][kPanel];
+  alignas(64) float offsets[kUnit / F::kGroup][kPanel];
+
+  // The first `groups` groups of 32 of the unit at p of each row.
+  void unpack(const uint8_t* const* p, int64_t groups) {
+    constexpr int kParts = 32 / F::kGroup;
+    for (int r = 0; r < kPanel; r++) {
+      eight s[kParts], o[kParts];
+      F::factors(p[r], s, o);
+      #pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) {
+        float of_row[8];
+        store8(of_row, s[i]);
+        #pragma GCC unroll 8
+        for (int g = 0; g < 8; g++) factors[8 * i + g][r] = of_row[g];
+        if (!F::kOffsets) continue;
+        store8(of_row, o[i]);
+        #pragma GCC unroll 8
+        for (int g = 0; g < 8; g++) offsets[8 * i + g][r] = of_row[g];
+      }
+    }
+    if (!F::kOffsets && F::kZero != 0)
+      for (int g = 0; g < kUnit / F::kGroup; g++)
+        for (int r = 0; r < kPanel; r++) offsets[g][r] = -F::kZero * factors[g][r];
+    chunk<0>(p);
+    if (groups > 2) chunk<1>(p);
+    if (groups > 4) chunk<2>(p);
+    if (groups > 6) chunk<3>(p);
+  }
+
+  template <int I>
+  void chunk(const uint8_t* const* p) {
+    for (int v = 0; v < kPanel; v += kLanes) {
+      Codes rows[kLanes];
+      #pragma GCC unroll 16
+      for (int r = 0; r < kLanes; r++) rows[r] = F::template codes<I>(p[v + r]);
+      transposed(rows, &codes[16 * I][v], kPanel);
+    }
+  }
+
+  // Adds the products with T tokens to their totals [T][kPanel].
+  template <int T>
+  void add(const Int8& x, int64_t token, int64_t unit, int64_t groups, float* totals) const {
+    constexpr bool kHasOffsets = F::kOffsets || F::kZero != 0;
+    constexpr int kSteps = F::kGroup / 4;
+    const int8_t* at = x.codes + token * x.stride + unit * kUnit;
+    const float* scales = x.scales + (token * x.stride + unit * kUnit) / 32;
+    const float* sums = F::kGroup == 32 ? x.sums + (token * x.stride + unit * kUnit) / 32
+                                        : x.half_sums + (token * x.stride + unit * kUnit) / 16;
+    vec sum[T][kPanelVectors];
+    #pragma GCC unroll 16
+    for (int t = 0; t < T; t++)
+      #pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; v++) sum[t][v] = load(totals + t * kPanel + v * kLanes);
+    for (int64_t g = 0; g < groups * (32 / F::kGroup); g++) {
+      ivec n[T][kPanelVectors];
+      #pragma GCC unroll 16
+      for (int t = 0; t < T; t++)
+        #pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; v++) n[t][v] = no_sums();
+      #pragma GCC unroll 8
+      for (int k = 0; k < kSteps; k++) {
+        ivec c[kPanelVectors];
+        #pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; v++) c[v] = load_codes(&codes[g * kSteps + k][v * kLanes]);
+        #pragma GCC unroll 16
+        for (int t = 0; t < T; t++) {
+          const ivec four = four_of(at + t * x.stride + g * F::kGroup + 4 * k);
+          #pragma GCC unroll 4
+          for (int v = 0; v < kPanelVectors; v++) n[t][v] = dot4<F::kWide>(n[t][v], c[v], four);
+        }
+      }
+      #pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; v++) {
+        const vec factor = load(&factors[g][v * kLanes]);
+        const vec offset = kHasOffsets ? load(&offsets[g][v * kLanes]) : zero();
+        #pragma GCC unroll 16
+        for (int t = 0; t < T; t++) {
+          const float scale = scales[t * x.stride / 32 + g * F::kGroup / 32];
+          sum[t][v] = fma(to_float(n[t][v]), mul(factor, all(scale)), sum[t][v]);
+          if (kHasOffsets) sum[t][v] = fma(offset, all(sums[t * x.stride / F::kGroup + g]), sum[t][v]);
+        }
+      }
+    }
+    #pragma GCC unroll 16
+    for (int t = 0; t < T; t++)
+      #pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; v++) store(totals + t * kPanel + v * kLanes, sum[t][v]);
+  }
+
+  template <int T>
+  void add_up_to(int64_t tokens, const Int8& x, int64_t token, int64_t unit, int64_t groups, float* totals) const {
+    if constexpr (T > 1)
+      if (tokens < T) return add_up_to<T - 1>(tokens, x, token, unit, groups, totals);
+    add<T>(x, token, unit, groups, totals);
+  }
+};
+
+template <class F>
+void several_tokens(const PackedRows& rows) {
+  const int64_t bytes = row_bytes<F>(rows.depth), units = (rows.depth + kUnit - 1) / kUnit;
+  Panel<F> panel;
+  alignas(64) float totals[kPanelBatch * kPanel];
+  for (int64_t o = rows.begin; o < rows.end; o += kPanel) {
+    const int64_t height = rows.end - o < kPanel ? rows.end - o : kPanel;
+    for (int64_t t = 0; t < rows.tokens; t += kPanelBatch) {
+      const int64_t width = rows.tokens - t < kPanelBatch ? rows.tokens - t : kPanelBatch;
+      memset(totals, 0, sizeof(float) * width * kPanel);
+      for (int64_t u = 0; u < units; u++) {
+        const int64_t left = rows.depth - u * kUnit, groups = left < kUnit ? left / 32 : kGroups;
+        const uint8_t* p[kPanel];
+        // A panel that is not full repeats its last row.
+        for (int64_t r = 0; r < kPanel; r++)
+          p[r] = rows.w + (o + (r < height ? r : height - 1)) * bytes + u * unit_bytes<F>();
+        if (groups == kGroups) {
+          panel.unpack(p, groups);
+        } else {
+          unpack_rest(panel, p, left, groups);
+        }
+        for (int64_t c = 0; c < width; c += kPanelTokens)
+          panel.template add_up_to<kPanelTokens>(width - c, rows.x, t + c, u, groups, totals + c * kPanel);
+      }
+      for (int64_t c = 0; c < width; c++)
+        for (int64_t r = 0; r < height; r++)
+          put_one(totals[c * kPanel + r], rows, (t + c) * rows.y_stride + o + r);
+    }
+  }
+}
+
+template <class F>
+__attribute__((noinline)) void unpack_rest(Panel<F>& panel, const uint8_t** p, int64_t depth, int64_t groups) {
+  uint8_t rest[kPanel][unit_bytes<F>()];
+  const int64_t there = row_bytes<F>(depth);
+  for (int r = 0; r < kPanel; r++) {
+    memcpy(rest[r], p[r], there);
+    memset(rest[r] + there, 0, unit_bytes<F>() - there);
+    p[r] = rest[r];
+  }
+  panel.unpack(p, groups);
+}
+
+// --- float activations ----------------------------------------------------------------------------
+
+// `count` weights of a row as floats, from the beginning of a unit on; count is whole blocks.
+template <class F>
+void dequantise(const uint8_t* p, int64_t count, float* out) {
+  constexpr int kParts = 32 / F::kGroup;
+  const auto unit = [](const uint8_t* p, float* out) {
+    eight s[kParts], o[kParts];
+    F::factors(p, s, o);
+    float scales[8 * kParts], offsets[8 * kParts];
+    #pragma GCC unroll 2
+    for (int i = 0; i < kParts; i++) {
+      store8(scales + 8 * i, s[i]);
+      store8(offsets + 8 * i, F::kOffsets ? o[i] : mul8(s[i], all8(-F::kZero)));
+    }
+    constexpr int n = 64 / F::kGroup;
+    expand<F::kGroup, F::kWide>(F::template codes<0>(p), scales, offsets, out);
+    expand<F::kGroup, F::kWide>(F::template codes<1>(p), scales + n, offsets + n, out + 64);
+    expand<F::kGroup, F::kWide>(F::template codes<2>(p), scales + 2 * n, offsets + 2 * n, out + 128);
+    expand<F::kGroup, F::kWide>(F::template codes<3>(p), scales + 3 * n, offsets + 3 * n, out + 192);
+  };
+  for (; count >= kUnit; count -= kUnit, p += unit_bytes<F>(), out += kUnit) unit(p, out);
+  if (count) {
+    float last[kUnit];
+    unit(Rest<F>(p, count).bytes, last);
+    memcpy(out, last, sizeof(float) * count);
+  }
+}
+
+// As `several` of product.h, with weights that are dequantised for up to 128 tokens.
+template <class F>
+void float_activations(const PackedRows& rows) {
+  typedef Wide<float> P;
+  constexpr int64_t kTokens = 128, kHeight = 64, kBlock = 1024;
+  static_assert(kHeight * kBlock * sizeof(float) <= maxjax::kPackedScratch, "scratch");
+  const int64_t bytes = row_bytes<F>(rows.depth);
+  float* w = reinterpret_cast<float*>(rows.scratch);
+  alignas(64) double totals[kTokens * kHeight];
+  for (int64_t o = rows.begin; o < rows.end; o += kHeight) {
+    const int64_t height = rows.end - o < kHeight ? rows.end - o : kHeight;
+    for (int64_t t = 0; t < rows.tokens; t += kTokens) {
+      const int64_t width = rows.tokens - t < kTokens ? rows.tokens - t : kTokens;
+      memset(totals, 0, sizeof(double) * width * kHeight);
+      for (int64_t k = 0; k < rows.depth; k += kBlock) {
+        const int64_t depth = rows.depth - k < kBlock ? rows.depth - k : kBlock;
+        for (int64_t r = 0; r < height; r++)
+          dequantise<F>(rows.w + (o + r) * bytes + k / kUnit * unit_bytes<F>(), depth, w + r * kBlock);
+        for (int64_t r = 0; r < height;) {
+          const bool full = height - r >= kTileRows;
+          for (int64_t c = 0; c < width; c += kTileTokens) {
+            const int64_t n = width - c < kTileTokens ? width - c : kTileTokens;
+            const float* at = rows.floats + (t + c) * rows.stride + k;
+            const Tile f = full ? tile_of<P, kTileRows, kTileTokens>(n) : tile_of<P, 1, kTileTokens>(n);
+            f(w + r * kBlock, kBlock, at, rows.stride, depth, totals + c * kHeight + r, kHeight);
+          }
+          r += full ? kTileRows : 1;
+        }
+      }
+      for (int64_t c = 0; c < width; c++)
+        for (int64_t r = 0; r < height; r++)
+          put_one(totals[c * kHeight + r], rows, (t + c) * rows.y_stride + o + r);
+    }
+  }
+}
+
+// --- choice ---------------------------------------------------------------------------------------
+
+// From this number of tokens on a unit's codes are transposed for all of them.
+constexpr int64_t kTransposedFrom = 4;
+
+template <class F>
+void packed_product_of(const PackedRows& rows) {
+  if (!rows.is_int8) return float_activations<F>(rows);
+  if (rows.tokens >= kTransposedFrom) return several_tokens<F>(rows);
+  for (int64_t t = 0; t < rows.tokens; t++) one_token<F>(rows, t);
+}
+
+void packed_product(const PackedRows& rows) {
+  const Exact exact;
+  switch (rows.format) {
+    case Format::q4_0:
+      return packed_product_of<Q4_0>(rows);
+    case Format::q8_0:
+      return packed_product_of<Q8_0>(rows);
+    case Format::q4_k:
+      return packed_product_of<Q4_K>(rows);
+    case Format::q5_k:
+      return packed_product_of<Q5_K>(rows);
+    case Format::q6_k:
+      return packed_product_of<Q6_K>(rows);
+    case Format::mxfp4:
+      return packed_product_of<Mxfp4>(rows);
+  }
+}
+
+void quantise(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums) {
+  const Exact exact;
+  for (int64_t g = 0; g < stride / 32; g++) {
+    const float scale = quantise32(x + 32 * g, codes + 32 * g);
+    int sum[2] = {};
+    for (int i = 0; i < 32; i++) sum[i / 16] += codes[32 * g + i];
+    scales[g] = scale;
+    for (int i = 0; i < 2; i++) half_sums[2 * g + i] = scale * float(sum[i]);
+    sums[g] = scale * float(sum[0] + sum[1]);
+  }
+}
+
+}  // namespace
