@@ -136,7 +136,7 @@ def _perplexity(
 ) -> Perplexity:
     _check_model(model)
     context, stride = _sizes(model, context, stride)
-    if isinstance(batch_size, bool) or not isinstance(batch_size, Integral) or batch_size < 1:
+    if not _is_integer(batch_size) or batch_size < 1:
         raise UserInputError(f"batch_size is {batch_size!r}: it must be a positive integer")
     if tokenizer is None:
         raise UserInputError(
@@ -324,7 +324,7 @@ def _sizes(model: Any, context: Any, stride: Any) -> tuple[int, int]:
     longest = model.max_length
     if context is None:
         context = min(_CONTEXT, longest)
-    if isinstance(context, bool) or not isinstance(context, Integral) or context < 2:
+    if not _is_integer(context) or context < 2:
         raise UserInputError(f"context is {context!r}: it must be an integer of at least 2")
     if context > longest:
         raise UserInputError(
@@ -332,11 +332,15 @@ def _sizes(model: Any, context: Any, stride: Any) -> tuple[int, int]:
         )
     if stride is None:
         stride = max(int(context) // 2, 1)
-    if isinstance(stride, bool) or not isinstance(stride, Integral) or not 1 <= stride <= context:
+    if not _is_integer(stride) or not 1 <= stride <= context:
         raise UserInputError(
             f"stride is {stride!r}: it must be an integer from 1 to the context, {context}"
         )
     return int(context), int(stride)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _ids(model: Any, tokenizer: Tokenizer, text: Any) -> np.ndarray:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from jax.sharding import AxisType
 
 import maxjax
 from maxjax.engine import perplexity as module
@@ -183,12 +184,19 @@ def test_one_program_for_all_windows(small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"model": 2}, {"data": 2, "model": 2}, {"fsdp": 4}])
-def test_on_meshes_as_on_one_device(small, axes):
+@pytest.mark.parametrize(
+    ("axes", "axis_types"),
+    [
+        ({"model": 2}, AxisType.Auto), ({"fsdp": 4}, AxisType.Auto),
+        ({"data": 2, "model": 2}, AxisType.Auto), ({"data": 2, "model": 2}, AxisType.Explicit),
+    ],
+)  # fmt: skip
+def test_on_meshes_as_on_one_device(small, axes, axis_types):
     model, tokenizer = small
     text = text_of(90)
     expected = perplexity(model, tokenizer, text, context=16, batch_size=4)
-    placed = maxjax.init(Llama(model.config).to(maxjax.make_mesh(**axes)), jax.random.key(0))
+    mesh = maxjax.make_mesh(axis_types=axis_types, **axes)
+    placed = maxjax.init(Llama(model.config).to(mesh), jax.random.key(0))
     found = perplexity(placed, tokenizer, text, context=16, batch_size=4)
     assert found.tokens == expected.tokens
     np.testing.assert_allclose(found.perplexity, expected.perplexity, rtol=1e-5)
