@@ -97,7 +97,7 @@ text/tokenizer: patterns limits added vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load embed perplexity session
+engine: hub load packing embed perplexity session
 engine/plan: topology options footprint meshes capacity
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
