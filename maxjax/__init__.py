@@ -33,6 +33,7 @@ if _TYPE_CHECKING:
     from .engine.generate.texts import generate as generate
     from .engine.generate.texts import stream as stream
     from .engine.load import load as load
+    from .engine.perplexity import perplexity as perplexity
     from .engine.plan.report import plan as plan
     from .engine.sampling.settings import Sampling as Sampling
     from .errors import CheckpointError as CheckpointError
@@ -76,6 +77,7 @@ _HOMES: dict[str, str | None] = {
     "stream": "engine.generate.texts",
     "load": "engine.load",
     "first_nan": "engine.generate.nans",
+    "perplexity": "engine.perplexity",
     "plan": "engine.plan.report",
     "Sampling": "engine.sampling.settings",
     "load_tokenizer": "text.tokenizer.tokenizer",

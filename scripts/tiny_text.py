@@ -258,3 +258,14 @@ def turns(seed: int) -> Iterator[Turn]:
     kinds, often = list(KINDS), list(KINDS.values())
     while True:
         yield from (kind(rng) for kind in rng.choices(kinds, often, k=256))
+
+
+def stories(seed: int, count: int, end: str = "<|endoftext|>") -> str:
+    """Stories as the model reads them; training draws from the seeds 1, 2 and 3.
+
+    Example:
+        >>> stories(0, 1)[:59]
+        'Once upon a time there was a small rabbit called Tom. Tom l'
+    """
+    rng = random.Random(seed)
+    return "".join(_STORY.format(**_slots(rng)) + end for _ in range(count))

@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -82,7 +83,10 @@ def answers(axes: dict[str, int], all_of_them: bool) -> dict[str, Any]:
             list(stream)
     found["chat"] = chat.messages
     rates = maxjax.generate(model, tokenizer, PROMPTS[:2], max_new_tokens=12, logprobs=2)
-    found["logprobs"] = [[one.logprob for one in text.logprobs] for text in rates]
+    text = "".join(f"{prompt}\n" for prompt in PROMPTS)
+    scored = maxjax.perplexity(model, tokenizer, text, context=16, batch_size=2)
+    losses = [math.log(scored.perplexity)]
+    found["logprobs"] = [[one.logprob for one in text.logprobs] for text in rates] + [losses]
     return found
 
 

@@ -97,7 +97,7 @@ text/tokenizer: patterns limits added vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load embed session
+engine: hub load packing embed perplexity session
 engine/plan: topology options footprint meshes capacity
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
@@ -109,7 +109,7 @@ interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal options environment answer model inspect embed generate chat bench convert plan application __init__
+cli: terminal options environment answer model inspect embed generate evaluate chat bench convert plan application __init__
 .: __main__
 """
 JUNK_DRAWERS = {"utils.py", "common.py", "base.py", "helpers.py"}

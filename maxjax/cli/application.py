@@ -24,6 +24,7 @@ from .chat import chat, chat_arguments
 from .convert import convert, convert_arguments
 from .embed import embed, embed_arguments
 from .environment import env, env_arguments
+from .evaluate import evaluate, evaluate_arguments
 from .generate import generate, generate_arguments
 from .inspect import inspect, inspect_arguments, verify, verify_arguments
 from .options import Parser
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         ("generate", generate, generate_arguments, "continue a text with a language model"),
         ("chat", chat, chat_arguments, "chat with a language model"),
         ("bench", bench, bench_arguments, "measure a language model against the memory bandwidth"),
+        ("eval", evaluate, evaluate_arguments, "measure how well a language model predicts a text"),
         ("inspect", inspect, inspect_arguments, "list the tensors of a checkpoint; reads headers only"),
         ("verify", verify, verify_arguments, "read all of a checkpoint and compare its checksums; 0 if it is intact"),
         ("convert", convert, convert_arguments, "write a checkpoint in another format, dtype or number of files"),

@@ -23,7 +23,7 @@ from .model import (
     template_variables,
 )
 from .options import setting
-from .terminal import stoppable
+from .terminal import decoded, stoppable
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +86,12 @@ def _prompt(options: argparse.Namespace) -> str:
     if options.file is not None:
         if given is not None:
             options.error("a PROMPT and --file are both given: leave one out")
-        text = _decoded(options.file.read_bytes(), str(options.file))
+        text = _without_newline(decoded(options.file.read_bytes(), str(options.file)))
     elif given is None or given == "-":
         if sys.stdin is None or (given is None and sys.stdin.isatty()):
             options.error("no PROMPT given, and none on stdin")
         assert sys.stdin is not None  # options.error() does not return
-        text = _decoded(sys.stdin.buffer.read(), "stdin")
+        text = _without_newline(decoded(sys.stdin.buffer.read(), "stdin"))
     elif any("\ud800" <= c <= "\udfff" for c in given):
         raise UserInputError("the prompt is not valid UTF-8")
     else:
@@ -101,11 +101,7 @@ def _prompt(options: argparse.Namespace) -> str:
     return text
 
 
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise UserInputError(f"{name} is not valid UTF-8, at byte {error.start}") from None
+def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 

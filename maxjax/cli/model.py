@@ -1,4 +1,4 @@
-"""The options that ``generate``, ``chat`` and ``bench`` share, and the loading of their model."""
+"""The options that ``generate``, ``chat``, ``bench`` and ``eval`` share, and the loading of their model."""
 
 from __future__ import annotations
 
@@ -38,8 +38,13 @@ _SAMPLING = {
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
-def model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that choose the model and how it runs."""
+def model_arguments(parser: argparse.ArgumentParser, *, generates: bool = True) -> None:
+    """Declares the options that choose the model and how it runs.
+
+    Args:
+        parser: the parser of a command.
+        generates: whether the command generates text, with a KV cache.
+    """
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="PATH", default=TINY,
                        help="a directory, a GGUF file, or org/name on the Hugging Face hub"
@@ -49,6 +54,8 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
                        help="the mesh to shard over, as in model=4 or model=4,data=2")  # fmt: skip
     group.add_argument("--dtype", default="auto", type=auto_or_float, metavar="TYPE",
                        help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
+    if not generates:
+        return
     group.add_argument("--cache-dtype", choices=["int8", "float32", "bfloat16", "float16"],
                        help="dtype of the KV cache (default: the model's)")  # fmt: skip
     group.add_argument("--chunk", type=power_of_two, default=512, metavar="N",

@@ -1,4 +1,4 @@
-"""Errors of the command line in one line, and its handling of SIGTERM."""
+"""Errors of the command line in one line, texts that are given to it, and its handling of SIGTERM."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def explain(error: Exception) -> str:
     if isinstance(error, EXPECTED):
         return message
     return f"unexpected {type(error).__name__}: {message} (--debug shows where)"
+
+
+def decoded(data: bytes, name: str) -> str:
+    """The text of a file or of stdin, which must be UTF-8.
+
+    Raises:
+        UserInputError: it is not.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserInputError(f"{name} is not valid UTF-8, at byte {error.start}") from None
 
 
 # Seconds until a swallowed exception is raised again.

@@ -1,7 +1,8 @@
 """What a user runs: ``maxjax.load``, ``embed``, ``generate``, ``plan`` and ``export``.
 
 ``load`` opens a checkpoint, given as a path or as a name on the hub (``hub``), and returns a model and
-its tokenizer. ``embed`` computes one vector for each text. ``generate/`` generates text with the
+its tokenizer. ``embed`` computes one vector for each text,
+``perplexity`` says how well a model predicts one. ``generate/`` generates text with the
 tokens that ``sampling/`` chooses. ``plan/`` says what memory a model needs on a mesh, before it is
 loaded. ``export/`` stores compiled programs. ``session`` runs a Graph through MAX's interface.
 """

@@ -1,12 +1,12 @@
 """``embed``: one vector for each text.
 
 Texts are sorted into batches of a few padded shapes, so that few programs are compiled whatever
-the texts are.
+the texts are. An encoder's short texts lie end to end in rows (``packing``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,10 +21,11 @@ from ..errors import UnsupportedModelError, UserInputError
 from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
-from ..models import Decoder
+from ..models import BertModel, Decoder
 from ..models.pooling import POOLINGS, Pooling, pool
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
+from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
 
 # The smallest padded length: shorter programs are hardly faster.
 _MIN_LENGTH = 16
@@ -52,7 +53,8 @@ def embed(
         model: a text encoder or a decoder, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer.
         texts: the texts; an empty text is allowed.
-        batch_size: the largest number of texts in one batch.
+        batch_size: the largest number of rows in one batch. A row holds one text, or several short
+            ones of an encoder.
         truncate: whether texts longer than the model's limit are cut; otherwise they are refused.
         normalize: whether each vector is scaled to length 1; None does as the files say.
         pooling: the pooling that replaces that of the files: ``"lasttoken"``, ``"mean"``, another
@@ -124,27 +126,46 @@ def _embed(
         "gathered": NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
     }  # fmt: skip
     pending = []
-    for batch in batches([len(row.ids) for row in rows], batch_size, limit):
-        members = [rows[i] for i in batch.members]
-        padded = tokenizer.pad(members, batch.length, batch.count)
+    for members, slots, tokens in _batches_of(model, tokenizer, rows, batch_size, limit):
         if mesh is not None:  # shard the batch over the data axes
-            split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, batch.count)))
-            padded = jax.tree.map(partial(put, sharding=split), padded)
+            split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(tokens[0]))))
+            tokens = jax.tree.map(partial(put, sharding=split), tokens)
         if together.is_shared:
             together.decide()  # so that all are there
-        vectors = together.run(_encode, model, padded, **settings)
+        vectors = together.run(_encode, model, tokens, **settings)
         # Of several processes none may dispatch what would wait for another in JAX.
-        pending.append((batch.members, together.fetch(vectors) if together.is_shared else vectors))
+        vectors = together.fetch(vectors) if together.is_shared else vectors
+        pending.append((members, slots, vectors))
     if not rows:
         width = jax.eval_shape(
             partial(_encode, **settings), model, tokenizer.pad([], _MIN_LENGTH, 1)
         ).shape[1]
         return np.zeros((0, width), np.float32)
     # Waiting begins only here: the devices compute while the host prepares batches.
-    result = np.empty((len(rows), pending[0][1].shape[1]), np.float32)
-    for members, vectors in pending:
-        result[members] = np.asarray(vectors)[: len(members)]
+    result = np.empty((len(rows), pending[0][2].shape[1]), np.float32)
+    for members, slots, vectors in pending:
+        result[members] = np.asarray(vectors)[slots]
     return result
+
+
+def _batches_of(
+    model: Any, tokenizer: Tokenizer, rows: list[Encoding], batch_size: int, limit: int
+) -> Iterator[tuple[list[int], list[int], Any]]:
+    """Batches: the indices of their texts, of the vectors of these texts, and their tokens."""
+    lengths = [len(row.ids) for row in rows]
+    # Packed rows need position ids, and a mask of the pairs of tokens that see each other.
+    short = [i for i, n in enumerate(lengths) if n <= LONGEST and isinstance(model, BertModel)]
+    for batch in packed_batches([lengths[i] for i in short], batch_size, limit):
+        found = [(i, k) for i, row in enumerate(batch.rows) for k in range(len(row))]
+        members = [short[batch.rows[i][k]] for i, k in found]
+        slots = [i * places(batch.length) + k for i, k in found]
+        yield members, slots, packed_tokens([rows[i] for i in short], batch, tokenizer.pad_id)
+    kept = set(short)
+    long = [i for i in range(len(rows)) if i not in kept]
+    for batch in batches([lengths[i] for i in long], batch_size, limit):
+        members = [long[i] for i in batch.members]
+        padded = tokenizer.pad([rows[i] for i in members], batch.length, batch.count)
+        yield members, list(range(len(members))), padded
 
 
 @partial(jax.jit, static_argnames=("modes", "normalize", "skipped", "gathered"))
@@ -157,18 +178,44 @@ def _encode(
     skipped: int = 0,
     gathered: NamedSharding | None = None,
 ) -> jax.Array:
-    if isinstance(model, Decoder):
-        lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
-        states = model.states(batch.input_ids, lengths=lengths)
-    else:
-        states = model(*batch).last_hidden_state  # [B, T, E]
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
-    mask = batch.attention_mask
-    if skipped:  # the tokens of the prompt do not count
-        mask = jnp.where(jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :] >= skipped, mask, 0)
-    pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
+    if isinstance(batch, PackedTokens):
+        seen = batch.numbers[:, :, None] == batch.numbers[:, None, :]  # [B, T, T]
+        output = model(batch.ids, seen, batch.type_ids, batch.positions)
+        states = output.last_hidden_state.astype(dtype)
+        pooled = _pooled(states, batch, modes, normalize, skipped)
+    else:
+        if isinstance(model, Decoder):
+            lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
+            states = model.states(batch.input_ids, lengths=lengths)
+        else:
+            states = model(*batch).last_hidden_state  # [B, T, E]
+        mask = batch.attention_mask
+        if skipped:  # the tokens of the prompt do not count
+            at = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
+            mask = jnp.where(at >= skipped, mask, 0)
+        pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
     pooled = pooled.astype(jnp.float32)  # [B, d]
     return pooled if gathered is None else with_sharding(pooled, gathered)
+
+
+def _pooled(
+    states: jax.Array, batch: PackedTokens, modes: tuple[str, ...], normalize: bool, skipped: int
+) -> jax.Array:
+    """The vectors of the texts in packed rows, ``[B · K, d]``; zeros for places without a text."""
+    count, length, _ = states.shape
+    numbers = jnp.arange(1, places(length) + 1, dtype=jnp.int32)
+    masks = batch.numbers[:, None, :] == numbers[None, :, None]  # [B, K, T]
+    starts = jnp.argmax(masks, axis=2).astype(jnp.int32)  # [B, K]
+    taken = jnp.any(masks, axis=2)
+    if skipped:
+        masks = masks & (batch.positions >= skipped)[:, None, :]
+
+    def of_text(mask: jax.Array, starts: jax.Array) -> jax.Array:
+        return pool(states, mask, modes, normalize=normalize, starts=starts)
+
+    pooled = jax.vmap(of_text, in_axes=1, out_axes=1)(masks, starts)  # [B, K, d]
+    return jnp.where(taken[..., None], pooled, 0).reshape(count * places(length), -1)
 
 
 # --- checks ---------------------------------------------------------------------------------

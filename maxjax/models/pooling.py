@@ -73,35 +73,41 @@ class Pooling:
 
 
 # --- the arithmetic: states [B, T, E] and mask [B, T] of the same dtype → [B, E] ------------
+# `starts` int32 [B, 1] is the index of each text's first token.
 
 
-def _mean(states: jax.Array, mask: jax.Array) -> jax.Array:
+def _mean(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     return _sum(states, mask) / _count(mask)
 
 
-def _mean_sqrt_len(states: jax.Array, mask: jax.Array) -> jax.Array:
+def _mean_sqrt_len(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     return _sum(states, mask) / jnp.sqrt(_count(mask))
 
 
-def _weighted_mean(states: jax.Array, mask: jax.Array) -> jax.Array:
+def _weighted_mean(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     """Later tokens weigh more: 1, 2, 3, …"""
-    return _mean(states, mask * jnp.arange(1, mask.shape[1] + 1, dtype=mask.dtype)[None, :])
+    places = jnp.arange(1, mask.shape[1] + 1, dtype=jnp.int32)[None, :] - starts
+    return _mean(states, mask * places.astype(mask.dtype), starts)
 
 
-def _max(states: jax.Array, mask: jax.Array) -> jax.Array:
+def _max(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     lowest = jnp.finfo(states.dtype).min
     return jnp.max(jnp.where(mask[..., None] > 0, states, lowest), axis=1)
 
 
-def _first(states: jax.Array, mask: jax.Array) -> jax.Array:
-    return states[:, 0]
+def _first(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
+    return _at(states, starts)
 
 
-def _last(states: jax.Array, mask: jax.Array) -> jax.Array:
+def _last(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
     # The mask is not summed: 16-bit floats count exactly only to 256 (bfloat16) or 2048 (float16).
     positions = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
-    last = jnp.max(jnp.where(mask > 0, positions, 0), axis=1)  # [B]
-    return jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
+    return _at(states, jnp.max(jnp.where(mask > 0, positions, 0), axis=1, keepdims=True))
+
+
+def _at(states: jax.Array, places: jax.Array) -> jax.Array:
+    """The state at one place ``[B, 1]`` of each row."""
+    return jnp.take_along_axis(states, places[:, :, None], axis=1)[:, 0]
 
 
 def _sum(states: jax.Array, mask: jax.Array) -> jax.Array:
@@ -118,7 +124,7 @@ def _above(x: jax.Array, least: float) -> jax.Array:
 
 
 # In the order in which sentence-transformers concatenates the results.
-POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+POOLINGS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "cls": _first,
     "max": _max,
     "mean": _mean,
@@ -138,15 +144,22 @@ _KEYS = {
 
 
 def pool(
-    states: Any, mask: Any, modes: tuple[str, ...] = ("mean",), *, normalize: bool = False
+    states: Any,
+    mask: Any,
+    modes: tuple[str, ...] = ("mean",),
+    *,
+    normalize: bool = False,
+    starts: Any = None,
 ) -> jax.Array:
     """Token states → one embedding for each text.
 
     Args:
         states: hidden states ``[B, T, E]``, in whose dtype everything is computed.
-        mask: ``[B, T]``, nonzero for real tokens; padding is on the right.
+        mask: ``[B, T]``, nonzero for the tokens that are pooled.
         modes: names in :data:`POOLINGS`.
         normalize: whether to scale embeddings to length 1.
+        starts: index of the first token of each text, integers ``[B]``; 0 by default, where padding
+            is on the right.
 
     Returns:
         Embeddings ``[B, E · len(modes)]``.
@@ -157,7 +170,9 @@ def pool(
     """
     states = jnp.asarray(states)
     mask = jnp.asarray(mask).astype(bool).astype(states.dtype)
-    pooled = jnp.concatenate([POOLINGS[mode](states, mask) for mode in modes], axis=-1)
+    first = jnp.zeros(mask.shape[0], jnp.int32) if starts is None else jnp.asarray(starts)
+    pooled = [POOLINGS[mode](states, mask, first.astype(jnp.int32)[:, None]) for mode in modes]
+    pooled = jnp.concatenate(pooled, axis=-1)
     if normalize:
         length = jnp.sqrt(jnp.sum(jnp.square(pooled), axis=-1, keepdims=True))
         pooled = pooled / _above(length, 1e-12)

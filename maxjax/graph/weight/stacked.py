@@ -492,3 +492,7 @@ class StackedWeight:
 
     def __repr__(self) -> str:
         return f"StackedWeight({self.count} x {self.template!r})"
+
+
+# One lock for all stacks: the guarded sections are short.
+_LOCK = threading.RLock()

@@ -59,10 +59,6 @@ def is_value(leaf: Any) -> bool:
     return leaf is not None and type(leaf) is not jax.ShapeDtypeStruct
 
 
-# One lock for all stacks: the guarded sections are short.
-_LOCK = threading.RLock()
-
-
 class StoredWeight:
     """The stored data of a Weight: a view of the Weight, created on demand.
 
