@@ -29,7 +29,8 @@ graph: dim shape device quantization kind
 storage: limits files crc32 formats signatures strict_json boxes entry checksums
 storage/save: durable staging outgoing beside
 storage: table digests directory parts
-storage/blocks: grids layout scratch codebooks simple k_quants iq_quants decoders codings encode_simple encode_k
+storage/blocks: grids layout scratch codebooks simple k_quants iq_quants decoders codings search encode_simple
+storage/blocks: encode_k encode_native
 storage/blocks: encoders __init__
 storage/gguf: types values header reader writer
 storage/zip: deflate directory archive

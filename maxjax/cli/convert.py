@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from .options import float_type, shard_size
+from .options import float_type, quantization, shard_size
 from .terminal import stoppable
 
 
@@ -27,8 +27,9 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", type=float_type, metavar="TYPE", help="convert floats: bf16, f16, f32, …"
     )
-    parser.add_argument("--quantize", choices=["q8_0", "q4_0", "q4_k", "q6_k"],
-                        help="GGUF: quantise the large weights")  # fmt: skip
+    parser.add_argument("--quantize", type=quantization, metavar="TYPE",
+                        help="GGUF: quantise the large weights: q8_0, q4_0, q4_k, …, or one of "
+                        "llama.cpp's mixtures: q4_k_m, q5_k_m, q3_k_m, …")  # fmt: skip
     parser.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE",
                         help="size of safetensors files in a directory (default 5GB)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true",

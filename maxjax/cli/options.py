@@ -202,6 +202,18 @@ def float_type(found: str) -> str:
     return name
 
 
+def quantization(found: str) -> str:
+    """The type of what weights are quantised to: a type of ggml, or a mixture of llama.cpp's."""
+    from ..models.gguf.tensors.types import MIXTURES
+
+    name = found.lower()
+    if name not in MIXTURES:
+        raise argparse.ArgumentTypeError(
+            f"{_short(found)}: it must be one of {', '.join(sorted(MIXTURES))}"
+        )
+    return name
+
+
 def auto_or_float(found: str) -> str:
     """The type of "auto" or the name of a float dtype of 16 bits or more."""
     if found == "auto":

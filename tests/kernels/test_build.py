@@ -41,15 +41,15 @@ def _compiler(folder, text):
 
 # --- what is run
 
-
-X86 = {"avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "crc_clmul", "crc_wide"}
+X86 = {"portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "crc_clmul", "crc_wide"}
+X86 |= {"encode_avx2", "encode_avx512"}
 
 
 @pytest.mark.parametrize(
     "machine, levels",
     [
-        ("x86_64", {"portable", *X86}),
-        ("AMD64", {"portable", *X86}),
+        ("x86_64", X86),
+        ("AMD64", X86),
         ("aarch64", {"portable", "neon", "neondot", "crc_arm"}),
         ("arm64", {"portable", "neon", "neondot", "crc_arm"}),
         ("riscv64", {"portable"}),
@@ -59,7 +59,7 @@ def test_every_processor_has_its_levels(machine, levels, commands, tmp_path):
     assert build.build(tmp_path / "library.so", machine=machine) == tmp_path / "library.so"
     *compiles, link = commands
     sources = {Path(next(a for a in c if a.endswith(".cc"))).name for c in compiles}
-    plain = {"handlers.cc", "packed_handler.cc", "crc.cc"}
+    plain = {"handlers.cc", "packed_handler.cc", "crc.cc", "encode.cc"}
     assert sources == plain | {*(f"level_{level}.cc" for level in levels)}
     assert set(link) >= {c[-1] for c in compiles}
     assert [path.name for path in tmp_path.iterdir()] == ["library.so"]
@@ -70,7 +70,8 @@ def test_only_a_level_may_use_more_than_every_processor_has(commands, tmp_path):
     for command in commands:
         beyond = [flag for flag in command if flag.startswith("-m")]
         sources = [part for part in command if part.endswith(".cc")]
-        assert bool(beyond) == any("level_avx" in s or "level_crc" in s for s in sources)
+        beyond_all = ("level_avx", "level_crc", "level_encode")
+        assert bool(beyond) == any(part in s for s in sources for part in beyond_all)
 
 
 def test_flags_of_the_caller_reach_compiler_and_linker(commands, tmp_path):

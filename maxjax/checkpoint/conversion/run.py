@@ -19,6 +19,7 @@ from ...dtype import DType
 from ...errors import UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
+from ...models.gguf.tensors.types import MIXTURES
 from ...models.weights import main_dtype
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
@@ -33,7 +34,6 @@ from .to_gguf import to_gguf
 
 _LOG = logging.getLogger("maxjax")
 FORMATS = ("safetensors", "gguf", "orbax")
-QUANTIZED = ("q8_0", "q4_0", "q4_k", "q6_k")
 
 
 def convert(
@@ -56,7 +56,9 @@ def convert(
         to: format, "safetensors", "gguf" or "orbax"; by default that of the destination's suffix,
             and safetensors for a directory.
         dtype: dtype that float tensors are converted to and quantised tensors dequantised to.
-        quantize: encoding of the large weights of a GGUF file: "q8_0", "q4_0", "q4_k" or "q6_k".
+        quantize: what the large weights of a GGUF file are quantised to: a type, such as "q8_0", "q4_0"
+            or "q4_k", or one of llama.cpp's mixtures, such as "q4_k_m" (``docs/quantization.md``
+            lists them).
         max_shard_size: maximum size of each safetensors file of a directory.
         limits: limits of what is read, as in ``maxjax.load``.
         watch: progress callback: it is called with the number of bytes to write, and returns a
@@ -134,11 +136,11 @@ def _format(target: Path, to: str | None) -> str:
 def _encoding(quantize: str | None, kind: str) -> str | None:
     if quantize is None:
         return None
-    if quantize.lower() not in QUANTIZED:
-        raise UserInputError(f"quantize={quantize!r}: it must be one of {', '.join(QUANTIZED)}")
+    if quantize.lower() not in MIXTURES:
+        raise UserInputError(f"quantize={quantize!r}: it must be one of {', '.join(MIXTURES)}")
     if kind != "gguf":
         raise UserInputError(f"quantize={quantize!r} is for GGUF files: {kind} has no such blocks")
-    return quantize.upper()
+    return quantize.lower()
 
 
 # --- the destination --------------------------------------------------------------------------
@@ -216,7 +218,7 @@ def _lost(
     if not target.is_dir() and len(source) > 1:
         return "is made of several files, of which this is one"
     if encoding is not None:
-        return f"quantize={encoding.lower()!r} would lose bits of its values"
+        return f"quantize={encoding!r} would lose bits of its values"
     if dtype is not None and not all(_holds(dtype, data) for data in _data(found).values()):
         return f"dtype={dtype.name!r} would lose bits of its values"
     return None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...dtype import DType
 from ...errors import CheckpointMissingError, UnsupportedModelError, some
@@ -15,13 +18,14 @@ from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.bounds import check_bounds
 from ...models.gguf import (
-    encoding_for,
+    encodings,
     gguf_metadata,
     gguf_tensors,
     gguf_tokenizer_metadata,
     is_wide,
 )
 from ...models.gguf.config.families import read_config
+from ...models.gguf.tensors.types import Traits
 from ...models.gguf.write_metadata import file_type
 from ...models.pooling import Pooling, gguf_mode, read_pooling
 from ...storage.blocks import Decoded, encode, layout_of
@@ -42,18 +46,31 @@ def to_gguf(
     found: Opened,
     target: Path,
     dtype: DType | None,
-    encoding: str | None,
+    choice: str | None,
     watch: Watch | None,
+    importance: Mapping[str, np.ndarray] | None = None,
 ) -> Converted:
+    """Write a GGUF file; ``choice`` is what to quantise to, a key of ``MIXTURES``."""
+    kind = dtype if choice is None else choice.upper()
     if isinstance(found.weights, GGUFWeights):
-        metadata, data = _same_gguf(found.weights, dtype or encoding)
-        stored = {} if dtype or encoding else _stored_blocks(found.weights)
+        metadata, data = _same_gguf(found.weights, kind)
+        stored = {} if dtype else _stored_blocks(found.weights)
     else:
-        metadata, data = _new_gguf(found, dtype, encoding)
+        metadata, data = _new_gguf(found, dtype, None if choice is None else choice.upper())
         stored = {}
-    outgoing = [
-        stored.get(name) or _for_gguf(name, one, dtype, encoding) for name, one in data.items()
-    ]
+    shapes = {name: tuple(map(int, one.logical_shape)) for name, one in data.items()}
+    floats = {name: shapes[name] for name, one in data.items() if _is_float(one)}
+    wanted: dict[str, str | None] = {}
+    if choice is not None:
+        wanted = encodings(floats, choice, Traits.of_metadata(metadata))
+    outgoing = []
+    for name, one in data.items():
+        if name in stored and (choice is None or stored[name].encoding == wanted.get(name)):
+            outgoing.append(stored[name])
+        elif choice is None or name not in floats or is_wide(name, shapes[name]):
+            outgoing.append(_as_floats(name, one, shapes[name], dtype))
+        else:
+            outgoing.append(_quantised(name, one, dtype, wanted[name], importance or {}))
     nbytes = plan_gguf(metadata, outgoing).nbytes
 
     def pieces(tensors: Sequence[Outgoing]) -> Iterator[memoryview]:
@@ -63,21 +80,46 @@ def to_gguf(
     return result_of(target, "gguf", outgoing)
 
 
-def _for_gguf(name: str, data: WeightData, dtype: DType | None, encoding: str | None) -> Outgoing:
-    """A tensor as it is written; what llama.cpp requires in float32 is not converted."""
-    shape = tuple(map(int, data.logical_shape))
-    floats = data.dtype.is_float() or data.is_packed
-    if not floats or is_wide(name, shape):
-        return outgoing_data(data, name)
+def _is_float(data: WeightData) -> bool:
+    return data.dtype.is_float() or data.is_packed
+
+
+def _as_floats(name: str, data: WeightData, shape: Sequence[int], dtype: DType | None) -> Outgoing:
+    """A tensor that is not quantised; what llama.cpp requires in float32 is not converted."""
+    keeps = dtype is None or not _is_float(data) or is_wide(name, shape)
+    return outgoing_data(data if keeps or dtype is None else data.astype(dtype), name)
+
+
+def _quantised(
+    name: str,
+    data: WeightData,
+    dtype: DType | None,
+    encoding: str | None,
+    importance: Mapping[str, np.ndarray],
+) -> Outgoing:
+    """A weight in an encoding; with None its rows are not complete blocks, and it stays floats."""
     if encoding is None:
-        return outgoing_data(data if dtype is None else data.astype(dtype), name)
-    blocks = encoding_for(name, shape, encoding)
-    packed = data.quantization_encoding if data.is_packed else None
-    if blocks is None:
         return outgoing_data(data.astype(dtype or DType.float16), name)
-    if packed is not None and packed.value == blocks:
+    packed = data.quantization_encoding if data.is_packed else None
+    if packed is not None and packed.value == encoding:
         return outgoing_data(data, name)
-    return outgoing_data(data, name, (blocks, encode))
+    weights = importance.get(name)
+    if weights is None:
+        return outgoing_data(data, name, (encoding, lambda kind, rows, _: encode(kind, rows)))
+    # The rows of each expert have its importance; a piece may have rows of several.
+    each = math.prod(map(int, data.logical_shape[:-1])) // len(weights)
+
+    def encode_rows(kind: str, rows: np.ndarray, first: int) -> np.ndarray:
+        flat = rows.reshape(-1, rows.shape[-1])
+        ends = range((first // each + 1) * each - first, len(flat), each)
+        parts = np.split(flat, ends)
+        blocks = [
+            encode(kind, part, importance=weights[first // each + number])
+            for number, part in enumerate(parts)
+        ]
+        return np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
+
+    return outgoing_data(data, name, (encoding, encode_rows))
 
 
 def _same_gguf(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -15,19 +16,19 @@ import jax
 import numpy as np
 
 from ...dtype import DType
+from ...storage.blocks import layout_of
 from ...storage.boxes import Box, copy_shared, count, extents, overlap, split, whole, within
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
 from ...storage.save.outgoing import PIECE_BYTES, Outgoing, nibbles, pieces
 from ..placement.device_major import DeviceMajor
-from ..quantization import QuantizationEncoding
 from ..weight.weight import Weight
 from .device_reads import box_of, is_host
 from .gathering import Gathering, can_gather
 from .weight_data import PartSource, WeightData
 
-# (encoding, float32 rows) → blocks.
-Encoder = Callable[[str, np.ndarray], np.ndarray]
+# (encoding, float32 rows [..., rows, in], number of the first row in the tensor) → blocks.
+Encoder = Callable[[str, np.ndarray, int], np.ndarray]
 
 
 def outgoing_data(
@@ -44,17 +45,44 @@ def outgoing_data(
     if encode is not None:
         packed = encode[0]
         data = data.astype(DType.float32)
-        sizes = [int(size) for size in data.shape]
-        shape, dtype = QuantizationEncoding(packed).packed_shape(sizes), DType.uint8
+        layout, shape = layout_of(packed), tuple(int(size) for size in data.shape)
+        shape = (*shape[:-1], shape[-1] // layout.elements * layout.nbytes)
+        dtype = DType.uint8
 
     def stream() -> Iterator[memoryview]:
         if dtype is DType.float4_e2m1fn:  # a row can end within a byte
             yield from nibbles(data_rows(data))
             return
-        for rows in data_rows(data):
-            yield from pieces(rows if encode is None else encode[1](encode[0], rows))
+        if encode is None:
+            for rows in data_rows(data):
+                yield from pieces(rows)
+            return
+        for blocks in ahead(_encoded(data, *encode)):
+            yield from pieces(blocks)
 
     return Outgoing(name or data.name, dtype, shape, stream, packed)
+
+
+def _encoded(data: WeightData, encoding: str, encode: Encoder) -> Iterator[np.ndarray]:
+    first = 0
+    for rows in data_rows(data):
+        yield encode(encoding, rows, first)
+        first += math.prod(rows.shape[:-1])
+
+
+def ahead(values: Iterator[Any]) -> Iterator[Any]:
+    """The values of an iterator, the next of which is computed in a thread while one is used.
+
+    Example:
+        >>> list(ahead(iter("abc")))
+        ['a', 'b', 'c']
+    """
+    end = object()
+    with ThreadPoolExecutor(1, "maxjax-ahead") as pool:
+        coming = pool.submit(next, values, end)
+        while (value := coming.result()) is not end:
+            coming = pool.submit(next, values, end)
+            yield value
 
 
 def data_rows(data: WeightData) -> Iterator[np.ndarray]:

@@ -27,6 +27,8 @@ LIBRARY = HERE / f"libmaxjax_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 _CLMUL = ["-msse4.1", "-mpclmul"]
+# The encoders of blocks give the same bytes on every processor, so nothing may be fused.
+_EXACT = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 # The source files for each architecture, each with its compiler flags for instruction sets. The
 # level is chosen when the library is loaded, so one library serves all processors.
 SOURCES: dict[str, dict[str, list[str]]] = {
@@ -42,6 +44,9 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "crc.cc": [],
         "level_crc_clmul.cc": _CLMUL,
         "level_crc_wide.cc": [*_AVX512, *_CLMUL, "-mvpclmulqdq"],
+        "encode.cc": _EXACT,
+        "level_encode_avx2.cc": [*_AVX2, *_EXACT],
+        "level_encode_avx512.cc": [*_AVX512, *_EXACT],
     },
     "aarch64": {
         "handlers.cc": [],
@@ -51,9 +56,12 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "level_neondot.cc": ["-march=armv8.2-a+dotprod"],
         "crc.cc": [],
         "level_crc_arm.cc": [],
+        "encode.cc": _EXACT,
     },
 }
-_OTHER = {"handlers.cc": [], "packed_handler.cc": [], "level_portable.cc": [], "crc.cc": []}
+_OTHER = {
+    "handlers.cc": [], "packed_handler.cc": [], "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
+}  # fmt: skip
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 # Levels must not share inline functions (hidden visibility, no exceptions): the linker keeps any

@@ -25,7 +25,7 @@ if _TYPE_CHECKING:
     from .names import hf_names as hf_names
     from .tensors.read import config_of as config_of
     from .tensors.read import hf_tensors as hf_tensors
-    from .tensors.types import encoding_for as encoding_for
+    from .tensors.types import encodings as encodings
     from .tensors.types import is_wide as is_wide
     from .tensors.write import GGUFTensors as GGUFTensors
     from .tensors.write import gguf_tensors as gguf_tensors
@@ -45,6 +45,6 @@ __getattr__, __dir__, __all__ = _attributes(
         "write_metadata": "gguf_metadata",
         "tensors.write": "GGUFTensors gguf_tensors",
         "tokenizer.write": "gguf_tokenizer_metadata",
-        "tensors.types": "encoding_for is_wide",
+        "tensors.types": "encodings is_wide",
     },
 )

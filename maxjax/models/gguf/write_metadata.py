@@ -24,14 +24,12 @@ from .config.llama_cpp import check_read
 from .config.read import POOLING, hf_config
 from .config.rope import rope_keys
 from .metadata import unsupported
-from .tensors.types import is_wide
+from .tensors.types import MIXTURES, is_wide
 
 _LOG = logging.getLogger("maxjax")
-# general.file_type: the type of most values in the file.
-FILE_TYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32,
-    "MXFP4": 38,
-}  # fmt: skip
+# general.file_type: the type of most values in the file, or the mixture of types.
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
+FILE_TYPES |= {name.upper(): mixture.file_type for name, mixture in MIXTURES.items()}
 _PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
 _QUANTIZATION_VERSION = 2
 # Settings that GGUF has no key for, and their values in every model that it can hold.
@@ -65,8 +63,8 @@ def gguf_metadata(
     Args:
         config: content of ``config.json``.
         tensors: tensors of the file, as ``gguf_tensors`` returns them.
-        encoding: encoding that most of them will be quantised to, "Q4_K" for example; None: they
-            stay as they are.
+        encoding: what they will be quantised to, a key of ``MIXTURES`` in upper case, such as "Q4_K_M";
+            None: they stay as they are.
         dtype: dtype that they will be converted to; None: they stay as they are.
         name: name of the model.
         pooling: pooling type of an encoder, as :func:`~maxjax.models.gguf.pooling` returns it.
@@ -102,7 +100,7 @@ def gguf_metadata(
 
 
 def file_type(kind: str | DType) -> dict[str, Any]:
-    """The metadata for the type of most values in a file.
+    """The metadata for the type of most values in a file, or for a mixture.
 
     Example:
         >>> file_type("Q8_0"), file_type(DType.float16)

@@ -606,7 +606,7 @@ def small(tmp_path):
         ("m", {"dtype": 7}, "7"),
         ("m", {"quantize": "q4_k"}, "quantize='q4_k' is for GGUF files: safetensors has no such"),
         ("m", {"quantize": "q4_0", "to": "orbax"}, "orbax has no such blocks"),
-        ("m.gguf", {"quantize": "q3_k"}, "'q3_k': it must be one of q8_0, q4_0, q4_k, q6_k"),
+        ("m.gguf", {"quantize": "q3_x"}, "'q3_x': it must be one of q4_0, q4_1, q5_0"),
         ("m", {"max_shard_size": "many"}, "'many' is not a size"),
         ("m", {"max_shard_size": 0}, "0 is not a size"),
         ("m.bin", {}, r"m\.bin.*not written"),

@@ -257,14 +257,14 @@ def test_encoded_on_the_way(small):
     array = RNG.standard_normal((4, 64)).astype(ml_dtypes.bfloat16)
     seen = []
 
-    def encode(name, rows):
-        seen.append((name, rows.dtype, rows.shape))
+    def encode(name, rows, first):
+        seen.append((name, rows.dtype, rows.shape, first))
         return np.zeros((len(rows), 2 * 34), np.uint8)
 
     one = outgoing_data(WeightData.from_numpy(array, "w"), encode=("Q8_0", encode))
     assert (one.dtype, one.shape, one.encoding) == (DType.uint8, (4, 68), "Q8_0")
     assert sum(map(len, one.pieces())) == one.nbytes == 4 * 68
-    assert seen == [("Q8_0", np.dtype(np.float32), (4, 64))]
+    assert seen == [("Q8_0", np.dtype(np.float32), (4, 64), 0)]
 
 
 # -- memory

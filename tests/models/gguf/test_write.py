@@ -26,7 +26,6 @@ from maxjax.models.gguf import (
     Permuted,
     Plus,
     config_of,
-    encoding_for,
     gguf_metadata,
     gguf_tensors,
     hf_tensors,
@@ -503,24 +502,3 @@ def test_the_kind_of_file(checkpoints):
     assert list(found)[0] == "general.architecture"
     found = gguf_metadata(config, tensors, dtype=DType.bfloat16)
     assert found["general.file_type"] == types.MOSTLY_BF16
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "wanted", "found"),
-    [
-        ("token_embd.weight", (1000, 256), "Q4_K", "Q4_K"),
-        ("output.weight", (1000, 512), "Q6_K", "Q6_K"),
-        ("blk.0.ffn_down.weight", (64, 96), "Q4_K", "Q8_0"),
-        ("blk.0.ffn_down.weight", (64, 96), "Q4_0", "Q4_0"),
-        ("blk.0.ffn_down.weight", (64, 40), "Q4_K", None),
-        ("blk.0.ffn_down_exps.weight", (8, 64, 256), "Q4_K", "Q4_K"),
-        ("blk.0.attn_q.bias", (256,), "Q8_0", None),
-        ("blk.0.attn_norm.weight", (256,), "Q8_0", None),
-        ("blk.0.ffn_gate_inp.weight", (8, 256), "Q8_0", None),
-        ("blk.0.ffn_gate_inp_shexp.weight", (1, 256), "Q8_0", None),
-        ("position_embd.weight", (1024, 256), "Q8_0", None),
-        ("token_types.weight", (2, 256), "Q8_0", None),
-    ],
-)
-def test_which_blocks_a_tensor_gets(name, shape, wanted, found):
-    assert encoding_for(name, shape, wanted) == found

@@ -100,3 +100,10 @@ def rows(kind: str, n: int = ROWS) -> np.ndarray:
     values = KINDS[kind](Source(list(KINDS).index(kind)), n)
     assert values.dtype == np.float32 and values.shape == (n, WIDTH)
     return values
+
+
+def importance() -> np.ndarray:
+    """The importance of each value of a row: mean squares of inputs, some of them zero."""
+    squares = Source(7).bell(WIDTH) ** 2 * 4
+    squares[::37] = 0
+    return squares.astype(np.float32)

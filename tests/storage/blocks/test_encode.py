@@ -14,18 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxjax.storage.blocks import ENCODERS, LAYOUTS, decode, encode, encoders
-from maxjax.storage.blocks.encode_k import nearest
+from maxjax.storage.blocks.encode_native import encode_native, level
+from maxjax.storage.blocks.encoders import encode_with_numpy
+from maxjax.storage.blocks.search import nearest
 from tests.properties import examples
-from tests.storage.blocks.rows import KINDS, WIDTH, Source, rows
+from tests.storage.blocks.rows import KINDS, WIDTH, Source, importance, rows
 
 TYPES = sorted(ENCODERS)
-SIMPLE = [name for name in TYPES if not name.endswith("_K")]
+SIMPLE = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+WEIGHTED = [name for name in TYPES if name not in ("Q8_0", "MXFP4")]
+# "numpy" is the definition, the others are levels of the compiled library.
+IMPLEMENTATIONS = ["numpy", "portable", "avx2", "avx512"]
 K_QUANTS = [name for name in TYPES if name.endswith("_K")]
 GOLDEN = Path(__file__).parent / "goldens" / "blocks.npz"
 # Where a negative zero is the first of a block of zeros, the package keeps the sign in the scale.
 BOTH_ZEROS = {"zeros of both signs", "sparse"}
 # Their scales have no finite inverse: the package converts infinities to integers.
 NO_INVERSE = {"infinite inverses", "subnormal", "mixed runs of 32"}
+# Below 2 ** -125 ggml's exponent of MXFP4 wraps around, and values become huge.
+NO_EXPONENT = {"infinite inverses", "subnormal", "mixed runs of 32"}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +55,106 @@ def test_the_golden_is_of_these_kinds_and_types(golden, name):
     assert golden[name].shape[0] == golden[f"{name} digests"].shape[0] == len(KINDS)
 
 
+def encoded_by(
+    implementation: str, name: str, values: np.ndarray, weights: np.ndarray | None = None
+) -> np.ndarray:
+    """Blocks ``[n, nbytes]`` of rows, all of them with the importance ``weights`` of one row."""
+    layout = LAYOUTS[name]
+    values = np.ascontiguousarray(values).reshape(-1, layout.elements)
+    blocks = np.empty((len(values), layout.nbytes), np.uint8)
+    if implementation == "numpy":
+        encode_with_numpy(layout, values, weights, blocks)
+    else:
+        done = encode_native(name, values, weights, blocks, level=implementation)
+        if done is None:
+            pytest.skip(f"there is no {implementation} here")
+        assert done
+    return blocks
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TYPES)
-def test_blocks_are_those_of_ggml(golden, name, kind):
-    number = golden["kinds"].tolist().index(kind)
-    blocks = encode(name, rows(kind)).reshape(-1, LAYOUTS[name].nbytes)
-    shown = golden[name][number]
-    np.testing.assert_array_equal(blocks[: len(shown)], shown)
-    digest = hashlib.sha256(blocks.tobytes()).digest()
-    assert digest == golden[f"{name} digests"][number].tobytes()
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_blocks_are_those_of_ggml(golden, name, implementation):
+    for number, kind in enumerate(golden["kinds"].tolist()):
+        if name == "MXFP4" and kind in NO_EXPONENT:
+            continue
+        blocks = encoded_by(implementation, name, rows(kind))
+        shown = golden[name][number]
+        np.testing.assert_array_equal(blocks[: len(shown)], shown)
+        digest = hashlib.sha256(blocks.tobytes()).digest()
+        assert digest == golden[f"{name} digests"][number].tobytes(), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WEIGHTED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_blocks_with_an_importance_are_those_of_ggml(golden, name, implementation):
+    for number, kind in enumerate(golden["kinds"].tolist()):
+        blocks = encoded_by(implementation, name, rows(kind), importance())
+        digest = hashlib.sha256(blocks.tobytes()).digest()
+        assert digest == golden[f"{name} importance digests"][number].tobytes(), kind
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("count", [1, 3, 15, 16, 17, 33])
+def test_any_number_of_blocks_on_every_level(name, count):
+    elements = LAYOUTS[name].elements
+    values = bell(count, elements)
+    weights = importance()[:elements]
+    whole = encoded_by("numpy", name, values), encoded_by("numpy", name, values, weights)
+    for implementation in IMPLEMENTATIONS[1:]:
+        if encode_native(name, values, None, np.empty_like(whole[0]), level=implementation):
+            np.testing.assert_array_equal(encoded_by(implementation, name, values), whole[0])
+            found = encoded_by(implementation, name, values, weights)
+            np.testing.assert_array_equal(found, whole[1])
+
+
+def test_which_encoders_are_used(monkeypatch):
+    from maxjax.storage.blocks import encode_native as module
+
+    found = level()
+    monkeypatch.setenv("MAXJAX_KERNELS", "off")
+    module._compiled.cache_clear()
+    try:
+        assert level() == "numpy"
+        one = encode("Q4_K", rows("bell")[:3])
+    finally:
+        monkeypatch.undo()
+        module._compiled.cache_clear()
+    assert level() == found
+    np.testing.assert_array_equal(encode("Q4_K", rows("bell")[:3]), one)
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_what_is_important_is_more_exact(name):
+    """The error of the important half of the inputs is smaller, that of the others may grow."""
+    values = rows("bell")
+    weights = np.where(np.arange(WIDTH) % 2, np.float32(100), np.float32(1))
+    error = lambda blocks: ((decode(name, blocks) - values) ** 2 * weights).sum()
+    assert error(encode(name, values, importance=weights)) < 0.9 * error(encode(name, values))
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_importance_of_experts(name):
+    values, weights = bell(3, 5, 2 * WIDTH), np.abs(bell(3, 2 * WIDTH))
+    blocks = encode(name, values, importance=weights)
+    for one, inputs, found in zip(values, weights, blocks, strict=True):
+        np.testing.assert_array_equal(encode(name, one, importance=inputs), found)
+
+
+@pytest.mark.parametrize(
+    "weights, says",
+    [
+        (np.ones(255), "must be \\[256\\], or .*; got \\[255\\]"),
+        (np.ones((2, 256)), "got \\[2, 256\\]"),
+        (np.full(256, -1.0), "negative"),
+        (np.full(256, np.nan), "negative values, or values that are not finite"),
+    ],
+)
+def test_an_importance_that_does_not_fit(weights, says):
+    with pytest.raises(ValueError, match=says):
+        encode("Q4_K", bell(3, 256), importance=weights)
 
 
 @pytest.mark.slow
@@ -97,7 +194,8 @@ def test_any_numbers_are_encoded_or_refused(name, values):
         assert np.isfinite(decode(name, blocks)).all()
         largest = np.abs(values).max()
         # A block whose scale is no number of float16 is zero; of others, the largest value stays.
-        assert np.abs(decode(name, blocks) - values).max() <= largest / 6 + 1e-4
+        part = {"MXFP4": 4, "Q2_K": 1, "Q3_K": 2}.get(name, 6)
+        assert np.abs(decode(name, blocks) - values).max() <= largest / part + 1e-4
 
 
 def scalar_q4_k(x: np.ndarray) -> tuple[np.float32, np.float32]:
@@ -191,6 +289,7 @@ def test_more_bits_lose_less_and_a_search_beats_the_extremes(kind):
         name: float(np.mean((decode(name, encode(name, values)) - values) ** 2)) for name in TYPES
     }
     assert lost["Q8_0"] < lost["Q6_K"] < lost["Q5_K"] < lost["Q4_K"] < lost["Q4_0"]
+    assert lost["Q4_0"] < lost["Q3_K"] < lost["Q2_K"] and lost["Q4_0"] < lost["MXFP4"]
     assert lost["Q5_K"] < lost["Q5_1"] * 1.1 and lost["Q4_K"] < lost["Q4_1"] * 1.1
     # A bit less is a step twice as large, so about four times the mean square.
     assert 2.5 < lost["Q4_K"] / lost["Q5_K"] < 6
@@ -200,7 +299,11 @@ def test_more_bits_lose_less_and_a_search_beats_the_extremes(kind):
 def test_values_of_k_quants_come_back_within_their_steps(name):
     values = rows("mixed rows")
     wrong = np.abs(decode(name, encode(name, values)) - values).max(1)
-    steps = {"Q4_K": 15, "Q5_K": 31, "Q6_K": 63}[name]
+    steps = {"Q2_K": 3, "Q3_K": 7, "Q4_K": 15, "Q5_K": 31, "Q6_K": 63}[name]
+    if name in ("Q2_K", "Q3_K"):
+        # Few steps, rounded scales of 4 and 5 bits.
+        assert (wrong <= 1.5 * np.abs(values).max(1) + 64 * 64 * 2**-25).all()
+        return
     span = 2 * np.abs(values).max(1)
     # Half a step, as much again for what a rounded scale and minimum move, and float16's steps.
     assert (wrong <= span / steps + span / 63 + 64 * 64 * 2**-25).all()
@@ -271,9 +374,9 @@ def test_a_last_axis_without_whole_blocks(name, shape):
         encode(name, np.zeros(shape, np.float32))
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "IQ4_NL", "F16", "q4_k", ""])
+@pytest.mark.parametrize("name", ["Q8_K", "IQ4_NL", "F16", "q4_k", ""])
 def test_types_that_are_not_written(name):
-    with pytest.raises(NotImplementedError, match=f"'{name}'; supported are Q4_0, "):
+    with pytest.raises(NotImplementedError, match=f"'{name}'; supported are MXFP4, "):
         encode(name, np.zeros(256, np.float32))
 
 
@@ -296,7 +399,7 @@ def test_the_first_value_that_is_not_finite_is_named(name, bad, threads, monkeyp
 
 
 @pytest.mark.parametrize("large", [6e8, -6e8, 1e13, 1e20, 3e38])
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [name for name in TYPES if name != "MXFP4"])
 def test_values_too_large_for_a_scale_of_float16_are_refused(name, large):
     values = bell(3, 2 * WIDTH)
     values[1, 300] = large
@@ -304,13 +407,30 @@ def test_values_too_large_for_a_scale_of_float16_are_refused(name, large):
         encode(name, values)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [name for name in TYPES if name != "MXFP4"])
 def test_all_values_too_large(name):
     values = np.full((2, WIDTH), np.finfo(np.float32).max)
     values[:, ::2] *= -1
     for some in values, np.abs(values):
         with pytest.raises(ValueError, match="too large"):
             encode(name, some)
+
+
+@pytest.mark.parametrize("power", [-149, -140, -126, -120, -60, 0, 60, 120, 127])
+def test_mxfp4_of_any_power_of_two(power):
+    """The numbers of E2M1 are exact, and the middles between them go towards zero."""
+    scale = 2.0 ** max(power, -126 + 2 - 2)
+    values = np.float32(
+        [0, 0.5, 1, 1.5, 2, 3, -0.5, -1, -1.5, -2, -3, 0.25, -1.25, 1.75, 2.5, -2.5]
+    )
+    values = np.resize(values, 32).astype(np.float64) * scale / 2
+    # The largest stays, so the exponent of the scale is that of 3 less 2, at least -127.
+    out = decode("MXFP4", encode("MXFP4", values.astype(np.float32))).astype(np.float64)
+    expected = np.resize([0, 0.5, 1, 1.5, 2, 3, -0.5, -1, -1.5, -2, -3, 0.25, -1, 1.5, 2, -2], 32)
+    if power >= -124:
+        np.testing.assert_array_equal(out, expected * scale / 2)
+    else:
+        assert np.abs(out - values).max() <= 2.0**-127
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from ..layouts import Layout, Permuted, Plus, Same, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
-from .types import encoding_for as encoding_for
 from .types import is_wide
 
 # Old names of suffixes; prefixes that some files add; prefixes that some files leave out.
