@@ -67,6 +67,7 @@ nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation identity linear stacked_linear embedding
+nn/quantized: formats forms layout linear __init__
 nn/norm: norms __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots cache __init__
@@ -84,6 +85,7 @@ models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling family ties
 models/decoder: config attention block model experts
+models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe gemma gpt2 bert
 models/gguf/config: families
 models/gguf/tensors: write

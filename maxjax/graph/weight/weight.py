@@ -71,6 +71,7 @@ class Weight(TensorValue):
     _dtype: DType
     _dims: tuple[Any, ...]
     _own: Any
+    _form: Any = None  # how a file holds the value, if differently
 
     @property
     def _wraps(self) -> bool:  # type: ignore[override]
