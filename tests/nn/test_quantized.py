@@ -13,7 +13,8 @@ from maxjax.models.quantized import Quantization
 from maxjax.nn.layer import LayerList
 from maxjax.nn.quantized import Exactly, Layout, QuantizedLinear, QuantState, Tensor
 from maxjax.nn.quantized.formats import FORMATS, spread, unpacked
-from tests.models.quantizers import CASES
+from tests.models.quantized_goldens import goldens
+from tests.models.quantizers import CASES, gptq
 
 OUT, IN = 48, 96  # neither is a multiple of a block of 64
 
@@ -23,14 +24,19 @@ def made(case, seed=0, shape=(OUT, IN), bias=False):
     rng = np.random.default_rng(seed)
     found, values = case.quantise(rng.normal(0, 1, shape), rng)
     found = {name: np.asarray(value) for name, value in found.items()}
-    kinds = {name: (DType.of(value.dtype), value.shape) for name, value in found.items()}
-    quantization = Quantization.of({"quantization_config": case.config})
-    layout = quantization.layout_for("model.layers.0.mlp.up_proj")(*shape, kinds)
-    layer = QuantizedLinear(layout, DeviceRef.CPU(), has_bias=bias)
     if bias:
         found["bias"] = rng.normal(size=shape[0]).astype(np.float32)
-    layer.load_state_dict(found)
-    return layer, found, values
+    return layer_of(case.config, found, shape), found, values
+
+
+def layer_of(config, tensors, shape):
+    """The layer of a configuration with these tensors."""
+    kinds = {name: (DType.of(value.dtype), value.shape) for name, value in tensors.items()}
+    quantization = Quantization.of({"quantization_config": config})
+    layout = quantization.layout_for("model.layers.0.mlp.up_proj")(*shape, kinds)
+    layer = QuantizedLinear(layout, DeviceRef.CPU(), has_bias="bias" in tensors)
+    layer.load_state_dict(tensors)
+    return layer
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -45,6 +51,23 @@ def test_a_weight_is_dequantised(case):
         # JAX holds integers of 64 bits in 32.
         kept = np.asarray(array).astype(found[name].dtype)
         assert kept.shape == found[name].shape and kept.tobytes() == found[name].tobytes()
+
+
+GOLDEN = goldens()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_libraries_of_the_formats_dequantise_alike(name):
+    """Files of bitsandbytes, compressed-tensors, transformers, AutoGPTQ and AutoAWQ."""
+    tensors, values = GOLDEN[name]
+    config = gptq(8, desc_act=True).config if name == "gptq 8" else CASES[name].config
+    layer = layer_of(config, tensors, values.shape)
+    weight = np.asarray(layer.dequantise())
+    if name == "awq":  # AutoAWQ computes in float16
+        weight = weight.astype(np.float16).astype(np.float32)
+    np.testing.assert_allclose(weight, values, rtol=1e-6, atol=1e-6 * np.abs(values).max())
+    for key, array in layer.state_dict().items():
+        assert np.asarray(array).astype(tensors[key].dtype).tobytes() == tensors[key].tobytes()
 
 
 @pytest.mark.slow

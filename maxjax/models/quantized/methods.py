@@ -113,7 +113,8 @@ def _compressed_group(group: Settings, kind: str) -> LayoutOf:
     if weights is None:
         raise group.refused("no weights")
     number = weights.only("type", *_COMPRESSED[kind], default="int")
-    bits = weights.only("num_bits", *(range(2, 9) if kind == "pack-quantized" else (8,)), default=8)
+    # Of other widths there are two ways to pack words.
+    bits = weights.only("num_bits", *((4, 8, 2) if kind == "pack-quantized" else (8,)))
     asymmetric = not weights.get("symmetric", bool, True)
     size = weights.get("group_size", int)
     strategy = weights.get("strategy", str, "tensor" if size is None else "group")

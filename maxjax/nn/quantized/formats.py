@@ -141,14 +141,18 @@ def gptq(
     Args:
         tensors: ``qweight`` int32 ``[in · bits / 32, out]``, ``qzeros`` int32
             ``[groups, out · bits / 32]``, ``scales`` ``[groups, out]``, ``g_idx`` int32 ``[in]``.
-        offset: number added to the stored zero points: 1 in the first version of the format.
+        offset: number added to the stored zero points: 1 in the first version of the format. The
+            sum has as many bits as they have.
         ordered: whether ``g_idx`` is used, because columns were quantised in another order.
 
     Source: arXiv:2210.17323; ``qlinear`` of https://github.com/AutoGPTQ/AutoGPTQ.
     """
     # Words are transposed, which are fewer than the numbers in them.
     q = unpacked(tensors["qweight"].T, bits, 1, shape[1])
-    zero = unpacked(tensors["qzeros"].T, bits, 0, shape[0]) + jnp.float32(offset)
+    zero = unpacked(tensors["qzeros"].T, bits, 0, shape[0])
+    if offset:
+        # AutoGPTQ's kernels differ in whether 2^bits is 0 then; it writes neither.
+        zero = jnp.mod(zero + jnp.float32(offset), jnp.float32(2**bits))
     return grouped(q, zero, tensors["scales"].T, group, tensors["g_idx"] if ordered else None)
 
 
