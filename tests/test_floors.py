@@ -68,6 +68,7 @@ nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation identity linear stacked_linear embedding
+nn/quantized: formats forms layout linear __init__
 nn/norm: norms __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots cache __init__
@@ -85,6 +86,7 @@ models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling family ties
 models/decoder: config attention block model experts
+models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe gemma gpt2 bert
 models/gguf/config: families
 models/gguf/tensors: write
@@ -110,7 +112,8 @@ interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal options environment answer model inspect embed generate evaluate chat bench convert plan application __init__
+cli: terminal options environment answer model inspect embed generate evaluate chat bench convert plan
+cli: application __init__
 .: __main__
 """
 JUNK_DRAWERS = {"utils.py", "common.py", "base.py", "helpers.py"}

@@ -15,6 +15,7 @@ from ..graph.weights.writing import outgoing_data, weight_data
 from ..lockstep import Lockstep
 from ..models import PretrainedModel
 from ..models.pooling import pooling_files
+from ..models.quantized import KEY as QUANTIZATION
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
 from ..storage.safetensors.writer import Shard, shards, size_in_bytes
@@ -82,6 +83,7 @@ def save_pretrained(
         gathering = Gathering(together)
         data = model_data(model, gathering)
         if dtype is not None:
+            refuse_quantised(config if config is not None else getattr(model, "hf_config", None))
             data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
         others = model_files(model, config, main_dtype(data))
@@ -160,6 +162,19 @@ def cast(data: WeightData, dtype: DType) -> WeightData:
     return data.astype(dtype) if data.dtype.is_float() or data.is_packed else data
 
 
+def refuse_quantised(config: Mapping[str, Any] | None) -> None:
+    """Checks that a configuration is not that of a quantised repository, which has no other dtype.
+
+    Raises:
+        UserInputError: it has a ``quantization_config``.
+    """
+    if config is not None and config.get(QUANTIZATION):
+        raise UserInputError(
+            "the weights are quantised as 'quantization_config' says, in several tensors each, and cannot "
+            "be written in another dtype: leave dtype out"
+        )
+
+
 def float_type(dtype: Any) -> DType:
     """The float dtype that a user named.
 
@@ -173,6 +188,7 @@ def float_type(dtype: Any) -> DType:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """The configuration with the dtype of most weights entered."""
+    """The configuration with the dtype of most weights entered, unless these are quantised."""
+    dtype = None if config.get(QUANTIZATION) else dtype
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return dict(config) if dtype is None else {**config, key: dtype.name}

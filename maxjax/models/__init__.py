@@ -56,6 +56,8 @@ from .mistral import MistralConfig as MistralConfig
 from .mixtral import MIXTRAL as _MIXTRAL
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
+from .quantized import KEY as _QUANTIZATION
+from .quantized import Quantization, unquantised
 from .qwen import QWEN2 as _QWEN2
 from .qwen import QWEN3 as _QWEN3
 from .qwen import Qwen2 as Qwen2
@@ -190,7 +192,11 @@ def build(
     found = family.adapt(named)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
-    settings = family.config.from_dict(raw, path=path)
+    quantization = Quantization.of(raw, path=path)
+    plain = raw
+    if quantization is not None and not isinstance(weights, GGUFWeights):
+        plain = {key: value for key, value in raw.items() if key != _QUANTIZATION}
+    settings = family.config.from_dict(plain, path=path)
     tie_setting, headless = getattr(settings, "tie_word_embeddings", None), False
     if tie_setting is not None:
         tied = is_tied(family, found, tie_setting, tie=tie, path=weights._path)
@@ -199,12 +205,15 @@ def build(
         found = one_head(found, family.tied) if tied else found
         headless = not tied and family.tied[0] not in found and family.is_bare(named)
     main = _main(found) if dtype is None else DType.of(dtype)
+    if dtype is None and quantization is not None:
+        main = main_dtype(unquantised(found)) or DType.float32
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
+    packed = set() if quantization is None else quantization.apply(model, found, main)
     if isinstance(model, Decoder) and headless:
         model.lm_head = None
     model.hf_config = raw
     if dtype is None:
-        model._take_dtypes(found)
+        model._take_dtypes({name: data for name, data in found.items() if name not in packed})
     if stacked and isinstance(model, Decoder):
         model.stack()
     return model

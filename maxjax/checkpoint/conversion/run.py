@@ -27,7 +27,7 @@ from ...storage.safetensors.writer import file_pieces, header, in_order, shards,
 from ..file_set import INDEX, SINGLE, json_bytes, write_file, write_set
 from ..orbax.steps import COMMITTED
 from ..orbax.streaming import stream
-from ..pretrained import cast, flat_name, float_type, with_dtype
+from ..pretrained import cast, flat_name, float_type, refuse_quantised, with_dtype
 from .progress import Converted, Watch, result_of, watched
 from .source import Opened, as_hugging_face, content, opened
 from .to_gguf import to_gguf
@@ -110,6 +110,7 @@ def convert(
             return to_gguf(found, target, target_dtype, encoding, watch)
         data = found.tensors
         if target_dtype is not None:
+            refuse_quantised(found.config)
             data = {name: cast(one, target_dtype) for name, one in data.items()}
         if kind == "orbax":
             return _to_orbax(found, data, target, watch)

@@ -64,8 +64,7 @@ def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
     narrowed = value.dtype != declared and jax.dtypes.canonicalize_dtype(declared) == value.dtype
     if narrowed and getattr(value, "is_fully_addressable", True):
         value = np.asarray(value).astype(declared)  # 64 bits, for which JAX has no arrays
-    shape = stored.loaded_shape
-    return value if shape is None else value.reshape(shape)
+    return stored.filed(value)
 
 
 def unstacked(stack: StackedWeight) -> list[Any]:

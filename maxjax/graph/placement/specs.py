@@ -47,6 +47,25 @@ class Split(NamedTuple):
     fsdp: int | None = None
 
 
+class PartOf(NamedTuple):
+    """The rule of one of several tensors that make up a weight, as those of a quantised linear layer.
+
+    Its axes are split as those of the weight that they run along.
+
+    Attributes:
+        weight: attribute of the layer whose rule is that of the whole weight.
+        shape: shape of the whole weight.
+        axes: for each axis of the tensor, the axis of the weight that it runs along; None for an
+            axis that stays whole.
+        rule: rule of the whole weight.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    rule: Any = None
+
+
 class Placed(NamedTuple):
     """The placement of a weight, and its reason.
 
@@ -99,7 +118,7 @@ def place(
         shape: sizes of the weight; for quantised weights counted in weights.
         block: number of values of the last axis that stay together: the quantisation block.
         wanted: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
-            unchanged, or None for no request.
+            unchanged, a :class:`PartOf`, or None for no request.
         mesh: a ``jax.sharding.Mesh``, or an AbstractMesh.
         count: number of weights along the last axis of a stack, such as the experts of a layer.
 
@@ -117,6 +136,8 @@ def place(
         >>> place("w", (9, 6), ShardingStrategy.rowwise(1), mesh).why
         'the 9 values of axis 0 do not divide by model=4; axis 1 over fsdp=2'
     """
+    if isinstance(wanted, PartOf):
+        return _place_part(name, shape, wanted, mesh, count)
     if not isinstance(wanted, (ShardingStrategy, Split, PartitionSpec, tuple, type(None))):
         raise UserInputError(
             f"weight '{name}': a rule must be a PartitionSpec, a ShardingStrategy or None, not {wanted!r}"
@@ -143,6 +164,36 @@ def place(
         reasons.append("no strategy")
     why = "; ".join(reason for reason in reasons if reason)
     return Placed(spec_of(entries), why, _layout(split, entries, mesh), dealt)
+
+
+def _place_part(name: str, shape: Sequence[int], part: PartOf, mesh: Any, count: int) -> Placed:
+    """The placement of one of several tensors of a weight: where the whole weight would be split.
+
+    An axis stays whole if the parts would not be those of the weight's axis.
+    """
+    placed = place(name, part.shape, part.rule, mesh, count=count)
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    whole = []
+    split = [names_in(entry) for entry in placed.spec]
+    for along, over in enumerate(split):
+        n = math.prod(mesh.shape[axis] for axis in over)
+        size = part.shape[along]
+        fits = [
+            axis
+            for axis, own in enumerate(part.axes)
+            if own == along and not shape[axis] % n and _are_multiples(shape[axis], size)
+        ]
+        for axis in fits[:1]:
+            entries[axis] = over
+        if over and not fits:
+            whole.append(f"its values along axis {along} are not split")
+    return Placed(
+        spec_of(entries), "; ".join(filter(None, [placed.why, *whole])), None, placed.split
+    )
+
+
+def _are_multiples(a: int, b: int) -> bool:
+    return bool(a and b) and (a % b == 0 or b % a == 0)
 
 
 def _dealt(split: Split, mesh: Any, count: int) -> tuple[tuple[str, ...], str]:

@@ -10,7 +10,7 @@ the leaf of many Weights, has the same names: what is declared is then that of o
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -59,6 +59,22 @@ def is_value(leaf: Any) -> bool:
     return leaf is not None and type(leaf) is not jax.ShapeDtypeStruct
 
 
+class FileForm(Protocol):
+    """How a file holds a value that a Weight holds differently: as text, for example. Hashable."""
+
+    def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
+        """Whether it can be a tensor of this dtype and shape."""
+        ...
+
+    def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The file's tensor as the Weight holds it; a ValueError says what is wrong with it."""
+        ...
+
+    def to_file(self, array: np.ndarray) -> np.ndarray:
+        """The stored value as the file's tensor."""
+        ...
+
+
 class StoredWeight:
     """The stored data of a Weight: a view of the Weight, created on demand.
 
@@ -77,6 +93,7 @@ class StoredWeight:
         layout: order of the leaf if it is not the logical one; its shape then differs too.
         why: reason for the sharding.
         loaded_shape: shape of the tensor it was loaded from, if different.
+        form: FileForm if a file holds the value in another form, otherwise None.
     """
 
     __slots__ = ("weight",)
@@ -106,6 +123,25 @@ class StoredWeight:
         self.weight._source = data
 
     @property
+    def form(self) -> FileForm | None:
+        return self.weight._form
+
+    @form.setter
+    def form(self, form: FileForm) -> None:
+        self.refuse_in_stack("a form in files")
+        self.weight._form = form
+        structure_changed()
+
+    def filed(self, value: Any) -> Any:
+        """A value as the file holds it that it was loaded from."""
+        form, shape = self.form, self.loaded_shape
+        if form is not None and not isinstance(value, Tracer):
+            # It is never split: each device has all of it.
+            parts = getattr(value, "addressable_shards", ())
+            return form.to_file(np.asarray(parts[0].data if parts else value))
+        return value if shape is None else value.reshape(shape)
+
+    @property
     def weights(self) -> list[Any]:
         """The Weights whose values the leaf holds: of a stack, those of its layers."""
         return [self.weight]
@@ -122,7 +158,7 @@ class StoredWeight:
         dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in w._dims)
         return (
             w._plain[0], w._local_name, w._dtype, dims, w._device, w._quantization_encoding, w._align,
-            w._sharding_strategy, w._sharding, w._layout, w._flags, w.shard_idx, w._activations,
+            w._sharding_strategy, w._sharding, w._layout, w._flags, w.shard_idx, w._activations, w._form,
         )  # fmt: skip
 
     def declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:

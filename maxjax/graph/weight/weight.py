@@ -72,6 +72,7 @@ class Weight(TensorValue):
     _dims: tuple[Any, ...]
     _own: Any
     _activations: str = "float"
+    _form: Any = None  # how a file holds the value, if differently
 
     @property
     def _wraps(self) -> bool:  # type: ignore[override]

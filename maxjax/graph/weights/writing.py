@@ -149,14 +149,20 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
             "maxjax.save_pretrained or maxjax.checkpoint.save"
         )
     encoding = weight.quantization_encoding
-    dtype = DType.of(values.stored(name)[0])
-    return WeightData.lazy(values, name, dtype, values.shape, encoding)
+    dtype, declared = DType.of(values.stored(name)[0]), weight.stored.dtype
+    data = WeightData.lazy(values, name, dtype, values.shape, encoding)
+    # JAX holds integers of 64 bits in 32; a file has them as they were declared.
+    narrowed = declared.is_integral() and jax.dtypes.canonicalize_dtype(declared.np) == dtype.np
+    return data.astype(declared) if narrowed else data
 
 
 def _source_of(
     weight: Weight, gathering: Gathering | None
 ) -> _WeightSource | _GatheredSource | None:
     stored = weight.stored
+    if stored.form is not None:
+        array = stored.filed(stored.value)
+        return _WeightSource(array, (), array.shape)
     shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
     home, array, index = stored.home, stored.leaf, ()
     if home is not None and home[0].is_whole:

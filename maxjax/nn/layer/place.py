@@ -15,7 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
-from ...graph.placement.specs import EXPERTS, TENSOR, Placed, axis_of, by_pattern, check_mesh, place
+from ...graph.placement.specs import (
+    EXPERTS,
+    TENSOR,
+    PartOf,
+    Placed,
+    axis_of,
+    by_pattern,
+    check_mesh,
+    place,
+)
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
@@ -168,12 +177,20 @@ def _check_strategy(strategy: Any, mesh: Any) -> None:
 
 
 def _module_rules(walk: Walk) -> dict[str, Any]:
-    """Attribute path of a weight → the rule of the outermost Module that has one for it."""
+    """Attribute path of a weight → the rule of the outermost Module that has one for it.
+
+    Of the tensors of a quantised weight it is a PartOf, with the rule of the whole weight.
+    """
     rule_of: dict[str, Any] = {}
+    parts: dict[str, tuple[str, PartOf]] = {}
     for module, path in zip(walk.modules, walk.paths, strict=True):
         for key, rule in module.sharding_rules().items():
-            rule_of.setdefault(path + key, rule)
-    return rule_of
+            if isinstance(rule, PartOf):
+                parts[path + key] = path + rule.weight, rule
+            else:
+                rule_of.setdefault(path + key, rule)
+    found = {path: part._replace(rule=rule_of.get(of)) for path, (of, part) in parts.items()}
+    return rule_of | found
 
 
 def _rule_for(
@@ -188,11 +205,14 @@ def _rule_for(
         matched, rule = by_pattern(rules or {}, holder.stored.names(name)[0])
         if matched:
             return rule
+    own = next((rule_of[path] for _, path, _ in where if path in rule_of), None)
     if strategy is not None and not (strategy.is_tensor_parallel or strategy.is_expert_parallel):
+        if isinstance(own, PartOf):
+            return own._replace(rule=strategy)
         # A single strategy for all weights applies to vectors as far as it can: a bias has no columns.
         axis = strategy.sharded_axis
         return strategy if axis is None or -rank <= axis < rank else None
     for _, _, weight in where:
         if weight.sharding_strategy is not None:
             return weight.sharding_strategy
-    return next((rule_of[path] for _, path, _ in where if path in rule_of), None)
+    return own

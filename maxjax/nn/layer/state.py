@@ -74,9 +74,7 @@ class StateDict:
                     )
                 weight.stored.put(_zeros(name, weight))
             weight.stored.finalise(name)
-            value = weight.stored.value
-            shape = weight.stored.loaded_shape
-            values[name] = value if shape is None else value.reshape(shape)
+            values[name] = weight.stored.filed(weight.stored.value)
         return values
 
     def load_state_dict(
@@ -246,5 +244,5 @@ def _store(one: Fit) -> None:
     stored = one.weight.stored
     stored.take(one.dtype, one.dims, one.encoding, one.align, one.original, one.loaded_shape)
     stored.finalise(one.name)
-    if one.loaded_shape is not None:
+    if one.loaded_shape is not None and stored.form is None:
         one.value.shape = Shape(one.dims)  # as MAX: the metadata says what the weight is

@@ -79,7 +79,10 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
         if weight.stored.dtype is not DType.uint8:
             return _different(name, dtype=(DType.uint8, weight.stored.dtype))
     packed = data.dtype is DType.uint8 and weight.stored.dtype is DType.uint8
-    if weight.quantization_encoding is not None or packed:
+    form = weight.stored.form
+    if form is not None and form.fits(data.dtype, tuple(map(int, shape))):
+        fitted.loaded_shape = tuple(map(int, shape))
+    elif weight.quantization_encoding is not None or packed and form is None:
         fitted.dims = tuple(Shape(shape))
     elif list(shape) != list(declared) and _loose(shape) == _loose(declared):
         fitted.loaded_shape = tuple(int(d) for d in shape)
@@ -100,7 +103,12 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
         dtype = dtype_of(value)
     except (TypeError, ValueError, KeyError):
         return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
-    problem = _shape_problem(tuple(shape_of(value)), weight.stored.dims)
+    form, shape = weight.stored.form, tuple(shape_of(value))
+    if form is not None and form.fits(dtype, shape):
+        fitted = _new(name, weight, value, weight.stored.dims)
+        fitted.loaded_shape = shape
+        return fitted
+    problem = _shape_problem(shape, weight.stored.dims)
     if problem and dtype is not weight.stored.dtype:
         problem += f" and dtype (expected={weight.stored.dtype}, actual={dtype})"
     if problem:
@@ -246,7 +254,9 @@ def convert(one: Fit, array: Any) -> Any:
     """``array`` converted to the dtype and shape of the weight, on its present device."""
     if one.as_bytes:
         return np.ascontiguousarray(array).view(np.uint8)
-    if one.loaded_shape is not None:
+    if (form := one.weight.stored.form) is not None:
+        array = form.to_stored(one.name, np.asarray(array))
+    elif one.loaded_shape is not None:
         array = array.reshape(tuple(int(d) for d in one.dims))
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
     if array.dtype == target:

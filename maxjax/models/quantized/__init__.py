@@ -1,0 +1,142 @@
+"""``quantization_config`` of a ``config.json``: which layers of a checkpoint are quantised, and how.
+
+A checkpoint's tensors decide which linear layers are quantised: those that it does not hold as plain
+floats. ``methods.py`` is the table of what can be read, ``layouts.py`` says which tensors a layer has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...dtype import DType
+from ...errors import CheckpointFormatError, UnsupportedModelError
+from ...graph.weights import WeightData
+from ...nn.layer import Module
+from ...nn.linear import ColumnParallelLinear, Linear
+from ...nn.quantized import QuantizedLinear
+from ..config import short
+from .layouts import Found, LayoutOf
+from .methods import METHODS
+from .settings import KEY as KEY
+from .settings import Settings
+
+_FLOATS = (DType.float16, DType.bfloat16, DType.float32, DType.float64)
+_LINEAR = (Linear, ColumnParallelLinear)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a ``quantization_config`` says.
+
+    Attributes:
+        method: its ``quant_method``.
+        layout_for: for the name of a layer, the function that gives its layout.
+        settings: the object itself.
+    """
+
+    method: str
+    layout_for: Callable[[str], LayoutOf]
+    settings: Settings
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Quantization | None:
+        """What a configuration says, or None if its model is not quantised.
+
+        Raises:
+            UnsupportedModelError: the format is not supported; the message names it.
+            CheckpointFormatError: a value has the wrong type.
+
+        Example:
+            >>> Quantization.of({"quantization_config": {"quant_method": "fp8"}}).method
+            'fp8'
+            >>> Quantization.of({"hidden_size": 8}) is None
+            True
+        """
+        raw = config.get(KEY)
+        if not raw:
+            return None
+        if not isinstance(raw, Mapping):
+            raise CheckpointFormatError(f"'{KEY}' is not an object", path=path)
+        settings = Settings(raw, path=path)
+        method = raw.get("quant_method")
+        if not isinstance(method, str) or method not in METHODS:
+            raise UnsupportedModelError(
+                (f"{os.fspath(path)}: " if path is not None else "")
+                + f"'{KEY}' (quant_method {short(method)}); supported are {', '.join(METHODS)}"
+            )
+        return cls(method, METHODS[method](settings), settings)
+
+    def apply(self, model: Module, found: Mapping[str, WeightData], dtype: DType) -> set[str]:
+        """Makes the quantised linear layers of a lazy model QuantizedLinears.
+
+        Args:
+            model: the model, whose layers are not stacked.
+            found: tensors of the checkpoint by the model's names.
+            dtype: dtype of biases.
+
+        Returns:
+            The names of the tensors that make up the quantised weights.
+
+        Raises:
+            UnsupportedModelError: the model has no linear layer that is quantised.
+        """
+        modules = {prefix.removesuffix("."): module for prefix, module in model.named_modules()}
+        linear = {name for name, one in modules.items() if type(one) in _LINEAR}
+        layers: dict[str, dict[str, Any]] = {}
+        for name, data in found.items():
+            layer, rest = _split(name, linear)
+            layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
+        used: set[str] = set()
+        for name in linear:
+            module: Any = modules[name]
+            own = layers.get(name, {})
+            if not is_quantised(own):
+                continue
+            out_dim, in_dim = map(int, module.weight.shape)
+            layout = self.layout_for(name)(out_dim, in_dim, own)
+            parent, _, attribute = name.rpartition(".")
+            layer = QuantizedLinear(
+                layout, module.device, has_bias=module.bias is not None, dtype=dtype
+            )
+            setattr(modules[parent], attribute, layer)
+            used |= {f"{name}.{one.name}" for one in layout.tensors}
+        if not used:
+            raise self.settings.refused("no quantised linear layer in this model")
+        return used
+
+
+def _split(name: str, layers: set[str]) -> tuple[str, str]:
+    """The layer that a tensor belongs to, and the rest of its name; "" for the layer of another."""
+    at = name.rfind(".")
+    while at > 0:
+        if name[:at] in layers:
+            return name[:at], name[at + 1 :]
+        at = name.rfind(".", 0, at)
+    return "", name
+
+
+def unquantised(found: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """The tensors of a quantised checkpoint that are weights and biases as of any other."""
+    return {
+        name: data
+        for name, data in found.items()
+        if name.endswith((".weight", ".bias")) and data.dtype in _FLOATS
+    }
+
+
+def is_quantised(own: Found) -> bool:
+    """Whether a layer's tensors are not those of a plain linear layer.
+
+    Example:
+        >>> is_quantised({"weight": (DType.bfloat16, (2, 2)), "bias": (DType.bfloat16, (2,))})
+        False
+        >>> is_quantised({"qweight": (DType.int32, (2, 2))})
+        True
+    """
+    names = set(own) - {"bias"}
+    return bool(names) and not (names == {"weight"} and own["weight"][0] in _FLOATS)

@@ -1,0 +1,146 @@
+"""The layouts of quantised linear layers: which tensors a layer of each format has, and their shapes.
+
+Where a format leaves a choice (the dtype of scales, one scale or ``[1]``), the file's tensors decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...dtype import DType
+from ...nn.quantized import Exactly, Layout, Tensor
+
+# The tensors of one layer, by what follows its name: dtype and shape.
+Found = Mapping[str, tuple[DType, tuple[int, ...]]]
+# (out, in, the layer's tensors) → the layout of its weight.
+LayoutOf = Callable[[int, int, Found], Layout]
+
+FLOATS8 = (DType.float8_e4m3fn, DType.float8_e5m2)
+SCALES = (DType.float32, DType.float16, DType.bfloat16)
+
+
+def tensor(
+    own: Found,
+    name: str,
+    dtypes: DType | Sequence[DType],
+    shapes: Sequence[tuple[tuple[int, ...], tuple[int | None, ...]]],
+) -> Tensor:
+    """A tensor of a layer, in the dtype and shape that the file has if these are possible ones.
+
+    Otherwise it is the first of each, and loading says what differs.
+
+    Args:
+        own: tensors of the layer.
+        name: name of the tensor.
+        dtypes: possible dtypes.
+        shapes: possible shapes, each with the axes of the weight that it runs along.
+    """
+    possible = [dtypes] if isinstance(dtypes, DType) else list(dtypes)
+    dtype, shape = own.get(name, (possible[0], shapes[0][0]))
+    axes = next((axes for one, axes in shapes if one == shape), None)
+    if axes is None:
+        shape, axes = shapes[0]
+    return Tensor(name, dtype if dtype in possible else possible[0], shape, axes)
+
+
+def unused(own: Found, *names: str) -> list[Tensor]:
+    """Tensors of the file that a product does not need: scales of quantised activations."""
+    return [
+        Tensor(name, own[name][0], own[name][1], (None,) * len(own[name][1]))
+        for name in names
+        if name in own
+    ]
+
+
+def count_blocks(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+SINGLE = [((), ()), ((1,), (None,)), ((1, 1), (None, None))]
+
+
+def _scale_shapes(
+    out: int, inner: int, strategy: str, block: tuple[int, int] | None
+) -> list[tuple[tuple[int, ...], tuple[int | None, ...]]]:
+    """The shapes of the scales of a weight, with one for all, for each row, or for each block."""
+    if strategy == "tensor":
+        return SINGLE
+    if strategy == "channel":
+        return [((out, 1), (0, None)), ((out,), (0,))]
+    assert block is not None
+    return [((count_blocks(out, block[0]), count_blocks(inner, block[1])), (0, 1))]
+
+
+def scaled(
+    out: int,
+    inner: int,
+    own: Found,
+    *,
+    dtypes: Sequence[DType],
+    strategy: str,
+    scale: str = "weight_scale",
+    block: tuple[int, int] | None = None,
+    asymmetric: bool = False,
+    ignored: Sequence[str] = (),
+) -> Layout:
+    """The layout of ``weight · scale``.
+
+    Args:
+        dtypes: possible dtypes of the weight.
+        strategy: "tensor", "channel" or "block": what has one scale.
+        scale: name of the scales.
+        block: shape of a block.
+        asymmetric: whether there are zero points.
+        ignored: names of tensors that are kept and not used.
+    """
+    shapes = _scale_shapes(out, inner, strategy, block)
+    tensors = [
+        tensor(own, "weight", dtypes, [((out, inner), (0, 1))]),
+        tensor(own, scale, (*SCALES, DType.float8_e8m0fnu), shapes),
+    ]
+    if asymmetric:
+        tensors.append(tensor(own, "weight_zero_point", [*dtypes, DType.int8], shapes))
+    options: list[tuple[str, Any]] = [("scale", scale)]
+    if block is not None:
+        options.append(("block", block))
+    return Layout("scaled", out, inner, (*tensors, *unused(own, *ignored)), tuple(options))
+
+
+def packed(
+    out: int,
+    inner: int,
+    own: Found,
+    *,
+    bits: int,
+    group: int | None,
+    asymmetric: bool,
+    ordered: bool,
+    ignored: Sequence[str] = (),
+) -> Layout:
+    """The layout of ``pack-quantized``.
+
+    Args:
+        group: columns of a group; None: all.
+        asymmetric: whether there are zero points.
+        ordered: whether the file says of each column which group it belongs to.
+    """
+    words, groups = 32 // bits, 1 if group is None else count_blocks(inner, group)
+    # The columns of a group are anywhere if there is an order.
+    along = None if ordered or groups == 1 else 1
+    tensors = [
+        tensor(own, "weight_packed", DType.int32, [((out, count_blocks(inner, words)), (0, 1))]),
+        tensor(own, "weight_scale", SCALES, [((out, groups), (0, along))]),
+        replace(
+            tensor(own, "weight_shape", (DType.int64, DType.int32), [((2,), (None,))]),
+            form=Exactly((out, inner)),
+        ),
+    ]
+    if asymmetric:
+        shape = (count_blocks(out, words), groups)
+        tensors.append(tensor(own, "weight_zero_point", DType.int32, [(shape, (0, along))]))
+    if ordered:
+        tensors.append(tensor(own, "weight_g_idx", DType.int32, [((inner,), (1,))]))
+    options = (("bits", bits), ("group", inner if group is None else group))
+    return Layout("pack_quantized", out, inner, (*tensors, *unused(own, *ignored)), options)

@@ -1,0 +1,271 @@
+"""The table of quantisation methods: ``quant_method`` → what its settings say of each linear layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...dtype import DType
+from ...errors import CheckpointFormatError
+from ...nn.quantized import Exactly, Layout, QuantState, Tensor
+from ..config import short
+from .layouts import FLOATS8, SCALES, SINGLE, Found, LayoutOf, count_blocks, packed, scaled, tensor
+from .settings import Settings, positive
+
+
+def _fp8(settings: Settings) -> Callable[[str], LayoutOf]:
+    """``fp8`` of transformers: DeepSeek's blocks of 128 × 128, or one scale for a weight."""
+    settings.only("activation_scheme", "dynamic", "static")
+    settings.only("fmt", "e4m3", "e5m2")
+    block = settings.pair("weight_block_size")
+    if block is None and settings.raw.get("weight_block_size", 0) == 0:
+        block = (128, 128)  # transformers' default where the key is absent; null says one scale
+
+    def layout(out: int, inner: int, own: Found) -> Layout:
+        return scaled(
+            out, inner, own, dtypes=FLOATS8, scale="weight_scale_inv", block=block,
+            strategy="tensor" if block is None else "block",
+            ignored=("activation_scale", "input_scale"),
+        )  # fmt: skip
+
+    return lambda name: layout
+
+
+def _fbgemm(settings: Settings) -> Callable[[str], LayoutOf]:
+    """``fbgemm_fp8``: a scale for each row."""
+
+    def layout(out: int, inner: int, own: Found) -> Layout:
+        return scaled(
+            out, inner, own, dtypes=FLOATS8, strategy="channel", ignored=("input_scale_ub",)
+        )
+
+    return lambda name: layout
+
+
+# --- compressed-tensors -------------------------------------------------------------------------
+
+# The values of ``format`` that say which numbers there are, and the type of these.
+_COMPRESSED = {
+    "float-quantized": ("float",), "naive-quantized": ("float", "int"), "int-quantized": ("int",),
+    "pack-quantized": ("int",),
+}  # fmt: skip
+
+
+def _compressed(settings: Settings) -> Callable[[str], LayoutOf]:
+    """``compressed-tensors``: groups of layers, each with settings for its weights."""
+    settings.only("quantization_status", "compressed", "frozen")
+    if settings.part("kv_cache_scheme") is not None:
+        raise settings.refused("kv_cache_scheme")
+    if sparsity := settings.part("sparsity_config"):
+        sparsity.only("format", "dense")
+    if transform := settings.part("transform_config"):
+        if transform.raw.get("config_groups"):
+            raise settings.refused("transform_config")
+    groups = settings.part("config_groups")
+    layouts = []
+    for key in groups.raw if groups is not None else ():
+        group = groups.part(key) if groups is not None else None
+        if group is not None:
+            kind = group.get("format", str, settings.get("format", str, "float-quantized"))
+            layouts.append((_targets(group), _compressed_group(group, kind)))
+    if not layouts:
+        raise settings.refused("no config_groups")
+
+    def layout_for(name: str) -> LayoutOf:
+        # A name or a pattern counts before the class of a layer.
+        for by_name in (True, False):
+            for targets, layout in layouts:
+                if any(_matches(target, name, by_name) for target in targets):
+                    return layout
+        raise settings.refused(f"no group for the quantised layer {name!r}")
+
+    return layout_for
+
+
+def _targets(group: Settings) -> list[str]:
+    targets = group.get("targets", list, [])
+    if not all(isinstance(target, str) for target in targets):
+        raise CheckpointFormatError(
+            f"'targets' of '{group.where}' is not a list of strings", path=group.path
+        )
+    return targets
+
+
+def _matches(target: str, name: str, by_name: bool) -> bool:
+    """Whether a target of compressed-tensors is a layer, by its name or by its class."""
+    if not by_name:
+        return target in ("Linear", "ColumnParallelLinear")
+    if not target.startswith("re:"):
+        return target == name
+    try:
+        return re.match(target[3:], name) is not None
+    except re.error:
+        return False
+
+
+def _compressed_group(group: Settings, kind: str) -> LayoutOf:
+    if kind not in _COMPRESSED:
+        raise group.refused(f"format {short(kind)}", tuple(_COMPRESSED))
+    weights = group.part("weights")
+    if weights is None:
+        raise group.refused("no weights")
+    number = weights.only("type", *_COMPRESSED[kind], default="int")
+    # Of other widths there are two ways to pack words.
+    bits = weights.only("num_bits", *((4, 8, 2) if kind == "pack-quantized" else (8,)))
+    asymmetric = not weights.get("symmetric", bool, True)
+    size = weights.get("group_size", int)
+    strategy = weights.get("strategy", str, "tensor" if size is None else "group")
+    known = (
+        ("channel", "group")
+        if kind == "pack-quantized"
+        else ("tensor", "channel", "group", "block")
+    )
+    if strategy not in known:
+        raise weights.refused(f"strategy {short(strategy)}", known)
+    block = weights.pair("block_structure") if strategy == "block" else None
+    if strategy == "block" and block is None:
+        raise weights.refused("block_structure null")
+    if strategy == "group":
+        block = (1, positive(weights, "group_size"))
+    ignored = ("input_scale", "input_zero_point", "input_global_scale")
+    if kind == "pack-quantized":
+        ordered = weights.only("actorder", False, None, "static", "weight", "group") == "group"
+        group_size = None if block is None else block[1]
+        return partial(
+            packed,
+            bits=bits,
+            group=group_size,
+            asymmetric=asymmetric,
+            ordered=ordered,
+            ignored=ignored,
+        )
+    dtypes = FLOATS8 if number == "float" else (DType.int8,)
+    return partial(
+        scaled, dtypes=dtypes, strategy="block" if strategy == "group" else strategy, block=block,
+        asymmetric=asymmetric, ignored=ignored,
+    )  # fmt: skip
+
+
+# --- GPTQ and AWQ -------------------------------------------------------------------------------
+
+
+def _gptq(settings: Settings) -> Callable[[str], LayoutOf]:
+    """``gptq``: groups of rows of the transposed weight, also in an order of their own."""
+    bits = settings.only("bits", 4, 8, 2)
+    form = settings.only("checkpoint_format", "gptq", "gptq_v2")
+    settings.only("pack_dtype", "int32")
+    if settings.raw.get("dynamic"):
+        raise settings.refused("dynamic settings for single layers")
+    ordered = settings.get("desc_act", bool, False)
+    size = settings.get("group_size", int, -1)
+    if size != -1:
+        size = positive(settings, "group_size")
+
+    def layout(out: int, inner: int, own: Found) -> Layout:
+        group = inner if size == -1 else size
+        words, groups = 32 // bits, count_blocks(inner, group)
+        along = None if ordered or groups == 1 else 1
+        tensors = [
+            tensor(own, "qweight", DType.int32, [((count_blocks(inner, words), out), (1, 0))]),
+            tensor(own, "qzeros", DType.int32, [((groups, count_blocks(out, words)), (along, 0))]),
+            tensor(own, "scales", SCALES, [((groups, out), (along, 0))]),
+        ]
+        if ordered or "g_idx" in own:
+            tensors.append(tensor(own, "g_idx", DType.int32, [((inner,), (1,))]))
+        offset = 1 if form == "gptq" else 0
+        options = (("bits", bits), ("group", group), ("offset", offset), ("ordered", ordered))
+        return Layout("gptq", out, inner, tuple(tensors), options)
+
+    return lambda name: layout
+
+
+def _awq(settings: Settings) -> Callable[[str], LayoutOf]:
+    """``awq``: 4 bits in groups, in the order of its kernel ``gemm``."""
+    settings.only("bits", 4)
+    settings.only("version", "gemm", "GEMM")
+    settings.only("format", "gemm", "GEMM")
+    asymmetric = settings.get("zero_point", bool, True)
+    size = settings.get("group_size", int, 128)
+    if size != -1:
+        size = positive(settings, "group_size", 128)
+
+    def layout(out: int, inner: int, own: Found) -> Layout:
+        group = inner if size == -1 else size
+        groups = count_blocks(inner, group)
+        along = 1 if groups > 1 else None
+        tensors = [
+            tensor(own, "qweight", DType.int32, [((inner, count_blocks(out, 8)), (1, 0))]),
+            tensor(own, "scales", SCALES, [((groups, out), (along, 0))]),
+        ]
+        if asymmetric or "qzeros" in own:
+            tensors.append(
+                tensor(own, "qzeros", DType.int32, [((groups, count_blocks(out, 8)), (along, 0))])
+            )
+        return Layout("awq", out, inner, tuple(tensors), (("group", group),))
+
+    return lambda name: layout
+
+
+# --- bitsandbytes -------------------------------------------------------------------------------
+
+# Numbers of a block, and scales of a block of scales: what transformers writes.
+_BLOCK, _NESTED = 64, 256
+
+
+def _bitsandbytes(settings: Settings) -> Callable[[str], LayoutOf]:
+    """``bitsandbytes``: nf4 and fp4 in blocks of 64, or int8 with a scale for each row."""
+    if settings.get("load_in_8bit", bool, settings.get("_load_in_8bit", bool, False)):
+        return lambda name: _int8
+    if not settings.get("load_in_4bit", bool, settings.get("_load_in_4bit", bool, False)):
+        raise settings.refused("neither load_in_4bit nor load_in_8bit")
+    kind = settings.only("bnb_4bit_quant_type", "nf4", "fp4", default="fp4")
+    settings.only("bnb_4bit_quant_storage", "uint8")
+    nested = settings.get("bnb_4bit_use_double_quant", bool, False)
+    return lambda name: partial(_4bit, kind=kind, nested=nested)
+
+
+def _int8(out: int, inner: int, own: Found) -> Layout:
+    tensors = [
+        tensor(own, "weight", DType.int8, [((out, inner), (0, 1))]),
+        tensor(own, "SCB", SCALES, [((out,), (0,))]),
+    ]
+    if "weight_format" in own:  # 0: rows as they are, not the order of a GPU's kernel
+        found = tensor(own, "weight_format", DType.uint8, SINGLE)
+        tensors.append(replace(found, form=Exactly((0,))))
+    return Layout("bitsandbytes8", out, inner, tuple(tensors))
+
+
+def _4bit(out: int, inner: int, own: Found, *, kind: str, nested: bool) -> Layout:
+    blocks = count_blocks(out * inner, _BLOCK)
+    tensors = [
+        tensor(own, "weight", DType.uint8, [((count_blocks(out * inner, 2), 1), (0, None))]),
+        tensor(own, "weight.absmax", DType.uint8 if nested else DType.float32, [((blocks,), (0,))]),
+        tensor(own, "weight.quant_map", DType.float32, [((16,), (None,))]),
+    ]
+    expected: list[tuple[str, Any]] = [
+        ("quant_type", kind), ("blocksize", _BLOCK), ("shape", (out, inner)),
+    ]  # fmt: skip
+    if nested:
+        shapes = [((count_blocks(blocks, _NESTED),), (0,))]
+        tensors.append(tensor(own, "weight.nested_absmax", DType.float32, shapes))
+        tensors.append(tensor(own, "weight.nested_quant_map", DType.float32, [((256,), (None,))]))
+        expected.append(("nested_blocksize", _NESTED))
+    name = f"weight.quant_state.bitsandbytes__{kind}"
+    form = QuantState(tuple(expected))
+    tensors.append(Tensor(name, DType.uint8, (form.SIZE,), (None,), form))
+    options = (("kind", kind), ("size", _BLOCK), ("nested", _NESTED if nested else 0))
+    return Layout("bitsandbytes4", out, inner, tuple(tensors), options)
+
+
+METHODS: dict[str, Callable[[Settings], Callable[[str], LayoutOf]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+}
+"""The methods that can be read: ``quant_method`` → the function that reads its settings."""

@@ -1,0 +1,94 @@
+"""The objects of a ``quantization_config``, whose values are read with their types."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import CheckpointFormatError, UnsupportedModelError
+from ..config import short
+
+KEY = "quantization_config"
+
+
+class Settings:
+    """An object of ``quantization_config``, whose values are read with their types.
+
+    Args:
+        raw: the object.
+        where: its place in the file, for messages.
+        path: path of the file, for messages.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str = KEY, path: Any = None):
+        self.raw, self.where, self.path = raw, where, path
+
+    def get(self, key: str, kinds: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a key; the default if it is absent or null.
+
+        Raises:
+            CheckpointFormatError: it has another type.
+        """
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if type(value) not in kinds:
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise CheckpointFormatError(
+                f"'{key}' of '{self.where}' has the wrong type", path=self.path,
+                expected=names, found=short(value),
+            )  # fmt: skip
+        return value
+
+    def only(self, key: str, *known: Any, default: Any = None) -> Any:
+        """The value of a key, which must be one of those that are known; the first by default.
+
+        Raises:
+            UnsupportedModelError: it is another one.
+        """
+        value = self.raw.get(key)
+        value = (known[0] if default is None else default) if value is None else value
+        if not any(value == one and type(value) is type(one) for one in known):
+            raise self.refused(f"{key} {short(value)}", known)
+        return value
+
+    def refused(self, what: str, known: Sequence[Any] = ()) -> UnsupportedModelError:
+        """The error for a setting that is not supported."""
+        where = f"{os.fspath(self.path)}: " if self.path is not None else ""
+        hint = f" (supported: {', '.join(map(str, known))})" if known else ""
+        method = short(self.raw.get("quant_method", ""))
+        of = f"quant_method {method}" if "quant_method" in self.raw else self.where
+        return UnsupportedModelError(f"{where}'{KEY}' ({of}) with {what}{hint}")
+
+    def part(self, key: str) -> Settings | None:
+        """The object under a key; None if it is absent or null."""
+        value = self.get(key, dict)
+        return None if value is None else Settings(value, f"{self.where}.{key}", self.path)
+
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Two positive integers under a key; None if it is absent or null."""
+        value = self.get(key, list)
+        if value is None:
+            return None
+        if len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
+            raise CheckpointFormatError(
+                f"'{key}' of '{self.where}' is not two positive integers", path=self.path
+            )
+        return value[0], value[1]
+
+
+def positive(settings: Settings, key: str, default: int | None = None) -> int:
+    """A positive integer under a key.
+
+    Raises:
+        CheckpointFormatError: it is another value, or absent without a default.
+    """
+    value = settings.get(key, int, default)
+    if value is None or value < 1:
+        raise CheckpointFormatError(
+            f"'{key}' of '{settings.where}' is not a positive integer", path=settings.path,
+            found=short(value) if value is not None else "none",
+        )  # fmt: skip
+    return value

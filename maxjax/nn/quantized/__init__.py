@@ -1,0 +1,13 @@
+"""Linear layers whose weight is quantised in one of Hugging Face's formats, and these formats.
+
+A format stores a weight ``[out, in]`` as several tensors: numbers of few bits, scales, zero points.
+They stay as they are in the file, each a Weight under the file's name (``QuantizedLinear``); a
+:class:`Layout` says which tensors they are (``layout.py``), and ``formats.py`` computes the weight from
+them. ``models/quantized.py`` reads which format a checkpoint has.
+"""
+
+from .forms import Exactly as Exactly
+from .forms import QuantState as QuantState
+from .layout import Layout as Layout
+from .layout import Tensor as Tensor
+from .linear import QuantizedLinear as QuantizedLinear

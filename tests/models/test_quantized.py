@@ -1,0 +1,360 @@
+"""Quantised repositories of Hugging Face, opened and run without a dense copy.
+
+The oracle is the same model with the dequantised weights, which ``tests/models/quantizers.py`` has from
+the formats' definitions.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import maxjax
+from maxjax.checkpoint import convert
+from maxjax.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedModelError,
+    UserInputError,
+)
+from maxjax.models import build
+from maxjax.models.quantized import Quantization
+from maxjax.nn.layer import LayerStack
+from maxjax.nn.quantized import QuantizedLinear
+from tests.models.decoders import call, ids_of
+from tests.models.quantizers import (
+    CASES,
+    compressed,
+    compressed_scaled,
+    gptq,
+    repository,
+    tensors_of,
+    write,
+)
+from tests.products import campaign_but
+
+# The cases of which each has something that no other has.
+SOME = ["fp8 blocks", "pack-quantized 4 order", "gptq 4 order", "awq", "bitsandbytes nf4"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Case → (quantised directory, the same as floats, tensors of the first)."""
+    known = {}
+
+    def repository_of(name):
+        if name not in known:
+            known[name] = repository(CASES[name], tmp_path_factory.mktemp("repository"))
+        return known[name]
+
+    return repository_of
+
+
+def loaded(directory, **options):
+    return maxjax.load(directory, tokenizer=False, **options)[0]
+
+
+def near(found, expected, tolerance=1e-5):
+    expected = np.asarray(expected)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def raw(directory):
+    """The bytes of each tensor of the directory's file."""
+    data = (directory / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__", None)
+    return {
+        name: (entry["dtype"], entry["shape"], data[8 + size :][slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_dequantised_model(name, made, tmp_path):
+    directory, floats, tensors = made(name)
+    model, dense = loaded(directory), loaded(floats)
+    layers = [m for _, m in model.named_modules() if isinstance(m, QuantizedLinear)]
+    assert len(layers) == 7 * 3 and isinstance(model.model.layers, LayerStack)
+    assert list(model.raw_state_dict()) and set(model.raw_state_dict()) == set(tensors)
+    ids = ids_of(2, 12)
+    near(call(model, ids), call(dense, ids))
+    # A save gives the very bytes, and the configuration.
+    maxjax.save_pretrained(model, tmp_path / "saved")
+    assert raw(tmp_path / "saved") == raw(directory)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config == json.loads((directory / "config.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_layers_of_their_own_and_with_a_cache(name, made):
+    directory, _, _ = made(name)
+    model = loaded(directory)
+    ids = ids_of(2, 10)
+    expected = call(model, ids)
+    prompts = [ids[0].tolist(), ids[1, :7].tolist()]
+    text = [found.tokens for found in maxjax.generate(model, None, prompts, max_new_tokens=5)]
+    model.unstack()
+    near(call(model, ids), expected)
+    found = maxjax.generate(model, None, prompts, max_new_tokens=5)
+    assert [one.tokens for one in found] == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "kind"),
+    campaign_but(
+        6,
+        [
+            *((name, {"model": n}, AxisType.Auto) for n in (2, 8) for name in SOME),
+            *((name, {"fsdp": 2, "model": 2}, AxisType.Explicit) for name in SOME),
+            *((name, {"data": 2, "model": 2}, AxisType.Auto) for name in SOME),
+        ],
+    ),
+)
+def test_a_mesh_gives_the_same(name, sizes, kind, made):
+    directory, _, tensors = made(name)
+    axes = (kind,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
+    model = loaded(directory, mesh=mesh)
+    ids = ids_of(2, 12)
+    near(call(model, ids), call(loaded(directory), ids))
+    for full, value in model.state_dict().items():
+        assert np.asarray(value).astype(tensors[full].dtype).tobytes() == tensors[full].tobytes()
+    # The numbers are split, so that a device holds its part.
+    weights = model.raw_state_dict()
+    largest = max(
+        (w for n, w in weights.items() if ".mlp.up_proj." in n), key=lambda w: w.value.nbytes
+    )
+    assert "model" in jax.tree.leaves(tuple(largest.sharding.spec))
+
+
+@pytest.mark.slow
+def test_what_a_plan_says_is_what_the_file_has(made):
+    for name in SOME:
+        directory, _, tensors = made(name)
+        total = sum(array.nbytes for array in tensors.values())
+        if name.startswith("bitsandbytes"):  # texts of settings are held in 256 bytes
+            texts = [array.nbytes for key, array in tensors.items() if "quant_state" in key]
+            total += 256 * len(texts) - sum(texts)
+        if name.startswith("pack"):  # JAX holds shapes in 32 bits
+            total -= sum(
+                array.nbytes // 2 for key, array in tensors.items() if "weight_shape" in key
+            )
+        assert maxjax.plan(directory).total_bytes == total
+        # The largest tensors are halved.
+        half = maxjax.plan(directory, maxjax.make_mesh(model=2)).bytes_per_device
+        assert total / 2 < half < 0.75 * total
+
+
+@pytest.mark.slow
+def test_activations_of_another_dtype(made):
+    directory, floats, tensors = made("gptq 4")
+    model, dense = loaded(directory, dtype="bfloat16"), loaded(floats, dtype="bfloat16")
+    weights = model.raw_state_dict()
+    assert model.dtype.name == weights["model.norm.weight"].dtype.name == "bfloat16"
+    assert weights["model.layers.0.mlp.up_proj.scales"].dtype.name == "float16"
+    near(call(model, ids_of(2, 12)), call(dense, ids_of(2, 12)), 0.02)
+
+
+@pytest.mark.slow
+def test_no_dense_copy_of_the_model(made):
+    """The program needs the matrices of one layer in floats, not those of all."""
+    directory, floats, _ = made("gptq 4")
+    sizes = {}
+    for key, place in (("quantised", directory), ("floats", floats)):
+        model = loaded(place)
+        program = jax.jit(lambda m, ids: m(ids)).lower(model, ids_of(1, 1)).compile()
+        sizes[key] = program.memory_analysis().temp_size_in_bytes
+    layer = 4 * (3 * 128 * 128 + 3 * 128 * 192)
+    assert sizes["quantised"] < sizes["floats"] + 1.1 * layer
+
+
+# -- which layers are quantised
+
+
+def test_the_file_says_which_layers_are_quantised(tmp_path):
+    (config, packed), _ = tensors_of(CASES["awq"], num_hidden_layers=1)
+    name = "model.layers.0.self_attn.k_proj"
+    for key in [key for key in packed if key.startswith(name)]:
+        del packed[key]
+    packed[f"{name}.weight"] = np.ones((64, 128), np.float32)
+    model = build(maxjax.load_weights(write(tmp_path, config, packed)), stacked=False)
+    attention = model.model.layers[0].self_attn
+    assert type(attention.k_proj).__name__ == "Linear"
+    assert isinstance(attention.q_proj, QuantizedLinear)
+    assert type(model.lm_head).__name__ == "ColumnParallelLinear"
+
+
+def test_groups_of_layers_with_settings_of_their_own(tmp_path):
+    case = compressed_scaled("float", "channel")
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": ["re:.*down_proj$"], "weights": four, "format": "pack-quantized"}
+    groups = {**case.config["config_groups"], "group_1": group}
+    config = {**case.config, "config_groups": groups}
+    layout_for = Quantization.of({"quantization_config": config}).layout_for
+    found = {
+        name: layout_for(f"model.layers.0.mlp.{name}")(64, 64, {}).format
+        for name in ("up_proj", "down_proj")
+    }
+    assert found == {"up_proj": "scaled", "down_proj": "pack_quantized"}
+
+
+@pytest.mark.slow
+def test_a_quantised_head(tmp_path):
+    (config, packed), (plain, floats) = tensors_of(CASES["gptq 4"], num_hidden_layers=1)
+    rng = np.random.default_rng(0)
+    del packed["lm_head.weight"]
+    found, values = CASES["gptq 4"].quantise(rng.normal(size=(96, 128)), rng)
+    packed |= {f"lm_head.{key}": value for key, value in found.items()}
+    floats["lm_head.weight"] = values.astype(np.float32)
+    model = loaded(write(tmp_path / "q", config, packed))
+    dense = loaded(write(tmp_path / "f", plain, floats))
+    assert isinstance(model.lm_head, QuantizedLinear)
+    near(call(model, ids_of(2, 6)), call(dense, ids_of(2, 6)))
+    split = loaded(tmp_path / "q", mesh=maxjax.make_mesh(model=2))
+    assert split.lm_head.weight.split_over(0) == ("model",)
+    near(call(split, ids_of(2, 6)), call(dense, ids_of(2, 6)))
+
+
+# -- what is refused
+
+
+def weights_of(**changes):
+    base = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    return compressed({**base, **changes}, "float-quantized")
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "what"),
+    [
+        ({"quant_method": "hqq"}, UnsupportedModelError, r"quant_method 'hqq'\); supported are fp8,"),
+        ({"bits": 4}, UnsupportedModelError, "quant_method"),
+        ([1], CheckpointFormatError, "not an object"),
+        ({**gptq().config, "bits": 3}, UnsupportedModelError, r"'gptq'\) with bits 3 \(supported: 4, 8, 2"),
+        ({**gptq().config, "bits": "4"}, UnsupportedModelError, "bits '4'"),
+        ({**gptq().config, "group_size": 0}, CheckpointFormatError, "'group_size'"),
+        ({**gptq().config, "group_size": "a"}, CheckpointFormatError, "'group_size'.*wrong type"),
+        ({**gptq().config, "checkpoint_format": "marlin"}, UnsupportedModelError, "marlin"),
+        ({**gptq().config, "dynamic": {"+:.*": {"bits": 8}}}, UnsupportedModelError, "dynamic"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModelError, "version 'gemv'"),
+        ({"quant_method": "awq", "bits": 8}, UnsupportedModelError, "bits 8"),
+        ({"quant_method": "bitsandbytes"}, UnsupportedModelError, "neither load_in_4bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+         UnsupportedModelError, "bnb_4bit_quant_storage 'bfloat16'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, CheckpointFormatError, "two positive"),
+        ({"quant_method": "fp8", "weight_block_size": [128, -1]}, CheckpointFormatError, "two positive"),
+        ({"quant_method": "fp8", "activation_scheme": 3}, UnsupportedModelError, "activation_scheme 3"),
+        ({"quant_method": "compressed-tensors"}, UnsupportedModelError, "no config_groups"),
+        ({**weights_of(), "format": "nvfp4-pack-quantized"}, UnsupportedModelError, "nvfp4-pack"),
+        ({**weights_of(), "kv_cache_scheme": {"num_bits": 8}}, UnsupportedModelError, "kv_cache_scheme"),
+        ({**weights_of(), "sparsity_config": {"format": "sparse-24-bitmask"}},
+         UnsupportedModelError, "sparse-24"),
+        (weights_of(num_bits=4), UnsupportedModelError, "num_bits 4"),
+        (weights_of(type="int"), UnsupportedModelError, "type 'int'"),
+        (weights_of(strategy="token"), UnsupportedModelError, "strategy 'token'"),
+        (weights_of(strategy="group"), CheckpointFormatError, "'group_size'"),
+        (weights_of(strategy="block"), UnsupportedModelError, "block_structure"),
+    ],
+)  # fmt: skip
+def test_a_method_that_is_not_supported_is_named(config, error, what):
+    with pytest.raises(error, match=what):
+        Quantization.of({"quantization_config": config}, path="config.json")
+
+
+def changed(case, directory, change, **settings):
+    (config, packed), _ = tensors_of(CASES[case], num_hidden_layers=1, **settings)
+    change(config, packed)
+    return write(directory, config, packed)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "what"),
+    [
+        ("fp8 blocks", "weight_scale_inv", None, "Missing required weights: .*q_proj.weight_scale_inv"),
+        ("fp8 blocks", "weight_scale_inv", np.ones((4, 3), np.float32), r"expected=\(4, 2\), actual=\(4, 3\)"),
+        ("gptq 4 order", "g_idx", None, "Missing required weights: .*q_proj.g_idx"),
+        ("gptq 4 order", "scales", None, "Missing required weights: .*q_proj.scales"),
+        ("gptq 4 order", "qweight", np.ones((8, 128), np.int32), r"expected=\(16, 128\), actual=\(8, 128\)"),
+        ("awq", "qzeros", np.ones((4, 16), np.int8), "expected=DType.int32, actual=DType.int8"),
+        ("awq", "more", np.ones(3, np.int32), "Unexpected keys in state_dict: .*q_proj.more"),
+        ("bitsandbytes int8", "weight_format", np.ones((), np.uint8), r"must be \[0\], not \[1\]"),
+        ("pack-quantized 4", "weight_shape", np.array([128, 64]), r"must be \[128, 128\], not \[128, 64\]"),
+        ("bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4",
+         np.frombuffer(b'{"quant_type": "nf4", "blocksize": 32}', np.uint8), "blocksize 64, not '32'"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_is_wrong_is_named(case, key, value, what, tmp_path):
+    def change(config, packed):
+        packed.pop(f"model.layers.0.self_attn.q_proj.{key}", None)
+        if value is not None:
+            packed[f"model.layers.0.self_attn.q_proj.{key}"] = value
+
+    directory = changed(case, tmp_path, change)
+    with pytest.raises(CheckpointMismatchError, match=what) as error:
+        loaded(directory)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_other_models_are_refused(tmp_path):
+    def gpt2(config, packed):
+        config |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 128}
+
+    with pytest.raises(UnsupportedModelError, match="quant_method 'awq'"):
+        loaded(changed("awq", tmp_path / "gpt2", gpt2))
+
+    def plain(config, packed):
+        for name in [name for name in packed if "layers.0." in name and "norm" not in name]:
+            del packed[name]
+        packed["model.layers.0.mlp.up_proj.weight"] = np.ones((192, 128), np.float32)
+
+    with pytest.raises(UnsupportedModelError, match="no quantised linear layer"):
+        loaded(changed("awq", tmp_path / "plain", plain))
+
+    def gpt_oss(config, packed):
+        config |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+
+    with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM"):
+        loaded(changed("awq", tmp_path / "gpt_oss", gpt_oss))
+
+
+def test_no_other_dtype_in_a_file(made, tmp_path):
+    directory, _, _ = made("awq")
+    with pytest.raises(UserInputError, match="quantization_config"):
+        convert(directory, tmp_path / "w.safetensors", dtype="bfloat16")
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        convert(directory, tmp_path / "w.gguf")
+    with pytest.raises(UserInputError, match="quantization_config"):
+        maxjax.save_pretrained(loaded(directory), tmp_path / "saved", dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_other_formats_hold_the_same_tensors(made, tmp_path):
+    """orbax, and a copy as safetensors: nothing changes."""
+    directory, _, tensors = made("pack-quantized 4")
+    convert(directory, tmp_path / "copy")
+    assert raw(tmp_path / "copy") == raw(directory)
+    convert(directory, tmp_path / "steps", to="orbax")
+    ids = ids_of(2, 6)
+    expected = call(loaded(directory), ids)
+    near(call(loaded(tmp_path / "steps"), ids), expected)
+    model = loaded(directory)
+    maxjax.checkpoint.save(tmp_path / "own", model, step=1)
+    fresh = build(maxjax.load_weights(directory))
+    maxjax.checkpoint.restore(tmp_path / "own", fresh)
+    near(call(fresh, ids), expected)
+
+
+def test_a_function_of_jax_keeps_what_a_file_holds(made):
+    """A model that came out of a jitted function has the texts of bitsandbytes too."""
+    directory, _, tensors = made("bitsandbytes nf4")
+    model = jax.tree.map(jnp.copy, loaded(directory))
+    for name, value in model.state_dict().items():
+        assert np.asarray(value).tobytes() == tensors[name].tobytes()
