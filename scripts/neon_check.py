@@ -1,4 +1,4 @@
-"""The ARM kernels on a machine that is none: `scripts/neon_check.py [--level portable]`.
+"""The ARM kernels on a machine that is none: `scripts/neon_check.py [--level neondot]`.
 
     pip install ziglang unicorn
     python scripts/neon_check.py
@@ -32,6 +32,13 @@ import numpy as np
 import unicorn
 from unicorn import arm64_const as arm
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from maxjax.kernels.blocks import DECODERS  # noqa: E402
+from maxjax.kernels.packed_product import FORMATS  # noqa: E402
+from tests.kernels.test_packed import blocks, reference  # noqa: E402
+
 CPU = Path(__file__).resolve().parent.parent / "maxjax" / "kernels" / "cpu"
 PAGE = 1 << 12
 ARRAYS, STACK, RETURN = 0x10_0000_0000, 0x20_0000_0000, 0x30_0000_0000
@@ -42,7 +49,9 @@ FLOAT, HALF, BRAIN = TYPES = [np.dtype(t) for t in ("f4", "f2", ml_dtypes.bfloat
 # Half a unit in the last place, relative, and the least that makes a difference.
 ROUNDING = {FLOAT: (0.0, 0.0), HALF: (2.0**-11, 2.0**-25), BRAIN: (2.0**-8, 2.0**-134)}
 # The functions of maxjax::Level, by where they are in it.
-FUNCTIONS = {"widen": 3, "narrow_row": 4, "product": 5, "attend": 6}
+FUNCTIONS = {
+    "widen": 3, "narrow_row": 4, "product": 5, "attend": 6, "packed_product": 7, "quantise": 8,
+}  # fmt: skip
 
 
 class Rows(ctypes.Structure):
@@ -54,6 +63,20 @@ class Rows(ctypes.Structure):
         ("w", ctypes.c_uint64), ("w_type", ctypes.c_int), ("depth", ctypes.c_int64),
         ("y", ctypes.c_uint64), ("y_type", ctypes.c_int), ("y_stride", ctypes.c_int64),
         ("begin", ctypes.c_int64), ("end", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class PackedRows(ctypes.Structure):
+    """maxjax::PackedRows, its Int8 in place."""
+
+    _fields_ = [
+        ("format", ctypes.c_int), ("w", ctypes.c_uint64), ("depth", ctypes.c_int64),
+        ("is_int8", ctypes.c_bool),
+        ("codes", ctypes.c_uint64), ("scales", ctypes.c_uint64), ("sums", ctypes.c_uint64),
+        ("half_sums", ctypes.c_uint64), ("x_stride", ctypes.c_int64),
+        ("floats", ctypes.c_uint64), ("stride", ctypes.c_int64), ("tokens", ctypes.c_int64),
+        ("y", ctypes.c_uint64), ("y_type", ctypes.c_int), ("y_stride", ctypes.c_int64),
+        ("begin", ctypes.c_int64), ("end", ctypes.c_int64), ("scratch", ctypes.c_uint64),
     ]  # fmt: skip
 
 
@@ -81,7 +104,10 @@ def compiled(level: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path, program = Path(folder) / "level.o", Path(folder) / "program"
         linux, bare = [*cxx, "aarch64-linux-gnu"], [*cxx, "aarch64-freestanding"]
-        build.compile_one(f"level_{level}.cc", path, linux, ["-Wall", "-Wextra", "-Werror"])
+        source = f"level_{level}.cc"
+        # zig names instruction sets by processor.
+        beyond = ["-mcpu=generic+dotprod"] if build.SOURCES["aarch64"][source] else []
+        build.compile_one(source, path, linux, [*beyond, "-Wall", "-Wextra", "-Werror"])
         # memcpy, memset and expf are the compiler's own there.
         link = ["-static", f"-Wl,-e,{table}", str(path), "-o", str(program)]
         subprocess.run([*bare, *link], check=True)
@@ -93,6 +119,7 @@ class Machine:
 
     def __init__(self, level: str):
         self.uc = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
+        self.uc.ctl_set_cpu_model(arm.UC_CPU_ARM64_MAX)  # which has the dot products
         self.flush = 0 if level == "portable" else FLUSH  # which says that it knows no flag
         self.arrays: list[tuple[int, int]] = []
         table = self._load(compiled(level))
@@ -192,6 +219,45 @@ class Machine:
             ))  # fmt: skip
             return self.get(to, y)
 
+    def quantise(self, x: np.ndarray) -> list[np.ndarray]:
+        """Codes, scales, and sums of groups of 32 and of 16, of rows of a multiple of 256 floats."""
+        count, size = x.shape
+        found = [np.zeros((count, size), np.int8)]
+        found += [np.zeros((count, size // n), np.float32) for n in (32, 32, 16)]
+        for i, row in enumerate(x):
+            with self.room():
+                to = [self.put(one[i]) for one in found]
+                self.call("quantise", self.put(row), size, *to)
+                for one, at in zip(found, to, strict=True):
+                    one[i] = self.get(at, one[i])
+        return found
+
+    def packed_product(
+        self,
+        x: np.ndarray,
+        kind: int,
+        w: np.ndarray,
+        dtype: np.dtype,
+        is_int8: bool,
+        begin: int,
+        end: int,
+    ) -> np.ndarray:
+        """x @ w.T for blocks of format `kind`; NaN outside of the rows from `begin` to `end`."""
+        depth, floats = x.shape[1], np.pad(x, ((0, 0), (0, -x.shape[1] % PAD)))
+        wide = np.pad(x, ((0, 0), (0, -depth % 256)))
+        parts = self.quantise(wide) if is_int8 else []
+        with self.room():
+            y = np.full((len(x), len(w)), np.nan, dtype)
+            to = self.put(y)
+            self.call("packed_product", PackedRows(
+                kind, self.put(w), depth, is_int8,
+                *(map(self.put, parts) if is_int8 else (0, 0, 0, 0)), wide.shape[1],
+                0 if is_int8 else self.put(floats), floats.shape[1], len(x),
+                to, TYPES.index(dtype), len(w), begin, end,
+                0 if is_int8 else self.put(np.zeros(64 * 1024, np.float32)),
+            ))  # fmt: skip
+            return self.get(to, y)
+
     def attend(
         self,
         q: np.ndarray,
@@ -276,6 +342,56 @@ def check_product(machine: Machine, rng: np.random.Generator) -> str:
         worst = max(worst, error_of_product(x, w[begin:end], y[:, begin:end]))
         count += 1
     assert worst <= 4, worst
+    return f"{count} products: {worst:.2f} of 2^-24 of the sum of absolute products"
+
+
+def check_quantise(machine: Machine, rng: np.random.Generator) -> str:
+    """Codes are those of NumPy, and the sums those of the codes."""
+    x = rng.standard_normal((40, 256)).astype(np.float32) * 10.0 ** rng.integers(-30, 30, (40, 1))
+    x = x.astype(np.float32)
+    x[3, :32] = 0
+    codes, scales, sums, half_sums = machine.quantise(x)
+    groups = x.reshape(40, 8, 32)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    by = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    same(codes, np.rint(groups * by).reshape(x.shape).astype(np.int8))
+    same(scales, largest[..., 0] / np.float32(127))
+    for found, n in ((sums, 32), (half_sums, 16)):
+        of_codes = codes.reshape(40, -1, n).astype(np.float32).sum(-1)
+        same(found, (of_codes * np.repeat(scales, 32 // n, 1)).astype(np.float32))
+    for bad in (np.nan, np.inf, -np.inf):
+        x[5, 40] = bad
+        codes, scales, *_ = machine.quantise(x)
+        assert not np.isfinite(scales[5, 1]) and np.isfinite(scales[5, [0, 2]]).all()
+        assert not codes[5, 32:64].any()
+    return "as in NumPy"
+
+
+def check_packed(machine: Machine, rng: np.random.Generator) -> str:
+    """Every format, whole units and not, panels that are full and not, in int8 and in floats."""
+    worst, count = 0.0, 0
+    parts = [(1, 0, 1), (3, 0, 3), (9, 1, 8), (21, 0, 21)]
+    cases = itertools.product(enumerate(FORMATS), (1, 2, 5, 9), parts, (32, 96, 256, 320, 768))
+    for ((kind, name), tokens, (rows, begin, end), depth), y_type in zip(
+        cases, itertools.cycle(TYPES)
+    ):
+        layout = DECODERS[name]
+        if depth % layout.elements:
+            continue
+        w = blocks(name, rows, depth, count)
+        x = rng.standard_normal((tokens, depth)).astype(np.float32)
+        weights = reference(name, w)[begin:end]
+        for is_int8 in (True, False):
+            y = machine.packed_product(x, kind, w, y_type, is_int8, begin, end)
+            assert np.isnan(np.delete(y, np.s_[begin:end], axis=1).astype("f4")).all(), "other rows"
+            used = x
+            if is_int8:
+                codes, scales, *_ = machine.quantise(np.pad(x, ((0, 0), (0, -depth % 256))))
+                used = codes.astype("f8") * np.repeat(scales.astype("f8"), 32, 1)
+                used = used[:, :depth]
+            worst = max(worst, error_of_product(used, weights, y[:, begin:end]))
+            count += 1
+    assert worst <= 8, worst
     return f"{count} products: {worst:.2f} of 2^-24 of the sum of absolute products"
 
 
@@ -381,6 +497,8 @@ CHECKS: dict[str, Callable[[Machine, np.random.Generator], str]] = {
     "widen": check_widen,
     "narrow": check_narrow,
     "product": check_product,
+    "quantise": check_quantise,
+    "packed product": check_packed,
     "below 2^-126": check_small,
     "exp": check_exp,
     "attend": check_attend,
@@ -402,7 +520,7 @@ def failed(name: str, check: Callable[[], str]) -> bool:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--level", default="neon", choices=("neon", "portable"))
+    parser.add_argument("--level", default="neon", choices=("neon", "neondot", "portable"))
     level = parser.parse_args().level
     machine = Machine(level)
     print(f"the level {level!r}, compiled by zig for ARM, in unicorn {unicorn.__version__}")

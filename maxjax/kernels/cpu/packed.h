@@ -376,29 +376,30 @@ __attribute__((noinline)) void unpack_rest(Panel<F>& panel, const uint8_t** p, i
 
 // --- float activations ----------------------------------------------------------------------------
 
+// The weights of a unit as floats.
+template <class F>
+void dequantise_unit(const uint8_t* p, float* out) {
+  constexpr int kParts = 32 / F::kGroup, n = 64 / F::kGroup;
+  eight s[kParts], o[kParts];
+  F::factors(p, s, o);
+  float scales[8 * kParts], offsets[8 * kParts];
+  for (int i = 0; i < kParts; i++) {
+    store8(scales + 8 * i, s[i]);
+    store8(offsets + 8 * i, F::kOffsets ? o[i] : mul8(s[i], all8(-F::kZero)));
+  }
+  expand<F::kGroup, F::kWide>(F::template codes<0>(p), scales, offsets, out);
+  expand<F::kGroup, F::kWide>(F::template codes<1>(p), scales + n, offsets + n, out + 64);
+  expand<F::kGroup, F::kWide>(F::template codes<2>(p), scales + 2 * n, offsets + 2 * n, out + 128);
+  expand<F::kGroup, F::kWide>(F::template codes<3>(p), scales + 3 * n, offsets + 3 * n, out + 192);
+}
+
 // `count` weights of a row as floats, from the beginning of a unit on; count is whole blocks.
 template <class F>
 void dequantise(const uint8_t* p, int64_t count, float* out) {
-  constexpr int kParts = 32 / F::kGroup;
-  const auto unit = [](const uint8_t* p, float* out) {
-    eight s[kParts], o[kParts];
-    F::factors(p, s, o);
-    float scales[8 * kParts], offsets[8 * kParts];
-    #pragma GCC unroll 2
-    for (int i = 0; i < kParts; i++) {
-      store8(scales + 8 * i, s[i]);
-      store8(offsets + 8 * i, F::kOffsets ? o[i] : mul8(s[i], all8(-F::kZero)));
-    }
-    constexpr int n = 64 / F::kGroup;
-    expand<F::kGroup, F::kWide>(F::template codes<0>(p), scales, offsets, out);
-    expand<F::kGroup, F::kWide>(F::template codes<1>(p), scales + n, offsets + n, out + 64);
-    expand<F::kGroup, F::kWide>(F::template codes<2>(p), scales + 2 * n, offsets + 2 * n, out + 128);
-    expand<F::kGroup, F::kWide>(F::template codes<3>(p), scales + 3 * n, offsets + 3 * n, out + 192);
-  };
-  for (; count >= kUnit; count -= kUnit, p += unit_bytes<F>(), out += kUnit) unit(p, out);
+  for (; count >= kUnit; count -= kUnit, p += unit_bytes<F>(), out += kUnit) dequantise_unit<F>(p, out);
   if (count) {
     float last[kUnit];
-    unit(Rest<F>(p, count).bytes, last);
+    dequantise_unit<F>(Rest<F>(p, count).bytes, last);
     memcpy(out, last, sizeof(float) * count);
   }
 }

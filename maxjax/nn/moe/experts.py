@@ -165,7 +165,7 @@ def _one_after_the_other(run: Any, batched: Sequence[Any], operands: Sequence[An
 def _by_platform(options: _Options, *operands: Any) -> jax.Array:
     return jax.lax.platform_dependent(
         *operands,
-        cpu=partial(in_blocks, options.kind),
+        cpu=partial(in_blocks, options.kind, taken=False),
         cuda=partial(_on_gpu, options),
         default=partial(_elsewhere, options),
     )
