@@ -11,6 +11,9 @@ others    beside it, where installed: hand-written JAX (unrolled, einsum), trans
           and Modular MAX (float32) where MAX_COMMAND names its program, `max`.
 generate  a token of maxjax.generate and of maxjax.stream, over a step; eight texts over one.
 stack     the same model as one loop over stacked layers and unrolled.
+accuracy  quantised weights: logits of ours and of llama.cpp, whose activations are int8, against those
+          with activations in float32.
+memory    what a process holds after loading quantised weights, over the size of the file.
 parts     one product, and attention over one layer's cache: the jnp form's time over the kernel's.
 
 llama.cpp is used where LLAMA_CPP_PYTHON names a Python that has llama-cpp-python, built for this
@@ -262,6 +265,52 @@ def check(folder: Path, size: str, kind: str) -> str:
     worst = np.abs(np.asarray(logits)[0] - theirs).max() / theirs.std()
     assert worst < 0.1, worst
     return f"{size} {kind:4} logits after prefill and a step differ by at most {worst:.4f} of their deviation"
+
+
+def accuracy(folder: Path, size: str, kind: str, count: int) -> str:
+    """How far logits with quantised activations are from the definition's, ours beside llama.cpp's.
+
+    The definition keeps the activations in float32; all three have a cache of float32. Errors are in
+    standard deviations of the logits.
+    """
+    _, gguf = files(folder, size, kind)
+    prompts = np.random.default_rng(2).integers(3, 1000, (count, 24)).tolist()
+    run = jax.jit(lambda m, ids: m(ids, m.cache(1, 32, "float32"), last=True)[0])
+    mine = {}
+    for how in ("float", "int8"):
+        model, _ = maxjax.load(gguf, tokenizer=False, activations=how)
+        mine[how] = np.stack(
+            [np.asarray(run(model, jnp.asarray([p], jnp.int32)))[0] for p in prompts]
+        )
+        del model
+    with llama_cpp_peer.Peer(gguf, context=256, cache="F32", flash="off") as peer:
+        theirs = np.stack([np.asarray(peer.logits(p)) for p in prompts])
+    exact = mine["float"]
+    errors = [np.abs(found - exact) / exact.std() for found in (mine["int8"], theirs)]
+    means, tails = [e.mean() for e in errors], [np.quantile(e, 0.999) for e in errors]
+    return (
+        f"{size} {kind:5} error of the logits: mean {means[0]:.4f}, llama.cpp {means[1]:.4f}, "
+        f"ratio {means[0] / means[1]:.2f} wanted <= 1.1; 99.9 % {tails[0]:.4f}, {tails[1]:.4f}, "
+        f"ratio {tails[0] / tails[1]:.2f} wanted <= 1.25"
+    )
+
+
+def memory(folder: Path, size: str, kind: str) -> str:
+    """What a process that has loaded a model holds, above one that has imported maxjax, over the file."""
+    _, gguf = files(folder, size, kind)
+    code = f"""
+import jax.numpy, maxjax
+def held():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+jax.numpy.ones(3).block_until_ready()
+before = held()
+model, _ = maxjax.load({str(gguf)!r}, tokenizer=False)
+print(held() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ratio = int(done.stdout) / gguf.stat().st_size
+    return f"{size} {kind:5} memory after load over the file: {ratio:.3f}  wanted <= 1.10"
 
 
 def stacked(folder: Path, pairs: int, size: str = "135m", kind: str = "BF16") -> str:
@@ -557,6 +606,16 @@ def main() -> int:
             if wants(str(row)):
                 print(measure(row, folder, pairs, bandwidth), flush=True)
         small = "tiny" if options.quick else "135m"
+        packed = [kind for kind in PACKED if (("tiny" if options.quick else "1b"), kind) in kinds]
+        if wants("accuracy") and llama_cpp_peer.available():
+            for kind in packed:
+                line = accuracy(
+                    folder, "tiny" if options.quick else "1b", kind, 2 if options.quick else 16
+                )
+                print(line, flush=True)
+        if wants("memory") and Path("/proc/self/status").exists():
+            for kind in packed:
+                print(memory(folder, "tiny" if options.quick else "1b", kind), flush=True)
         if wants("generate"):
             for kind in ("BF16",) if options.quick else ("F32", "BF16"):
                 print(*through(folder, pairs, small, kind), sep="\n", flush=True)
