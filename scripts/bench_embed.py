@@ -4,13 +4,15 @@
 
 First the differences over texts of 2 to 256 tokens (240, or 60 with --quick), padded batches
 included. Then texts per second, the two in turn on the same texts, sorted by length and in
-batches of 32 on both sides: the median and the range of the paired ratios. Needs the MiniLM
+batches of 32 on both sides: the median and the range of the paired ratios; in float32 and in
+bfloat16. Needs the MiniLM
 checkpoint (scripts/setup.sh), torch and transformers (scripts/setup.sh --oracles).
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for tests.ora
 from scripts.minilm import minilm_directory
 from scripts.peers import installed
 from tests.oracles.make_minilm_golden import embeddings, reference
-from tests.oracles.sentences import sentences
+from tests.oracles.sentences import WORDS, sentences
 
 CONFIGURATIONS = {
     "float32": {"dtype": "float32"},
@@ -47,11 +49,21 @@ def accuracy(directory: Path, texts: list[str]) -> None:
         print(f"  {name:32s} max abs {error:.1e}   least cosine {cosine.min():.6f}")
 
 
-def torch_runner(directory: Path, batch_size: int = 32) -> Callable[[list[str]], object]:
+def many_texts(count: int) -> list[str]:
+    """Texts of 22 tokens in the mean, as sentences have them: most of 10 to 40 tokens, some longer."""
+    rng = random.Random(0)
+    lengths = [min(max(round(rng.lognormvariate(2.88, 0.5)), 1), 100) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
+
+
+def torch_runner(
+    directory: Path, batch_size: int = 32, dtype: str = "float32"
+) -> Callable[[list[str]], object]:
     """Embeds texts as sentence-transformers does it: longest first, batches padded to the longest."""
     import torch
 
     tokenizer, model = reference(directory, attention="sdpa")
+    model = model.to(getattr(torch, dtype))
 
     def run(texts: list[str]) -> object:
         ordered = sorted(texts, key=len, reverse=True)
@@ -64,7 +76,7 @@ def torch_runner(directory: Path, batch_size: int = 32) -> Callable[[list[str]],
                 )
                 states = model(**batch).last_hidden_state
                 mask = batch["attention_mask"][..., None].float()
-                mean = (states * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+                mean = (states.float() * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
                 found.append(torch.nn.functional.normalize(mean, dim=1))
         return torch.cat(found)
 
@@ -78,26 +90,27 @@ def seconds(run: Callable[[list[str]], object], texts: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def speed(directory: Path, quick: bool) -> None:
+def speed(directory: Path, quick: bool, dtype: str) -> None:
     """Prints one line for each kind of text."""
     import maxjax
 
-    model, tokenizer = maxjax.load(directory)
+    model, tokenizer = maxjax.load(directory, dtype=dtype)
     ours = lambda texts: maxjax.embed(model, tokenizer, texts)
-    theirs = torch_runner(directory)
+    theirs = torch_runner(directory, dtype=dtype)
     count, rounds = (32, 3) if quick else (128, 5)
     every = sentences(256)
     kinds = {"1 text of 12 tokens": 1, f"{count} texts of 12 tokens": count}
     jobs = {name: [" ".join(every[-1].split()[:10])] * n for name, n in kinds.items()}
     jobs[f"{count} texts of 3 to 256 tokens"] = every[-count:]
-    print("texts per second; ratio = maxjax over torch, paired")
+    jobs[f"{8 * count:,} texts of 22 tokens in the mean"] = many_texts(8 * count)
+    print(f"{dtype}: texts per second; ratio = maxjax over torch, paired")
     for name, texts in jobs.items():
         ours(texts), theirs(texts)  # compiled, warm
         pairs = [(seconds(ours, texts), seconds(theirs, texts)) for _ in range(rounds)]
         ratios = sorted(torch / jax for jax, torch in pairs)
         rate = [len(texts) / statistics.median(column) for column in zip(*pairs, strict=True)]
         print(
-            f"  {name:32s} maxjax {rate[0]:8.1f}   torch {rate[1]:8.1f}   "
+            f"  {name:38s} maxjax {rate[0]:8.1f}   torch {rate[1]:8.1f}   "
             f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
 
@@ -113,7 +126,8 @@ def main() -> None:
     if directory is None:
         sys.exit("the MiniLM checkpoint is not installed: run scripts/setup.sh")
     accuracy(directory, sentences(60) if quick else sentences())
-    speed(directory, quick)
+    for dtype in ("float32", "bfloat16"):
+        speed(directory, quick, dtype)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,20 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import maxjax
 from maxjax.engine.embed import _encode, batches, embed
 from maxjax.engine.load import load
 from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.graph.weights import load_weights
 from maxjax.models import build
-from maxjax.models.pooling import Pooling
+from maxjax.models.pooling import POOLINGS, Pooling, pool
 from tests.oracles.recorded import recorded
 from tests.oracles.sentences import ODD, sentences
 
@@ -149,6 +151,34 @@ def test_the_pooling_of_the_model_is_used(minilm):
         np.testing.assert_allclose(found[i, 384:], states[i, :n].max(0), atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", sorted(POOLINGS))
+def test_packed_texts_are_pooled_as_alone(minilm, mode):
+    model, tokenizer = load(minilm)
+    model.pooling = Pooling((mode,), prompts=(("query", "time year people: "),))
+    texts = [*FEW, *sentences(24, longest=90)[16:]]
+    for options in ({}, {"prompt_name": "query"}):
+        for include_prompt in (True, False):
+            model.pooling = replace(model.pooling, include_prompt=include_prompt)
+            found = embed(model, tokenizer, texts, **options)
+            alone = [embed(model, tokenizer, [text], **options)[0] for text in texts]
+            np.testing.assert_allclose(found, alone, atol=1e-5)
+            # Unpacked, as the states and the mask of a text say.
+            rows = tokenizer.batch([("time year people: " if options else "") + t for t in texts])
+            mask = rows.attention_mask
+            if options and not include_prompt:
+                mask = np.where(np.arange(mask.shape[1]) >= 5, mask, 0)
+            states = model(*rows).last_hidden_state
+            np.testing.assert_allclose(found, pool(states, mask, (mode,)), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_packed_texts_on_a_mesh(minilm, loaded):
+    texts = sentences(60, longest=40)[16:]
+    model, tokenizer = load(minilm, mesh=maxjax.make_mesh(data=2, model=2))
+    np.testing.assert_allclose(embed(model, tokenizer, texts), embed(*loaded, texts), atol=2e-6)
+
+
 def test_lower_case(minilm):
     class Recorder:
         max_length, pad_id = 512, 0
@@ -211,13 +241,15 @@ def test_compiled_once_for_each_shape(minilm, caplog):
     model.pooling = Pooling(("cls",))  # a program of its own
     words = lambda n: " ".join(["time"] * n)
     first = compilations(caplog, lambda: embed(model, tokenizer, [words(n) for n in (1, 5, 9, 20)]))
-    assert first == 2  # 3 texts in [4, 16], one in [1, 32]
-    again = lambda: embed(model, tokenizer, [words(n) for n in (14, 2, 11, 30)])
+    assert first == 1  # all four in [1, 64]
+    again = lambda: embed(model, tokenizer, [words(n) for n in (14, 2, 11, 26)])
     assert compilations(caplog, again) == 0
     assert compilations(caplog, lambda: embed(load(minilm)[0], tokenizer, [])) == 0
     other = load(minilm)[0]
     other.pooling = Pooling(("cls",))
-    assert compilations(caplog, lambda: embed(other, tokenizer, [words(1)] * 4)) == 0
+    assert compilations(caplog, lambda: embed(other, tokenizer, [words(10)] * 4)) == 0
+    long = lambda: embed(model, tokenizer, [words(n) for n in (200, 120, 250, 140, 3)])
+    assert compilations(caplog, long) == 2  # rows of 256 and of 128 tokens
 
 
 @pytest.mark.fast("10-1", "256-3", "500-32")

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import maxjax
+import maxjax.kernels.product as kernels_product
 from maxjax.kernels import StackSlice, matmul, native
 from scripts.kernel_accuracy import ALLOWED, TYPES, Product, campaign, error, measured, table
 from scripts.sharding_product import collectives, mesh_of
@@ -405,6 +406,34 @@ def test_the_compiled_program_calls_the_kernel():
     text = run.lower(X, STACK).compile().as_text()
     assert text.count('custom_call_target="maxjax_matmul"') == 1
     assert not re.search(r"f32\[(1,)?40,40\]", text)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_many_rows_of_small_weights_are_left_to_xla(monkeypatch, dtype, count):
+    monkeypatch.setattr(kernels_product, "_FASTER_IN_XLA", {native.status(): (dtype,)})
+    monkeypatch.setattr(kernels_product, "_SMALL_WEIGHT", 48 * 40)
+
+    def kernels(x, *weights):
+        run = jax.jit(lambda x, *w: matmul(x, list(w)))
+        for got, w in zip(run(x, *weights), weights, strict=True):
+            assert right(got, x, w)
+        return run.lower(x, *weights).compile().as_text().count('"maxjax_matmul"')
+
+    x, weights = normal((4, 64, 40), dtype), [normal((48, 40), dtype, k) for k in range(count)]
+    wider = normal((49, 40), dtype)
+    other = normal((48, 40), "float32" if dtype == "bfloat16" else "bfloat16")
+    assert kernels(x, *weights) == 0
+    assert kernels(x[:, :63], *weights) == 1  # few rows
+    assert kernels(x, *weights[1:], wider) == 1  # a large weight
+    assert kernels(x, other) == 1  # of another type
+    stack = jnp.asarray(normal((3, 48, 40), dtype))
+    run = jax.jit(lambda x, stack, i: matmul(x, StackSlice(stack, i)))
+    assert right(run(x, stack, 1), x, stack[1])
+    text = run.lower(x, stack, 1).compile().as_text()
+    assert text.count('"maxjax_matmul"') == 1  # which XLA would copy out of its stack
+    monkeypatch.setattr(kernels_product, "_FASTER_IN_XLA", {})
+    assert kernels(x, *weights) == 1
 
 
 # --- derivatives --------------------------------------------------------------------------------
