@@ -164,16 +164,22 @@ def test_activations_of_another_dtype(made):
 
 
 @pytest.mark.slow
-def test_no_dense_copy_of_the_model(made):
-    """The program needs the matrices of one layer in floats, not those of all."""
-    directory, floats, _ = made("gptq 4")
-    sizes = {}
-    for key, place in (("quantised", directory), ("floats", floats)):
+@pytest.mark.parametrize("name", SOME)
+def test_no_dense_copy_of_the_model(name, made):
+    """A program needs a few matrices in floats, not those of all layers, stacked or not."""
+    directory, floats, _ = made(name)
+
+    def bytes_of(place, stacked, run):
         model = loaded(place)
-        program = jax.jit(lambda m, ids: m(ids)).lower(model, ids_of(1, 1)).compile()
-        sizes[key] = program.memory_analysis().temp_size_in_bytes
-    layer = 4 * (3 * 128 * 128 + 3 * 128 * 192)
-    assert sizes["quantised"] < sizes["floats"] + 1.1 * layer
+        model = model if stacked else model.unstack()
+        program = jax.jit(run).lower(model, ids_of(1, 4)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    matrix = 4 * 128 * 192
+    for stacked in (True, False):
+        found, plain = (bytes_of(p, stacked, lambda m, i: m(i)) for p in (directory, floats))
+        packed = 7 * 128 * 192 if name.startswith("fp8") and stacked else 0
+        assert found < plain + 6 * matrix + 3 * packed
 
 
 # -- which layers are quantised

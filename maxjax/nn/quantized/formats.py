@@ -44,6 +44,36 @@ def spread(blocks: jax.Array, shape: Shape, sizes: Shape | None = None) -> jax.A
     return blocks
 
 
+def floats(values: jax.Array) -> jax.Array:
+    """Numbers as float32; those of 8 bits on CPUs by way of their bits, as XLA computes each bit there.
+
+    Example:
+        >>> floats(jnp.array([1.5, -0.001953125], jnp.float8_e4m3fn)).tolist()
+        [1.5, -0.001953125]
+    """
+    by_bits = {jnp.dtype(jnp.float8_e4m3fn): _e4m3, jnp.dtype(jnp.float8_e5m2): _e5m2}
+    convert = by_bits.get(values.dtype)
+    if convert is None:
+        return values.astype(jnp.float32)
+    return jax.lax.platform_dependent(
+        values, cpu=convert, default=lambda values: values.astype(jnp.float32)
+    )
+
+
+def _e5m2(values: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
+    # They are the first byte of a float16.
+    return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
+
+
+def _e4m3(values: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
+    # A float16 has as many exponents again below, so that subnormal numbers are right too.
+    half = jax.lax.bitcast_convert_type((bits & 128) << 8 | (bits & 127) << 7, jnp.float16)
+    nan = jnp.float32(jnp.nan)
+    return jnp.where((bits & 127) == 127, nan, half.astype(jnp.float32) * jnp.float32(256))
+
+
 def scaled(
     tensors: Tensors, shape: Shape, scale: str = "weight_scale", block: Shape | None = None
 ) -> jax.Array:
@@ -55,7 +85,7 @@ def scaled(
         scale: name of the scales: one, one for each row, or one for each block.
         block: shape of a block, where there is a matrix of scales.
     """
-    values = tensors["weight"].astype(jnp.float32)
+    values = floats(tensors["weight"])
     if (zero := tensors.get("weight_zero_point")) is not None:
         values = values - spread(zero.astype(jnp.float32), shape, block)
     return values * spread(tensors[scale].astype(jnp.float32), shape, block)
