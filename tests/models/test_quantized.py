@@ -5,6 +5,7 @@ the formats' definitions.
 """
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +228,34 @@ def test_a_quantised_head(tmp_path):
     split = loaded(tmp_path / "q", mesh=maxjax.make_mesh(model=2))
     assert split.lm_head.weight.split_over(0) == ("model",)
     near(call(split, ids_of(2, 6)), call(dense, ids_of(2, 6)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order"])
+def test_experts(name, tmp_path):
+    """Stacked experts, of which those that no token chose are left out."""
+    settings = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True, "head_dim": 32,
+    }  # fmt: skip
+    directory, floats, tensors = repository(CASES[name], tmp_path, **settings)
+    model, dense = loaded(directory), loaded(floats)
+    # One leaf for each tensor of a projection of all layers and experts, and none more.
+    names = {key.split(".", 2)[2] for key in tensors if key.startswith("model.layers.0.")}
+    kinds = {re.sub(r"experts\.\d", "experts", name) for name in names}
+    assert len(jax.tree.leaves(model)) == len(kinds) + 3
+    ids = ids_of(2, 6)
+    expected = np.asarray(call(dense, ids))
+    near(call(model, ids), expected)
+    for full, value in model.state_dict().items():
+        assert np.asarray(value).tobytes() == tensors[full].tobytes()
+    text = [
+        maxjax.generate(m, None, [[1, 2, 3]], max_new_tokens=3)[0].tokens for m in (model, dense)
+    ]
+    assert text[0] == text[1]
+    for sizes in ({"expert": 2, "model": 2}, {"model": 8}):
+        near(call(loaded(directory, mesh=maxjax.make_mesh(**sizes)), ids), expected)
+    near(call(loaded(directory).unstack(), ids), expected)
 
 
 # -- what is refused
