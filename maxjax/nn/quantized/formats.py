@@ -225,14 +225,17 @@ def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: 
     codes = tensors["weight"].reshape(-1)
     codes = jnp.stack([codes >> 4, codes & 15], -1).reshape(-1)
     values = jnp.take(
-        tensors["weight.quant_map"].astype(jnp.float32), codes.astype(jnp.int32), axis=0
+        tensors["weight.quant_map"].astype(jnp.float32),
+        codes.astype(jnp.int32),
+        axis=0,
+        mode="clip",
     )
     scale = tensors["weight.absmax"]
     if nested:
         state = tensors[f"weight.quant_state.bitsandbytes__{kind}"]
         offset = jax.lax.bitcast_convert_type(state[:4], jnp.float32)
         levels = tensors["weight.nested_quant_map"].astype(jnp.float32)
-        scale = jnp.take(levels, scale.astype(jnp.int32), axis=0) * _each(
+        scale = jnp.take(levels, scale.astype(jnp.int32), axis=0, mode="clip") * _each(
             tensors["weight.nested_absmax"].astype(jnp.float32), nested, scale.shape[0]
         )
         scale = scale + offset
@@ -264,7 +267,7 @@ def mxfp4(tensors: Tensors, shape: Shape) -> jax.Array:
     """
     blocks = tensors["blocks"]
     q = jnp.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:-1], 32)
-    values = jnp.take(jnp.asarray(E2M1), q.astype(jnp.int32), axis=0)
+    values = jnp.take(jnp.asarray(E2M1), q.astype(jnp.int32), axis=0, mode="clip")
     # 2^(e - 127) as two factors that are normal numbers for every byte.
     e = tensors["scales"][..., None].astype(jnp.int32)
     values = values * _power((e >> 1) - 64) * _power(e - (e >> 1) - 63)
