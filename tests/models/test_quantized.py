@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 import maxjax
 from maxjax.checkpoint import convert
+from maxjax.dtype import DType
 from maxjax.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -211,6 +212,24 @@ def test_groups_of_layers_with_settings_of_their_own(tmp_path):
         for name in ("up_proj", "down_proj")
     }
     assert found == {"up_proj": "scaled", "down_proj": "pack_quantized"}
+
+
+def test_configurations_of_other_writers():
+    """AutoFP8 names scales otherwise, GPTQModel the form of a file, old transformers no method."""
+    of = lambda config: Quantization.of({"quantization_config": config}).layout_for("x")
+    fp8 = of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
+    own = {"weight": (DType.float8_e4m3fn, (64, 32)), "weight_scale": (DType.float32, ()),
+           "input_scale": (DType.float32, ())}  # fmt: skip
+    found = fp8(64, 32, own)
+    assert [(one.name, one.shape) for one in found.tensors[1:]] == [
+        ("weight_scale", ()),
+        ("input_scale", ()),
+    ]
+    rows = fp8(64, 32, {**own, "weight_scale": (DType.float32, (64, 1))})
+    assert rows.tensors[1].shape == (64, 1)
+    gptq = of({"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"})
+    assert dict(gptq(64, 32, {}).options)["offset"] == 0
+    assert of({"load_in_8bit": True})(64, 32, {}).format == "bitsandbytes8"
 
 
 @pytest.mark.slow

@@ -66,6 +66,8 @@ class Quantization:
             raise CheckpointFormatError(f"'{KEY}' is not an object", path=path)
         settings = Settings(raw, path=path)
         method = raw.get("quant_method")
+        if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
+            method = "bitsandbytes"  # as written by old versions of transformers
         if not isinstance(method, str) or method not in METHODS:
             raise UnsupportedModelError(
                 (f"{os.fspath(path)}: " if path is not None else "")
