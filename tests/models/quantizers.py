@@ -312,11 +312,19 @@ def tensors_of(case, seed=0, **settings):
     config = {**SMALL, **settings}
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    experts = range(config.get("num_experts", 0))
     linear = {
         "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
         "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
+    if experts:  # of a Qwen 3 MoE
+        mlp = {name: linear.pop(name) for name in list(linear) if name.startswith("mlp.")}
+        linear |= {
+            name.replace("mlp", f"mlp.experts.{i}"): shape
+            for i in experts
+            for name, shape in mlp.items()
+        }
     packed, floats = {}, {}
 
     def plain(name, *shape):
@@ -330,6 +338,10 @@ def tensors_of(case, seed=0, **settings):
             found, values = case.quantise(rng.normal(0, shape[1] ** -0.5, shape), rng)
             packed |= {f"{full}.{key}": np.asarray(value) for key, value in found.items()}
             floats[f"{full}.weight"] = values.astype(np.float32)
+        if experts:
+            plain(f"model.layers.{i}.mlp.gate.weight", len(experts), hidden)
+            for name in ("q_norm", "k_norm"):
+                plain(f"model.layers.{i}.self_attn.{name}.weight", config["head_dim"])
         plain(f"model.layers.{i}.input_layernorm.weight", hidden)
         plain(f"model.layers.{i}.post_attention_layernorm.weight", hidden)
     plain("model.norm.weight", hidden)

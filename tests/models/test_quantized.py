@@ -5,6 +5,7 @@ the formats' definitions.
 """
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import AxisType
 
 import maxjax
 from maxjax.checkpoint import convert
+from maxjax.dtype import DType
 from maxjax.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -164,16 +166,22 @@ def test_activations_of_another_dtype(made):
 
 
 @pytest.mark.slow
-def test_no_dense_copy_of_the_model(made):
-    """The program needs the matrices of one layer in floats, not those of all."""
-    directory, floats, _ = made("gptq 4")
-    sizes = {}
-    for key, place in (("quantised", directory), ("floats", floats)):
+@pytest.mark.parametrize("name", SOME)
+def test_no_dense_copy_of_the_model(name, made):
+    """A program needs a few matrices in floats, not those of all layers, stacked or not."""
+    directory, floats, _ = made(name)
+
+    def bytes_of(place, stacked, run):
         model = loaded(place)
-        program = jax.jit(lambda m, ids: m(ids)).lower(model, ids_of(1, 1)).compile()
-        sizes[key] = program.memory_analysis().temp_size_in_bytes
-    layer = 4 * (3 * 128 * 128 + 3 * 128 * 192)
-    assert sizes["quantised"] < sizes["floats"] + 1.1 * layer
+        model = model if stacked else model.unstack()
+        program = jax.jit(run).lower(model, ids_of(1, 4)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    matrix = 4 * 128 * 192
+    for stacked in (True, False):
+        found, plain = (bytes_of(p, stacked, lambda m, i: m(i)) for p in (directory, floats))
+        packed = 7 * 128 * 192 if name.startswith("fp8") and stacked else 0
+        assert found < plain + 6 * matrix + 3 * packed
 
 
 # -- which layers are quantised
@@ -206,6 +214,24 @@ def test_groups_of_layers_with_settings_of_their_own(tmp_path):
     assert found == {"up_proj": "scaled", "down_proj": "pack_quantized"}
 
 
+def test_configurations_of_other_writers():
+    """AutoFP8 names scales otherwise, GPTQModel the form of a file, old transformers no method."""
+    of = lambda config: Quantization.of({"quantization_config": config}).layout_for("x")
+    fp8 = of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
+    own = {"weight": (DType.float8_e4m3fn, (64, 32)), "weight_scale": (DType.float32, ()),
+           "input_scale": (DType.float32, ())}  # fmt: skip
+    found = fp8(64, 32, own)
+    assert [(one.name, one.shape) for one in found.tensors[1:]] == [
+        ("weight_scale", ()),
+        ("input_scale", ()),
+    ]
+    rows = fp8(64, 32, {**own, "weight_scale": (DType.float32, (64, 1))})
+    assert rows.tensors[1].shape == (64, 1)
+    gptq = of({"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"})
+    assert dict(gptq(64, 32, {}).options)["offset"] == 0
+    assert of({"load_in_8bit": True})(64, 32, {}).format == "bitsandbytes8"
+
+
 @pytest.mark.slow
 def test_a_quantised_head(tmp_path):
     (config, packed), (plain, floats) = tensors_of(CASES["gptq 4"], num_hidden_layers=1)
@@ -221,6 +247,34 @@ def test_a_quantised_head(tmp_path):
     split = loaded(tmp_path / "q", mesh=maxjax.make_mesh(model=2))
     assert split.lm_head.weight.split_over(0) == ("model",)
     near(call(split, ids_of(2, 6)), call(dense, ids_of(2, 6)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order"])
+def test_experts(name, tmp_path):
+    """Stacked experts, of which those that no token chose are left out."""
+    settings = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True, "head_dim": 32,
+    }  # fmt: skip
+    directory, floats, tensors = repository(CASES[name], tmp_path, **settings)
+    model, dense = loaded(directory), loaded(floats)
+    # One leaf for each tensor of a projection of all layers and experts, and none more.
+    names = {key.split(".", 2)[2] for key in tensors if key.startswith("model.layers.0.")}
+    kinds = {re.sub(r"experts\.\d", "experts", name) for name in names}
+    assert len(jax.tree.leaves(model)) == len(kinds) + 3
+    ids = ids_of(2, 6)
+    expected = np.asarray(call(dense, ids))
+    near(call(model, ids), expected)
+    for full, value in model.state_dict().items():
+        assert np.asarray(value).tobytes() == tensors[full].tobytes()
+    text = [
+        maxjax.generate(m, None, [[1, 2, 3]], max_new_tokens=3)[0].tokens for m in (model, dense)
+    ]
+    assert text[0] == text[1]
+    for sizes in ({"expert": 2, "model": 2}, {"model": 8}):
+        near(call(loaded(directory, mesh=maxjax.make_mesh(**sizes)), ids), expected)
+    near(call(loaded(directory).unstack(), ids), expected)
 
 
 # -- what is refused

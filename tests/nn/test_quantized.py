@@ -12,7 +12,7 @@ from maxjax.graph import DeviceRef, ShardingStrategy
 from maxjax.models.quantized import Quantization
 from maxjax.nn.layer import LayerList
 from maxjax.nn.quantized import Exactly, Layout, QuantizedLinear, QuantState, Tensor
-from maxjax.nn.quantized.formats import FORMATS, spread, unpacked
+from maxjax.nn.quantized.formats import FORMATS, floats, spread, unpacked
 from tests.models.quantized_goldens import goldens
 from tests.models.quantizers import CASES, gptq
 
@@ -93,6 +93,10 @@ def test_the_layer_is_linear(name):
     np.testing.assert_allclose(low.astype(jnp.float32), run(layer, x), rtol=0.02, atol=0.2)
 
 
+def near(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8 blocks", "pack-quantized 4 order", "bitsandbytes nf4"])
 def test_equal_layers_are_stacked(name):
@@ -132,6 +136,14 @@ def test_mxfp4_of_gpt_oss():
     np.testing.assert_array_equal(weight, expected.reshape(3, 4, 64).astype(np.float32))
     one = FORMATS["mxfp4"]({"blocks": blocks[1], "scales": scales[1]}, (4, 64))
     np.testing.assert_array_equal(one, weight[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
+def test_every_number_of_8_bits(dtype):
+    values = np.arange(256, dtype=np.uint8).view(dtype)
+    expected = values.astype(np.float32)
+    np.testing.assert_array_equal(floats(jnp.asarray(values)), expected)
+    np.testing.assert_array_equal(jax.jit(floats)(jnp.asarray(values)), expected)
 
 
 def test_words_of_every_width():

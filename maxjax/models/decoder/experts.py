@@ -33,6 +33,7 @@ from ...nn.linear import Linear, linear_rules, linears
 from ...nn.moe import SHARES
 from ...nn.moe.algorithms import ExpertWeights, one_by_one
 from ...nn.moe.experts import Split, mixture, mixture_on_mesh, split_of
+from ...nn.quantized import QuantizedLinear
 from ..config import setting
 from ..gguf.layouts import Expert as ExpertLayout
 from ..gguf.names import Source
@@ -112,11 +113,25 @@ class ExpertMLP(Module):
         """The gate, up and down projections."""
         return [getattr(self, name) for name in self.maps]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        gate, up, down = self.linears
-        g, u = linears([gate, up], x)
-        return down(activation(self.act)(g) * u.astype(g.dtype))
+    def __call__(
+        self, x: Any, *, number: Any = None, chosen: Any = None, shares: Any = None
+    ) -> Any:
+        """``[..., E]`` → the same shape; one of a stack that is scanned, (tokens, total) → the same.
+
+        Args:
+            x: tokens; in a scan ``(tokens [N, E], total [N, E])``, to which its share is added.
+            number: index of the expert in a scan.
+            chosen, shares: in a scan, experts and shares of the tokens, ``[N, k]``.
+        """
+        if number is None:
+            gate, up, down = self.linears
+            g, u = linears([gate, up], x)
+            return down(activation(self.act)(g) * u.astype(g.dtype))
+        tokens, total = x
+        is_chosen = jnp.any(chosen == number)
+        # Another expert is not even dequantised.
+        run = lambda x: one_by_one(x, chosen - number, shares, [self])
+        return tokens, total + jax.lax.cond(is_chosen, run, lambda x: jnp.zeros_like(total), tokens)
 
 
 class SparseMLP(Module):
@@ -159,7 +174,7 @@ class SparseMLP(Module):
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules = linear_rules("gate", ShardingStrategy.replicate(1))
-        whole = () if self._stacks is None else ("expert",)
+        whole = () if self._stacked_experts is None else ("expert",)
         for i in self.experts._mx_children:  # one that stands for all, or each
             for name, strategy in zip(self.maps, (rows, rows, columns), strict=True):
                 rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS, whole)
@@ -176,6 +191,9 @@ class SparseMLP(Module):
     def _mixed(self, x: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])  # [N, E]
         chosen, shares = self.choose(tokens)
+        if self._is_quantised:
+            y = self._one_by_one(tokens, chosen, shares)
+            return y.astype(x.dtype).reshape(x.shape)
         mesh, split = self._split()
         if mesh is None:
             y = mixture(tokens, chosen, shares, self._weights(), self.act)
@@ -196,10 +214,28 @@ class SparseMLP(Module):
         return chosen, SHARES[kind](scores, best)
 
     @property
+    def _is_quantised(self) -> bool:
+        """Whether weights of experts are stored as several tensors."""
+        each = self.experts._mx_children.values()  # one that stands for all, or each
+        return any(type(m) is QuantizedLinear for expert in each for m in expert.linears)
+
+    def _one_by_one(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        """``one_by_one``, of which experts that no token chose are left out."""
+        if self._stacked_experts is None:
+            return one_by_one(tokens, chosen, shares, self.experts)
+        carry = (tokens, jnp.zeros(tokens.shape, jnp.float32))
+        carry = self.experts.scan(carry, index="number", chosen=chosen, shares=shares)
+        return carry[1]
+
+    @property
+    def _stacked_experts(self) -> ExpertStack | None:
+        experts = self.experts
+        return experts if isinstance(experts, ExpertStack) and experts.is_stacked else None
+
+    @property
     def _stacks(self) -> list[Any] | None:
         """The holders of the experts' weights: gates, ups and downs; None if they are apart."""
-        experts = self.experts
-        if not isinstance(experts, ExpertStack) or not experts.is_stacked:
+        if (experts := self._stacked_experts) is None:
             return None
         return [experts.holder(f"{name}.weight").stored for name in self.maps]
 

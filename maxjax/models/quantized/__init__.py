@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from ...dtype import DType
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...graph.weights import WeightData
-from ...nn.layer import Module
+from ...nn.layer import ExpertStack, Module
 from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.quantized import QuantizedLinear
 from ..config import short
@@ -64,6 +66,8 @@ class Quantization:
             raise CheckpointFormatError(f"'{KEY}' is not an object", path=path)
         settings = Settings(raw, path=path)
         method = raw.get("quant_method")
+        if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
+            method = "bitsandbytes"  # as written by old versions of transformers
         if not isinstance(method, str) or method not in METHODS:
             raise UnsupportedModelError(
                 (f"{os.fspath(path)}: " if path is not None else "")
@@ -85,6 +89,7 @@ class Quantization:
         Raises:
             UnsupportedModelError: the model has no linear layer that is quantised.
         """
+        stacks = _unstacked(model)
         modules = {prefix.removesuffix("."): module for prefix, module in model.named_modules()}
         linear = {name for name, one in modules.items() if type(one) in _LINEAR}
         layers: dict[str, dict[str, Any]] = {}
@@ -105,9 +110,26 @@ class Quantization:
             )
             setattr(modules[parent], attribute, layer)
             used |= {f"{name}.{one.name}" for one in layout.tensors}
+        for parent, attribute in stacks:
+            experts = list(getattr(parent, attribute))
+            if len({jax.tree.structure(expert) for expert in experts}) == 1:
+                setattr(parent, attribute, ExpertStack(experts[0], len(experts)))
         if not used:
             raise self.settings.refused("no quantised linear layer in this model")
         return used
+
+
+def _unstacked(model: Module) -> list[tuple[Module, str]]:
+    """Gives all experts weights of their own; returns where they are, as (Module, attribute)."""
+    places = [
+        (module, name)
+        for _, module in model.named_modules()
+        for name, child in module._mx_children.items()
+        if isinstance(child, ExpertStack)
+    ]
+    for module, name in places:
+        setattr(module, name, getattr(module, name).unstack())
+    return places
 
 
 def _split(name: str, layers: set[str]) -> tuple[str, str]:

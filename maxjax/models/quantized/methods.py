@@ -25,10 +25,14 @@ def _fp8(settings: Settings) -> Callable[[str], LayoutOf]:
         block = (128, 128)  # transformers' default where the key is absent; null says one scale
 
     def layout(out: int, inner: int, own: Found) -> Layout:
+        ignored = ("activation_scale", "input_scale")
+        if "weight_scale" in own and "weight_scale_inv" not in own:  # AutoFP8's and vLLM's
+            shape = own["weight_scale"][1]
+            strategy = "channel" if shape[:1] == (out,) and out > 1 else "tensor"
+            return scaled(out, inner, own, dtypes=FLOATS8, strategy=strategy, ignored=ignored)
         return scaled(
             out, inner, own, dtypes=FLOATS8, scale="weight_scale_inv", block=block,
-            strategy="tensor" if block is None else "block",
-            ignored=("activation_scale", "input_scale"),
+            strategy="tensor" if block is None else "block", ignored=ignored,
         )  # fmt: skip
 
     return lambda name: layout
@@ -155,7 +159,8 @@ def _compressed_group(group: Settings, kind: str) -> LayoutOf:
 def _gptq(settings: Settings) -> Callable[[str], LayoutOf]:
     """``gptq``: groups of rows of the transposed weight, also in an order of their own."""
     bits = settings.only("bits", 4, 8, 2)
-    form = settings.only("checkpoint_format", "gptq", "gptq_v2")
+    forms = ("gptq", "gptq_v2")
+    form = settings.only("checkpoint_format", *forms, default=settings.only("format", *forms))
     settings.only("pack_dtype", "int32")
     if settings.raw.get("dynamic"):
         raise settings.refused("dynamic settings for single layers")

@@ -44,6 +44,36 @@ def spread(blocks: jax.Array, shape: Shape, sizes: Shape | None = None) -> jax.A
     return blocks
 
 
+def floats(values: jax.Array) -> jax.Array:
+    """Numbers as float32; those of 8 bits on CPUs by way of their bits, as XLA computes each bit there.
+
+    Example:
+        >>> floats(jnp.array([1.5, -0.001953125], jnp.float8_e4m3fn)).tolist()
+        [1.5, -0.001953125]
+    """
+    by_bits = {jnp.dtype(jnp.float8_e4m3fn): _e4m3, jnp.dtype(jnp.float8_e5m2): _e5m2}
+    convert = by_bits.get(values.dtype)
+    if convert is None:
+        return values.astype(jnp.float32)
+    return jax.lax.platform_dependent(
+        values, cpu=convert, default=lambda values: values.astype(jnp.float32)
+    )
+
+
+def _e5m2(values: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
+    # They are the first byte of a float16.
+    return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
+
+
+def _e4m3(values: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
+    # A float16 has as many exponents again below, so that subnormal numbers are right too.
+    half = jax.lax.bitcast_convert_type((bits & 128) << 8 | (bits & 127) << 7, jnp.float16)
+    nan = jnp.float32(jnp.nan)
+    return jnp.where((bits & 127) == 127, nan, half.astype(jnp.float32) * jnp.float32(256))
+
+
 def scaled(
     tensors: Tensors, shape: Shape, scale: str = "weight_scale", block: Shape | None = None
 ) -> jax.Array:
@@ -55,7 +85,7 @@ def scaled(
         scale: name of the scales: one, one for each row, or one for each block.
         block: shape of a block, where there is a matrix of scales.
     """
-    values = tensors["weight"].astype(jnp.float32)
+    values = floats(tensors["weight"])
     if (zero := tensors.get("weight_zero_point")) is not None:
         values = values - spread(zero.astype(jnp.float32), shape, block)
     return values * spread(tensors[scale].astype(jnp.float32), shape, block)
@@ -195,14 +225,17 @@ def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: 
     codes = tensors["weight"].reshape(-1)
     codes = jnp.stack([codes >> 4, codes & 15], -1).reshape(-1)
     values = jnp.take(
-        tensors["weight.quant_map"].astype(jnp.float32), codes.astype(jnp.int32), axis=0
+        tensors["weight.quant_map"].astype(jnp.float32),
+        codes.astype(jnp.int32),
+        axis=0,
+        mode="clip",
     )
     scale = tensors["weight.absmax"]
     if nested:
         state = tensors[f"weight.quant_state.bitsandbytes__{kind}"]
         offset = jax.lax.bitcast_convert_type(state[:4], jnp.float32)
         levels = tensors["weight.nested_quant_map"].astype(jnp.float32)
-        scale = jnp.take(levels, scale.astype(jnp.int32), axis=0) * _each(
+        scale = jnp.take(levels, scale.astype(jnp.int32), axis=0, mode="clip") * _each(
             tensors["weight.nested_absmax"].astype(jnp.float32), nested, scale.shape[0]
         )
         scale = scale + offset
@@ -234,7 +267,7 @@ def mxfp4(tensors: Tensors, shape: Shape) -> jax.Array:
     """
     blocks = tensors["blocks"]
     q = jnp.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:-1], 32)
-    values = jnp.take(jnp.asarray(E2M1), q.astype(jnp.int32), axis=0)
+    values = jnp.take(jnp.asarray(E2M1), q.astype(jnp.int32), axis=0, mode="clip")
     # 2^(e - 127) as two factors that are normal numbers for every byte.
     e = tensors["scales"][..., None].astype(jnp.int32)
     values = values * _power((e >> 1) - 64) * _power(e - (e >> 1) - 63)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.placement.specs import PartOf
@@ -32,6 +34,11 @@ class Tensor:
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
     form: Exactly | QuantState | None = None
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether its elements are floats of 8 bits."""
+        return self.dtype.is_float() and self.dtype.size_in_bits == 8
 
     @property
     def attribute(self) -> str:
@@ -75,8 +82,21 @@ class Layout:
         return self.out_dim, self.in_dim
 
     def dequantise(self, tensors: Mapping[str, jax.Array]) -> jax.Array:
-        """The weight in float32 ``[out_dim, in_dim]``, from its tensors by name."""
-        return FORMATS[self.format](tensors, self.shape, **dict(self.options))
+        """The weight in float32 ``[out_dim, in_dim]``, from its tensors by name.
+
+        Args:
+            tensors: the tensors; floats of 8 bits may also be their bits, uint8.
+        """
+        found = dict(tensors)
+        for one in self.tensors:
+            if one.has_bits and found[one.name].dtype == jnp.uint8:
+                found[one.name] = jax.lax.bitcast_convert_type(found[one.name], one.dtype.np)
+        return FORMATS[self.format](found, self.shape, **dict(self.options))
+
+    @property
+    def largest(self) -> Tensor:
+        """The tensor with most bytes."""
+        return max(self.tensors, key=lambda one: math.prod(one.shape) * one.dtype.size_in_bits)
 
     def split(self, axis: int, entries: Mapping[str, Sequence[tuple[str, ...]]]) -> tuple[str, ...]:
         """The mesh axes that an axis of the weight is split over.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.specs import PartOf, names_in, spec_of
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
-from ...kernels import explicit, matmul
+from ...kernels import StackSlice, explicit, matmul
 from ..layer import Module
 from ..linear import add_bias
 from .layout import Layout
@@ -75,13 +76,9 @@ class QuantizedLinear(Module):
         """
         array = jnp.asarray(unwrap(x))
         dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.dtype(jnp.float32)
-
-        def product(x: jax.Array, tensors: dict[str, jax.Array]) -> jax.Array:
-            return matmul(x, self._dequantised(tensors, dtype)).astype(dtype)
-
-        # Derivatives dequantise again, and do not keep the floats of all layers.
-        product = jax.checkpoint(product)
         tensors = self._tensors()
+        on_mesh = isinstance(self.weight.sharding, NamedSharding)
+        product = partial(_product, self.layout, dtype, not on_mesh)
         mesh = explicit.mesh_of(array, *tensors.values())
         if mesh is not None:
             wanted = [*explicit.entries(array)[:-1], self._split(0, tensors)]
@@ -94,27 +91,73 @@ class QuantizedLinear(Module):
     def dequantise(self, dtype: Any = jnp.float32) -> jax.Array:
         """The weight ``[out_dim, in_dim]`` as an array."""
         tensors = self._tensors()
-        run = self._dequantised
+        run = lambda tensors: self.layout.dequantise(jax.lax.stop_gradient(tensors)).astype(dtype)
         if (mesh := explicit.mesh_of(*tensors.values())) is not None:
             wanted = [self._split(axis, tensors) for axis in (0, 1)]
-            return explicit.automatic(lambda t: run(t, dtype), mesh, wanted)(tensors)
-        return run(tensors, dtype)
+            return explicit.automatic(run, mesh, wanted)(tensors)
+        return run(tensors)
 
     def _tensors(self) -> dict[str, jax.Array]:
-        layout = self.layout
-        return {one.name: jnp.asarray(getattr(self, one.attribute)) for one in layout.tensors}
+        """The tensors by name; floats of 8 bits as uint8."""
+        found = {}
+        for one in self.layout.tensors:
+            operand = getattr(self, one.attribute).stored.operand()
+            if one.has_bits:
+                # XLA for CPUs slices no such floats: it would make float16 of the whole stack first.
+                stack = operand.stack if isinstance(operand, StackSlice) else jnp.asarray(operand)
+                bits = jax.lax.bitcast_convert_type(stack, jnp.uint8)
+                is_slice = isinstance(operand, StackSlice)
+                operand = StackSlice(bits, operand.index) if is_slice else bits
+            found[one.name] = jnp.asarray(operand)
+        return found
 
     def _split(self, axis: int, tensors: dict[str, jax.Array]) -> explicit.Entry:
         """The explicit mesh axes that an axis of the weight is split over."""
         entries = {name: explicit.entries(array) for name, array in tensors.items()}
         return self.layout.split(axis, entries)
 
-    def _dequantised(self, tensors: dict[str, jax.Array], dtype: Any) -> jax.Array:
-        return self.layout.dequantise(jax.lax.stop_gradient(tensors)).astype(dtype)
-
     def sharding_rules(self) -> dict[str, Any]:
         """Splits each tensor as the rule for ``weight`` splits the weight, where its axes allow."""
         return dict[str, PartOf](self.layout.rules())
+
+
+# Derivatives dequantise again, and do not keep the floats of all layers.
+@partial(jax.checkpoint, static_argnums=(0, 1, 2))
+def _product(
+    layout: Layout, dtype: Any, in_turn: bool, x: jax.Array, tensors: dict[str, jax.Array]
+) -> jax.Array:
+    """``x @ weight.T`` in a dtype.
+
+    Args:
+        in_turn: whether the weight is dequantised only once ``x`` is there.
+    """
+    tensors = jax.lax.stop_gradient(tensors)
+    if in_turn and 0 not in x.shape:
+        name = layout.largest.name
+        tensors[name] = jax.lax.platform_dependent(
+            jax.lax.stop_gradient(x), tensors[name], cpu=_after, default=lambda x, array: array
+        )
+    return matmul(x, layout.dequantise(tensors).astype(dtype)).astype(dtype)
+
+
+def _after(x: jax.Array, array: jax.Array) -> jax.Array:
+    """``array``, in programs for CPUs not before ``x``.
+
+    XLA orders what it computes. Where layers are not stacked it would dequantise the weights of all of
+    them first, and hold them all; a barrier does not stop it.
+    """
+    return array | _zero(x).astype(array.dtype)
+
+
+@jax.custom_batching.custom_vmap
+def _zero(x: jax.Array) -> jax.Array:
+    """0, which is computed from ``x`` in a way that XLA does not see through."""
+    return jnp.signbit(x[(0,) * x.ndim]).astype(jnp.uint8) >> 1
+
+
+@_zero.def_vmap
+def _zero_of_first(axis_size: int, in_batched: Any, x: jax.Array) -> Any:
+    return _zero(x[0] if in_batched[0] else x), False
 
 
 class DequantisedWeight:
