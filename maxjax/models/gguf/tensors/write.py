@@ -7,7 +7,7 @@ only its own rows, and stacked experts are read one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..layouts import Layout, Permuted, Plus, Same, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
-from .types import is_wide
+from .types import Traits, is_wide
 
 # Old names of suffixes; prefixes that some files add; prefixes that some files leave out.
 _RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
@@ -137,6 +137,43 @@ def gguf_tensors(
         ):
             metadata[EXACT_KEY + _canonical(architecture, name)] = exact
     return GGUFTensors(found, metadata, tuple(left_out))
+
+
+def gguf_shapes(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]], Traits]:
+    """What decides the encodings of a checkpoint's tensors in a GGUF file (:func:`~.types.encodings`).
+
+    Args:
+        config: content of ``config.json``.
+        shapes: tensors by their names in Hugging Face's checkpoints, ``[..., out, in]``.
+
+    Returns:
+        GGUF's name of each tensor that has one; the shapes by those names, with an axis for the
+        experts; and the traits of the model.
+
+    Raises:
+        UnsupportedModelError: the architecture has no table.
+
+    Example:
+        >>> config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1,
+        ...           "num_attention_heads": 2, "intermediate_size": 8}
+        >>> names, shapes, model = gguf_shapes(config, {"model.layers.0.mlp.down_proj.weight": (4, 8)})
+        >>> names, shapes, model.layers
+        ({'model.layers.0.mlp.down_proj.weight': 'blk.0.ffn_down.weight'}, {'blk.0.ffn_down.weight': (4, 8)}, 1)
+    """
+    model = read_config(config)
+    known, names, found = _known(model.architecture), {}, {}
+    for name, shape in shapes.items():
+        place = _place(known, _canonical(model.architecture, name), model)
+        if place is not None:
+            names[name] = place.name
+            lead = () if place.expert < 0 else (model.experts,)
+            found[place.name] = (*lead, *shape)
+    heads, kv_heads = model.config.num_heads, model.kv_heads
+    layers = model.config.num_layers
+    traits = Traits.of(model.architecture, layers, model.experts, heads, kv_heads)
+    return names, found, traits
 
 
 def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
