@@ -102,7 +102,7 @@ engine/sampling: settings filters penalties draw
 engine/generate: defaults
 engine: hub load packing embed perplexity session
 engine/plan: topology options footprint meshes capacity
-engine/quantize: report choice shards model
+engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
 engine/export: signature file write program

@@ -137,7 +137,8 @@ def _by_pattern(
     """The names that patterns fit, with the types."""
     if patterns is None:
         return
-    rules = list(patterns.items() if isinstance(patterns, Mapping) else patterns)
+    pairs: Any = patterns.items() if isinstance(patterns, Mapping) else patterns
+    rules: list[tuple[str, str | None]] = list(pairs)
     kinds = [None if kind is None else type_of(kind) for _, kind in rules]
     for name in names:
         for number, (pattern, _) in enumerate(rules):

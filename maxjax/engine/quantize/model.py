@@ -14,9 +14,12 @@ from ...errors import UserInputError
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
 from ...graph.weight.weight import Weight
+from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded
 from ...nn.layer import Module
 from .choice import Patterns, chosen_types
+from .importance import Importance
 from .report import QuantizationReport, WeightReport
 from .shards import Encoded, encode_array
 
@@ -104,6 +107,14 @@ def _checked(
     """The importance of the weights that are quantised, as float32."""
     found = {}
     weights = model.raw_state_dict()
+    if isinstance(importance, Importance):
+        config, places = getattr(model, "hf_config", None), {}
+        if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+            places = gguf_places(config, types)
+        names = dict.fromkeys(types, ("", -1))
+        importance = importance.of_checkpoint(
+            names | {name: (place.name, place.expert) for name, place in places.items()}
+        )
     for name in types:
         if importance is None or name not in importance:
             continue
