@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from ...dtype import DType
 from ...errors import UserInputError
+from ...graph.placement.arrays import platform_of
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
 from ...graph.weight.weight import Weight
+from ...kernels.packed_product import ACTIVATIONS
 from ...models.gguf.config.families import ARCHITECTURE_OF
 from ...models.gguf.tensors.write import gguf_places
-from ...models.weights import check_loaded
+from ...models.weights import check_loaded, set_activations, shardings_of
 from ...nn.layer import Module
 from .choice import Patterns, chosen_types
 from .importance import Importance
@@ -40,6 +42,7 @@ def quantize(
     *,
     patterns: Patterns | None = None,
     importance: Mapping[str, Any] | None = None,
+    activations: Literal["int8", "float"] | None = None,
 ) -> Quantized[M]:
     """Quantise the weights of a loaded model, one after the other, where they lie.
 
@@ -59,6 +62,8 @@ def quantize(
         importance: importance matrix from :func:`maxjax.calibrate` or a file
             (:func:`~maxjax.engine.quantize.importance.load_importance`): for each weight the mean squares
             of its inputs, ``[in]``, which weigh the errors. Weights that it lacks are quantised without.
+        activations: how kernels for CPUs multiply with quantised weights, as for ``maxjax.load``: None
+            is "int8" for a model on CPUs.
 
     Returns:
         The model and the report, a table of bytes and errors.
@@ -82,6 +87,8 @@ def quantize(
         ({'0.weight': Weight(0.weight, DType.uint8, [Dim(32), Dim(68)], cpu:0, QuantizationEncoding.Q8_0)},
          8192, 2176)
     """
+    if activations not in (None, *ACTIVATIONS):
+        raise UserInputError(f"activations must be 'int8' or 'float', not {activations!r}")
     check_loaded(model)
     types, kept = chosen_types(model, to, patterns)
     checked = _checked(model, types, importance)
@@ -95,6 +102,8 @@ def quantize(
         if name in types and id(holder) not in done:
             done.add(id(holder))
             rows |= _quantise(new, name, holder, types[name], checked)
+    sharding = next((where for where in shardings_of(new) if where is not None), None)
+    set_activations(new, activations or ("int8" if platform_of(sharding) == "cpu" else "float"))
     ordered = tuple(rows[name] for name in types)
     nbytes = lambda m: sum(leaf.nbytes for leaf in jax.tree.leaves(m))
     others = nbytes(new) - sum(row.bytes_after for row in ordered)

@@ -153,6 +153,18 @@ def test_layers_of_different_types_are_unstacked():
     assert np.abs(np.asarray(quantised(ids)) - exact).max() < 0.5 * exact.std()
 
 
+def test_activations_are_those_of_a_loaded_model(tiny):
+    model, _ = tiny
+    for given, kind in ((None, "int8"), ("float", "float"), ("int8", "int8")):
+        quantised, _ = maxjax.quantize(model, "q8_0", activations=given)
+        found = {
+            w.activations for w in quantised.raw_state_dict().values() if w.quantization_encoding
+        }
+        assert found == {kind}
+    with pytest.raises(UserInputError, match="activations must be 'int8' or 'float', not 'int4'"):
+        maxjax.quantize(model, "q8_0", activations="int4")
+
+
 def test_a_tied_head_is_quantised_once(tiny):
     model, _ = tiny
     quantised, report = maxjax.quantize(model, "q6_k")
