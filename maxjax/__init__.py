@@ -35,6 +35,8 @@ if _TYPE_CHECKING:
     from .engine.load import load as load
     from .engine.perplexity import perplexity as perplexity
     from .engine.plan.report import plan as plan
+    from .engine.quantize.calibration import calibrate as calibrate
+    from .engine.quantize.model import quantize as quantize
     from .engine.sampling.settings import Sampling as Sampling
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
@@ -79,6 +81,8 @@ _HOMES: dict[str, str | None] = {
     "first_nan": "engine.generate.nans",
     "perplexity": "engine.perplexity",
     "plan": "engine.plan.report",
+    "calibrate": "engine.quantize.calibration",
+    "quantize": "engine.quantize.model",
     "Sampling": "engine.sampling.settings",
     "load_tokenizer": "text.tokenizer.tokenizer",
     "CheckpointError": "errors",

@@ -43,7 +43,7 @@ storage/safetensors: writer
 
 # 2 kernels: arithmetic on values
 kernels/cpu: build
-kernels: native explicit operation blocks int8_rows stack_slice product
+kernels: native explicit operation blocks encode int8_rows stack_slice product
 kernels/gpu: __init__ triton attention packed_product
 kernels: packed_product quant_array matmul embed blocked_attention
 kernels/decode: __init__ step blocks triton
@@ -102,6 +102,7 @@ engine/sampling: settings filters penalties draw
 engine/generate: defaults
 engine: hub load packing embed perplexity session
 engine/plan: topology options footprint meshes capacity
+engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
 engine/export: signature file write program

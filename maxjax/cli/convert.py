@@ -30,6 +30,8 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", type=quantization, metavar="TYPE",
                         help="GGUF: quantise the large weights: q8_0, q4_0, q4_k, …, or one of "
                         "llama.cpp's mixtures: q4_k_m, q5_k_m, q3_k_m, …")  # fmt: skip
+    parser.add_argument("--importance", metavar="FILE",
+                        help="with --quantize: an importance matrix (llama-imatrix, maxjax.calibrate)")  # fmt: skip
     parser.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE",
                         help="size of safetensors files in a directory (default 5GB)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true",
@@ -42,6 +44,8 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
     ending = os.path.splitext(options.destination)[1].lower()
     if options.quantize and (options.to or ending.removeprefix(".")) != "gguf":
         options.error("--quantize is for GGUF files: name one, such as model.gguf")
+    if options.importance and not options.quantize:
+        options.error("--importance is for --quantize: say what to quantise to")
     from ..checkpoint.conversion.run import convert as convert_checkpoint
 
     with stoppable(), _Bar() as bar:
@@ -51,6 +55,7 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
             to=options.to,
             dtype=options.dtype,
             quantize=options.quantize,
+            importance=options.importance,
             max_shard_size=options.max_shard_size,
             watch=bar.watch,
             overwrite=options.overwrite,

@@ -28,6 +28,12 @@ from .gguf import hf_tensors
 _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding)
 
 
+def block_weights(model: Module) -> set[int]:
+    """ids of the Weights below a Module that may be quantised: those of layers that compute with blocks."""
+    modules = [module for _, module in model.named_modules()]
+    return {id(module.weight) for module in modules if type(module) in _TAKES_BLOCKS}
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models: its configuration, its Module, and the tensor names of its checkpoints.
@@ -214,12 +220,7 @@ class PretrainedModel(Module):
 
         Weights stay quantised only in layers that compute with quantised weights.
         """
-        modules = [m for _, m in self.named_modules()]
-        packs = {
-            id(m.weight)
-            for m in modules
-            if isinstance(m, _TAKES_BLOCKS) and type(m) in _TAKES_BLOCKS
-        }
+        packs = block_weights(self)
         stacks: dict[int, tuple[Any, set[Any]]] = {}
         kinds = {}
         for name, weight in self.raw_state_dict().items():

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...dtype import DType
+from ...engine.quantize.importance import Importance, load_importance
 from ...errors import UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
@@ -43,6 +44,7 @@ def convert(
     to: str | None = None,
     dtype: Any = None,
     quantize: str | None = None,
+    importance: Any = None,
     max_shard_size: int | str = "5GB",
     limits: Limits | None = None,
     watch: Watch | None = None,
@@ -59,6 +61,9 @@ def convert(
         quantize: what the large weights of a GGUF file are quantised to: a type, such as "q8_0", "q4_0"
             or "q4_k", or one of llama.cpp's mixtures, such as "q4_k_m" (``docs/quantization.md``
             lists them).
+        importance: importance matrix that weighs the errors of quantised weights: path of a GGUF file
+            from ``llama-imatrix``, or the result of ``maxjax.calibrate``. Weights that it lacks are
+            quantised without.
         max_shard_size: maximum size of each safetensors file of a directory.
         limits: limits of what is read, as in ``maxjax.load``.
         watch: progress callback: it is called with the number of bytes to write, and returns a
@@ -99,6 +104,12 @@ def convert(
     target_dtype = None if dtype is None else float_type(dtype)
     limit = size_in_bytes(max_shard_size)
     encoding = _encoding(quantize, kind)
+    if importance is not None and encoding is None:
+        raise UserInputError(
+            "an importance matrix is for quantising: give quantize= (--quantize) too"
+        )
+    if importance is not None and not isinstance(importance, Importance):
+        importance = load_importance(importance)
     with allowing(limits), opened(source) as found:
         if kind != "gguf" and isinstance(found.weights, GGUFWeights):
             as_hugging_face(found)
@@ -107,7 +118,8 @@ def convert(
             dtype=target_dtype, encoding=encoding, overwrite=overwrite,
         )  # fmt: skip
         if kind == "gguf":
-            return to_gguf(found, target, target_dtype, encoding, watch)
+            weights = None if importance is None else importance.of_gguf()
+            return to_gguf(found, target, target_dtype, encoding, watch, weights)
         data = found.tensors
         if target_dtype is not None:
             refuse_quantised(found.config)

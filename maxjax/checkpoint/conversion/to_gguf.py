@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...dtype import DType
-from ...errors import CheckpointMissingError, UnsupportedModelError, some
+from ...errors import CheckpointMissingError, UnsupportedModelError, UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.bounds import check_bounds
@@ -63,6 +63,10 @@ def to_gguf(
     wanted: dict[str, str | None] = {}
     if choice is not None:
         wanted = encodings(floats, choice, Traits.of_metadata(metadata))
+    if importance is not None and importance.keys().isdisjoint(wanted):
+        raise UserInputError(
+            f"the importance matrix has none of the tensors of this model: it has {some(list(importance), 3)}"
+        )
     outgoing = []
     for name, one in data.items():
         if name in stored and (choice is None or stored[name].encoding == wanted.get(name)):
@@ -104,6 +108,14 @@ def _quantised(
     if packed is not None and packed.value == encoding:
         return outgoing_data(data, name)
     weights = importance.get(name)
+    if weights is not None:
+        shape: list[int] = [int(size) for size in data.logical_shape]
+        experts = shape[0] if len(shape) > 2 else 1
+        if weights.shape not in ((1, shape[-1]), (experts, shape[-1])):
+            raise UserInputError(
+                f"the importance of tensor '{name}' is {list(weights.shape)}, and {experts} x {shape[-1]} is "
+                "needed: it is of another model"
+            )
     if weights is None:
         return outgoing_data(data, name, (encoding, lambda kind, rows, _: encode(kind, rows)))
     # The rows of each expert have its importance; a piece may have rows of several.

@@ -199,7 +199,7 @@ def linear(a: Arrays, x: Any, weights: Any, top: int) -> Linear:
 
     def attempt(number: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         scale, best, most = state
-        k = number + (number >= 0)  # 0 was the first of all
+        k = xp.where(number >= 0, number + 1, number)  # 0 was the first of all
         inverse = -(np.float32(top) + np.float32(0.1) * xp.float32(k)) / extreme
         moment, square = moments(inverse)
         better = (square > 0) & (moment * moment > most * square)
@@ -231,7 +231,7 @@ def positive(a: Arrays, x: Any, weights: Any, top: int) -> tuple[Any, Any]:
 
     def attempt(number: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         inverse, least = state
-        k = number + (number >= 0)
+        k = xp.where(number >= 0, number + 1, number)
         other = (np.float32(0.1) * xp.float32(k) + np.float32(top)) / high
         q = xp.minimum(nearest(other * x), top)
         found = error(np.float32(1) / other, q)

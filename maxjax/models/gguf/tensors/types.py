@@ -53,10 +53,17 @@ class Traits:
         first = lambda key: int(np.ravel(of(key))[0])
         layers, heads = int(of("block_count")), first("attention.head_count")
         kv_heads = first("attention.head_count_kv") or heads
+        return cls.of(architecture, layers, int(of("expert_count")), heads, kv_heads)
+
+    @classmethod
+    def of(
+        cls, architecture: str | None, layers: int, experts: int, heads: int, kv_heads: int
+    ) -> Traits:
+        """The traits of a model of an architecture, by GGUF's name of that."""
         is_large = layers == 80 and (
             architecture == "qwen2" or (architecture == "llama" and heads != kv_heads)
         )
-        return cls(layers, int(of("expert_count")), heads // max(kv_heads, 1), is_large)
+        return cls(layers, experts, heads // max(kv_heads, 1), is_large)
 
 
 class _Tensor(NamedTuple):

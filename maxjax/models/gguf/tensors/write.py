@@ -7,7 +7,7 @@ only its own rows, and stacked experts are read one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..layouts import Layout, Permuted, Plus, Same, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
-from .types import is_wide
+from .types import Traits, is_wide
 
 # Old names of suffixes; prefixes that some files add; prefixes that some files leave out.
 _RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
@@ -50,7 +50,7 @@ class GGUFTensors(NamedTuple):
     left_out: tuple[str, ...]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A tensor's place in the GGUF file; ``layer`` and ``expert`` are -1 if it belongs to none."""
 
     layer: int
@@ -95,7 +95,7 @@ def gguf_tensors(
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
     known = _known(architecture)
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     left_out, unknown = [], []
     table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
     embedding = next(
@@ -139,6 +139,56 @@ def gguf_tensors(
     return GGUFTensors(found, metadata, tuple(left_out))
 
 
+def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Place]:
+    """The places of a checkpoint's tensors in a GGUF file, of those that have one.
+
+    Args:
+        config: content of ``config.json``.
+        names: names in Hugging Face's checkpoints.
+
+    Raises:
+        UnsupportedModelError: the architecture has no table.
+    """
+    model = read_config(config)
+    known = _known(model.architecture)
+    places = {name: _place(known, _canonical(model.architecture, name), model) for name in names}
+    return {name: place for name, place in places.items() if place is not None}
+
+
+def gguf_shapes(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]], Traits]:
+    """What decides the encodings of a checkpoint's tensors in a GGUF file (:func:`~.types.encodings`).
+
+    Args:
+        config: content of ``config.json``.
+        shapes: tensors by their names in Hugging Face's checkpoints, ``[..., out, in]``.
+
+    Returns:
+        GGUF's name of each tensor that has one; the shapes by those names, with an axis for the
+        experts; and the traits of the model.
+
+    Raises:
+        UnsupportedModelError: the architecture has no table.
+
+    Example:
+        >>> config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1,
+        ...           "num_attention_heads": 2, "intermediate_size": 8}
+        >>> names, shapes, model = gguf_shapes(config, {"model.layers.0.mlp.down_proj.weight": (4, 8)})
+        >>> names, shapes, model.layers
+        ({'model.layers.0.mlp.down_proj.weight': 'blk.0.ffn_down.weight'}, {'blk.0.ffn_down.weight': (4, 8)}, 1)
+    """
+    model = read_config(config)
+    names, found = {}, {}
+    for name, place in gguf_places(config, shapes).items():
+        names[name] = place.name
+        found[place.name] = (*(() if place.expert < 0 else (model.experts,)), *shapes[name])
+    heads, kv_heads = model.config.num_heads, model.kv_heads
+    layers = model.config.num_layers
+    traits = Traits.of(model.architecture, layers, model.experts, heads, kv_heads)
+    return names, found, traits
+
+
 def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
     """A vector that loses bits when it is shifted: its values, or 16-bit patterns; None if it does not."""
     if data.is_packed or len(data.shape) != 1:
@@ -178,7 +228,7 @@ def _canonical(architecture: str, name: str) -> str:
 
 def _place(
     known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: FamilyConfig
-) -> _Place | None:
+) -> Place | None:
     """A tensor's place in the file; None if its name is unknown."""
     stem, _, suffix = name.rpartition(".")
     numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", stem)]
@@ -192,7 +242,7 @@ def _place(
     expert = numbers[1] if len(numbers) > 1 else -1
     if layer >= model.config.num_layers or expert >= model.experts:
         return None
-    return _Place(
+    return Place(
         layer,
         order,
         f"{key.replace('*', str(layer))}.{suffix}",
@@ -240,7 +290,7 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
 
 
 def _file_tensors(
-    tensors: Mapping[str, WeightData], places: Mapping[str, _Place], model: FamilyConfig, path: Any
+    tensors: Mapping[str, WeightData], places: Mapping[str, Place], model: FamilyConfig, path: Any
 ) -> tuple[dict[str, WeightData], list[str]]:
     """The file's tensors, and the names and dtypes of those that were widened."""
     groups: dict[str, list[str]] = {}

@@ -1,0 +1,134 @@
+"""``calibrate``: run texts through a model, and sum up the squared inputs of its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import UserInputError
+from ...models.decoder.experts import SparseMLP
+from ...models.decoder.model import Decoder
+from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.tensors.write import gguf_places
+from ...models.weights import check_loaded
+from ...nn.activation import activation
+from ...nn.layer import Module, layer_hook
+from ...nn.linear import ColumnParallelLinear, Linear
+from .importance import Importance
+
+
+def calibrate(
+    model: Module, tokenizer: Any, texts: str | Iterable[str | Sequence[int]], *, length: int = 512
+) -> Importance:
+    """The importance matrix of a language model: the mean squared inputs of its linear layers.
+
+    ``maxjax.quantize(..., importance=...)`` and ``maxjax convert --importance`` weigh the errors of a
+    weight with it, so that what the texts need is more exact. As for ``llama-imatrix``, a few hundred
+    chunks of text like that which the model is to write are enough. Experts have their own: the inputs of the tokens
+    that chose them. The texts are joined and cut into chunks; the rest that fills no chunk is left
+    out, unless there is nothing else.
+
+    Args:
+        model: decoder whose weights are loaded; weights may be sharded, stacked, or quantised.
+        tokenizer: its tokenizer; None if ``texts`` are token ids.
+        texts: one or more texts, or lists of token ids.
+        length: number of tokens in a chunk, each of which is run by itself.
+
+    Returns:
+        The matrix by the checkpoint's names of the weights; ``save`` writes it as llama.cpp does.
+
+    Raises:
+        UserInputError: the model is no decoder or is not loaded, or there is no text.
+
+    Example:
+        >>> import maxjax
+        >>> model, tokenizer = maxjax.load("tiny")
+        >>> matrix = calibrate(model, tokenizer, "What is 37 + 48? 37 + 48 = 85.")
+        >>> matrix["model.layers.0.mlp.down_proj.weight"].shape
+        (512,)
+    """
+    if not isinstance(model, Decoder):
+        raise UserInputError(
+            f"only language models are calibrated, and this is a {type(model).__name__}"
+        )
+    check_loaded(model)
+    chunks = _chunks(tokenizer, texts, length)
+    sums: dict[str, np.ndarray] = {}
+    counts: dict[str, np.ndarray] = {}
+    run = jax.jit(_sums)
+    for ids in chunks:
+        for name, (total, count) in run(model, jnp.asarray(ids, jnp.int32)[None]).items():
+            sums[name] = sums.get(name, 0) + np.asarray(total, np.float64)
+            counts[name] = counts.get(name, 0) + np.asarray(count, np.float64)
+    if bad := [name for name, total in sums.items() if not np.isfinite(total).all()]:
+        raise UserInputError(f"the inputs of '{bad[0]}' are not finite: see maxjax.first_nan")
+    config, names = model.hf_config, {}
+    if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+        weights = model.raw_state_dict()
+        shapes = {name: tuple(map(int, weights[name].logical_shape)) for name in sums}
+        names = {n: (p.name, p.expert) for n, p in gguf_places(config, shapes).items()}
+    return Importance(sums, counts, names, len(chunks), len(chunks[0]))
+
+
+def _chunks(tokenizer: Any, texts: Any, length: int) -> list[list[int]]:
+    ids: list[int] = []
+    for text in [texts] if isinstance(texts, str) else texts:
+        if isinstance(text, str):
+            if tokenizer is None:
+                raise UserInputError("texts need a tokenizer; without one, give lists of token ids")
+            ids += tokenizer.encode(text)
+        else:
+            ids += [int(token) for token in text]
+    if not ids or length < 1:
+        raise UserInputError("there are no tokens to calibrate with: give at least one text")
+    whole = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    return whole or [ids]
+
+
+def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
+    """For each linear layer the sum of its squared inputs, and the number of tokens."""
+    names = {id(weight): name for name, weight in model.raw_state_dict().items()}
+    found: dict[str, tuple[jax.Array, Any]] = {}
+
+    def add(layer: Any, total: jax.Array, count: Any) -> None:
+        name = names.get(id(layer.weight))
+        if name is not None:
+            before = found.get(name, (0.0, 0.0))
+            found[name] = before[0] + total, before[1] + count
+
+    inside: list[Any] = []
+
+    def hook(layer: Any, args: tuple, kwargs: dict, outputs: Any) -> None:
+        if inside:
+            return  # of a mixture of experts, which is summed up as one
+        if type(layer) in (Linear, ColumnParallelLinear):
+            x = jnp.asarray(args[0], jnp.float32).reshape(-1, args[0].shape[-1])
+            add(layer, jnp.sum(x * x, axis=0), float(x.shape[0]))
+        elif isinstance(layer, SparseMLP):
+            inside.append(layer)
+            try:
+                _add_experts(layer, args[0].reshape(-1, args[0].shape[-1]), add)
+            finally:
+                inside.pop()
+
+    with layer_hook(hook):
+        model(ids)
+    return found
+
+
+def _add_experts(layer: SparseMLP, tokens: jax.Array, add: Any) -> None:
+    """Adds the inputs of each expert's layers, of the tokens that chose it."""
+    chosen, _ = layer.choose(tokens)
+    wide = tokens.astype(jnp.float32)
+    for number, expert in enumerate(layer.experts):
+        mask = jnp.any(chosen == number, axis=-1).astype(jnp.float32)  # [N]
+        gate, up, down = expert.linears
+        g, u = gate(tokens), up(tokens)
+        inner = (activation(expert.act)(g) * u.astype(g.dtype)).astype(jnp.float32)
+        count = jnp.sum(mask)
+        for one, x in ((gate, wide), (up, wide), (down, inner)):
+            add(one, mask @ (x * x), count)

@@ -1,0 +1,157 @@
+"""Which weight of a model gets which type of blocks."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...errors import UserInputError, some
+from ...models.decoder.experts import SparseMLP
+from ...models.family import block_weights
+from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.tensors.types import MIXTURES, encodings, is_wide
+from ...models.gguf.tensors.write import gguf_shapes
+from ...nn.layer import Module
+from ...nn.moe.moe import MoEGate
+from ...storage.blocks import KEPT, LAYOUTS
+
+Patterns = Mapping[str, str | None] | Iterable[tuple[str, str | None]]
+# For rows that are not complete blocks of the type that was asked for.
+_SMALLEST = "Q8_0"
+_OTHERS = "int8 and fp8 are not: weights with one scale for each row have no kernel yet"
+
+
+def chosen_types(
+    model: Module, to: str | None, patterns: Patterns | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The type of each weight that is to be quantised, and the reason for each other linear one.
+
+    Args:
+        to: a type or a mixture; None quantises what ``patterns`` name.
+        patterns: (glob pattern over names, type or None) in order; the first that fits counts.
+
+    Raises:
+        UserInputError: a pattern fits no weight of a linear layer or embedding table; a mixture needs the
+            model's configuration.
+        NotImplementedError: weights of this type cannot stay quantised in memory.
+    """
+    able = block_weights(model)
+    weights = {n: w for n, w in model.raw_state_dict().items() if id(w) in able}
+    shapes = {name: tuple(map(int, w.logical_shape)) for name, w in weights.items()}
+    small = _small_tables(model, shapes)
+    wanted = _wanted(model, {n: shape for n, shape in shapes.items() if n not in small}, to)
+    for name, kind in _by_pattern(shapes, patterns):
+        wanted[name] = kind
+    types: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for name, weight in weights.items():
+        kind = wanted.get(name)
+        if kind is None:
+            kept[name] = "a router or a small table" if name in small else "not asked for"
+            continue
+        packed = weight.stored.packing
+        if packed is not None:
+            if packed.value != kind:
+                raise UserInputError(
+                    f"weight '{name}' is {packed.value} already: quantise a model that was loaded with "
+                    'dtype="float32" or another float, or keep it with the pattern '
+                    f'("{name}", None)'
+                )
+            kept[name] = f"{kind} already"
+            continue
+        fits = next(
+            (k for k in (kind, _SMALLEST) if shapes[name][-1] % LAYOUTS[k].elements == 0), None
+        )
+        if fits is None:
+            kept[name] = f"rows of {shapes[name][-1]} values are not complete blocks"
+        else:
+            types[name] = fits
+    return types, kept
+
+
+def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """The weights that llama.cpp keeps in float32: routers, tables of positions and token types."""
+    modules = [module for _, module in model.named_modules()]
+    routers = {id(module.gate.weight) for module in modules if isinstance(module, SparseMLP)}
+    routers |= {id(module.gate_score.weight) for module in modules if isinstance(module, MoEGate)}
+    found = {n for n, weight in model.raw_state_dict().items() if id(weight) in routers}
+    config = getattr(model, "hf_config", None)
+    if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+        names, _, _ = gguf_shapes(config, shapes)
+        found |= {name for name, other in names.items() if is_wide(other, shapes[name])}
+    return found
+
+
+def _wanted(model: Module, shapes: Mapping[str, Sequence[int]], to: str | None) -> dict[str, Any]:
+    if to is None:
+        return {}
+    choice = to.lower()
+    if choice in MIXTURES and MIXTURES[choice].rules is not None and choice not in ("q6_k",):
+        config = getattr(model, "hf_config", None)
+        if config is None:
+            raise UserInputError(
+                f"{to!r} chooses types by the model's configuration, and {type(model).__name__} has none: "
+                "name a type such as 'q4_k', or give patterns"
+            )
+        names, found, traits = gguf_shapes(config, shapes)
+        by_name = encodings(found, choice, traits)
+        types = {name: by_name[other] for name, other in names.items()}
+        # What llama.cpp gives rows that are not complete blocks is not kept in memory.
+        types = {n: _SMALLEST if k in ("Q5_0", "Q5_1", "Q4_1") else k for n, k in types.items()}
+        for kind in types.values():
+            _check(kind, to)
+        return types
+    return dict.fromkeys(shapes, type_of(to))
+
+
+def type_of(name: str) -> str:
+    """The type of blocks of a name such as "q4_k".
+
+    Raises:
+        NotImplementedError: weights of this type cannot stay quantised in memory, or there is none.
+
+    Example:
+        >>> type_of("q4_k")
+        'Q4_K'
+    """
+    _check(name.upper(), name)
+    return name.upper()
+
+
+def _check(kind: str | None, name: str) -> None:
+    if kind is None or kind in KEPT:
+        return
+    types = ", ".join(one.lower() for one in KEPT)
+    raise NotImplementedError(
+        f"weights cannot stay quantised in memory as {name!r}"
+        + (f", which uses {kind}" if kind != name.upper() else "")
+        + f": {types} can, and llama.cpp's mixtures of them ({_OTHERS}). maxjax convert --quantize writes "
+        f"GGUF files of {', '.join(sorted(MIXTURES))}"
+    )
+
+
+def _by_pattern(
+    names: Iterable[str], patterns: Patterns | None
+) -> Iterable[tuple[str, str | None]]:
+    """The names that patterns fit, with the types."""
+    if patterns is None:
+        return
+    pairs: Any = patterns.items() if isinstance(patterns, Mapping) else patterns
+    rules: list[tuple[str, str | None]] = list(pairs)
+    kinds = [None if kind is None else type_of(kind) for _, kind in rules]
+    for name in names:
+        for number, (pattern, _) in enumerate(rules):
+            if fnmatch.fnmatchcase(name, pattern):
+                yield name, kinds[number]
+                break
+    fitting = {
+        number
+        for number, (pattern, _) in enumerate(rules)
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    }
+    if unused := [rules[number][0] for number in range(len(rules)) if number not in fitting]:
+        raise UserInputError(
+            f"no weight of a linear layer or an embedding table has a name like {some(unused)}; there are "
+            f"{some(list(names), 3)}"
+        )

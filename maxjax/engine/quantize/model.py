@@ -1,0 +1,227 @@
+"""``quantize``: a model with quantised weights, made of a loaded one on its devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...graph.placement.arrays import platform_of
+from ...graph.quantization import QuantizationEncoding
+from ...graph.shape import Shape
+from ...graph.weight.weight import Weight
+from ...kernels.packed_product import ACTIVATIONS
+from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.tensors.write import gguf_places
+from ...models.weights import check_loaded, set_activations, shardings_of
+from ...nn.layer import Module
+from .choice import Patterns, chosen_types
+from .importance import Importance
+from .report import QuantizationReport, WeightReport
+from .shards import Encoded, encode_array
+
+M = TypeVar("M", bound=Module)
+_WORST = 3
+
+
+class Quantized(NamedTuple, Generic[M]):
+    """A quantised model, and the report of what it lost."""
+
+    model: M
+    report: QuantizationReport
+
+
+def quantize(
+    model: M,
+    to: str | None = "q4_k",
+    *,
+    patterns: Patterns | None = None,
+    importance: Mapping[str, Any] | None = None,
+    activations: Literal["int8", "float"] | None = None,
+) -> Quantized[M]:
+    """Quantise the weights of a loaded model, one after the other, where they lie.
+
+    The result is a new model; the given one is not changed. It is as one that was loaded from a file of
+    these blocks: it generates, is saved, stacked and sharded as before, with the same names. Weights of linear
+    layers, experts and embedding tables are quantised, norms and biases never. A tied head is
+    quantised once, with the table. Each device encodes its own part: shardings stay as they are.
+
+    Args:
+        model: Module whose weights are loaded, in floats.
+        to: type of the blocks: "q8_0", "q6_k", "q5_k", "q4_k", "q4_0" or "mxfp4"; or one of llama.cpp's
+            mixtures of these, such as "q4_k_m", which need a model with a configuration. A row
+            that is not complete blocks of the type gets Q8_0 if it can, or stays as it is. None
+            quantises what ``patterns`` name.
+        patterns: types, or None for floats, of the weights whose names fit glob patterns, in place of
+            ``to``: a mapping or pairs, of which the first that fits counts. Names are the checkpoint's.
+        importance: importance matrix from :func:`maxjax.calibrate` or a file
+            (:func:`~maxjax.engine.quantize.importance.load_importance`): for each weight the mean squares
+            of its inputs, ``[in]``, which weigh the errors. Weights that it lacks are quantised without.
+        activations: how kernels for CPUs multiply with quantised weights, as for ``maxjax.load``: None
+            is "int8" for a model on CPUs.
+
+    Returns:
+        The model and the report, a table of bytes and errors.
+
+    Raises:
+        UserInputError: weights are not loaded, or are quantised already; a pattern fits no weight;
+            a device's part of a row is not complete blocks; a value is not finite.
+        NotImplementedError: weights cannot stay quantised in memory as this type, or lie on devices of
+            several processes.
+
+    If layers of a stack get different types, as in most mixtures, they are unstacked.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax import nn
+        >>> from maxjax.graph import DeviceRef
+        >>> layers = nn.Sequential([nn.Linear(64, 32, "float32", DeviceRef.CPU()) for _ in range(1)])
+        >>> layers = maxjax.init(layers, jax.random.key(0))
+        >>> model, report = maxjax.quantize(layers, "q8_0")
+        >>> model.raw_state_dict(), report.bytes_before, report.bytes_after  # doctest: +NORMALIZE_WHITESPACE
+        ({'0.weight': Weight(0.weight, DType.uint8, [Dim(32), Dim(68)], cpu:0, QuantizationEncoding.Q8_0)},
+         8192, 2176)
+    """
+    if activations not in (None, *ACTIVATIONS):
+        raise UserInputError(f"activations must be 'int8' or 'float', not {activations!r}")
+    check_loaded(model)
+    types, kept = chosen_types(model, to, patterns)
+    checked = _checked(model, types, importance)
+    new = jax.tree.map(lambda leaf: leaf, model)
+    new = _unstack_unequal(new, types)
+    rows: dict[str, WeightReport] = {}
+    done = set[int]()
+    for name, weight in new.raw_state_dict().items():
+        home = weight.stored.home
+        holder: Any = weight if home is None else home[0]
+        if name in types and id(holder) not in done:
+            done.add(id(holder))
+            rows |= _quantise(new, name, holder, types[name], checked)
+    sharding = next((where for where in shardings_of(new) if where is not None), None)
+    set_activations(new, activations or ("int8" if platform_of(sharding) == "cpu" else "float"))
+    ordered = tuple(rows[name] for name in types)
+    nbytes = lambda m: sum(leaf.nbytes for leaf in jax.tree.leaves(m))
+    others = nbytes(new) - sum(row.bytes_after for row in ordered)
+    return Quantized(new, QuantizationReport(ordered, kept, others))
+
+
+def _checked(
+    model: Module, types: Mapping[str, str], importance: Mapping[str, Any] | None
+) -> dict[str, np.ndarray]:
+    """The importance of the weights that are quantised, as float32."""
+    found = {}
+    weights = model.raw_state_dict()
+    if isinstance(importance, Importance):
+        config, places = getattr(model, "hf_config", None), {}
+        if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+            places = gguf_places(config, types)
+        names = dict.fromkeys(types, ("", -1))
+        importance = importance.of_checkpoint(
+            names | {name: (place.name, place.expert) for name, place in places.items()}
+        )
+    for name in types:
+        if importance is None or name not in importance:
+            continue
+        given, size = np.asarray(importance[name], np.float32), int(weights[name].logical_shape[-1])
+        if given.shape != (size,) or not np.isfinite(given).all() or (given < 0).any():
+            raise UserInputError(
+                f"the importance of weight '{name}' must be {size} numbers, not negative; got "
+                f"{list(given.shape)}" + ("" if given.shape != (size,) else " with others")
+            )
+        found[name] = given
+    return found
+
+
+def _unstack_unequal(model: Any, types: Mapping[str, str]) -> Any:
+    """The model with LayerLists in place of the stacks whose layers get different types."""
+    while unequal := _unequal(model, types):
+        if model._mx_is_stack:
+            return model.unstack()
+        for _, module in list(model.named_modules()):
+            for attr, child in list(module._mx_children.items()):
+                # The outermost stack, which holds the arrays.
+                own = (id(stack) for stack in child._mx_stacks if stack.home is None)
+                if child._mx_is_stack and not unequal.isdisjoint(own):
+                    setattr(module, attr, child.unstack())
+    return model
+
+
+def _unequal(model: Any, types: Mapping[str, str]) -> set[int]:
+    """ids of the StackedWeights whose Weights get different types."""
+    kinds: dict[int, set[str | None]] = {}
+    for name, weight in model.raw_state_dict().items():
+        if weight.stored.home is not None:
+            kinds.setdefault(id(weight.stored.home[0]), set()).add(types.get(name))
+    return {key for key, found in kinds.items() if len(found) > 1}
+
+
+def _quantise(
+    model: Module, name: str, holder: Any, kind: str, importance: Mapping[str, np.ndarray]
+) -> dict[str, WeightReport]:
+    """Quantises a Weight, or all Weights of a stack; the rows of the report by name."""
+    stored = holder.stored
+    leaf = stored.leaf
+    if not getattr(leaf, "is_fully_addressable", True):
+        raise NotImplementedError(
+            f"weight '{name}' is on devices of several processes: quantise the checkpoint with maxjax convert "
+            "--quantize, and load that"
+        )
+    if isinstance(holder, Weight):
+        names = [name]
+    else:
+        by_number = {
+            w.stored.home[1]: n
+            for n, w in model.raw_state_dict().items()
+            if w.stored.home is not None and w.stored.home[0] is holder
+        }
+        names = [by_number[number] for number in range(holder.count)]
+    found = encode_array(name, leaf, kind, _stacked_importance(stored, names, importance))
+    rows = dict(_reports(stored, names, kind, found, leaf.dtype.itemsize))
+    encoding = QuantizationEncoding(kind)
+    dims = encoding.packed_shape([int(size) for size in stored.dims])
+    if isinstance(holder, Weight):
+        stored.take(DType.uint8, tuple(Shape(dims)), encoding, stored.weight.align, None, None)
+    else:
+        holder.redeclare(DType.uint8, dims, encoding)
+    stored.put(found.blocks)
+    return rows
+
+
+def _stacked_importance(
+    stored: Any, names: list[str], importance: Mapping[str, np.ndarray]
+) -> np.ndarray | None:
+    """The importance as the leaf has its axes, ``[..., in]``; ones for weights that lack it."""
+    if not any(name in importance for name in names):
+        return None
+    size = next(len(importance[name]) for name in names if name in importance)
+    each = [importance.get(name, np.ones(size, np.float32)) for name in names]
+    # Of the order of the devices, which only concerns rows, there is an axis of its own.
+    inner = (1,) * (stored.layout is not None)
+    return np.stack(each).reshape(*stored.lead, *inner, size)
+
+
+def _reports(stored: Any, names: list[str], kind: str, found: Encoded, itemsize: int) -> Any:
+    """The name and the report of each Weight of a holder."""
+    shape = found.errors.shape[len(stored.lead) :]
+    errors, squares = (a.reshape(-1, *shape) for a in (found.errors, found.squares))
+    values = math.prod(map(int, stored.logical_shape))
+    nbytes = math.prod(found.blocks.shape) // len(names)
+    for name, wrong, norm in zip(names, errors, squares, strict=True):
+        if stored.layout is not None:
+            wrong, norm = (
+                np.asarray(stored.layout.restore(a[..., None]))[..., 0] for a in (wrong, norm)
+            )
+        wrong, norm = wrong.reshape(-1), norm.reshape(-1)
+        relative = np.sqrt(np.divide(wrong, norm, out=np.zeros_like(wrong), where=norm > 0))
+        worst = np.argsort(-relative, kind="stable")[:_WORST]
+        total = float(norm.sum())
+        yield name, WeightReport(
+            name, kind, values * itemsize, nbytes,
+            math.sqrt(float(wrong.sum()) / total) if total else 0.0,
+            tuple((int(row), float(relative[row])) for row in worst),
+        )  # fmt: skip

@@ -1,0 +1,208 @@
+"""maxjax.calibrate against a model run layer by layer, and the file of its matrix against llama.cpp's format."""
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax import nn
+from maxjax.checkpoint import convert
+from maxjax.engine.quantize.importance import Importance, load_importance
+from maxjax.errors import CheckpointFormatError, UserInputError
+from maxjax.graph import DeviceRef
+from maxjax.models import Mixtral, MixtralConfig
+from maxjax.storage.blocks import decode, encode
+
+TEXTS = [
+    f"What is {a} + {b}? {a} + {b} = {a + b}. " for a in range(3, 40, 7) for b in range(5, 60, 9)
+]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return maxjax.load("tiny")
+
+
+@pytest.fixture(scope="module")
+def matrix(tiny):
+    return maxjax.calibrate(*tiny, TEXTS[::2], length=64)
+
+
+def inputs(model, ids) -> dict[str, np.ndarray]:
+    """The inputs of each linear layer, seen by a hook of plain eager code."""
+    seen: dict[str, np.ndarray] = {}
+    names = {id(w): name for name, w in model.raw_state_dict().items()}
+
+    def hook(layer, args, kwargs, outputs):
+        if isinstance(layer, nn.Linear):
+            x = np.asarray(args[0], np.float64).reshape(-1, args[0].shape[-1])
+            seen[names[id(layer.weight)]] = x
+
+    with maxjax.layer_hook(hook):
+        model(ids)
+    return seen
+
+
+def test_it_is_the_mean_of_squared_inputs():
+    model, tokenizer = maxjax.load("tiny", dtype="float32")
+    ids = tokenizer.encode(TEXTS[0])
+    found = maxjax.calibrate(model, None, [ids])
+    seen = inputs(model, jnp.asarray([ids]))
+    assert set(found) == set(seen) and len(found) == 15
+    for name, x in seen.items():
+        np.testing.assert_allclose(found[name], (x**2).mean(0), rtol=1e-3, atol=1e-6, err_msg=name)
+    assert (found.chunks, found.chunk_size) == (1, len(ids))
+
+
+def test_chunks_are_added_up(tiny):
+    model, tokenizer = tiny
+    ids = [token for text in TEXTS[:8] for token in tokenizer.encode(text)]
+    whole = maxjax.calibrate(model, tokenizer, TEXTS[:8], length=16)
+    parts = [maxjax.calibrate(model, None, [ids[i : i + 16]]) for i in range(0, len(ids) - 15, 16)]
+    assert whole.chunks == len(parts) > 2
+    name = "model.layers.1.mlp.down_proj.weight"
+    np.testing.assert_allclose(whole[name], np.mean([p[name] for p in parts], axis=0), rtol=1e-4)
+
+
+def test_errors_on_texts_that_it_has_not_seen_are_smaller(tiny, matrix):
+    """Of the outputs of all layers, on other sums than the matrix was made with."""
+    model, tokenizer = tiny
+    ids = [token for text in TEXTS[1::2] for token in tokenizer.encode(text)][:256]
+    seen = inputs(model, jnp.asarray([ids]))
+    weights = model.raw_state_dict()
+    for kind in ("q4_k", "q4_0"):
+        lost = []
+        for importance in (None, matrix):
+            quantised, _ = maxjax.quantize(model, kind, importance=importance)
+            total = {}
+            for name, x in seen.items():
+                exact = np.asarray(weights[name].value).astype(np.float64)
+                blocks = np.asarray(quantised.raw_state_dict()[name].value)
+                wrong = x @ (decode(kind.upper(), blocks) - exact).T
+                total[name] = (wrong**2).sum() / ((x @ exact.T) ** 2).sum()
+            lost.append(total)
+        assert sum(lost[1].values()) < 0.9 * sum(lost[0].values())
+        assert sum(lost[1][name] < lost[0][name] for name in seen) >= len(seen) - 2
+
+
+def test_experts_count_the_tokens_that_chose_them():
+    config = MixtralConfig(
+        100, 32, 64, num_layers=2, num_heads=2, num_experts=4, num_experts_per_tok=2
+    )
+    model = Mixtral(config)
+    model.model.layers = model.model.layers.stack()
+    model = maxjax.init(model, jax.random.key(0))
+    ids = list(range(40))
+    found = maxjax.calibrate(model, None, [ids])
+    mlp = model.model.layers[0].block_sparse_moe
+    seen = []
+    with maxjax.layer_hook(lambda layer, args, *_: seen.append(args[0]) if layer is mlp else None):
+        model(jnp.asarray([ids]))
+    x = np.asarray(seen[0], np.float64).reshape(40, -1)
+    chosen = np.asarray(mlp.choose(jnp.asarray(x, jnp.float32))[0])
+    for expert in range(4):
+        mine = x[(chosen == expert).any(1)]
+        name = f"model.layers.0.block_sparse_moe.experts.{expert}"
+        assert found.counts[f"{name}.w1.weight"] == len(mine)
+        np.testing.assert_allclose(found[f"{name}.w3.weight"], (mine**2).mean(0), rtol=1e-3)
+        gate, up, _ = (
+            np.asarray(one.weight.value, np.float64) for one in mlp.experts[expert].linears
+        )
+        g = mine @ gate.T
+        inner = g / (1 + np.exp(-g)) * (mine @ up.T)
+        np.testing.assert_allclose(found[f"{name}.w2.weight"], (inner**2).mean(0), rtol=1e-3)
+    gate = "model.layers.0.block_sparse_moe.gate.weight"
+    assert gate not in found or found.counts[gate] == 40
+
+
+def test_the_file_is_llama_cpps(matrix, tmp_path):
+    matrix.save(tmp_path / "imatrix.gguf")
+    reader = gguf.GGUFReader(tmp_path / "imatrix.gguf")
+    assert reader.fields["general.type"].contents() == "imatrix"
+    assert reader.fields["imatrix.chunk_count"].contents() == matrix.chunks
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    sums = tensors["blk.1.ffn_down.weight.in_sum2"]
+    assert sums.shape == (1, 512) and sums.dtype == np.float32
+    assert tensors["blk.1.ffn_down.weight.counts"].item() == matrix.chunks * 64
+    name = "model.layers.1.mlp.down_proj.weight"
+    np.testing.assert_allclose(sums[0] / (matrix.chunks * 64), matrix[name], rtol=1e-5)
+    again = load_importance(tmp_path / "imatrix.gguf")
+    assert (again.chunks, again.chunk_size, len(again)) == (matrix.chunks, 64, len(matrix))
+    np.testing.assert_allclose(again["blk.1.ffn_down.weight"], matrix[name], rtol=1e-5)
+
+
+def test_experts_in_a_file(tmp_path):
+    names = {f"e.{i}.weight": ("blk.0.ffn_up_exps.weight", i) for i in range(3)}
+    sums = {name: np.full(4, 6.0 * (i + 1)) for i, name in enumerate(names)}
+    counts = {"e.0.weight": np.array(2.0), "e.1.weight": np.array(0.0), "e.2.weight": np.array(3.0)}
+    Importance(sums, counts, names, 1, 5).save(tmp_path / "m.gguf")
+    found = load_importance(tmp_path / "m.gguf")
+    assert found["blk.0.ffn_up_exps.weight"].tolist() == [[3] * 4, [1] * 4, [6] * 4]
+    assert {n: a.tolist() for n, a in found.of_checkpoint(names).items()} == {
+        "e.0.weight": [3] * 4, "e.1.weight": [1] * 4, "e.2.weight": [6] * 4,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_conversion_and_quantisation_use_it(tiny, matrix, tmp_path):
+    model, tokenizer = tiny
+    maxjax.save_pretrained(model, tmp_path / "hf", tokenizer=tokenizer)
+    matrix.save(tmp_path / "imatrix.gguf")
+    for given in (matrix, tmp_path / "imatrix.gguf"):
+        convert(
+            tmp_path / "hf",
+            tmp_path / "m.gguf",
+            quantize="q4_k_m",
+            importance=given,
+            overwrite=True,
+        )
+        loaded, _ = maxjax.load(tmp_path / "m.gguf")
+        quantised, _ = maxjax.quantize(model, "q4_k_m", importance=matrix)
+        theirs = loaded.raw_state_dict()
+        for name, weight in quantised.raw_state_dict().items():
+            if weight.quantization_encoding is not None:
+                ours, other = np.asarray(weight.value), np.asarray(theirs[name].value)
+                np.testing.assert_array_equal(ours, other, err_msg=name)
+    name = "model.layers.0.mlp.up_proj.weight"
+    values = np.asarray(model.raw_state_dict()[name].value).astype(np.float32)
+    blocks = encode("Q4_K", values, importance=matrix[name])
+    kinds = {w.quantization_encoding.name for w in theirs.values() if w.quantization_encoding}
+    assert kinds == {"q4_k", "q6_k"}
+    assert (encode("Q4_K", values) != blocks).mean() > 0.01
+
+
+def test_experts_of_a_gguf_file_have_their_own(tmp_path):
+    from maxjax.checkpoint.conversion.to_gguf import _quantised
+    from maxjax.graph.weights import WeightData
+
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((3, 5, 256)).astype(np.float32)
+    weights = rng.random((3, 256)).astype(np.float32)
+    one = _quantised("x", WeightData.from_numpy(values, "x"), None, "Q4_K", {"x": weights})
+    found = np.frombuffer(b"".join(map(bytes, one.pieces())), np.uint8)
+    np.testing.assert_array_equal(found, encode("Q4_K", values, importance=weights).reshape(-1))
+    with pytest.raises(
+        UserInputError, match="importance of tensor 'x' is \\[1, 32\\], and 3 x 256"
+    ):
+        _quantised("x", WeightData.from_numpy(values, "x"), None, "Q4_K", {"x": np.ones((1, 32))})
+
+
+def test_what_cannot_be_calibrated(tiny, tmp_path):
+    model, tokenizer = tiny
+    with pytest.raises(UserInputError, match="there are no tokens"):
+        maxjax.calibrate(model, tokenizer, [])
+    with pytest.raises(UserInputError, match="texts need a tokenizer"):
+        maxjax.calibrate(model, None, "text")
+    with pytest.raises(UserInputError, match="only language models .* Linear"):
+        maxjax.calibrate(nn.Linear(2, 2, "float32", DeviceRef.CPU()), None, [[1]])
+    maxjax.save_pretrained(model, tmp_path / "hf", tokenizer=tokenizer)
+    convert(tmp_path / "hf", tmp_path / "m.gguf")
+    with pytest.raises(CheckpointFormatError, match="no importance matrix"):
+        load_importance(tmp_path / "m.gguf")
+    with pytest.raises(UserInputError, match="an importance matrix is for quantising"):
+        convert(tmp_path / "hf", tmp_path / "n.gguf", importance=tmp_path / "m.gguf")
+    other = Importance({"blk.0.x.weight": np.ones(4)}, {"blk.0.x.weight": np.array(1.0)})
+    with pytest.raises(UserInputError, match="has none of the tensors of this model"):
+        convert(tmp_path / "hf", tmp_path / "n.gguf", quantize="q4_k", importance=other)

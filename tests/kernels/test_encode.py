@@ -1,0 +1,105 @@
+"""The encoders in jnp, against those of storage.blocks, which are ggml's in every byte."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import maxjax
+from maxjax.kernels import blocks, encode
+from maxjax.kernels.encode import encode as encode_jnp
+from maxjax.storage.blocks import ENCODERS, LAYOUTS, decode
+from maxjax.storage.blocks import encode as encode_host
+from tests.storage.blocks.rows import importance, rows
+
+KINDS = [
+    "bell",
+    "uniform",
+    "positive",
+    "zero",
+    "weights",
+    "spikes",
+    "mixed rows",
+    "huge",
+]
+WEIGHTED = [name for name in ENCODERS if name not in ("Q8_0", "MXFP4")]
+
+
+def lost(name, found, values, weights=1.0) -> float:
+    return float(
+        (weights * (decode(name, np.asarray(found)) - values).astype(np.float64) ** 2).sum()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_nearly_all_blocks_are_those_of_the_host(name, weighted):
+    """Sums in another order may choose another scale of nearly the same error."""
+    given = importance() if weighted else None
+    run = jax.jit(lambda values: encode_jnp(name, values, given))
+    for kind in KINDS:
+        if kind == "spikes" and weighted:
+            continue  # how a spike without importance is rounded is left to chance
+        values = rows(kind)[:64]
+        found, expected = np.asarray(run(values)), encode_host(name, values, importance=given)
+        assert found.dtype == np.uint8 and found.shape == expected.shape
+        different = (found != expected).reshape(-1, LAYOUTS[name].nbytes).any(1).mean()
+        if kind in ("bell", "uniform", "positive", "weights"):
+            assert different < 0.15, (kind, different)
+        weights = given if weighted and name in WEIGHTED else 1.0
+        ours, theirs = (lost(name, one, values, weights) for one in (found, expected))
+        assert ours <= 1.05 * theirs, kind
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_floats(dtype):
+    values = jnp.asarray(rows("bell")[:8], dtype)
+    found = encode_jnp("Q8_0", values)
+    expected = encode_host("Q8_0", np.asarray(values).astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_in_chunks(size, monkeypatch):
+    values = rows("bell")[:16]
+    whole = np.asarray(encode_jnp("Q4_0", values))
+    monkeypatch.setattr(encode, "_CHUNK", 32 * 8 * size)
+    np.testing.assert_array_equal(np.asarray(encode_jnp("Q4_0", values)), whole)
+
+
+def test_in_shard_map_and_vmap():
+    mesh = maxjax.make_mesh(model=4)
+    values = rows("bell")[:8]
+    whole = encode_host("Q8_0", values)
+    for spec in (P("model"), P(None, "model")):
+        run = jax.shard_map(
+            lambda a: encode_jnp("Q8_0", a), mesh=mesh, in_specs=spec, out_specs=spec
+        )
+        np.testing.assert_array_equal(np.asarray(jax.jit(run)(values)), whole)
+    found = jax.vmap(lambda a: encode_jnp("Q8_0", a))(values)
+    np.testing.assert_array_equal(np.asarray(found), whole)
+
+
+def test_importance_of_experts():
+    values = rows("bell")[:8].reshape(2, 4, 256)
+    given = np.stack([importance(), importance()[::-1]])
+    found = encode_jnp("Q4_0", values, given[:, None])
+    expected = encode_host("Q4_0", values, importance=given)
+    assert (np.asarray(found) != expected).mean() < 0.02
+
+
+@pytest.mark.parametrize("name", blocks.DECODERS)
+def test_what_it_made_is_decoded(name):
+    values = rows("weights")[:4]
+    found = blocks.decode(name, encode_jnp(name, values))
+    assert np.abs(found - values).max() < np.abs(values).max() / 3
+
+
+@pytest.mark.parametrize("shape", [(), (40,), (3, 0, 33)])
+def test_rows_that_are_no_whole_blocks(shape):
+    with pytest.raises(ValueError, match="hold 32 values each"):
+        encode_jnp("Q8_0", jnp.zeros(shape))
+    with pytest.raises(NotImplementedError, match="type 'IQ4_NL'; supported are Q4_0"):
+        encode_jnp("IQ4_NL", jnp.zeros(32))
