@@ -22,12 +22,12 @@ import sys
 import time
 from collections.abc import Callable
 
+import llama_cpp_peer
 import numpy as np
 
 from maxjax.storage.blocks import LAYOUTS, encoders
 from maxjax.storage.blocks.encode_native import encode_native, level
 from maxjax.storage.gguf.types import GGML_TYPES_BY_NAME
-from scripts import llama_cpp_peer
 
 ROW = 4096  # values
 # Prints the folder of the libraries; importing llama_cpp also checks that they fit this machine.
