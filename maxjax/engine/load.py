@@ -113,8 +113,8 @@ def load(
             does as the config says, unless the file has a head with other values: the two are then
             not tied, and a warning says so.
         activations: how kernels for CPUs multiply with quantised weights: ``"int8"`` rounds the
-            activations to 8 bits in groups of 32 numbers, as llama.cpp does, which changes logits by
-            about half a percent; ``"float"`` keeps them, which takes several times as long. None is
+            activations to 8 bits in groups of 32 numbers, much as llama.cpp does; ``"float"`` keeps
+            them, which takes several times as long. None is
             ``"int8"`` for a model on CPUs. Derivatives and exported programs keep them in any case.
         compile: one spec for each argument of the model, as for ``Module.compile``: a program for
             them is compiled in another thread while the weights are read.

@@ -71,6 +71,11 @@ class QuantizationEncoding(enum.Enum):
     # iteration, which gives MAX's.
     Q8_0: ClassVar[QuantizationEncoding]
     MXFP4: ClassVar[QuantizationEncoding]
+    Q4_1: ClassVar[QuantizationEncoding]
+    Q5_0: ClassVar[QuantizationEncoding]
+    Q5_1: ClassVar[QuantizationEncoding]
+    IQ4_NL: ClassVar[QuantizationEncoding]
+    IQ4_XS: ClassVar[QuantizationEncoding]
 
     @property
     def name(self) -> str:
@@ -137,13 +142,16 @@ def _add_member(value: str) -> QuantizationEncoding:
     return new
 
 
-_Q8_0, _MXFP4 = map(_add_member, ("Q8_0", "MXFP4"))
+# Elements and bytes of a block.
+_OTHERS = {
+    "Q8_0": (32, 34), "MXFP4": (32, 17), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
+}  # fmt: skip
 
 _BLOCKS = {
     QuantizationEncoding.Q4_0: BlockParameters(elements_per_block=32, block_size=18),
     QuantizationEncoding.Q4_K: BlockParameters(elements_per_block=256, block_size=144),
     QuantizationEncoding.Q5_K: BlockParameters(elements_per_block=256, block_size=176),
     QuantizationEncoding.Q6_K: BlockParameters(elements_per_block=256, block_size=210),
-    _Q8_0: BlockParameters(elements_per_block=32, block_size=34),
-    _MXFP4: BlockParameters(elements_per_block=32, block_size=17),
+    **{_add_member(name): BlockParameters(*sizes) for name, sizes in _OTHERS.items()},
 }

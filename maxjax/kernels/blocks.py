@@ -28,7 +28,8 @@ def decode(encoding: str, blocks: Any) -> jax.Array:
     """Dequantise rows of blocks.
 
     Args:
-        encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or "MXFP4".
+        encoding: one of :data:`DECODERS`: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_1",
+            "Q5_0", "Q5_1", "IQ4_NL" or "IQ4_XS".
         blocks: uint8 ``[..., n * bytes of a block]``.
 
     Returns:
@@ -97,6 +98,30 @@ def _q4_0(b: jax.Array) -> jax.Array:
     # scale float16; 16 bytes: weight i low in byte i, weight 16 + i high
     q = _joined(_nibbles(b[..., 2:]), 2).astype(jnp.int8) - 8
     return _half(b[..., :2]) * q.astype(jnp.float32)
+
+
+def _q4_1(b: jax.Array) -> jax.Array:
+    # scale, minimum float16; 16 bytes as in Q4_0
+    q = _joined(_nibbles(b[..., 4:]), 2)
+    return _half(b[..., :2]) * q.astype(jnp.float32) + _half(b[..., 2:4])
+
+
+def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
+    """Codes of five bits: the nibbles of 16 bytes, and bit j of the 4 bytes ``high`` for weight j."""
+    bits = jnp.stack([high >> i & 1 for i in range(8)], -1)
+    return _joined(_nibbles(low), 2) | _joined(bits, 2) << 4
+
+
+def _q5_0(b: jax.Array) -> jax.Array:
+    # scale float16; 4 bytes of fifth bits; 16 bytes as in Q4_0
+    q = _five_bits(b[..., 2:6], b[..., 6:]).astype(jnp.int8) - 16
+    return _half(b[..., :2]) * q.astype(jnp.float32)
+
+
+def _q5_1(b: jax.Array) -> jax.Array:
+    # scale, minimum float16; 4 bytes of fifth bits; 16 bytes as in Q4_0
+    q = _five_bits(b[..., 4:8], b[..., 8:])
+    return _half(b[..., :2]) * q.astype(jnp.float32) + _half(b[..., 2:4])
 
 
 def _q8_0(b: jax.Array) -> jax.Array:
@@ -173,6 +198,33 @@ def _power(e: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((e.astype(jnp.uint32) + 63) << 23, jnp.float32)
 
 
+_IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)
+
+
+def _iq4(packed: jax.Array) -> jax.Array:
+    """The numbers that the nibbles of ``[..., 16]`` bytes stand for, in the order of Q4_0: ``[..., 32]``."""
+    return jnp.take(jnp.asarray(_IQ4), _joined(_nibbles(packed), 2).astype(jnp.int32), axis=0)
+
+
+def _iq4_nl(b: jax.Array) -> jax.Array:
+    # scale float16; 16 bytes as in Q4_0, of places in a table
+    return _half(b[..., :2]) * _iq4(b[..., 2:])
+
+
+def _iq4_xs(b: jax.Array) -> jax.Array:
+    # d float16; 2 bytes with the high two bits of 8 scales, 4 bytes with their low four; 8 x 16 bytes
+    lead = b.shape[:-1]
+    high = (
+        jnp.concatenate([_shifted(b[..., i : i + 1], (0, 2, 4, 6))[..., 0] for i in (2, 3)], -1) & 3
+    )
+    low = jnp.swapaxes(_nibbles(b[..., 4:8]), -1, -2).reshape(*lead, 8)
+    steps = (low | high << 4).astype(jnp.float32) - 32
+    scales = _half(b[..., :2]) * steps
+    return _joined(scales[..., None] * _iq4(b[..., 8:].reshape(*lead, 8, 16)), 2)
+
+
 DECODERS = {
     "Q4_0": BlockDecoder(32, 18, _q4_0),
     "Q8_0": BlockDecoder(32, 34, _q8_0),
@@ -180,4 +232,9 @@ DECODERS = {
     "Q5_K": BlockDecoder(256, 176, _q5_k),
     "Q6_K": BlockDecoder(256, 210, _q6_k),
     "MXFP4": BlockDecoder(32, 17, _mxfp4),
+    "Q4_1": BlockDecoder(32, 20, _q4_1),
+    "Q5_0": BlockDecoder(32, 22, _q5_0),
+    "Q5_1": BlockDecoder(32, 24, _q5_1),
+    "IQ4_NL": BlockDecoder(32, 18, _iq4_nl),
+    "IQ4_XS": BlockDecoder(256, 136, _iq4_xs),
 }

@@ -27,7 +27,9 @@ _LOG = logging.getLogger("maxjax")
 MOST_WEIGHTS = 1 << 20
 
 # The formats of the C++ kernels, in the order of ``Format`` in cpu/kernels.h.
-FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+FORMATS = (
+    "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
 
 # How the kernels for CPUs take activations: rounded to int8 in groups of 32, or as they are.
 ACTIVATIONS = ("int8", "float")

@@ -22,7 +22,8 @@ class QuantArray:
     Args:
         blocks: uint8 ``[..., n * bytes of a block]``, an array or a StackSlice; the last axis
             holds n complete blocks.
-        encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or "MXFP4".
+        encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL" or
+            "IQ4_XS".
         activations: "int8" if kernels for CPUs may quantise the activations that it is multiplied
             with, which is faster; "float" if not.
 

@@ -31,8 +31,15 @@ def blocks(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     count = columns // layout.elements
     raw = rng.integers(0, 256, (rows, count, layout.nbytes), np.uint8)
-    halves = {"Q4_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "MXFP4": []}
-    for at in halves[name]:
+    halves = {
+        "Q4_K": [0, 2],
+        "Q5_K": [0, 2],
+        "Q6_K": [208],
+        "MXFP4": [],
+        "Q4_1": [0, 2],
+        "Q5_1": [0, 2],
+    }
+    for at in halves.get(name, [0]):
         scales = rng.uniform(-0.1, 0.1, (rows, count, 1)).astype(np.float16)
         raw[..., at : at + 2] = scales.view(np.uint8)
     if name == "MXFP4":

@@ -14,7 +14,7 @@ from ...models.gguf.tensors.types import MIXTURES, encodings, is_wide
 from ...models.gguf.tensors.write import gguf_shapes
 from ...nn.layer import Module
 from ...nn.moe.moe import MoEGate
-from ...storage.blocks import KEPT, LAYOUTS
+from ...storage.blocks import ENCODERS, KEPT, LAYOUTS
 
 Patterns = Mapping[str, str | None] | Iterable[tuple[str, str | None]]
 # For rows that are not complete blocks of the type that was asked for.
@@ -97,8 +97,6 @@ def _wanted(model: Module, shapes: Mapping[str, Sequence[int]], to: str | None) 
         names, found, traits = gguf_shapes(config, shapes)
         by_name = encodings(found, choice, traits)
         types = {name: by_name[other] for name, other in names.items()}
-        # What llama.cpp gives rows that are not complete blocks is not kept in memory.
-        types = {n: _SMALLEST if k in ("Q5_0", "Q5_1", "Q4_1") else k for n, k in types.items()}
         for kind in types.values():
             _check(kind, to)
         return types
@@ -120,9 +118,10 @@ def type_of(name: str) -> str:
 
 
 def _check(kind: str | None, name: str) -> None:
-    if kind is None or kind in KEPT:
+    kept = [one for one in KEPT if one in ENCODERS]
+    if kind is None or kind in kept:
         return
-    types = ", ".join(one.lower() for one in KEPT)
+    types = ", ".join(one.lower() for one in kept)
     raise NotImplementedError(
         f"weights cannot stay quantised in memory as {name!r}"
         + (f", which uses {kind}" if kind != name.upper() else "")

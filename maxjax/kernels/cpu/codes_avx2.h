@@ -52,6 +52,20 @@ inline Codes with_fifth_bit(Codes c, const uint8_t* high) {
   return c;
 }
 
+// Adds 16 to codes i whose bit i is set, in `low` for the first 32 and in `high` for the others.
+inline Codes with_fifth_bits(Codes c, uint32_t low, uint32_t high) {
+  // Byte i gets the byte of bits that has bit i, and looks for bit i % 8 in it.
+  const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i own = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+  const uint32_t words[2] = {low, high};
+  for (int i = 0; i < 2; i++) {
+    const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi32(int(words[i])), places);
+    const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bits, own), own);
+    c.v[i] = _mm256_or_si256(c.v[i], _mm256_and_si256(set, _mm256_set1_epi8(16)));
+  }
+  return c;
+}
+
 // Six bits each: the low (or high) nibbles of 64 bytes, and two bits from 32 bytes, of which H = 0
 // takes the lower four bits and H = 1 the upper four.
 template <int H>

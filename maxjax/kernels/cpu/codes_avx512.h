@@ -65,6 +65,12 @@ inline Codes with_fifth_bit(Codes c, const uint8_t* high) {
   return {_mm512_mask_add_epi8(c.v, set, c.v, all_bytes(16))};
 }
 
+// Adds 16 to codes i whose bit i is set, in `low` for the first 32 and in `high` for the others.
+inline Codes with_fifth_bits(Codes c, uint32_t low, uint32_t high) {
+  const __mmask64 set = uint64_t(high) << 32 | low;
+  return {_mm512_mask_add_epi8(c.v, set, c.v, all_bytes(16))};
+}
+
 // Six bits each: the low (or high) nibbles of 64 bytes, and two bits from 32 bytes, of which H = 0
 // takes the lower four bits and H = 1 the upper four.
 template <int H>

@@ -113,6 +113,17 @@ inline Codes with_fifth_bit(Codes c, const uint8_t* high) {
   }
   return c;
 }
+// Adds 16 to codes i whose bit i is set, in `low` for the first 32 and in `high` for the others.
+inline Codes with_fifth_bits(Codes c, uint32_t low, uint32_t high) {
+  const uint8x16_t own = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+  for (int i = 0; i < 4; i++) {
+    const uint32_t word = (i < 2 ? low : high) >> i % 2 * 16;
+    const uint8x16_t bits = vcombine_u8(vdup_n_u8(uint8_t(word)), vdup_n_u8(uint8_t(word >> 8)));
+    c.v[i] = vorrq_u8(c.v[i], vandq_u8(vtstq_u8(bits, own), vdupq_n_u8(16)));
+  }
+  return c;
+}
+
 // Six bits each: the low (or high) nibbles of 64 bytes, and two bits from 32 bytes, of which H = 0
 // takes the lower four bits and H = 1 the upper four.
 template <int H>

@@ -135,6 +135,12 @@ inline Codes with_fifth_bit(Codes c, const uint8_t* high) {
   for (int i = 0; i < 64; i++) c.v[i] |= (high[i % 32] >> (B + i / 32) & 1) << 4;
   return c;
 }
+// Adds 16 to codes i whose bit i is set, in `low` for the first 32 and in `high` for the others.
+inline Codes with_fifth_bits(Codes c, uint32_t low, uint32_t high) {
+  for (int i = 0; i < 64; i++) c.v[i] |= ((i < 32 ? low : high) >> i % 32 & 1) << 4;
+  return c;
+}
+
 // Six bits each: the low (or high) nibbles of 64 bytes, and two bits from 32 bytes, of which H = 0
 // takes the lower four bits and H = 1 the upper four.
 template <int H>

@@ -31,14 +31,15 @@ struct Rows {
 };
 
 // ggml's blocks of quantised weights; kernels/packed_product.py has the same order.
-enum class Format : int { q4_0, q8_0, q4_k, q5_k, q6_k, mxfp4 };
-constexpr int kFormats = 6;
+enum class Format : int { q4_0, q8_0, q4_k, q5_k, q6_k, mxfp4, q4_1, q5_0, q5_1, iq4_nl, iq4_xs };
+constexpr int kFormats = 11;
 
 // Number of weights in a block, and its bytes.
 struct Block {
   int64_t elements, bytes;
 };
-constexpr Block kBlocks[kFormats] = {{32, 18}, {32, 34}, {256, 144}, {256, 176}, {256, 210}, {32, 17}};
+constexpr Block kBlocks[kFormats] = {{32, 18}, {32, 34}, {256, 144}, {256, 176}, {256, 210}, {32, 17},
+                                      {32, 20}, {32, 22}, {32, 24}, {32, 18}, {256, 136}};
 
 // Activations quantised to int8 in groups of 32: x = codes * scale. Rows are padded with zeros to
 // `stride` elements, a multiple of 256.

@@ -1,111 +1,14 @@
 // The matmul with weights in ggml's blocks, written with a level's own codes and vectors.
-//
-// Each format unpacks a unit of 256 weights into codes (unsigned numbers of up to eight bits) in the
-// order of the weights, one factor and one offset for each group of 16 or 32 of them:
-//   w = factor * code + offset, or w = factor * (code - zero) for the formats without offsets.
-// The layouts are those of ggml-common.h of https://github.com/ggml-org/llama.cpp.
 #pragma once
-#include "kernels.h"
+#include "formats.h"
 #include "product.h"
 
 namespace {
 
-using maxjax::Format;
 using maxjax::Int8;
 using maxjax::PackedRows;
 
 constexpr int64_t kUnit = 256, kGroups = kUnit / 32;
-
-// --- formats: unit of 256 weights, in one block or in eight ---------------------------------------
-
-// Eight blocks of 32: a float16 and 32 signed bytes.
-struct Q8_0 {
-  static constexpr Format kFormat = Format::q8_0;
-  static constexpr int kGroup = 32, kZero = kWideZero;
-  static constexpr bool kWide = true, kOffsets = false;
-  template <int I>
-  static Codes codes(const uint8_t* p) {
-    return signed_bytes(p + 2 * I * 34 + 2, p + (2 * I + 1) * 34 + 2);
-  }
-  static void factors(const uint8_t* p, eight* s, eight*) { s[0] = halves8(p, 34); }
-};
-
-// Eight blocks of 32: a float16; 16 bytes, weight i low in byte i, weight 16 + i high.
-struct Q4_0 {
-  static constexpr Format kFormat = Format::q4_0;
-  static constexpr int kGroup = 32, kZero = 8;
-  static constexpr bool kWide = false, kOffsets = false;
-  template <int I>
-  static Codes codes(const uint8_t* p) {
-    return nibbles(p + 2 * I * 18 + 2, p + (2 * I + 1) * 18 + 2);
-  }
-  static void factors(const uint8_t* p, eight* s, eight*) { s[0] = halves8(p, 18); }
-};
-
-// Eight blocks of 32: an exponent; 16 bytes as in Q4_0 with numbers of E2M1, doubled, and 12 more.
-struct Mxfp4 {
-  static constexpr Format kFormat = Format::mxfp4;
-  static constexpr int kGroup = 32, kZero = 12;
-  static constexpr bool kWide = false, kOffsets = false;
-  template <int I>
-  static Codes codes(const uint8_t* p) {
-    alignas(16) static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    return looked_up(nibbles(p + 2 * I * 17 + 1, p + (2 * I + 1) * 17 + 1), table);
-  }
-  static void factors(const uint8_t* p, eight* s, eight*) { s[0] = powers8(p, 17); }
-};
-
-// The scales and minima of Q4_K and Q5_K: d, dmin float16; 8 + 8 numbers of six bits in 12 bytes,
-// see kernels/blocks.py.
-inline void affine(const uint8_t* p, eight* s, eight* o) {
-  uint32_t a, b, c;
-  memcpy(&a, p + 4, 4);
-  memcpy(&b, p + 8, 4);
-  memcpy(&c, p + 12, 4);
-  constexpr uint32_t kSix = 0x3f3f3f3f, kFour = 0x0f0f0f0f, kTop = 0x30303030;
-  const uint64_t scales = uint64_t((c & kFour) | (a >> 2 & kTop)) << 32 | (a & kSix);
-  const uint64_t minima = uint64_t((c >> 4 & kFour) | (b >> 2 & kTop)) << 32 | (b & kSix);
-  s[0] = mul8(of_word8(scales), all8(half_at(p)));
-  o[0] = mul8(of_word8(minima), all8(-half_at(p + 2)));
-}
-
-struct Q4_K {
-  static constexpr Format kFormat = Format::q4_k;
-  static constexpr int kGroup = 32, kZero = 0;
-  static constexpr bool kWide = false, kOffsets = true;
-  template <int I>
-  static Codes codes(const uint8_t* p) {
-    return nibbles(p + 16 + 32 * I);
-  }
-  static void factors(const uint8_t* p, eight* s, eight* o) { affine(p, s, o); }
-};
-
-struct Q5_K {
-  static constexpr Format kFormat = Format::q5_k;
-  static constexpr int kGroup = 32, kZero = 0;
-  static constexpr bool kWide = false, kOffsets = true;
-  template <int I>
-  static Codes codes(const uint8_t* p) {
-    return with_fifth_bit<2 * I>(nibbles(p + 48 + 32 * I), p + 16);
-  }
-  static void factors(const uint8_t* p, eight* s, eight* o) { affine(p, s, o); }
-};
-
-// 128 bytes of low nibbles, 64 bytes of high pairs, 16 scales of int8, d float16.
-struct Q6_K {
-  static constexpr Format kFormat = Format::q6_k;
-  static constexpr int kGroup = 16, kZero = 32;
-  static constexpr bool kWide = false, kOffsets = false;
-  template <int I>
-  static Codes codes(const uint8_t* p) {
-    return six_bits<I % 2>(p + I / 2 * 64, p + 128 + I / 2 * 32);
-  }
-  static void factors(const uint8_t* p, eight* s, eight*) {
-    const eight d = all8(half_at(p + 208));
-    s[0] = mul8(of_signed_bytes8(p + 192), d);
-    s[1] = mul8(of_signed_bytes8(p + 200), d);
-  }
-};
 
 // Bytes of a unit, and of a row.
 template <class F>
@@ -467,6 +370,16 @@ void packed_product(const PackedRows& rows) {
       return packed_product_of<Q6_K>(rows);
     case Format::mxfp4:
       return packed_product_of<Mxfp4>(rows);
+    case Format::q4_1:
+      return packed_product_of<Q4_1>(rows);
+    case Format::q5_0:
+      return packed_product_of<Q5_0>(rows);
+    case Format::q5_1:
+      return packed_product_of<Q5_1>(rows);
+    case Format::iq4_nl:
+      return packed_product_of<Iq4_nl>(rows);
+    case Format::iq4_xs:
+      return packed_product_of<Iq4_xs>(rows);
   }
 }
 

@@ -115,7 +115,9 @@ LAYOUTS: dict[str, BlockLayout] = {
 }
 
 
-KEPT = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+KEPT = (
+    "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
 """Types that stay quantised in memory, for kernels that take blocks. Others are read as float32."""
 
 

@@ -115,6 +115,8 @@ def blocks_in_order(data: np.ndarray, name: str) -> np.ndarray:
         "Q5_K": [0, 2],
         "Q6_K": [208],
         "Q4_1": [0, 2],
+        "IQ4_NL": [0],
+        "IQ4_XS": [0, 2],
     }
     blocks = data.reshape(-1, GGML_TYPES_BY_NAME[name].nbytes).copy()
     for at in halves.get(name, []):
@@ -269,7 +271,7 @@ def test_packed_types_stay_packed_or_are_decoded(kind, tmp_path):
     np.testing.assert_array_equal(array, theirs)
 
 
-@pytest.mark.parametrize("name", [*KEPT, "Q4_1"])
+@pytest.mark.parametrize("name", [name for name in KEPT if name not in ("Q5_0", "Q5_1")])
 def test_packed_types_of_a_big_endian_file(name, tmp_path):
     kind = GGML_TYPES_BY_NAME[name]
     rows = np.random.default_rng(5).integers(0, 60, (3, 2 * kind.nbytes), np.uint8)
