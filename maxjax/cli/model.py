@@ -54,6 +54,8 @@ def model_arguments(parser: argparse.ArgumentParser, *, generates: bool = True) 
                        help="the mesh to shard over, as in model=4 or model=4,data=2")  # fmt: skip
     group.add_argument("--dtype", default="auto", type=auto_or_float, metavar="TYPE",
                        help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
+    group.add_argument("--activations", choices=["int8", "float"],
+                       help="how a CPU multiplies with quantised weights (default: int8)")  # fmt: skip
     if not generates:
         return
     group.add_argument("--cache-dtype", choices=["int8", "float32", "bfloat16", "float16"],
@@ -120,7 +122,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
     with status(f"loading {options.model}"):
         model, found = load(
             options.model, dtype=options.dtype, mesh=grid, revision=options.revision,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer, activations=options.activations,
         )  # fmt: skip
     check_model(model)
     if tokenizer and found is None:

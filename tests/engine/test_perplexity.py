@@ -283,6 +283,13 @@ def test_the_command(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["perplexity"] == expected.perplexity and found["windows"] == expected.windows
     assert found["model"] == "tiny"
+    maxjax.checkpoint.convert(TINY, tmp_path / "model.gguf", quantize="q8_0")
+    for activations in ("int8", "float"):  # which differ in the last digits where there are kernels
+        model, tokenizer = maxjax.load(tmp_path / "model.gguf", activations=activations)
+        expected = perplexity(model, tokenizer, text)
+        given = ("--model", str(tmp_path / "model.gguf"), "--activations", activations, "--json")
+        assert run(*given) == 0
+        assert json.loads(capsys.readouterr().out)["perplexity"] == expected.perplexity
     (tmp_path / "text").write_bytes(b"ab\xff")
     assert run() == 1
     assert "is not valid UTF-8, at byte 2" in capsys.readouterr().err
