@@ -129,7 +129,7 @@ def _product(
     """
     tensors = jax.lax.stop_gradient(tensors)
     if in_turn and 0 not in x.shape:
-        name = layout.largest.name
+        name = layout.tensors[0].name
         tensors[name] = jax.lax.platform_dependent(
             jax.lax.stop_gradient(x), tensors[name], cpu=_after, default=lambda x, array: array
         )
