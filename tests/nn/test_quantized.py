@@ -14,7 +14,7 @@ from maxjax.nn.layer import LayerList
 from maxjax.nn.quantized import Exactly, Layout, QuantizedLinear, QuantState, Tensor
 from maxjax.nn.quantized.formats import FORMATS, floats, spread, unpacked
 from tests.models.quantized_goldens import goldens
-from tests.models.quantizers import CASES, gptq
+from tests.models.quantizers import CASES, compressed_scaled, gptq
 
 OUT, IN = 48, 96  # neither is a multiple of a block of 64
 
@@ -168,6 +168,13 @@ def test_values_of_blocks_are_spread():
     found = spread(blocks, (5, 7), (3, 3))
     expected = np.repeat(np.repeat(blocks, 3, 0), 3, 1)[:5, :7]
     np.testing.assert_array_equal(found, expected)
+
+
+def test_a_weight_with_more_bytes_of_scales_than_of_numbers():
+    layer, _, values = made(compressed_scaled("int", "group", (1, 2)), shape=(4, 6))
+    x = np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), x @ values.T, rtol=0, atol=1e-5)
+    assert layer(jnp.zeros((0, 6))).shape == (0, 4)
 
 
 def test_values_that_a_file_must_have():

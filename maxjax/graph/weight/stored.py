@@ -10,7 +10,7 @@ the leaf of many Weights, has the same names: what is declared is then that of o
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -60,7 +60,13 @@ def is_value(leaf: Any) -> bool:
 
 
 class FileForm(Protocol):
-    """How a file holds a value that a Weight holds differently: as text, for example. Hashable."""
+    """How a file holds a value that a Weight holds differently: as text, for example. Hashable.
+
+    Attributes:
+        elementwise: whether both have the same shape, and each element is converted by itself.
+    """
+
+    elementwise: ClassVar[bool]
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
         """Whether it can be a tensor of this dtype and shape."""
@@ -70,8 +76,8 @@ class FileForm(Protocol):
         """The file's tensor as the Weight holds it; a ValueError says what is wrong with it."""
         ...
 
-    def to_file(self, array: np.ndarray) -> np.ndarray:
-        """The stored value as the file's tensor."""
+    def to_file(self, array: Any) -> Any:
+        """The stored value as the file's tensor; one of JAX too if it is elementwise."""
         ...
 
 
@@ -135,6 +141,8 @@ class StoredWeight:
     def filed(self, value: Any) -> Any:
         """A value as the file holds it that it was loaded from."""
         form, shape = self.form, self.loaded_shape
+        if form is not None and form.elementwise:
+            return form.to_file(value)
         if form is not None and not isinstance(value, Tracer):
             # It is never split: each device has all of it.
             parts = getattr(value, "addressable_shards", ())

@@ -22,6 +22,7 @@ from ...storage.files import aligned_empty
 from ...storage.parts import Part
 from ...storage.save.outgoing import PIECE_BYTES, Outgoing, nibbles, pieces
 from ..placement.device_major import DeviceMajor
+from ..weight.stored import FileForm
 from ..weight.weight import Weight
 from .device_reads import box_of, is_host
 from .gathering import Gathering, can_gather
@@ -148,7 +149,9 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
             f"weight '{name}' is on devices of several processes: save it with "
             "maxjax.save_pretrained or maxjax.checkpoint.save"
         )
-    encoding = weight.quantization_encoding
+    encoding, form = weight.quantization_encoding, weight.stored.form
+    if form is not None and form.elementwise:
+        values = _FiledSource(values, form)
     dtype, declared = DType.of(values.stored(name)[0]), weight.stored.dtype
     data = WeightData.lazy(values, name, dtype, values.shape, encoding)
     # JAX holds integers of 64 bits in 32; a file has them as they were declared.
@@ -160,7 +163,7 @@ def _source_of(
     weight: Weight, gathering: Gathering | None
 ) -> _WeightSource | _GatheredSource | None:
     stored = weight.stored
-    if stored.form is not None:
+    if stored.form is not None and not stored.form.elementwise:
         array = stored.filed(stored.value)
         return _WeightSource(array, (), array.shape)
     shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
@@ -236,6 +239,33 @@ class _WeightSource(PartSource):
         for part in parts:
             into = part.memory.view(dtype).reshape(extents(part.region))
             _gather(into, part.region, sources)
+        return sum(part.memory.nbytes for part in parts)
+
+
+class _FiledSource(PartSource):
+    """The DataSource of a weight that a file holds in another form, element by element."""
+
+    def __init__(self, source: _WeightSource | _GatheredSource, form: FileForm):
+        self._source, self._form, self.shape = source, form, source.shape
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape."""
+        dtype, shape = self._source.stored(name)
+        return self._form.to_file(np.zeros(0, dtype)).dtype, shape
+
+    def rows(self, name: str) -> Iterator[np.ndarray]:
+        """The values in order, as arrays of rows."""
+        return map(self._form.to_file, map(np.asarray, self._source.rows(name)))
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads rectangular parts, each into its memory."""
+        dtype, _ = self._source.stored(parts[0].name) if parts else (np.dtype(np.uint8), ())
+        for part in parts:
+            values = np.empty(extents(part.region), dtype)
+            self._source.read_parts(
+                [Part(part.name, part.region, values.reshape(-1).view(np.uint8))]
+            )
+            part.memory[:] = self._form.to_file(values).reshape(-1).view(np.uint8)
         return sum(part.memory.nbytes for part in parts)
 
 

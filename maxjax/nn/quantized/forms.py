@@ -5,11 +5,41 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from ...dtype import DType
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The FileForm of floats of 8 bits, which a Weight holds as uint8.
+
+    XLA for CPUs has no operations for such floats: of a stack of them it would make float16 first.
+
+    Attributes:
+        dtype: element type in files.
+    """
+
+    dtype: DType
+
+    elementwise: ClassVar[bool] = True
+
+    def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
+        """Whether it has this element type."""
+        return dtype is self.dtype
+
+    def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The bits."""
+        return array.view(np.uint8)
+
+    def to_file(self, array: Any) -> Any:
+        """The floats, of an array of NumPy or JAX."""
+        if isinstance(array, jax.Array):
+            return jax.lax.bitcast_convert_type(array, self.dtype.np)
+        return np.asarray(array).view(self.dtype.np)
 
 
 @dataclass(frozen=True)
@@ -21,6 +51,8 @@ class Exactly:
     """
 
     values: tuple[int, ...]
+
+    elementwise: ClassVar[bool] = False
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
         """Whether it is a tensor of as many integers."""
@@ -62,8 +94,9 @@ class QuantState:
 
     expected: tuple[tuple[str, Any], ...]
 
+    elementwise: ClassVar[bool] = False
     # Bytes of a stored value. Texts have about 170.
-    SIZE = 256
+    SIZE: ClassVar[int] = 256
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
         """Whether it can be such a text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,7 +57,8 @@ class Layout:
     Attributes:
         format: name of the format, a key of ``formats.FORMATS``.
         out_dim, in_dim: shape of the weight.
-        tensors: the tensors that it is stored as.
+        tensors: the tensors that it is stored as; the first has the numbers, integers or floats of
+            8 bits.
         options: settings of the format that are not seen in the tensors, as (name, value).
 
     Example:
@@ -92,11 +92,6 @@ class Layout:
             if one.has_bits and found[one.name].dtype == jnp.uint8:
                 found[one.name] = jax.lax.bitcast_convert_type(found[one.name], one.dtype.np)
         return FORMATS[self.format](found, self.shape, **dict(self.options))
-
-    @property
-    def largest(self) -> Tensor:
-        """The tensor with most bytes."""
-        return max(self.tensors, key=lambda one: math.prod(one.shape) * one.dtype.size_in_bits)
 
     def split(self, axis: int, entries: Mapping[str, Sequence[tuple[str, ...]]]) -> tuple[str, ...]:
         """The mesh axes that an axis of the weight is split over.

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.specs import PartOf, names_in, spec_of
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
-from ...kernels import StackSlice, explicit, matmul
+from ...kernels import explicit, matmul
 from ..layer import Module
 from ..linear import add_bias
+from .forms import Bits
 from .layout import Layout
 
 
@@ -35,7 +37,8 @@ class QuantizedLinear(Module):
         layout: the Layout.
         bias: Weight ``[out_dim]``, or None.
 
-    Each tensor of the layout is a Weight under its name in the file.
+    Each tensor of the layout is a Weight under its name in the file. Floats of 8 bits are uint8 in
+    memory, and floats in state dicts and files.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -56,9 +59,11 @@ class QuantizedLinear(Module):
         super().__init__()
         self.layout, self.bias = layout, None
         for one in layout.tensors:
-            weight = Weight(one.name, one.dtype, one.shape, device)
-            if one.form is not None:
-                weight.stored.form = one.form
+            dtype_held = DType.uint8 if one.has_bits else one.dtype
+            weight = Weight(one.name, dtype_held, one.shape, device)
+            form = Bits(one.dtype) if one.has_bits else one.form
+            if form is not None:
+                weight.stored.form = form
             setattr(self, one.attribute, weight)
         if has_bias:
             self.bias = Weight("bias", dtype, (layout.out_dim,), device)
@@ -99,17 +104,8 @@ class QuantizedLinear(Module):
 
     def _tensors(self) -> dict[str, jax.Array]:
         """The tensors by name; floats of 8 bits as uint8."""
-        found = {}
-        for one in self.layout.tensors:
-            operand = getattr(self, one.attribute).stored.operand()
-            if one.has_bits:
-                # XLA for CPUs slices no such floats: it would make float16 of the whole stack first.
-                stack = operand.stack if isinstance(operand, StackSlice) else jnp.asarray(operand)
-                bits = jax.lax.bitcast_convert_type(stack, jnp.uint8)
-                is_slice = isinstance(operand, StackSlice)
-                operand = StackSlice(bits, operand.index) if is_slice else bits
-            found[one.name] = jnp.asarray(operand)
-        return found
+        layout = self.layout
+        return {one.name: jnp.asarray(getattr(self, one.attribute)) for one in layout.tensors}
 
     def _split(self, axis: int, tensors: dict[str, jax.Array]) -> explicit.Entry:
         """The explicit mesh axes that an axis of the weight is split over."""
@@ -133,7 +129,7 @@ def _product(
     """
     tensors = jax.lax.stop_gradient(tensors)
     if in_turn and 0 not in x.shape:
-        name = layout.largest.name
+        name = layout.tensors[0].name
         tensors[name] = jax.lax.platform_dependent(
             jax.lax.stop_gradient(x), tensors[name], cpu=_after, default=lambda x, array: array
         )

@@ -80,7 +80,7 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
             return _different(name, dtype=(DType.uint8, weight.stored.dtype))
     packed = data.dtype is DType.uint8 and weight.stored.dtype is DType.uint8
     form = weight.stored.form
-    if form is not None and form.fits(data.dtype, tuple(map(int, shape))):
+    if _is_remade(form, data.dtype, tuple(map(int, shape))):
         fitted.loaded_shape = tuple(map(int, shape))
     elif weight.quantization_encoding is not None or packed and form is None:
         fitted.dims = tuple(Shape(shape))
@@ -104,7 +104,7 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
     except (TypeError, ValueError, KeyError):
         return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
     form, shape = weight.stored.form, tuple(shape_of(value))
-    if form is not None and form.fits(dtype, shape):
+    if _is_remade(form, dtype, shape):
         fitted = _new(name, weight, value, weight.stored.dims)
         fitted.loaded_shape = shape
         return fitted
@@ -114,6 +114,11 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
     if problem:
         return f"Value provided to weight '{name}' had different {problem}."
     return _new(name, weight, value, weight.stored.dims)
+
+
+def _is_remade(form: Any, dtype: DType, shape: tuple[int, ...]) -> bool:
+    """Whether a value has the form of a file, and another shape than what is made of it."""
+    return form is not None and not form.elementwise and form.fits(dtype, shape)
 
 
 def _loose(shape: Sequence[Any]) -> list[Any]:
@@ -139,7 +144,10 @@ def _different(name: str, dtype: tuple[DType, DType]) -> str:
 def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
     """Requires equal dtypes or a requested cast, and nothing that JAX would silently narrow."""
     actual = DType.uint8 if fitted.as_bytes else dtype_of(fitted.value)
-    expected = fitted.dtype
+    expected, form = fitted.dtype, fitted.weight.stored.form
+    if form is not None and form.elementwise:
+        filed = DType.of(form.to_file(np.zeros(0, expected.np)).dtype)
+        return None if actual is filed else _different(fitted.name, (filed, actual))
     if actual is not expected:
         same_kind = (actual.is_float() and expected.is_float()) or (
             actual.is_integral() and expected.is_integral()
