@@ -44,8 +44,9 @@ def matmul(x: Any, w: Any) -> Any:
         ValueError: a weight is not a matrix, or its last axis is not as long as ``x``'s.
 
     On a CPU a C++ kernel computes it if the types are float32, float16 or bfloat16, or XLA for many
-    rows of small weights. For other types, in exported programs and under differentiation ``jax.lax.dot_general`` does. Blocks of a
-    QuantArray are dequantised in registers or chunks (``packed_product.py``).
+    rows of small weights. For other types, in exported programs and under differentiation
+    ``jax.lax.dot_general`` does. Blocks of a QuantArray are dequantised in registers or chunks
+    (``packed_product.py``).
 
     Example:
         >>> import jax.numpy as jnp
