@@ -208,7 +208,11 @@ def build(
     if dtype is None and quantization is not None:
         main = main_dtype(unquantised(found)) or DType.float32
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
-    packed = set() if quantization is None else quantization.apply(model, found, main)
+    packed: set[str] = set()
+    if quantization is not None:
+        if isinstance(model, Decoder):
+            model.unstack()  # a family of the user's may have stacked its layers
+        packed = quantization.apply(model, found, main)
     if isinstance(model, Decoder) and headless:
         model.lm_head = None
     model.hf_config = raw

@@ -276,6 +276,23 @@ def test_experts(name, tmp_path):
     near(call(loaded(directory).unstack(), ids), expected)
 
 
+@pytest.mark.slow
+def test_experts_of_which_one_is_not_quantised(tmp_path):
+    settings = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 3,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True,
+        "head_dim": 32, "num_hidden_layers": 1,
+    }  # fmt: skip
+    (config, packed), (plain, floats) = tensors_of(CASES["awq"], **settings)
+    name = "model.layers.0.mlp.experts.1.up_proj"
+    packed = {key: value for key, value in packed.items() if not key.startswith(name)}
+    packed[f"{name}.weight"] = floats[f"{name}.weight"]
+    model = loaded(write(tmp_path / "q", config, packed))
+    assert set(model.raw_state_dict()) == set(packed)
+    ids = ids_of(2, 6)
+    near(call(model, ids), call(loaded(write(tmp_path / "f", plain, floats)), ids))
+
+
 # -- what is refused
 
 

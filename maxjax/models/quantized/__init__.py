@@ -7,18 +7,16 @@ floats. ``methods.py`` is the table of what can be read, ``layouts.py`` says whi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 from ...dtype import DType
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...graph.weights import WeightData
 from ...nn.layer import ExpertStack, Module
 from ...nn.linear import ColumnParallelLinear, Linear
-from ...nn.quantized import QuantizedLinear
+from ...nn.quantized import Layout, QuantizedLinear
 from ..config import short
 from .layouts import Found, LayoutOf
 from .methods import METHODS
@@ -91,48 +89,66 @@ class Quantization:
         """
         stacks = _unstacked(model)
         modules = {prefix.removesuffix("."): module for prefix, module in model.named_modules()}
-        linear = {name for name, one in modules.items() if type(one) in _LINEAR}
+        linear: dict[str, Any] = {name: m for name, m in modules.items() if type(m) in _LINEAR}
         layers: dict[str, dict[str, Any]] = {}
         for name, data in found.items():
             layer, rest = _split(name, linear)
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
-        used: set[str] = set()
-        for name in linear:
-            module: Any = modules[name]
-            own = layers.get(name, {})
-            if not is_quantised(own):
+        layouts: dict[str, Layout] = {}
+        for name, module in linear.items():
+            if is_quantised(own := layers.get(name, {})):
+                out_dim, in_dim = (int(n) for n in module.weight.shape)
+                layouts[name] = self.layout_for(name)(out_dim, in_dim, own)
+        used = {f"{name}.{one.name}" for name, layout in layouts.items() for one in layout.tensors}
+        # Of equal experts the first stands for all.
+        stacks = [one for one in stacks if _are_equal(layouts, one[0], getattr(*one[1:]))]
+        left_out = {
+            layer
+            for name, _, _ in stacks
+            for layer in layouts
+            if layer.startswith(f"{name}.") and not layer.startswith(f"{name}.0.")
+        }
+        for name, layout in layouts.items():
+            if name in left_out:
                 continue
-            out_dim, in_dim = map(int, module.weight.shape)
-            layout = self.layout_for(name)(out_dim, in_dim, own)
+            module = linear[name]
             parent, _, attribute = name.rpartition(".")
-            layer = QuantizedLinear(
+            new = QuantizedLinear(
                 layout, module.device, has_bias=module.bias is not None, dtype=dtype
             )
-            setattr(modules[parent], attribute, layer)
-            used |= {f"{name}.{one.name}" for one in layout.tensors}
-        for parent, attribute in stacks:
-            experts = list(getattr(parent, attribute))
-            if len({jax.tree.structure(expert) for expert in experts}) == 1:
-                setattr(parent, attribute, ExpertStack(experts[0], len(experts)))
+            setattr(modules[parent], attribute, new)
+        for _, holder, attribute in stacks:
+            experts = getattr(holder, attribute)
+            setattr(holder, attribute, ExpertStack(experts[0], len(experts)))
         if not used:
             raise self.settings.refused("no quantised linear layer in this model")
         return used
 
 
-def _unstacked(model: Module) -> list[tuple[Module, str]]:
-    """Gives all experts weights of their own; returns where they are, as (Module, attribute)."""
+def _unstacked(model: Module) -> list[tuple[str, Module, str]]:
+    """Gives all experts weights of their own; returns where they are: full name, Module, attribute."""
     places = [
-        (module, name)
-        for _, module in model.named_modules()
+        (prefix + name, module, name)
+        for prefix, module in model.named_modules()
         for name, child in module._mx_children.items()
         if isinstance(child, ExpertStack)
     ]
-    for module, name in places:
+    for _, module, name in places:
         setattr(module, name, getattr(module, name).unstack())
     return places
 
 
-def _split(name: str, layers: set[str]) -> tuple[str, str]:
+def _are_equal(layouts: Mapping[str, Layout], name: str, experts: Any) -> bool:
+    """Whether the experts of that name are all quantised in one layout, or none is."""
+    each: dict[str, dict[str, Layout]] = {}
+    for layer, layout in layouts.items():
+        if layer.startswith(f"{name}."):
+            number, _, rest = layer[len(name) + 1 :].partition(".")
+            each.setdefault(number, {})[rest] = layout
+    return len(each) in (0, len(experts)) and all(one == each["0"] for one in each.values())
+
+
+def _split(name: str, layers: Container[str]) -> tuple[str, str]:
     """The layer that a tensor belongs to, and the rest of its name; "" for the layer of another."""
     at = name.rfind(".")
     while at > 0:
