@@ -30,7 +30,7 @@ _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding)
 
 def block_weights(model: Module) -> set[int]:
     """ids of the Weights below a Module that may be quantised: those of layers that compute with blocks."""
-    modules = [module for _, module in model.named_modules()]
+    modules: list[Any] = [module for _, module in model.named_modules()]
     return {id(module.weight) for module in modules if type(module) in _TAKES_BLOCKS}
 
 

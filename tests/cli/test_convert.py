@@ -205,7 +205,8 @@ def test_an_architecture_without_names(run, source, tmp_path):
     ("options", "says"),
     [
         (["--to", "nosuch"], "--to"),
-        (["--quantize", "q3_k"], "--quantize"),
+        (["--quantize", "q3_x"], "it must be one of mxfp4, mxfp4_moe, q2_k, "),
+        (["--importance", "m.gguf"], "--importance is for --quantize"),
         (["--nosuch"], "--nosuch"),
         (["--dtype", "int8"], "int8 is not a float dtype"),
         (["--dtype", "nosuch"], "nosuch"),

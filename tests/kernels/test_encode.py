@@ -61,6 +61,7 @@ def test_narrow_floats(dtype):
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_in_chunks(size, monkeypatch):
     values = rows("bell")[:16]
@@ -69,6 +70,7 @@ def test_in_chunks(size, monkeypatch):
     np.testing.assert_array_equal(np.asarray(encode_jnp("Q4_0", values)), whole)
 
 
+@pytest.mark.slow
 def test_in_shard_map_and_vmap():
     mesh = maxjax.make_mesh(model=4)
     values = rows("bell")[:8]
@@ -82,6 +84,7 @@ def test_in_shard_map_and_vmap():
     np.testing.assert_array_equal(np.asarray(found), whole)
 
 
+@pytest.mark.slow
 def test_importance_of_experts():
     values = rows("bell")[:8].reshape(2, 4, 256)
     given = np.stack([importance(), importance()[::-1]])
@@ -90,6 +93,7 @@ def test_importance_of_experts():
     assert (np.asarray(found) != expected).mean() < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", blocks.DECODERS)
 def test_what_it_made_is_decoded(name):
     values = rows("weights")[:4]

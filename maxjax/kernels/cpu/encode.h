@@ -686,13 +686,51 @@ inline bool encode_q6_k(const F* x, const F* importance, F, const Blocks& out) {
 
 // --- rows of blocks ---------------------------------------------------------------------------
 
+#if defined(__clang__) || __GNUC__ >= 12
+// The lanes of a and b by turns: of their first halves, and of their second halves.
+#if defined(__AVX512F__)
+inline F first_halves(F a, F b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+inline F second_halves(F a, F b) {
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+#elif defined(__AVX2__)
+inline F first_halves(F a, F b) {
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+inline F second_halves(F a, F b) {
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+#else
+inline F first_halves(F a, F b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+inline F second_halves(F a, F b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+#endif
+
+// N rows of N numbers from `i` on, transposed by log2 N rounds of interleaving.
+inline void transpose_square(const float* const* from, int i, F* to) {
+  F rows[N], next[N];
+  for (int b = 0; b < N; b++) memcpy(&rows[b], from[b] + i, sizeof(F));
+  for (int round = 1; round < N; round *= 2) {
+    for (int b = 0; b < N / 2; b++) {
+      next[2 * b] = first_halves(rows[b], rows[b + N / 2]);
+      next[2 * b + 1] = second_halves(rows[b], rows[b + N / 2]);
+    }
+    for (int b = 0; b < N; b++) rows[b] = next[b];
+  }
+  for (int b = 0; b < N; b++) to[b] = rows[b];
+}
+#else
+inline void transpose_square(const float* const* from, int i, F* to) {
+  for (int b = 0; b < N; b++)
+    for (int k = 0; k < N; k++) to[k][b] = from[b][i + k];
+}
+#endif
+
 // Block b of `from` becomes lane b; `from` has N pointers to kSize values each.
 template <int kSize>
 inline void transpose(const float* const* from, F* to) {
-  float* flat = reinterpret_cast<float*>(to);
-  for (int i = 0; i < kSize; i += N)
-    for (int b = 0; b < N; b++)
-      for (int k = 0; k < N; k++) flat[(i + k) * N + b] = from[b][i + k];
+  for (int i = 0; i < kSize; i += N) transpose_square(from, i, to + i);
 }
 
 using One = bool (*)(const F* x, const F* importance, F sigma2, const Blocks& out);

@@ -45,6 +45,7 @@ def inputs(model, ids) -> dict[str, np.ndarray]:
     return seen
 
 
+@pytest.mark.slow
 def test_it_is_the_mean_of_squared_inputs():
     model, tokenizer = maxjax.load("tiny", dtype="float32")
     ids = tokenizer.encode(TEXTS[0])
@@ -66,6 +67,7 @@ def test_chunks_are_added_up(tiny):
     np.testing.assert_allclose(whole[name], np.mean([p[name] for p in parts], axis=0), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_errors_on_texts_that_it_has_not_seen_are_smaller(tiny, matrix):
     """Of the outputs of all layers, on other sums than the matrix was made with."""
     model, tokenizer = tiny
@@ -87,6 +89,7 @@ def test_errors_on_texts_that_it_has_not_seen_are_smaller(tiny, matrix):
         assert sum(lost[1][name] < lost[0][name] for name in seen) >= len(seen) - 2
 
 
+@pytest.mark.slow
 def test_experts_count_the_tokens_that_chose_them():
     config = MixtralConfig(
         100, 32, 64, num_layers=2, num_heads=2, num_experts=4, num_experts_per_tok=2

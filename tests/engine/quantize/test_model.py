@@ -42,6 +42,7 @@ def is_linear(name: str) -> bool:
     return "norm" not in name and not name.endswith("bias")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_linear_weight_has_the_blocks_of_the_encoder(kind):
     model = random_model()
@@ -92,6 +93,7 @@ def test_it_is_the_model_of_a_file_of_the_same_blocks(tiny, choice, tmp_path):
     assert texts[0][0].tokens == texts[1][0].tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}, {"fsdp": 2}])
 def test_shards_stay_where_they_are(axes):
     model = random_model()
@@ -121,6 +123,7 @@ def test_a_part_of_a_row_that_is_no_whole_blocks():
         maxjax.quantize(model, "q4_k")
 
 
+@pytest.mark.slow
 def test_experts_in_a_stack_of_layers():
     model = random_model(Mixtral, MixtralConfig, num_experts=4, num_experts_per_tok=2)
     before = values(model)
@@ -138,6 +141,7 @@ def test_experts_in_a_stack_of_layers():
     assert np.abs(found - exact).mean() < 0.02 * exact.std()
 
 
+@pytest.mark.slow
 def test_layers_of_different_types_are_unstacked():
     model = random_model(num_layers=3)
     quantised, report = maxjax.quantize(
