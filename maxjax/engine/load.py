@@ -209,13 +209,13 @@ def _prepared(
             if config is None and not isinstance(weights, GGUFWeights):
                 config = config_beside(folder)
             model = build(weights, config, cast_to, reduce_dtype=reduce, stacked=False, tie=tie)
-            set_activations(
-                model, activations or ("int8" if platform_of(mesh) == "cpu" else "float")
-            )
             if isinstance(model, Decoder):
                 model.stack_for(mesh)
             if mesh is not None:
                 model.to(mesh)
+            set_activations(
+                model, activations or ("int8" if platform_of(mesh) == "cpu" else "float")
+            )
             if isinstance(weights, GGUFWeights):
                 pooling = gguf_pooling(weights.metadata, path=path) or pooling
             text = _tokenizer(weights, path, folder) if tokenizer else None

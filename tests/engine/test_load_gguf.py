@@ -100,7 +100,7 @@ def test_minilm(minilm, original, tmp_path, kind, least):
 @pytest.mark.slow
 def test_in_another_dtype_blocks_are_decoded(minilm, original, tmp_path):
     path = write(tmp_path / "m.gguf", minilm, "Q8_0")
-    packed, tokenizer = load(path)
+    packed, tokenizer = load(path, activations="float")
     wide, _ = load(path, dtype="float32")
     assert {w.dtype for w in wide.raw_state_dict().values()} == {maxjax.DType.float32}
     np.testing.assert_allclose(
@@ -122,8 +122,8 @@ FEW = [("Q8_0", MESHES[0]), ("F16", MESHES[1])]
 )
 def test_on_a_mesh(minilm, tmp_path, kind, axes):
     path = write(tmp_path / "m.gguf", minilm, kind)
-    one, tokenizer = load(path)
-    many, _ = load(path, mesh=maxjax.make_mesh(**axes))
+    one, tokenizer = load(path, activations="float")
+    many, _ = load(path, mesh=maxjax.make_mesh(**axes), activations="float")
     for name, array in one.state_dict().items():
         np.testing.assert_array_equal(jax.device_get(many.state_dict()[name]), array)
     np.testing.assert_allclose(

@@ -94,7 +94,7 @@ def test_importance_of_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", blocks.DECODERS)
+@pytest.mark.parametrize("name", [name for name in blocks.DECODERS if not name.startswith("IQ")])
 def test_what_it_made_is_decoded(name):
     values = rows("weights")[:4]
     found = blocks.decode(name, encode_jnp(name, values))

@@ -24,7 +24,7 @@ def both(directory, quantize, tmp_path, devices=1):
     file = tmp_path / f"{quantize}.gguf"
     convert(directory, file, quantize=quantize)
     mesh = maxjax.make_mesh(model=devices) if devices > 1 else None
-    packed, _ = maxjax.load(file, mesh=mesh, tokenizer=False)
+    packed, _ = maxjax.load(file, mesh=mesh, tokenizer=False, activations="float")
     decoded, _ = maxjax.load(file, dtype="float32", tokenizer=False)
     return packed, decoded
 

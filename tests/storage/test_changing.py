@@ -74,7 +74,7 @@ FORMATS: dict[str, tuple[str, Callable[[Arrays], bytes]]] = {
     "safetensors": (".safetensors", save),
     "gguf": (".gguf", packed(TYPES.F32)),
     "gguf packed": (".gguf", packed(TYPES.Q8_0)),
-    "gguf decoded": (".gguf", packed(TYPES.Q5_0)),
+    "gguf decoded": (".gguf", packed(TYPES.TQ2_0)),
     "pytorch": (".pt", pytorch_corpus.saved),
     "pytorch legacy": (".pt", partial(pytorch_corpus.saved, is_legacy=True)),
     "npz": (".npz", by_numpy(np.savez)),
