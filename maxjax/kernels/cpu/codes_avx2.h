@@ -100,6 +100,9 @@ inline Dots dot(Codes c, const int8_t* x) {
   return {dot4<wide>(none, c.v[0], load32(x)), dot4<wide>(none, c.v[1], load32(x + 32))};
 }
 
+// Eight floats as a vector with the same sum.
+inline vec folded(eight v) { return v; }
+
 // Adds the dot products of chunk I of four, each times the factor of its group of G codes.
 template <int G, int I>
 inline vec scaled(vec sums, Dots d, const eight* factors) {

@@ -103,6 +103,9 @@ inline Dots dot(Codes c, const int8_t* x) {
   return {dot4<wide>(_mm512_setzero_si512(), c.v, _mm512_loadu_si512(x))};
 }
 
+// Eight floats as a vector with the same sum.
+inline vec folded(eight v) { return _mm512_zextps256_ps512(v); }
+
 // Adds the dot products of chunk I of four, each times the factor of its group of G codes.
 template <int G, int I>
 inline vec scaled(vec sums, Dots d, const eight* factors) {

@@ -160,6 +160,9 @@ inline Dots dot(const Codes& c, const int8_t* x) {
   return d;
 }
 
+// Eight floats as a vector with the same sum.
+inline vec folded(eight v) { return vaddq_f32(v.a, v.b); }
+
 // Adds the dot products of chunk I of four, each times the factor of its group of G codes.
 template <int G, int I>
 inline vec scaled(vec sums, const Dots& d, const eight* factors) {

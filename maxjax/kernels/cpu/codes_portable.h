@@ -163,6 +163,11 @@ inline Dots dot(const Codes& c, const int8_t* x) {
   return d;
 }
 
+// Eight floats as a vector with the same sum.
+inline vec folded(eight v) {
+  return vec{v.of[0] + v.of[4], v.of[1] + v.of[5], v.of[2] + v.of[6], v.of[3] + v.of[7]};
+}
+
 // Adds the dot products of chunk I of four, each times the factor of its group of G codes.
 template <int G, int I>
 inline vec scaled(vec sums, const Dots& d, const eight* factors) {

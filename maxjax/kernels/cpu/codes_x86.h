@@ -37,6 +37,13 @@ inline float half_at(const uint8_t* p) { return _cvtsh_ss(half_bits(p)); }
 
 // float16 at p, p + stride, ..., p + 7 * stride.
 inline eight halves8(const uint8_t* p, int stride) {
+#ifdef __AVX512BW__
+  if (stride == 18) {  // all of them lie in 128 bytes
+    const __m512i places = _mm512_castsi128_si512(_mm_setr_epi16(0, 9, 18, 27, 36, 45, 54, 63));
+    const __m512i found = _mm512_permutex2var_epi16(_mm512_loadu_si512(p), places, _mm512_loadu_si512(p + 64));
+    return _mm256_cvtph_ps(_mm512_castsi512_si128(found));
+  }
+#endif
   const auto h = [&](int i) { return short(half_bits(p + i * stride)); };
   return _mm256_cvtph_ps(_mm_setr_epi16(h(0), h(1), h(2), h(3), h(4), h(5), h(6), h(7)));
 }

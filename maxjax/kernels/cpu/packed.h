@@ -10,6 +10,11 @@ using maxjax::PackedRows;
 
 constexpr int64_t kUnit = 256, kGroups = kUnit / 32;
 
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
 // Bytes of a unit, and of a row.
 template <class F>
 constexpr int64_t unit_bytes() {
@@ -39,57 +44,97 @@ struct Total {
   eight rest;
 };
 
-// Adds a unit, or its first `chunks` of 64 weights.
-template <class F>
-inline __attribute__((always_inline)) void add_unit(const uint8_t* p, const Int8& x, int64_t unit,
-                                                    Total& sum, int chunks = 4) {
+// One token from one of its groups of 32 on.
+struct Token {
+  const int8_t* codes;
+  const float* scales;
+  const float* sums;
+  const float* half_sums;
+  Token at(int64_t group) const {
+    return {codes + 32 * group, scales + group, sums + group, half_sums + 2 * group};
+  }
+};
+
+// Zeros, then ones: from place n on there are 8 - n zeros.
+alignas(64) static const float kLast[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+
+// Adds a unit; or, of a unit that was partly added already, its last `last` groups of 32.
+template <class F, bool is_whole = true>
+inline __attribute__((always_inline)) void add_unit(const uint8_t* p, const Token& x, Total& sum,
+                                                    int64_t last = kGroups) {
   constexpr int kParts = 32 / F::kGroup;
-  const int8_t* codes = x.codes + unit * kUnit;
+  static_assert(is_whole || kParts == 1, "only units of several blocks are added in part");
   eight s[kParts], o[kParts], f[kParts];
   F::factors(p, s, o);
-  const eight scales = load8(x.scales + unit * kGroups);
+  const eight scales = load8(x.scales);
   if (kParts == 1) {
     f[0] = mul8(s[0], scales);
-    sum.rest = fma8(F::kOffsets ? o[0] : s[0], load8(x.sums + unit * kGroups), sum.rest);
+    eight sums = load8(x.sums);
+    if (!is_whole) {
+      f[0] = mul8(f[0], load8(kLast + last));
+      sums = mul8(sums, load8(kLast + last));
+    }
+    sum.rest = fma8(F::kOffsets ? o[0] : s[0], sums, sum.rest);
   } else {
-    const float* sums = x.half_sums + unit * kUnit / 16;
     f[0] = mul8(s[0], doubled_low(scales));
     f[kParts - 1] = mul8(s[kParts - 1], doubled_high(scales));
-    sum.rest = fma8(s[0], load8(sums), sum.rest);
-    sum.rest = fma8(s[kParts - 1], load8(sums + 8), sum.rest);
+    sum.rest = fma8(s[0], load8(x.half_sums), sum.rest);
+    sum.rest = fma8(s[kParts - 1], load8(x.half_sums + 8), sum.rest);
   }
-  sum.a = scaled<F::kGroup, 0>(sum.a, dot<F::kWide>(F::template codes<0>(p), codes), f);
-  if (chunks > 1) sum.b = scaled<F::kGroup, 1>(sum.b, dot<F::kWide>(F::template codes<1>(p), codes + 64), f);
-  if (chunks > 2) sum.a = scaled<F::kGroup, 2>(sum.a, dot<F::kWide>(F::template codes<2>(p), codes + 128), f);
-  if (chunks > 3) sum.b = scaled<F::kGroup, 3>(sum.b, dot<F::kWide>(F::template codes<3>(p), codes + 192), f);
+  const auto chunk = [&](auto number, vec& sums) __attribute__((always_inline)) {
+    constexpr int I = decltype(number)::value;
+    sums = scaled<F::kGroup, I>(sums, dot<F::kWide>(F::template codes<I>(p), x.codes + 64 * I), f);
+  };
+  if (is_whole || last > 6) chunk(Number<0>(), sum.a);
+  if (is_whole || last > 4) chunk(Number<1>(), sum.b);
+  if (is_whole || last > 2) chunk(Number<2>(), sum.a);
+  chunk(Number<3>(), sum.b);
 }
 
 template <class F>
-inline double total(const Total& sum) {
-  const float of_offsets = F::kOffsets || F::kZero ? sum8(sum.rest) : 0;
-  return double(::sum(add(sum.a, sum.b))) + (F::kOffsets ? 1 : -F::kZero) * double(of_offsets);
+inline float total(const Total& sum) {
+  vec v = add(sum.a, sum.b);
+  if (F::kOffsets || F::kZero) v = add(v, folded(mul8(sum.rest, all8(F::kOffsets ? 1 : -F::kZero))));
+  return ::sum(v);
+}
+
+// Adds what follows the last whole unit of R rows: with the end of that unit, which counts nothing, or
+// if there is none, with zeros.
+template <class F, int R>
+inline __attribute__((always_inline)) void add_rest(const uint8_t* p, int64_t apart, const Token& x, int64_t depth, Total* sums) {
+  const int64_t groups = depth / 32;
+  #pragma GCC unroll 4
+  for (int r = 0; r < R; r++) {
+    const uint8_t* row = p + r * apart;
+    if (groups < kGroups) {
+      const Rest<F> copy(row, depth);
+      add_unit<F>(copy.bytes, x, sums[r]);
+    } else {
+      const int64_t first = groups - kGroups;
+      add_unit<F, false>(row + first * unit_bytes<F>() / kGroups, x.at(first), sums[r], groups % kGroups);
+    }
+  }
 }
 
 // R rows of weights, `apart` bytes from each other, are read at a time.
 template <class F, int R>
-void rows_of_one(const uint8_t* p, int64_t apart, const Int8& x, int64_t depth, double* out) {
+void rows_of_one(const uint8_t* p, int64_t apart, const Token& x, int64_t depth, float* out) {
   Total sums[R];
   #pragma GCC unroll 4
   for (int r = 0; r < R; r++) sums[r] = {zero(), zero(), zero8()};
-  const int64_t units = depth / kUnit, rest = depth % kUnit;
-  for (int64_t u = 0; u < units; u++, p += unit_bytes<F>())
+  const int64_t units = depth / kUnit, rest = depth % kUnit / 32;
+  const uint8_t* row = p;
+  for (int64_t u = 0; u < units; u++, row += unit_bytes<F>()) {
+    const Token here = x.at(u * kGroups);
     #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      const uint8_t* row = p + r * apart;
-      for (int64_t line = 0; line < unit_bytes<F>(); line += 64) __builtin_prefetch(row + kStreamAhead + line, 0, 3);
-      add_unit<F>(row, x, u, sums[r]);
+      for (int64_t line = 0; line < unit_bytes<F>(); line += 64)
+        __builtin_prefetch(row + r * apart + kStreamAhead + line, 0, 3);
+      add_unit<F>(row + r * apart, here, sums[r]);
     }
-  if (rest)
-    #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      const Rest<F> row(p + r * apart, rest);
-      add_unit<F>(row.bytes, x, units, sums[r], int((rest + 63) / 64));
-    }
+  }
+  if constexpr (F::kGroup == 32)
+    if (rest) add_rest<F, R>(p, apart, x, depth, sums);
   #pragma GCC unroll 4
   for (int r = 0; r < R; r++) out[r] = total<F>(sums[r]);
 }
@@ -111,12 +156,11 @@ template <class F>
 void one_token(const PackedRows& rows, int64_t token) {
   const int64_t bytes = row_bytes<F>(rows.depth), at = token * rows.y_stride;
   const Int8& all = rows.x;
-  const Int8 x = {all.codes + token * all.stride, all.scales + token * all.stride / 32,
-                  all.sums + token * all.stride / 32, all.half_sums + token * all.stride / 16, all.stride};
+  const Token x = Token{all.codes, all.scales, all.sums, all.half_sums}.at(token * all.stride / 32);
   // Two distant rows at a time, as in the product of floats.
   const int64_t count = rows.end - rows.begin, pairs = count / 2, apart = count - pairs;
   for (int64_t o = rows.begin; o < rows.begin + apart; o++) {
-    double sums[2];
+    float sums[2];
     if (o - rows.begin < pairs) {
       rows_of_one<F, 2>(rows.w + o * bytes, apart * bytes, x, rows.depth, sums);
       put_one(sums[1], rows, at + o + apart);
