@@ -302,9 +302,15 @@ void several_tokens(const PackedRows& rows) {
         for (int64_t c = 0; c < width; c += kPanelTokens)
           panel.template add_up_to<kPanelTokens>(width - c, rows.x, t + c, u, groups, totals + c * kPanel);
       }
-      for (int64_t c = 0; c < width; c++)
-        for (int64_t r = 0; r < height; r++)
-          put_one(totals[c * kPanel + r], rows, (t + c) * rows.y_stride + o + r);
+      for (int64_t c = 0; c < width; c++) {
+        const int64_t at = (t + c) * rows.y_stride + o;
+        const float* found = totals + c * kPanel;
+        if (rows.y_type == Type::f32) {
+          memcpy(static_cast<float*>(rows.y) + at, found, sizeof(float) * height);
+          continue;
+        }
+        for (int64_t r = 0; r < height; r++) put_one(found[r], rows, at + r);
+      }
     }
   }
 }
