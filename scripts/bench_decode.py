@@ -48,6 +48,7 @@ import tokenizers
 from peers import installed
 
 import maxjax
+from maxjax import checkpoint
 from maxjax.cli.bench import weight_bytes
 from maxjax.engine.generate.batch import Batch, bucket
 from maxjax.kernels import decode_attention, matmul, native, product
@@ -242,7 +243,7 @@ def files(folder: Path, size: str, kind: str) -> tuple[Path, Path]:
     if kind in PACKED:
         if not gguf.exists():
             place.mkdir(parents=True, exist_ok=True)
-            maxjax.convert(files(folder, size, "F16")[1], gguf, quantize=kind)
+            checkpoint.convert(files(folder, size, "F16")[1], gguf, quantize=kind)
         return gguf, gguf
     if not gguf.exists():
         place.mkdir(parents=True, exist_ok=True)
