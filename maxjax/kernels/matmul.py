@@ -77,19 +77,29 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if len({w.dtype for w in weights}) > 1:
         return [_matmul(x, [w])[0] for w in weights]
     weights = [_flattened(w) for w in weights]
-    stacks = [w.stack if isinstance(w, StackSlice) else w for w in weights]
+    plain = not any(isinstance(a, (Tracer, StackSlice)) for a in (x, *weights))
+    if plain and explicit.mesh_of(x, *weights) is None:
+        return _eager_products(tuple(dtypes))(x, *weights)
+
+    def multiply(x: Any, stacks: Sequence[Any], layers: Sequence[Any]) -> list[jax.Array]:
+        return products(x, stacks, layers, dtypes)
+
+    return _where_they_lie(x, weights, multiply)
+
+
+def _where_they_lie(x: jax.Array, weights: Sequence[Any], multiply: Any) -> list[jax.Array]:
+    """``multiply(x, stacks, layers)`` for arrays and slices of stacks, on an Explicit mesh as well."""
+    count = len(weights)
+    stacks = [to_jax(w.stack if isinstance(w, StackSlice) else w) for w in weights]
     layers = [
         jnp.asarray(w.place, jnp.int32) if isinstance(w, StackSlice) else _FIRST for w in weights
     ]
 
     def run(x: Any, *operands: Any) -> list[jax.Array]:
-        count = len(operands) // 2
-        return products(x, operands[:count], operands[count:], dtypes)
+        return multiply(x, operands[:count], operands[count:])
 
     mesh = explicit.mesh_of(x, *stacks)
     if mesh is None:
-        if not any(isinstance(a, (Tracer, StackSlice)) for a in (x, *weights)):
-            return _eager_products(tuple(dtypes))(x, *stacks)
         return run(x, *stacks, *layers)
     tokens = explicit.entries(x)[:-1]
     wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
@@ -129,23 +139,12 @@ def _in_groups(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
 def _quantised(x: jax.Array, weights: Sequence[QuantArray], activations: str) -> list[jax.Array]:
     """The matmuls with quantised weights, in the dtype of ``x`` if that is a float."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else weights[0].dtype
-    encodings = [w.encoding for w in weights]
-    held = [_flattened(w.blocks) for w in weights]
-    stacks = [to_jax(h.stack if isinstance(h, StackSlice) else h) for h in held]
-    layers = [
-        jnp.asarray(h.place, jnp.int32) if isinstance(h, StackSlice) else _FIRST for h in held
-    ]
+    encodings, dtypes = [w.encoding for w in weights], [dtype] * len(weights)
 
-    def run(x: Any, *operands: Any) -> list[jax.Array]:
-        blocks, layers = operands[: len(encodings)], operands[len(encodings) :]
-        return packed_products(x, blocks, layers, encodings, [dtype] * len(encodings), activations)
+    def multiply(x: Any, stacks: Sequence[Any], layers: Sequence[Any]) -> list[jax.Array]:
+        return packed_products(x, stacks, layers, encodings, dtypes, activations)
 
-    mesh = explicit.mesh_of(x, *stacks)
-    if mesh is None:
-        return run(x, *stacks, *layers)
-    tokens = explicit.entries(x)[:-1]
-    wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
-    return explicit.automatic(run, mesh, wanted)(x, *stacks, *layers)
+    return _where_they_lie(x, [_flattened(w.blocks) for w in weights], multiply)
 
 
 def _has_kernel(x: Any, w: Any) -> bool:

@@ -1,5 +1,7 @@
 // The matmul with weights in ggml's blocks, written with a level's own codes and vectors.
 #pragma once
+#include <type_traits>
+
 #include "formats.h"
 #include "product.h"
 
@@ -11,9 +13,7 @@ using maxjax::PackedRows;
 constexpr int64_t kUnit = 256, kGroups = kUnit / 32;
 
 template <int N>
-struct Number {
-  static constexpr int value = N;
-};
+using Number = std::integral_constant<int, N>;
 
 // Bytes of a unit, and of a row.
 template <class F>
@@ -29,6 +29,7 @@ int64_t row_bytes(int64_t depth) {
 template <class F>
 struct Rest {
   uint8_t bytes[unit_bytes<F>()];
+  Rest() {}
   Rest(const uint8_t* p, int64_t depth) {
     const int64_t there = row_bytes<F>(depth);
     memcpy(bytes, p, there);
@@ -139,19 +140,6 @@ void rows_of_one(const uint8_t* p, int64_t apart, const Token& x, int64_t depth,
   for (int r = 0; r < R; r++) out[r] = total<F>(sums[r]);
 }
 
-// Writes y at position `at`.
-inline void put_one(double value, const PackedRows& rows, int64_t at) {
-  switch (rows.y_type) {
-    case Type::f32:
-      static_cast<float*>(rows.y)[at] = float(value);
-      return;
-    case Type::f16:
-      return narrow(float(value), static_cast<f16*>(rows.y) + at);
-    case Type::bf16:
-      return narrow(float(value), static_cast<bf16*>(rows.y) + at);
-  }
-}
-
 template <class F>
 void one_token(const PackedRows& rows, int64_t token) {
   const int64_t bytes = row_bytes<F>(rows.depth), at = token * rows.y_stride;
@@ -163,11 +151,11 @@ void one_token(const PackedRows& rows, int64_t token) {
     float sums[2];
     if (o - rows.begin < pairs) {
       rows_of_one<F, 2>(rows.w + o * bytes, apart * bytes, x, rows.depth, sums);
-      put_one(sums[1], rows, at + o + apart);
+      put(sums + 1, 1, rows, at + o + apart);
     } else {
       rows_of_one<F, 1>(rows.w + o * bytes, 0, x, rows.depth, sums);
     }
-    put_one(sums[0], rows, at + o);
+    put(sums, 1, rows, at + o);
   }
 }
 
@@ -302,27 +290,18 @@ void several_tokens(const PackedRows& rows) {
         for (int64_t c = 0; c < width; c += kPanelTokens)
           panel.template add_up_to<kPanelTokens>(width - c, rows.x, t + c, u, groups, totals + c * kPanel);
       }
-      for (int64_t c = 0; c < width; c++) {
-        const int64_t at = (t + c) * rows.y_stride + o;
-        const float* found = totals + c * kPanel;
-        if (rows.y_type == Type::f32) {
-          memcpy(static_cast<float*>(rows.y) + at, found, sizeof(float) * height);
-          continue;
-        }
-        for (int64_t r = 0; r < height; r++) put_one(found[r], rows, at + r);
-      }
+      for (int64_t c = 0; c < width; c++)
+        put(totals + c * kPanel, height, rows, (t + c) * rows.y_stride + o);
     }
   }
 }
 
 template <class F>
 __attribute__((noinline)) void unpack_rest(Panel<F>& panel, const uint8_t** p, int64_t depth, int64_t groups) {
-  uint8_t rest[kPanel][unit_bytes<F>()];
-  const int64_t there = row_bytes<F>(depth);
+  Rest<F> rest[kPanel];
   for (int r = 0; r < kPanel; r++) {
-    memcpy(rest[r], p[r], there);
-    memset(rest[r] + there, 0, unit_bytes<F>() - there);
-    p[r] = rest[r];
+    rest[r] = Rest<F>(p[r], depth);
+    p[r] = rest[r].bytes;
   }
   panel.unpack(p, groups);
 }
@@ -387,8 +366,7 @@ void float_activations(const PackedRows& rows) {
         }
       }
       for (int64_t c = 0; c < width; c++)
-        for (int64_t r = 0; r < height; r++)
-          put_one(totals[c * kHeight + r], rows, (t + c) * rows.y_stride + o + r);
+        put(totals + c * kHeight, height, rows, (t + c) * rows.y_stride + o);
     }
   }
 }

@@ -68,8 +68,9 @@ void narrow_row(const float* x, Type w_type, int64_t depth, void* y, Type y_type
   }
 }
 
-// Writes `count` results to y from position `at` on.
-inline void put(const double* totals, int64_t count, const Rows& rows, int64_t at) {
+// Writes `count` results to y from position `at` on; `rows` are a Rows or a PackedRows.
+template <class Sum, class AnyRows>
+inline void put(const Sum* totals, int64_t count, const AnyRows& rows, int64_t at) {
   switch (rows.y_type) {
     case Type::f32:
       for (int64_t i = 0; i < count; i++) static_cast<float*>(rows.y)[at + i] = float(totals[i]);
