@@ -284,8 +284,8 @@ CASES = [
     Case("PyTorch legacy", "bin", lambda p, n: write_torch(p, n, False), _OLD),
     Case("npz stored", "npz", lambda p, n: write_npz(p, n, False), _NUMPY),
     Case("npz compressed", "npz", lambda p, n: write_npz(p, n, True), _NUMPY),
-    _decoded("Q5_1", 32 * 4 / 24),
-    _decoded("IQ4_NL", 32 * 4 / 18),
+    _decoded("Q3_K", 256 * 4 / 110),
+    _decoded("IQ3_S", 256 * 4 / 110),
 ]
 
 
