@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from . import explicit
 from .blocked_attention import NO_KEY as NO_KEY
-from .blocked_attention import Attending, blocked_attention
+from .blocked_attention import Attending, blocked_attention, with_sinks
 from .int8_rows import restored
 
 # Scores that are computed at once: 32 MiB in float32.
@@ -36,6 +36,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
+    sinks: Any = None,
 ) -> jax.Array:
     """``softmax(scale · q kᵀ) v``, computed for each head.
 
@@ -48,6 +49,9 @@ def attention(
         scale: factor of the scores; ``1/√D`` by default.
         soft_cap: bound of the scores, which become ``soft_cap · tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
         softmax_dtype: dtype that scores and softmax are computed in.
+        sinks: attention sinks ``[H]``: for each head a score that takes part in the softmax and has no
+            value, so that the weights of the keys add up to less than one (gpt-oss, arXiv:2508.10925).
+            They are neither scaled nor capped.
 
     Returns:
         ``[B, T, H, D]`` in the dtype of ``value``. A query whose keys are all masked
@@ -71,13 +75,14 @@ def attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if mask is not None:
         mask = mask_4d(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+    sinks = _checked_sinks(sinks, query.shape[2])
     blocked = _is_large(query, key.shape[1]) and (mask is None or mask.shape[1:3] == (1, 1))
     mesh = explicit.mesh_of(query, key, value)
 
-    def run(query: Any, key: Any, value: Any, *masks: Any) -> jax.Array:
+    def run(query: Any, key: Any, value: Any, sinks: Any, *masks: Any) -> jax.Array:
         mask = masks[0] if masks else None
         if not blocked:
-            return _attention(query, key, value, mask, scale, soft_cap, dtype)
+            return _attention(query, key, value, mask, scale, soft_cap, dtype, sinks)
         # All queries are at one position, as are the keys that they attend to.
         here = jnp.zeros((1, query.shape[1]), jnp.int32)
         keys = jnp.zeros((1, key.shape[1]), jnp.int32)
@@ -85,14 +90,13 @@ def attention(
             keys = jnp.where(mask[:, 0, 0], keys, NO_KEY)
         cache = [a.swapaxes(1, 2)[None] for a in (key, value)]
         attending = Attending(scale, None, soft_cap, dtype)
-        found, _ = blocked_attention(query, cache, 0, here, keys, attending)
+        found = _mean(*blocked_attention(query, cache, 0, here, keys, attending), sinks)
         return found.astype(value.dtype)
 
     masks = () if mask is None else (mask,)
-    if mesh is None:
-        return run(query, key, value, *masks)
-    run = explicit.automatic(run, mesh, explicit.entries(query))
-    return run(query, key, value, *masks)
+    if mesh is not None:
+        run = explicit.automatic(run, mesh, explicit.entries(query))
+    return run(query, key, value, sinks, *masks)
 
 
 def causal_attention(
@@ -106,6 +110,7 @@ def causal_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
+    sinks: Any = None,
     repeats: int = 1,
     strided: bool = False,
 ) -> jax.Array:
@@ -123,6 +128,7 @@ def causal_attention(
         sliding_window: number of positions that a query attends to, its own included; None: all.
         soft_cap: bound of the scores, as for :func:`attention`.
         softmax_dtype: dtype that scores and softmax are computed in.
+        sinks: attention sinks ``[H]``, as for :func:`attention`.
         repeats: how many times each KV head is repeated before it meets the query heads. Used on a
             mesh that splits more query heads than there are KV heads.
         strided: whether a mesh axis splits the tokens (``Attending``).
@@ -147,10 +153,14 @@ def causal_attention(
     )
     slots = cache[0].shape[3]
     at_once = slots <= max(query.shape[1], FEW_KEYS) and not _is_large(query, slots)
+    sinks = _checked_sinks(sinks, query.shape[2])
 
-    def run(query: Any, layer: Any, positions: Any, key_positions: Any, *cache: Any) -> jax.Array:
+    def run(
+        query: Any, sinks: Any, layer: Any, positions: Any, key_positions: Any, *cache: Any
+    ) -> jax.Array:
         if not at_once:
-            return blocked_attention(query, cache, layer, positions, key_positions, attending)[0]
+            found = blocked_attention(query, cache, layer, positions, key_positions, attending)
+            return _mean(*found, sinks)
         keys, values, *scales = (
             jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
             for a in cache
@@ -165,13 +175,13 @@ def causal_attention(
         )
         mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
         return _attention(
-            query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype
+            query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype, sinks
         )
 
     mesh = explicit.mesh_of(query, *cache)
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(query))
-    return run(query, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache)
+    return run(query, sinks, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache)
 
 
 def partial_attention(
@@ -195,7 +205,8 @@ def partial_attention(
     Returns:
         The result ``[B, T, H, D]``, and the logarithm of each query's sum, ``[B, T, H]`` in
         ``softmax_dtype``. The results of n parts of the keys, weighted with the softmax of the n
-        logarithms, add up to that of all keys.
+        logarithms, add up to that of all keys. An attention sink is one more such part: its
+        logarithm is its score, and its result is zeros.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -223,6 +234,7 @@ def _attention(
     scale: float,
     soft_cap: float | None,
     dtype: Any,
+    sinks: jax.Array,
 ) -> jax.Array:
     # Heads first, then batched matmuls, and the division last, of D numbers per query instead of
     # S: on a CPU this is 2 to 4 times faster than the obvious einsums and softmax.
@@ -241,12 +253,31 @@ def _attention(
         scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
     lowest = jnp.finfo(dtype).min  # for S = 0
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=lowest)
+    of_all = sinks.astype(dtype)[None, :, None, None]  # [1, H, 1, 1], or without heads
+    if sinks.size:
+        largest = jnp.maximum(largest, of_all)
     largest = jax.lax.stop_gradient(largest)
     weights = jnp.exp(scores - largest)  # [B, H, T, S]
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks.size:
+        total = total + jnp.exp(of_all - largest)
     rows = weights.astype(value.dtype).reshape(*grouped, keys)
     mixed = jnp.einsum("bhts,bhsd->bhtd", rows, v, preferred_element_type=dtype)
     return jnp.transpose((mixed.reshape(q.shape) / total).astype(value.dtype), (0, 2, 1, 3))
+
+
+def _mean(out: jax.Array, sums: jax.Array, sinks: jax.Array) -> jax.Array:
+    return with_sinks(out, sums, sinks) if sinks.size else out
+
+
+def _checked_sinks(sinks: Any, heads: int) -> jax.Array:
+    """The sinks as an array ``[H]``, without sinks ``[0]``."""
+    if sinks is None:
+        return jnp.zeros(0, jnp.float32)
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks are one score for each of {heads} query heads, not {sinks.shape}")
+    return sinks
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:

@@ -30,8 +30,8 @@ from .product import FLOATS
 
 _LOG = logging.getLogger("maxjax")
 
-# The scales of an int8 cache are the operands from this index on.
-_SCALES = 9
+# The index of the sinks among the operands, and that of the first scales of an int8 cache.
+_SINKS, _SCALES = 9, 10
 
 
 def decode_attention(
@@ -50,6 +50,7 @@ def decode_attention(
     interleaved: bool = False,
     rotating: bool = False,
     scales: tuple[Any, Any] | None = None,
+    sinks: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Write one token of each sequence into the KV cache, and attend from it to the cache.
 
@@ -74,6 +75,9 @@ def decode_attention(
             tokens. If not, tokens after slot S - 1 are not written, and their results are NaN.
         scales: scales of an int8 cache, for keys and for values: float32, the shape of the cache
             without D (``int8_rows``).
+        sinks: attention sinks ``[H]``: for each query head a score that takes part in the softmax and
+            has no value, so that the weights of the tokens add up to less than one (gpt-oss,
+            arXiv:2508.10925). They are neither scaled nor capped. None: no sinks.
 
     Returns:
         The result ``[B, H, D]`` in the dtype of ``q``, and the two caches, updated in place where
@@ -112,9 +116,19 @@ def decode_attention(
     grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
     numbers = [jnp.asarray(0 if layer is None else layer, jnp.int32), lengths.astype(jnp.int32)]
     angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
-    more = _checked_scales(scales, keys)
+    more = [_checked_sinks(sinks, heads, kv_heads), *_checked_scales(scales, keys)]
     out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, *more)
     return out.reshape(q.shape), *caches
+
+
+def _checked_sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
+    """The sinks as ``[K, G]``, or ``[K, 0]`` without sinks."""
+    if sinks is None:
+        return jnp.zeros((kv_heads, 0), jnp.float32)
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks are one score for each of {heads} query heads, not {sinks.shape}")
+    return sinks.astype(jnp.float32).reshape(kv_heads, heads // max(kv_heads, 1))
 
 
 def _checked_scales(scales: tuple[Any, Any] | None, keys: jax.Array) -> list[jax.Array]:
@@ -177,7 +191,9 @@ def _run(static: Options, *operands: Any) -> Any:
     mesh = explicit.mesh_of(*operands)
     if mesh is None:
         return _OPERATION(operands, static)
-    wanted = [explicit.entries(operands[i]) for i in (0, 3, 4, 9, 10) if i < len(operands)]
+    wanted = [
+        explicit.entries(operands[i]) for i in (0, 3, 4, _SCALES, _SCALES + 1) if i < len(operands)
+    ]
     run = lambda *a: _OPERATION(a, static)
     return explicit.automatic(run, mesh, wanted)(*operands)
 
@@ -193,17 +209,22 @@ def definition(
     lengths: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
+    sinks: jax.Array,
     *scales: jax.Array,
 ) -> list[jax.Array]:
     """:func:`decode_attention` in jnp, which defines it; ``q`` is ``[B, K, H/K, D]`` here."""
-    operands = (q, k, v, keys, values, layer, lengths, cos, sin, *scales)
+    operands = (q, k, v, keys, values, layer, lengths, cos, sin, sinks, *scales)
     step, slots = written(static, *operands), keys.shape[-2]
     seen_keys, seen_values = _read(step.caches, layer, keys.ndim == 5)  # [B, K, S, D]
     scores = jnp.einsum("bkgd,bksd->bkgs", step.q * static.scale, seen_keys)
     if static.cap:
         scores = static.cap * jnp.tanh(scores / static.cap)
     sees = seen(static, lengths, jnp.arange(slots), slots)
-    weights = jax.nn.softmax(jnp.where(sees[:, None, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(sees[:, None, None], scores, -jnp.inf)
+    if sinks.size:
+        of_all = jnp.broadcast_to(sinks[None, :, :, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, of_all], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :slots]
     out = jnp.einsum("bkgs,bksd->bkgd", weights, jnp.where(sees[:, None, :, None], seen_values, 0))
     return step.answer(out, lengths, q.dtype)
 
@@ -258,7 +279,21 @@ def _rule(ranks: Sequence[int]) -> Any:
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
     angles = ArrayMapping(b, "p")
     scales = (ArrayMapping(*cache[:-1]),) * (len(ranks) - _SCALES)
-    operands = (q, kv, kv, cache, cache, ArrayMapping(), ArrayMapping(b), angles, angles, *scales)
+    # Axis n has all query heads of a KV head, or no number.
+    sinks = ArrayMapping(h, "n")
+    operands = (
+        q,
+        kv,
+        kv,
+        cache,
+        cache,
+        ArrayMapping(),
+        ArrayMapping(b),
+        angles,
+        angles,
+        sinks,
+        *scales,
+    )
     return operands, (q, cache, cache, *scales)
 
 
@@ -276,6 +311,7 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
         [batch],
         [batch, ()],
         [batch, ()],
+        [heads, ()],
     ]
     scales = [cache[:-1]] * (len(specs) - _SCALES)
     return operands + scales, [[batch, heads, (), ()], cache, cache, *scales], ()

@@ -20,9 +20,10 @@ NAMES = ("q", "k", "v", "keys", "values", "lengths")
 
 def operands(
     lengths=(5, 0), heads=4, kv_heads=2, width=16, slots=9, q="float32", cache="float32",
-    pairs=None, seed=0, k=None,
+    pairs=None, seed=0, k=None, sinks=False,
 ):  # fmt: skip
-    """What ``decode_attention`` takes; the whole cache is full of numbers."""
+    """What ``decode_attention`` takes; the whole cache is full of numbers. Of the sinks one counts for most
+    of the weight, one for nothing, and one for nothing at all."""
     rng, batch = np.random.default_rng(seed), len(lengths)
     normal = lambda shape, dtype: rng.standard_normal(shape).astype(np.float32).astype(TYPES[dtype])
     found = {
@@ -36,7 +37,17 @@ def operands(
     if pairs is not None:
         angles = rng.uniform(0, 2 * np.pi, (batch, pairs))
         found["rope"] = tuple(f(angles).astype(np.float32) for f in (np.cos, np.sin))
+    if sinks:
+        found["sinks"] = rng.standard_normal(heads).astype(np.float32)
+        found["sinks"][:3] = 30, -30, -np.inf
     return found
+
+
+def sinks_of(given):
+    """The sinks as the operation takes them: ``[K, G]``, or ``[K, 0]`` without sinks."""
+    kv_heads = given["k"].shape[1]
+    sinks = given.get("sinks")
+    return jnp.zeros((kv_heads, 0)) if sinks is None else jnp.asarray(sinks).reshape(kv_heads, -1)
 
 
 # --- what is right ------------------------------------------------------------------------------
@@ -65,17 +76,19 @@ def slots_of(length, slots, window, rotating):
     return [position % slots for position in range(length - seen + 1, length + 1)]
 
 
-def one_result(q, keys, values, scale, cap, rounding=0.0):
+def one_result(q, keys, values, scale, cap, rounding=0.0, sink=-np.inf):
     """Of one head ``[D]`` over ``[N, D]``, and how far float32 may be from it.
 
     Args:
         rounding: how far queries and weights are rounded before they are multiplied.
+        sink: score that has no value.
     """
     q, keys, values = (np.asarray(a, np.float64) for a in (q, keys, values))
     scores = keys @ q * scale
     scores = cap * np.tanh(scores / cap) if cap else scores
-    weights = np.exp(scores - scores.max())
-    weights /= weights.sum()
+    top = max(scores.max(), sink)
+    weights = np.exp(scores - top)
+    weights /= weights.sum() + np.exp(np.float64(sink) - top)
     # A score is off by some units of its sum of absolute products, a weight by as much of
     # itself, and the sum by some more.
     size = (np.abs(keys) @ np.abs(q)).max() * abs(scale)
@@ -126,7 +139,8 @@ def check(given, got, *, rope=None, scale=None, sliding_window=None, soft_cap=No
             np.testing.assert_array_equal(y, np.full_like(y, 0 if lengths[b] < 0 else np.nan))
             continue
         keys, values = (cache[b, h // group][seen] for cache in caches)
-        exact, allowed = one_result(queries[b, h], keys, values, scale, soft_cap, rounding)
+        sink = given["sinks"][h] if "sinks" in given else -np.inf
+        exact, allowed = one_result(queries[b, h], keys, values, scale, soft_cap, rounding, sink)
         assert (np.abs(y - exact) <= allowed + half_unit(y, out.dtype)).all(), (b, h)
 
 

@@ -42,7 +42,9 @@ def operands(layers=1, queries=T, keys=S):
     return q, cache, positions, np.arange(keys, dtype=np.int32)[None]
 
 
-def reference(q, keys, values, positions, key_positions, *, scale, window=None, cap=None):
+def reference(
+    q, keys, values, positions, key_positions, *, scale, window=None, cap=None, sinks=None
+):
     """``[B, T, H, D]`` in float64, a query at a time."""
     out = np.zeros(q.shape)
     key_positions = np.broadcast_to(key_positions, (B, keys.shape[2]))
@@ -54,8 +56,10 @@ def reference(q, keys, values, positions, key_positions, *, scale, window=None, 
         scores = keys[b, h // group, sees].astype(np.float64) @ q[b, t, h] * scale
         if cap is not None:
             scores = cap * np.tanh(scores / cap)
-        weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights / weights.sum() @ values[b, h // group, sees]
+        sink = -np.inf if sinks is None else sinks[h]
+        top = max(scores.max(), sink)
+        weights = np.exp(scores - top)
+        out[b, t, h] = weights / (weights.sum() + np.exp(sink - top)) @ values[b, h // group, sees]
     return out
 
 
@@ -88,6 +92,41 @@ def test_sizes_that_blocks_do_not_divide(small, queries, keys):
     found = causal_attention(q, cache, 0, at, key_positions, scale=0.4)
     want = reference(q, cache[0][0], cache[1][0], at, key_positions, scale=0.4)
     np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
+
+
+SINKS = np.array([20, -20, 0.5, -np.inf], np.float32)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_sinks(request, in_blocks):
+    """They take their part of the weight: with all scores at once, in blocks, and under a mask."""
+    if in_blocks:
+        request.getfixturevalue("small")
+    q, cache, at, keys = operands()
+    found = causal_attention(q, cache, 0, at, keys, scale=0.4, soft_cap=2.0, sinks=SINKS)
+    want = reference(q, cache[0][0], cache[1][0], at, keys, scale=0.4, cap=2.0, sinks=SINKS)
+    np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
+    k, v = (a[0].swapaxes(1, 2) for a in cache)
+    exists = np.arange(S)[None] < np.array([[S], [9]])
+    found = attention(q, k, v, jnp.asarray(exists), scale=0.4, sinks=SINKS)
+    everywhere, there = np.zeros((B, T), np.int32), np.where(exists, 0, 1).astype(np.int32)
+    want = reference(q, cache[0][0], cache[1][0], everywhere, there, scale=0.4, sinks=SINKS)
+    np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
+    with pytest.raises(ValueError, match="one score for each of 4 query heads"):
+        attention(q, k, v, sinks=SINKS[:2])
+
+
+@pytest.mark.slow
+def test_gradients_of_sinks(request):
+    q, cache, at, keys = operands()
+    sinks, weights = np.array([1, -1, 0.5, 2], np.float32), normal(*q.shape)
+    loss = lambda sinks, q: jnp.sum(causal_attention(q, cache, 0, at, keys, sinks=sinks) * weights)
+    want = jax.grad(loss, (0, 1))(sinks, q)
+    request.getfixturevalue("small")
+    found = jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(sinks, q)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6)
+        assert np.abs(b).max() > 0.05
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from tests.kernels.decode_reference import (
     narrowed,
     one_result,
     operands,
+    sinks_of,
     slots_of,
     turned,
 )  # fmt: skip
@@ -53,7 +54,9 @@ def jnp_form(
         q, k, v, keys, values, lengths = (given[name] for name in NAMES)
         grouped = q.reshape(batch, k.shape[1], -1, width)
         caches = keys[None], values[None]
-        out, keys, values = module.definition(static, grouped, k, v, *caches, 0, lengths, cos, sin)
+        out, keys, values = module.definition(
+            static, grouped, k, v, *caches, 0, lengths, cos, sin, sinks_of(given)
+        )
         return out.reshape(q.shape), keys[0], values[0]
 
     return run(given)
@@ -189,6 +192,26 @@ def test_options(which, cache):
     q = {"float32": "float32", "float16": "bfloat16", "bfloat16": "bfloat16"}[cache]
     lengths = (8, 3, 0, 11) if options.get("rotating") else (8, 3, 0, 9)
     all_right(operands(lengths, 6, 2, 20, 9, q, cache, pairs), **options)
+
+
+def test_sinks():
+    """Of heads that share a KV head, over one part of a cache and over several."""
+    pairs, options = OPTIONS["all"]
+    all_right(operands((8, 3, 0, 11, -1), 6, 2, 20, 9, pairs=pairs, sinks=True), **options)
+    all_right(operands((299, 3, 700), 6, 3, 16, 600, "bfloat16", "bfloat16", sinks=True))
+    with pytest.raises(ValueError, match="one score for each of 6 query heads"):
+        decode_attention(**operands(heads=6), sinks=np.zeros(2, np.float32))
+
+
+def test_derivatives_of_sinks():
+    given = operands((5, 0), sinks=True) | {"sinks": np.array([1, -1, 0.5, 2], np.float32)}
+    loss = lambda sinks, run: (run(given | {"sinks": sinks})[0] ** 2).sum()
+    got = jax.jit(jax.grad(lambda s: loss(s, lambda g: decode_attention(**g))))(given["sinks"])
+    wanted = jax.grad(lambda s: loss(s, jnp_form))(given["sinks"])
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    step = np.array([0, 1e-2, 0, 0], np.float32)
+    slope = [float(loss(given["sinks"] + s, jnp_form)) for s in (step, -step)]
+    np.testing.assert_allclose(got[1], (slope[0] - slope[1]) / 2e-2, rtol=2e-2)
 
 
 @pytest.mark.fast("30.0-None", "1e+18-3.0", "30.0-3.0", "10000.0-None", "10000.0-3.0", "1e+18-None")
@@ -627,6 +650,8 @@ def placed(given, explicit, spec=HEADS):
     put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
     found = {name: put(given[name], spec) for name in NAMES[:5]}
     found["lengths"] = put(given["lengths"], batch)
+    if "sinks" in given:
+        found["sinks"] = put(given["sinks"], P(*spec[1:]))
     return found | (
         {"rope": tuple(put(a, batch) for a in given["rope"])} if "rope" in given else {}
     )
@@ -653,7 +678,7 @@ PLACES = {
 @pytest.mark.parametrize("where", PLACES)
 def test_split_over_a_mesh(where, cache, explicit):
     spec, local = PLACES[where]
-    given = operands((5, 0, -1, 9), 8, 4, cache=cache, pairs=8)
+    given = operands((5, 0, -1, 9), 8, 4, cache=cache, pairs=8, sinks=True)
     there = placed(given, explicit, spec)
     program = jax.jit(lambda given: decode_attention(**given)).lower(there).compile()
     assert not collectives(program.as_text())

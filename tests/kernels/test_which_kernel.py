@@ -42,7 +42,8 @@ CASES = {
         for cache, q in (("float32", "float32"), ("float16", "bfloat16"), ("bfloat16", "bfloat16"))
     ],
     "int8 with scales": [functools.partial(of_a_token, cache="int8")],
-    "window, rotating cache, soft cap": [
+    "window, rotating cache, soft cap, sinks": [
+        lambda: of_a_token(sinks=jnp.zeros(8)),
         functools.partial(of_a_token, sliding_window=100),
         functools.partial(of_a_token, sliding_window=100, rotating=True),
         functools.partial(of_a_token, soft_cap=30.0),
@@ -100,7 +101,8 @@ CASES |= {
         functools.partial(of_tokens, q=q, cache=cache)
         for q, cache in (("float32", "float32"), ("float16", "bfloat16"), ("bfloat16", "int8"))
     ],
-    "windows, soft caps, starts of each sequence, keys that are padding": [
+    "windows, soft caps, sinks, starts of each sequence, keys that are padding": [
+        lambda: of_tokens(sinks=jnp.zeros(4)),
         functools.partial(of_tokens, sliding_window=100, soft_cap=30.0),
         of_an_encoder,
     ],

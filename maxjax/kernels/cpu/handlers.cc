@@ -157,12 +157,14 @@ void add_parts(int64_t unit, int64_t n, int64_t slots, int64_t window, std::vect
   }
 }
 
-// Combines the parts of query g into its result: each is weighted by exp(its top score - the top).
+// Combines the parts of query g into its result: each is weighted by exp(its top score - the top). The
+// sink is one more score, of a value of zeros; without one it is null.
 template <class OfPart>
 void summed(const OfPart& of_part, size_t begin, size_t end, int64_t group, int64_t g, int64_t stride,
-            float* head) {
-  float top = -std::numeric_limits<float>::infinity(), total = 0;
+            const float* sink, float* head) {
+  float top = sink ? *sink : -std::numeric_limits<float>::infinity();
   for (size_t i = begin; i < end; i++) top = std::fmax(top, of_part(i)[group * stride + g]);
+  float total = sink ? std::exp(*sink - top) : 0;
   std::fill(head, head + stride, 0.0f);
   for (size_t i = begin; i < end; i++) {
     const float* result = of_part(i);
@@ -211,12 +213,12 @@ bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results
 }
 
 // Operands: q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [],
-// lengths [B], cos, sin [B, pairs], and for an int8 cache its two scales, shaped as it without D.
+// lengths [B], cos, sin [B, pairs], sinks [K, H / K] or [K, 0], and for an int8 cache its two scales, shaped as it without D.
 // Results: out [B, H, D], and the caches and scales, updated in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                     ffi::RemainingArgs scales_in, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Buffer<ffi::F32> sinks, ffi::RemainingArgs scales_in, ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out,
                      ffi::RemainingRets scales_out, float scale, int64_t window, float cap,
                      bool interleaved, bool rotating) {
@@ -239,7 +241,8 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
       int64_t(lengths.element_count()) != batch || layer.element_count() != 1 || layers < 1 ||
       cos.dimensions().size() != 2 || cos.dimensions()[0] != batch ||
       sin.element_count() != cos.element_count() || 2 * cos.dimensions()[1] > depth ||
-      (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0))
+      (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0) ||
+      (sinks.element_count() != 0 && int64_t(sinks.element_count()) != heads))
     return wrong("shapes of attention");
   if (keys_out->untyped_data() != keys.untyped_data() || values_out->untyped_data() != values.untyped_data())
     return ffi::Error::Internal("maxjax: the cache was copied, not updated in place");
@@ -314,12 +317,14 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                   result + group * stride, result + group * (stride + 1), result});
   });
   char* to = static_cast<char*>(out->untyped_data());
+  const bool has_sinks = sinks.element_count() != 0;
   parallel(pool, units, helpers, [&](int64_t unit) {
     const int32_t n = length[unit / kv_heads];
     float* head = reinterpret_cast<float*>(scratch<2>(4 * stride));
     for (int64_t g = 0; g < group; g++) {
       if (runs(unit / kv_heads)) {
-        summed(of_part, first[unit], first[unit + 1], group, g, stride, head);
+        const float* sink = has_sinks ? sinks.typed_data() + unit % kv_heads * group + g : nullptr;
+        summed(of_part, first[unit], first[unit + 1], group, g, stride, sink, head);
       } else {  // zeros for an unused row of the batch, NaN for a token beyond the cache
         std::fill(head, head + stride, n < 0 ? 0 : std::numeric_limits<float>::quiet_NaN());
       }
@@ -372,6 +377,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_decode_attention, maxjax::attention,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .RemainingArgs()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..blocked_attention import slots_of
 from ..int8_rows import restored
-from .step import Options, layers_of, seen, written
+from .step import Options, layers_of, mean, seen, written
 
 # Numbers of keys in a block: 4 MiB in 16 bits, which take longer to read than a turn of the loop to begin.
 _NUMBERS = 1 << 21
@@ -26,7 +26,7 @@ _LEAST_SLOTS = 128
 
 def in_blocks(static: Options, devices: int, *operands: Any) -> list[jax.Array]:
     """What ``decode_attention.definition`` computes, for the same operands on so many devices."""
-    q, _, _, keys, _, layer, lengths, *_ = operands
+    q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
     step = written(static, *operands)
     caches = layers_of(step.caches, keys.ndim)
     slots = keys.shape[-2]
@@ -60,8 +60,9 @@ def in_blocks(static: Options, devices: int, *operands: Any) -> list[jax.Array]:
     # Finite, so that a block in which a row sees nothing changes nothing of it.
     lowest = jnp.full_like(rows, jnp.finfo(jnp.float32).min)
     state = (lowest, jnp.zeros_like(rows), jnp.zeros_like(step.q))
-    _, total, mixed = jax.lax.fori_loop(low // block, (high + block - 1) // block, turn, state)
-    return step.answer(mixed / total[..., None], lengths, q.dtype)
+    end = (high + block - 1) // block
+    largest, total, mixed = jax.lax.fori_loop(low // block, end, turn, state)
+    return step.answer(mean(largest, total, mixed, sinks), lengths, q.dtype)
 
 
 def _range(

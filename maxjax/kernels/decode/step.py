@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..blocked_attention import with_sinks
 from ..int8_rows import quantised
 
 
@@ -63,6 +64,7 @@ def written(
     lengths: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
+    sinks: jax.Array,
     *scales: jax.Array,
 ) -> Written:
     """Rotates ``q`` ``[B, K, G, D]`` and ``k``, and writes ``k`` and ``v`` into the caches."""
@@ -84,6 +86,19 @@ def written(
         for a, x in zip((keys, values, *scales), new, strict=True)
     ]
     return Written(q32, caches, fits)
+
+
+def mean(largest: jax.Array, total: jax.Array, mixed: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The mean of the values ``[B, K, G, D]``, from sums of weights and of weighted values.
+
+    Args:
+        largest: largest score of each query, ``[B, K, G]``, by which its weights were divided.
+        total: sum of the weights, ``[B, K, G]``.
+        mixed: weighted sum of the values, ``[B, K, G, D]``.
+        sinks: ``[K, G]``, or ``[K, 0]`` without sinks.
+    """
+    out = mixed / total[..., None]
+    return with_sinks(out, largest + jnp.log(total), sinks) if sinks.size else out
 
 
 def seen(static: Options, lengths: jax.Array, slot: jax.Array, slots: int) -> jax.Array:

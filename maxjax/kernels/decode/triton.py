@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gpu.triton import FLOATS, dot, power, result, too_many
-from .step import Options, layers_of, written
+from .step import Options, layers_of, mean, written
 
 # As many programs fill a GPU: two for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
@@ -71,7 +71,7 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
         operands: as those of ``decode_attention.definition``.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
-    q, _, _, keys, _, layer, lengths, *_ = operands
+    q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
     step = written(static, *operands)
     caches = layers_of(step.caches, keys.ndim)
     batch, kv_heads, group, width = q.shape
@@ -85,10 +85,10 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
         layer.reshape(1), lengths, queries, *caches
     )
     # Each program's sum is relative to its own largest score.
-    weights = jnp.exp(largest - jnp.max(largest, axis=2, keepdims=True))  # [B, K, splits, G]
-    out = jnp.sum(mixed * weights[..., None], axis=2)
-    out = out / jnp.sum(total * weights, axis=2)[..., None]
-    return step.answer(out, lengths, q.dtype)
+    top = jnp.max(largest, axis=2)  # [B, K, G]
+    weights = jnp.exp(largest - top[:, :, None])  # [B, K, splits, G]
+    total, mixed = jnp.sum(total * weights, axis=2), jnp.sum(mixed * weights[..., None], axis=2)
+    return step.answer(mean(top, total, mixed, sinks), lengths, q.dtype)
 
 
 def tiles(programs: int, group: int, width: int, slots: int) -> Tiles:

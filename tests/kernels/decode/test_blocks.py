@@ -9,7 +9,15 @@ import pytest
 
 from maxjax.kernels.decode import blocks
 from maxjax.kernels.decode.step import Options
-from tests.kernels.decode_reference import NAMES, OPTIONS, check, check_int8, narrowed, operands
+from tests.kernels.decode_reference import (
+    NAMES,
+    OPTIONS,
+    check,
+    check_int8,
+    narrowed,
+    operands,
+    sinks_of,
+)  # fmt: skip
 
 # Of so many devices, one has blocks of the least number of slots.
 MANY = 1 << 30
@@ -28,7 +36,7 @@ def program(static, width, form=blocks.in_blocks, devices=MANY):
         layered = [a if keys.ndim == 5 else a[None] for a in (keys, values)]
         out, *caches = form(
             static, devices, grouped, k, v, *layered, jnp.int32(given.get("layer", 0)), lengths,
-            cos, sin, *given.get("scales", ()),
+            cos, sin, sinks_of(given), *given.get("scales", ()),
         )  # fmt: skip
         caches = caches if keys.ndim == 5 else [a[0] for a in caches]
         return out.reshape(q.shape), *caches
@@ -56,6 +64,12 @@ def result(given, **options):
 def test_options(which):
     pairs, options = OPTIONS[which]
     given = operands((8, 3, 0, 9), 6, 2, 20, 9, "bfloat16", "bfloat16", pairs)
+    check(given, result(given, **options), **options)
+
+
+def test_sinks():
+    pairs, options = OPTIONS["all"]
+    given = operands((8, 3, 0, 11, -1), 6, 2, 20, 9, "bfloat16", "bfloat16", pairs, sinks=True)
     check(given, result(given, **options), **options)
 
 

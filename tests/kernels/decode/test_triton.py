@@ -53,6 +53,13 @@ def test_options(which, q):
     right(operands(lengths, 6, 2, 20, 9, q, q, pairs), **options)
 
 
+def test_sinks():
+    """Of one program, and of several for a sequence."""
+    pairs, options = OPTIONS["all"]
+    right(operands((8, 3, 0, 11, -1), 6, 2, 20, 9, pairs=pairs, sinks=True), **options)
+    right(operands((5000, 7), 4, 2, 16, 6000, sinks=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "group"), [(64, 1), (64, 8), (80, 5), (96, 3), (128, 4), (192, 2), (256, 16)]
