@@ -183,6 +183,10 @@ class UserInputError(ValueError):
     """An argument of the caller (text, a path, an option) cannot be used."""
 
 
+class UnknownArgumentError(UserInputError, TypeError):
+    """A function was called with an argument that it does not have; the message says what is meant."""
+
+
 def integer_text(value: int) -> str:
     """An integer in decimal, or the number of its bits if it is very long.
 

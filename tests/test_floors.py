@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors lazy absent columns heartbeat agreement distributed lockstep dtype driver native_library
+.: errors elsewhere lazy absent columns heartbeat agreement progress distributed lockstep dtype driver native_library
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
@@ -108,7 +108,7 @@ engine/plan: compiled report
 engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
-checkpoint/conversion: progress source to_gguf run
+checkpoint/conversion: written source to_gguf run
 interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 

@@ -14,6 +14,7 @@ from ..driver import Buffer
 from ..dtype import DType
 from ..errors import some
 from ..kernels.stack_slice import stack_of
+from ..progress import compiling
 from .graph import Graph, GraphWeight
 from .kind import returning_values
 from .placement.arrays import default_device
@@ -210,8 +211,9 @@ class Model:
         positions = tuple(i + 1 for i in donate)  # after the weights
         if all(kind.is_static for kind in graph.input_types):
             jitted = jax.jit(run, donate_argnums=positions)
-            lowered = jitted.lower(self._weights.types, *inputs)
-            self._run: Any = lowered.compile()
+            with compiling(self.name):
+                lowered = jitted.lower(self._weights.types, *inputs)
+                self._run: Any = lowered.compile()
             wanted = self._run.input_shardings
             shardings, used = wanted[0][1:], jax.tree.leaves(wanted)
             shapes: Any = [kind.shape for kind in inputs]

@@ -87,6 +87,9 @@ class CheckpointSource:
         entry = self.open_table().entries[name]
         return entry.dtype.np, entry.shape
 
+    def nbytes(self, name: str) -> int:
+        return self.open_table().entries[name].nbytes
+
     def is_divisible(self, name: str) -> bool:
         """Whether parts of a tensor can be read alone."""
         coding = self.open_table().entries[name].coding
