@@ -37,7 +37,9 @@ if _TYPE_CHECKING:
     from .engine.plan.report import plan as plan
     from .engine.quantize.calibration import calibrate as calibrate
     from .engine.quantize.model import quantize as quantize
+    from .engine.release import free as free
     from .engine.sampling.settings import Sampling as Sampling
+    from .engine.usage import memory as memory
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
     from .graph import Weight as Weight
@@ -83,6 +85,8 @@ _HOMES: dict[str, str | None] = {
     "plan": "engine.plan.report",
     "calibrate": "engine.quantize.calibration",
     "quantize": "engine.quantize.model",
+    "free": "engine.release",
+    "memory": "engine.usage",
     "Sampling": "engine.sampling.settings",
     "load_tokenizer": "text.tokenizer.tokenizer",
     "CheckpointError": "errors",

@@ -300,8 +300,8 @@ def _listen() -> None:
         jax.monitoring.register_event_duration_secs_listener(_heard)
 
 
-def _heard(event: str, seconds: float, **about: Any) -> None:
-    del seconds, about
+def _heard(event: str, duration_secs: float, **about: Any) -> None:
+    del duration_secs, about
     scopes = _scopes()
     if scopes and event in _STAGES:
         scopes[-1].report(_STAGES[event])

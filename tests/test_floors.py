@@ -100,7 +100,7 @@ text/tokenizer: patterns limits added vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load packing embed perplexity session
+engine: hub load packing embed perplexity session holders usage release
 engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..elsewhere import unknown_argument
-from ..errors import UnsupportedModelError, UserInputError
+from ..errors import UnsupportedModelError, UserInputError, releasing
 from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
@@ -83,7 +83,7 @@ def embed(
     """
     for name in unknown:
         raise unknown_argument("maxjax.embed", name, _ARGUMENTS)
-    with Lockstep("embed", shardings_of(model)) as together:
+    with Lockstep("embed", shardings_of(model)) as together, releasing():
         found = _embed(
             model, tokenizer, texts, together,
             batch_size=batch_size, truncate=truncate, normalize=normalize, pooling=pooling,
@@ -171,7 +171,8 @@ class _Pending(NamedTuple):
 
     def is_ready(self) -> bool:
         """Whether the vectors are computed."""
-        return not isinstance(self.vectors, jax.Array) or self.vectors.is_ready()
+        is_ready = getattr(self.vectors, "is_ready", None)  # NumPy's arrays have none
+        return is_ready is None or is_ready()
 
 
 def _batches_of(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..elsewhere import unknown_argument
-from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError
+from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError, releasing
 from ..graph import Model, compile_cache
 from ..graph.placement.arrays import platform_of
 from ..graph.weights import GGUFWeights, Weights, load_weights
@@ -196,7 +196,7 @@ def load(
                 weights._beside.finish()
             return model, text, program.result()
 
-        with allowing(limits), task(f"loading {short(name)}", reads=True):
+        with releasing(), allowing(limits), task(f"loading {short(name)}", reads=True):
             found = settled(once)
         together.finish()
     return found

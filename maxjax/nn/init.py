@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..errors import releasing
 from ..graph.placement.arrays import out_of_memory
 from ..graph.weight.weight import Weight
 from ..progress import compiling
@@ -73,7 +74,7 @@ def init(
 
     run = jax.jit(draw, out_shardings=[group.sharding for group in groups])
     try:
-        with compiling("init"):
+        with releasing(), compiling("init"):
             drawn = run(key)
     except jax.errors.JaxRuntimeError as error:
         largest = max(groups, key=lambda group: group.leaf.size)

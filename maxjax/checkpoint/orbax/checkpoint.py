@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, CheckpointMissingError, UserInputError, some
+from ...errors import CheckpointError, CheckpointMissingError, UserInputError, releasing, some
 from ...models.weights import main_dtype
 from ...nn.layer import Module
 from ...progress import short, task
@@ -216,7 +216,7 @@ def restore(
     for attempt in range(_RETRIES + 1):
         directory = _directory(root, step)
         try:
-            with allowing(limits), task(f"restoring {short(directory)}", reads=True):
+            with releasing(), allowing(limits), task(f"restoring {short(directory)}", reads=True):
                 return _restore(directory, model, items, strict, cast, verify)
         except CheckpointError:
             # A writer may delete old steps at any time; then there is a newer step to restore.

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ...errors import releasing
 from ...lockstep import Lockstep
 from ...models.weights import shardings_of
 from ...progress import Task, task
@@ -84,7 +85,7 @@ def generate(
         >>> [len(text.tokens) for text in texts], texts[0].finish_reason
         ([5, 5], 'length')
     """
-    with Lockstep("generate", shardings_of(model)) as together:
+    with Lockstep("generate", shardings_of(model)) as together, releasing():
         request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         single, several = listed(prompts)
         rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]

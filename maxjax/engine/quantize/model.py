@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ...dtype import DType
-from ...errors import UserInputError
+from ...errors import UserInputError, releasing
 from ...graph.placement.arrays import platform_of
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
@@ -105,7 +105,7 @@ def quantize(
             done.add(id(holder))
             holders.append((name, holder))
     sizes = [holder.stored.leaf.nbytes for _, holder in holders]
-    with task(f"quantizing {type(model).__name__}", sum(sizes)) as shown:
+    with releasing(), task(f"quantizing {type(model).__name__}", sum(sizes)) as shown:
         for (name, holder), nbytes in zip(holders, sizes, strict=True):
             rows |= _quantise(new, name, holder, types[name], checked)
             shown.add(nbytes)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...errors import CheckpointMismatchError, closest
+from ...errors import CheckpointMismatchError, closest, releasing
 from ...graph.shape import Shape
 from ...graph.weight.stacked import StackedWeight
 from ...graph.weight.weight import Weight
@@ -139,7 +139,7 @@ class StateDict:
         if problems or unequal:
             raise _error([*problems, *unequal], state_dict)
         check_room(self, fits)
-        with task("loading weights", reads=True):
+        with releasing(), task("loading weights", reads=True):
             reading(bytes_to_read(fits))
             _load(fits, single, stacks)
         return LoadResult(match.missing, match.unexpected)
