@@ -8,6 +8,7 @@ import JAX.
 """
 
 import importlib as _importlib
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -112,6 +113,9 @@ _HOMES: dict[str, str | None] = {
 }
 
 __all__ = ["__version__", *_HOMES]
+
+if "IPython" in _sys.modules:
+    _importlib.import_module(".completion", __name__).register()
 
 
 def __getattr__(name: str) -> _Any:

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere lazy absent columns heartbeat agreement progress distributed lockstep dtype driver native_library
+.: errors elsewhere completion lazy absent columns
+.: heartbeat agreement progress distributed lockstep dtype driver native_library
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back

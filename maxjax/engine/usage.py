@@ -182,15 +182,19 @@ def _by_buffer(arrays: Iterable[jax.Array]) -> dict[Any, int]:
 def _device(
     device: Any, weights: dict[Any, int], caches: dict[Any, int], every: dict[Any, int]
 ) -> DeviceMemory:
-    total = [0, 0, 0]
+    total = {"weights": 0, "caches": 0, "others": 0}
     for key, nbytes in (every | weights | caches).items():
         if key[0] == device:
-            total[0 if key in weights else 1 if key in caches else 2] += nbytes
+            kind = "weights" if key in weights else "caches" if key in caches else "others"
+            total[kind] += nbytes
     stats = memory_stats(device)
     return DeviceMemory(
-        f"{device.platform}:{device.id}", *total,
-        stats.get("bytes_in_use"), stats.get("peak_bytes_in_use"), stats.get("bytes_limit"),
-    )  # fmt: skip
+        f"{device.platform}:{device.id}",
+        **total,
+        in_use=stats.get("bytes_in_use"),
+        peak=stats.get("peak_bytes_in_use"),
+        limit=stats.get("bytes_limit"),
+    )
 
 
 def _resident() -> int:

@@ -215,7 +215,7 @@ def test_after_an_error_the_next_cell_works(file, monkeypatch, where):
         real_empty, real_put = device_reads.aligned_empty, jax.device_put
 
         def empty(nbytes):
-            if next(calls) > 20:
+            if next(calls) > 3:
                 raise MemoryError
             return real_empty(nbytes)
 

@@ -331,6 +331,14 @@ class Weights:
         parts = {name[skip:].split(".", 1)[0] for name in self._below()}
         return sorted({*RESERVED_NAMES, *(p for p in parts if p.isidentifier())})
 
+    def _ipython_key_completions_(self) -> list[str | int]:
+        """What may stand in brackets here: the next components, and whole names below this place."""
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        names = [name[skip:] for name in self._below() if len(name) > skip]
+        parts = dict.fromkeys(name.split(".", 1)[0] for name in names)
+        numbers = [int(part) for part in parts if part.isdecimal()]
+        return [*sorted(numbers), *(part for part in parts if not part.isdecimal()), *names]
+
     def __repr__(self) -> str:
         if self._family.table is None:
             return f"{type(self).__name__}({self._path!r}, closed)"
